@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ MODULES = (  # those that a package lacks are skipped
     *("functional", "layers", "masks", "optimizer", "part", "search", "search_loop", "search_rules", "training"),
     "transformer",
 )
-# A change of code with one of these words shows on no device, or in training with dropout only.
+# Code with one of these words acts on devices, in training with dropout, or on the initial values of weights.
 NOT_COMPARED = re.compile(
     r"(?i)dropout|keep\b|\brngs?\b|seed|mesh|device|shard|replica|autocast|compil|export|annotate"
 )
-SKIPPED = re.compile(r"(?i).*dropout.*|draw_keep|extra_repr|from_file|build|get_config|__getstate__|_.*rng.*")
+SKIPPED = re.compile(  # also the initial values of weights, and hooks of torch's load_state_dict
+    r"(?i).*dropout.*|draw_keep|extra_repr|from_file|get_config|__getstate__|_.*rng.*|_normal_table|_complete|_follow"
+)
 CHECKS = re.compile(r"(self\.|\w+\.)*_?(check|assert|warn)_?\w*\(")
 BINARY: dict[type, tuple[type, ...]] = {
     ast.Add: (ast.Sub,),
@@ -60,6 +63,7 @@ PAIRS = (
 TWINS = {first: second for pair in PAIRS for first, second in (pair.split(), pair.split()[::-1])}
 NAMES = 4  # of so many variables, one is replaced by another: most of these mutants raise an exception
 TRANSPOSED = ("T", "mT")
+SIMPLE = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)  # needs no parentheses
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ class Mutant:
         old: The text that changes.
         new: The text in its place.
         start: The place of the text in the file, in bytes of UTF-8.
-        is_called: Whether ``where`` is a function, so that only what calls it can show the change.
+        lines: The first and the last line of the statement. Only a case that runs one of them can show the change.
+            None is a statement outside of functions.
     """
 
     package: str
@@ -86,7 +91,7 @@ class Mutant:
     old: str
     new: str
     start: int
-    is_called: bool
+    lines: tuple[int, int] | None
 
     @property
     def key(self) -> str:
@@ -112,7 +117,8 @@ def source(package: str, module: str) -> str:
     return path.read_text("utf-8") if path.is_file() else ""
 
 
-def mutants_of(package: str) -> list[Mutant]:
+@cache
+def mutants_of(package: str) -> Sequence[Mutant]:
     """Return all mutants of a package, in the order of its source."""
     found = [mutant for module in MODULES for mutant in mutants_of_text(package, module, source(package, module))]
     return list({mutant.key: mutant for mutant in found}.values())
@@ -127,22 +133,18 @@ def sample(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
 
 
 def mutants_of_text(package: str, module: str, text: str) -> Iterator[Mutant]:
-    """Yield the mutants of the text of a module that compile, and that are not the same code."""
+    """Yield the mutants of the text of a module."""
     tree = ast.parse(text)
     data, starts = text.encode(), [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line.encode()))
-    functions: set[str] = set()
-    for where, kind, node, new in _Changes(tree, functions).of_module():
+    changes = _Changes(tree)
+    for where, kind, node, new in changes.of_module():
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
         old = data[start:end].decode()
-        try:
-            changed = ast.parse((data[:start] + new.encode() + data[end:]).decode())
-        except SyntaxError:
-            continue
-        if ast.dump(changed) != ast.dump(tree):
-            yield Mutant(package, module, where, node.lineno, kind, old, new, start, where in functions)
+        if new != ast.unparse(node):
+            yield Mutant(package, module, where, node.lineno, kind, old, new, start, changes.lines)
 
 
 Change = tuple[str, str, Any, str]  # where, kind, the node that changes, the text in its place
@@ -151,9 +153,9 @@ Change = tuple[str, str, Any, str]  # where, kind, the node that changes, the te
 class _Changes:
     """The changes of a module."""
 
-    def __init__(self, tree: ast.Module, functions: set[str]) -> None:
+    def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
-        self.functions = functions  # receives the qualified name of each
+        self.lines: tuple[int, int] | None = None  # of the statement of the last change
 
     def of_module(self) -> Iterator[Change]:
         yield from self._of_body(self.tree.body, "", [])
@@ -164,16 +166,14 @@ class _Changes:
 
     def _of_statement(self, node: Any, where: str, names: list[str]) -> Iterator[Change]:
         text = ast.unparse(node)
+        self.lines = _lines(node) if names or isinstance(node, ast.FunctionDef) else None
         match node:
             case ast.FunctionDef() | ast.ClassDef():
                 if not SKIPPED.fullmatch(node.name):
-                    outside = f"{where}.<locals>." if where in self.functions else f"{where}."
-                    inside = (outside + node.name).strip(".")
-                    if isinstance(node, ast.FunctionDef):
-                        self.functions.add(inside)
+                    inside = f"{where}.{node.name}".strip(".")
                     yield from self._of_decorators(node, inside)
                     if isinstance(node, ast.FunctionDef):
-                        names = _names(node)
+                        names = [*_names(node), ""]  # not empty: inside of a function
                         for name, default in _defaults(node.args):
                             if name != "dtype":  # models are built in a given one
                                 yield from self._of_expression(default, inside, names)
@@ -234,8 +234,14 @@ class _Changes:
         if isinstance(node, ast.expr) and not NOT_COMPARED.search(ast.unparse(node)):
             for kind, new in self._instead_of(node, names):
                 text = new if isinstance(new, str) else ast.unparse(new)
-                yield where, kind, node, f"({text})" if isinstance(new, ast.expr) and _is_compound(new) else text
+                # A number would not bear the attribute that follows a call.
+                is_simple = isinstance(new, (str, *SIMPLE)) or isinstance(node, ast.Constant)
+                yield where, kind, node, text if is_simple else f"({text})"
         if isinstance(node, ast.IfExp) and NOT_COMPARED.search(ast.unparse(node.test)):
+            return
+        if isinstance(node, ast.Call) and NOT_COMPARED.search(ast.unparse(node.func)):
+            if node.args:
+                yield from self._of_expression(node.args[0], where, names)
             return
         for child in ast.iter_child_nodes(node):
             if isinstance(node, ast.AnnAssign) and child is node.annotation:
@@ -255,8 +261,8 @@ class _Changes:
                 for other in COMPARISON.get(type(operator), ()):
                     yield "comparison", ast.Compare(node.left, [other()], node.comparators)
             case ast.BoolOp():
-                other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-                yield "boolean operator", ast.BoolOp(other, node.values)
+                swapped: ast.boolop = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+                yield "boolean operator", ast.BoolOp(swapped, node.values)
                 yield from (("operand removed", value) for value in node.values)
             case ast.UnaryOp():
                 yield "operator removed", node.operand
@@ -265,7 +271,7 @@ class _Changes:
             case ast.Constant():
                 yield from (("constant", ast.Constant(value)) for value in _constants(node.value))
             case ast.Name(ctx=ast.Load()) if node.id in names and node.id not in ("self", "cls"):
-                others = list(dict.fromkeys(name for name in names if name not in (node.id, "self", "cls")))
+                others = list(dict.fromkeys(name for name in names if name not in (node.id, "self", "cls", "")))
                 is_chosen = (node.lineno + node.col_offset) % NAMES == 0
                 if is_chosen and others and not NOT_COMPARED.search(other_name := _next(others, node)):
                     yield "name", ast.Name(other_name)
@@ -295,12 +301,20 @@ class _Changes:
                 yield "attribute", ast.Attribute(node.value, _next(others, node))
 
 
+def _lines(statement: Any) -> tuple[int, int]:
+    """Return the first and the last line of a statement, without the statements inside it."""
+    first = min([statement.lineno, *(one.lineno for one in getattr(statement, "decorator_list", []))])
+    body = getattr(statement, "body", None)
+    return first, max(first, body[0].lineno - 1) if body else statement.end_lineno
+
+
 def _names(function: ast.FunctionDef) -> list[str]:
     """Return the parameters of a function and its variables, once for each time that they are given a value."""
     arguments = function.args
     found = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     stored = (node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-    return [*found, *(node.id for node in stored)]
+    shared = {name for node in ast.walk(function) if isinstance(node, ast.Nonlocal) for name in node.names}
+    return [*found, *(node.id for node in stored if node.id not in shared)]
 
 
 def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr | None]]:
@@ -318,11 +332,11 @@ def _next(others: list[str], node: Any) -> str:
     return others[(node.lineno + node.col_offset) % len(others)]
 
 
-def _constants(value: object) -> list[object]:
+def _constants(value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
-        found: list[object] = [value + 1, value - 1, 2 * value, 0, 1]
+        found: list[Any] = [value + 1, value - 1, 2 * value, 0, 1]
     elif isinstance(value, float):
         found = [2.0 * value, value + 1.0, 0.0, 1.0]
     elif isinstance(value, str):
@@ -347,7 +361,3 @@ def _other_calls(node: Any) -> Iterator[tuple[str, Any]]:
     for i in range(len(node.keywords)):
         rest = [*node.keywords[:i], *node.keywords[i + 1 :]]
         yield "argument removed", ast.Call(node.func, node.args, rest)
-
-
-def _is_compound(node: ast.expr) -> bool:
-    return isinstance(node, ast.BinOp | ast.BoolOp | ast.Compare | ast.UnaryOp | ast.IfExp | ast.Lambda)

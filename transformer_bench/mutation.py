@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from transformer_parity.transformer.ports.registry import PORTS
 WORK = "transformer_bench.mutation_work:work"  # what a process runs
 MOST = {"numpy": 400, "torch": 400, "jax": 40, "tf": 60}  # mutants of a process, whose copies of a package stay
 PATIENCE = 30.0  # seconds in a case, or while a package is imported, after which a mutant does not end
-START = 120.0  # the same for the package as it is, which compiles operations that mutants find compiled
+START = 300.0  # the same for the package as it is, which compiles operations that mutants find compiled
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -51,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.only:
         surviving = {row["key"] for row in read(options.only) if not row["caught"]}
         by_backend = {name: [one for one in mine if one.key in surviving] for name, mine in by_backend.items()}
-    known = {row["key"] for row in read(options.results)}
+    rows = read(options.results)
+    known = {key for key, count in Counter(row["key"] for row in rows).items() if count == len(COLUMNS)}
+    kept = "".join(json.dumps(row) + "\n" for row in rows if row["key"] in known)
+    options.results.write_text(kept, "utf-8")  # without a line that was cut off
     with (
         Progress(options.backends) as progress,
         options.results.open("a", encoding="utf-8") as file,
@@ -67,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_score(make_console(), by_backend, read(options.results))
 
 
-def chosen(backend: str, count: int | None, seed: int) -> list[Mutant]:
+def chosen(backend: str, count: int | None, seed: int) -> Sequence[Mutant]:
     """Return the mutants of a package, or a sample."""
     mutants = mutants_of(PORTS[backend].package)
     return mutants if count is None else sample(mutants, count, seed)
@@ -90,11 +94,11 @@ def run(children: Children, backend: str, mutants: Sequence[Mutant]) -> Iterator
     Raises:
         ChildEndedError: The package without changes does not run, or does not agree.
     """
-    called, due = None, list(mutants)
+    lines, due = None, list(mutants)
     while due:
         child = children.start(WORK)
-        child.send((backend, called))
-        called = next(message for message in _messages(children, child, START) if isinstance(message, dict))
+        child.send((backend, lines))
+        lines = next(message for message in _messages(children, child, START) if isinstance(message, dict))
         for _ in range(MOST[backend]):
             if not due:
                 break

@@ -1,6 +1,6 @@
 """The process that runs mutants of one package, one after another, on the cases of ports and of the packages.
 
-It runs a case only if the case calls the function that changes, and stops at the first difference.
+It runs a case only if the case runs the line that changes, and stops at the first difference.
 """
 
 from __future__ import annotations
@@ -38,8 +38,14 @@ from transformer_spec.search import Search
 from transformer_spec.taps import Tap, no_tap
 from transformer_spec.training_config import Gradients, TrainingConfig
 
-# Conventions of ports: between them, they have every value of every convention that the code branches on.
-PRESETS = ("paper_base", "annotated", "marian", "bart", "fairseq")
+# Ports that between them have every value of every convention.
+CONVENTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("paper_base", {}),
+    ("annotated", {"activation": "gelu_tanh", "tie_embeddings": "target_output", "skip_first_self_attention": True}),
+    ("marian", {"feed_forward_bias": False}),
+    ("bart", {"norm_order": "pre"}),
+    ("fairseq", {"decoder_num_heads": 2, "decoder_d_k": 12, "decoder_d_v": 15, "decoder_d_ff": 56}),
+)
 PORT, CHECK = "cases for ports", "check of the packages"
 COLUMNS = (PORT, CHECK)
 ROOM = 4 * 2**30  # bytes that a mutant may allocate beside what the process has at its start
@@ -47,7 +53,10 @@ IN_ORDER = (ACTIVATIONS, GRADIENTS, DECODE, STEPS)  # the fastest stages first
 
 
 class PackageAsPort(Port):
-    """A package, possibly mutated, as an ordinary port. Subclasses set ``package_port``, ``preset`` and ``dtypes``."""
+    """A package, possibly mutated, as an ordinary port.
+
+    Subclasses set ``package_port``, and the conventions and dtypes as every port does.
+    """
 
     taps = ("**",)
     package_port: PackagePort
@@ -95,7 +104,7 @@ class Result:
         column: ``PORT`` or ``CHECK``.
         caught: By ``difference``, ``exception`` or ``end`` of the process; empty if it survives.
         by: The first case that fails, its dtype and the first tensor.
-        cases: The number of cases that run the changed code.
+        cases: The number of trials that ran; 0 if no case runs the changed line.
         seconds: The time that it took.
     """
 
@@ -109,7 +118,8 @@ class Result:
     to_dict = asdict
 
 
-Called = Mapping[str, frozenset[tuple[str, str]]]  # functions that each trial calls: module and qualified name
+Line = tuple[str, int]  # module and number
+Lines = Mapping[str, frozenset[Line]]  # that each trial runs
 
 
 @dataclass
@@ -143,75 +153,99 @@ class Trials:
             if self.column == CHECK:
                 yield f"fast={fast}", one, sorted(standard_cases(), key=lambda case: IN_ORDER.index(case.stage))
                 continue
-            for preset in PRESETS:
+            for preset, overrides in CONVENTIONS:
                 port = PluginPort(f"{__name__}:{PackageAsPort.__name__}")
-                members = {"package_port": one, "preset": preset, "dtypes": tuple(self.dtypes)}
+                members = {
+                    "package_port": one,
+                    "preset": preset,
+                    "overrides": overrides,
+                    "dtypes": tuple(self.dtypes),
+                }
                 port.kind = type(PackageAsPort.__name__, (PackageAsPort,), members)
                 cases = port_cases(port_config(port))
                 yield f"{preset} fast={fast}", port, sorted(cases, key=lambda case: IN_ORDER.index(case.stage))
 
-    def findings(self, package: str, called: Called, function: tuple[str, str] | None) -> Iterator[tuple[str, Finding]]:
-        """Yield every finding of the trials that call a function, or of all trials; with the name of the trial."""
+    def findings(self, package: str, lines: Lines | None, changed: Sequence[Line]) -> Iterator[tuple[str, Finding]]:
+        """Yield every finding, with the name of the trial.
+
+        Args:
+            package: The package, possibly a mutated copy.
+            lines: The lines of each trial, to run only trials that run one of the changed lines. None runs each trial
+                with a model that is loaded for it, so that these lines can be found.
+            changed: The changed lines; empty if every trial can show the change.
+        """
         for dtype in self.dtypes:
             setting = Placements((dtype,))
             comparator = self.comparators.setdefault(dtype, Comparator("mutant", setting, self.reference))
             for name, port, cases in self.ports(package):
                 trials = {case.name: f"{self.column} {name} {dtype} {case.name}" for case in cases}
-                chosen = [
-                    case for case in cases if function is None or function in called.get(trials[case.name], frozenset())
-                ]
-                # Without a function, each case loads its model, so that what loads it counts for each case.
-                for together in [chosen] if function else [[case] for case in chosen]:
+                chosen = [case for case in cases if not changed or _runs(changed, trials[case.name], lines)]
+                for together in [[case] for case in chosen] if lines is None else [chosen]:
                     by_name = {case.name: case for case in together}
                     for outputs in run_cases(together, port, [setting.placement(dtype)], self.report):
                         for finding in comparator.compare(by_name[outputs.case], outputs):
                             yield trials[outputs.case], finding
 
 
+def _runs(changed: Sequence[Line], trial: str, lines: Lines | None) -> bool:
+    return lines is not None and not lines.get(trial, frozenset()).isdisjoint(changed)
+
+
 class Worker:
     """Runs mutants of a package."""
 
-    def __init__(self, backend: str, called: Called | None, report: Callable[[str], None]) -> None:
+    def __init__(self, backend: str, lines: Lines | None, report: Callable[[str], None]) -> None:
         self.package = PORTS[backend].package
         self.columns = [Trials(column, backend, report) for column in COLUMNS]
-        self.called: Called = called if called is not None else self._called()
+        self.lines: Lines = self._trace() if lines is None else lines
 
-    def _called(self) -> Called:
-        """Run the package as it is, and return the functions that each trial calls.
+    def _trace(self) -> Lines:
+        """Run the package without changes, and return the lines that each trial runs.
 
         Raises:
-            ValueError: Something does not agree.
+            ValueError: A comparison fails.
         """
-        found: dict[str, frozenset[tuple[str, str]]] = {}
-        seen: set[tuple[str, str]] = set()
+        found: dict[str, frozenset[Line]] = {}
+        seen: set[Line] = set()
         folder = f"{ROOT / self.package}{os.sep}"
+        modules: dict[str, str] = {}  # by file
 
-        def note(frame: Any, event: str, argument: object) -> None:
-            if event == "call" and (code := frame.f_code).co_filename.startswith(folder):
-                seen.add((code.co_filename.removeprefix(folder).removesuffix(".py"), code.co_qualname))
+        def called(frame: Any, event: str, argument: object) -> Any:
+            file = frame.f_code.co_filename
+            if not file.startswith(folder):
+                return None
+            modules[file] = file.removeprefix(folder).removesuffix(".py")
+            seen.add((modules[file], frame.f_code.co_firstlineno))
+            return ran
+
+        def ran(frame: Any, event: str, argument: object) -> Any:
+            if event == "line":
+                seen.add((modules[frame.f_code.co_filename], frame.f_lineno))
+            return ran
 
         for trials in self.columns:
-            sys.setprofile(note)
+            sys.settrace(called)
             try:
-                for trial, finding in trials.findings(self.package, {}, None):
+                for trial, finding in trials.findings(self.package, None, ()):
                     if finding.verdict not in (AGREES, SKIPPED):
-                        raise ValueError(f"{self.package} as it is does not agree: {trial}: {finding}")
+                        raise ValueError(f"{self.package} without changes does not agree: {trial}: {finding}")
                     found[trial] = found.get(trial, frozenset()) | seen
                     seen.clear()
             finally:
-                sys.setprofile(None)
+                sys.settrace(None)
         return found
 
     def results(self, mutant: Mutant) -> Iterator[Result]:
-        """Yield what becomes of a mutant in each column."""
-        function = (mutant.module, mutant.where) if mutant.is_called else None
+        """Yield the result of a mutant in each column."""
+        first, last = mutant.lines or (0, -1)
+        changed = [(mutant.module, line) for line in range(first, last + 1)]
         for trials in self.columns:
             start = time.perf_counter()
             seen: set[str] = set()
             caught = by = ""
             try:
                 package = edited_package(self.package, mutant.edits()).__name__
-                for trial, finding in trials.findings(package, self.called, function):
+                for trial, finding in trials.findings(package, self.lines, changed):
                     seen.add(trial)
                     if finding.verdict not in (AGREES, SKIPPED):
                         caught = "exception" if finding.verdict == FAILED else "difference"
@@ -237,12 +271,12 @@ class Heartbeat:
 
 
 def work(parent: Parent) -> None:
-    """Receive a backend, send what its trials call, then receive mutants and send their results."""
-    backend, called = parent.receive()
+    """Receive a backend, send the lines that its trials run, then receive mutants and send their results."""
+    backend, lines = parent.receive()
     PORTS[backend].import_package()
     with interpreted(backend), np.errstate(all="ignore"):
-        worker = Worker(backend, called, Heartbeat(parent))
-        parent.send(worker.called)
+        worker = Worker(backend, lines, Heartbeat(parent))
+        parent.send(worker.lines)
         _limit_memory()
         while True:
             try:
