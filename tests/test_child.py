@@ -98,7 +98,7 @@ def start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     with Children({**os.environ, "PYTHONPATH": str(tmp_path)}) as children:
-        yield lambda name: children.start(f"functions:{name}")
+        yield lambda name, *python: children.start(f"functions:{name}", *python)
 
 
 def test_messages_and_answers(start):
@@ -157,6 +157,46 @@ def test_garbage_on_standard_output_is_no_message(start, capfd):
     assert child.receive() == "written"
     assert Path("other").read_text() == "to another file"
     assert child.last_line().endswith("from a shell")
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture
+def wrapped(tmp_path, start):
+    """Return a function that starts a function in a shell, which runs some line before or instead of Python."""
+
+    def wrap(line):
+        wrapper = tmp_path / "wrapper.sh"
+        wrapper.write_text(f"#!/bin/sh\n{line.format(python=sys.executable)}\n")
+        wrapper.chmod(0o755)
+        return start("answer", str(wrapper))
+
+    return wrap
+
+
+@posix
+def test_a_wrapper_may_print_to_standard_output(wrapped):
+    child = wrapped('echo "Loading modules ..."; {python} "$@"; echo done')
+    child.send(21)
+    assert child.receive() == 42
+
+
+@posix
+@pytest.mark.parametrize(
+    ("line", "how"),
+    [
+        ("echo nothing else", "the process ended with exit code 0"),
+        ("echo before; exit 5", "the process ended with exit code 5"),
+        ("exec cat", "it printed '' to standard output, which must carry messages only: let its wrapper print to"),
+        ("exec yes 'hello world'", "it printed 'hello world' to standard output, which must carry messages only"),
+        ("printf 'a\\nb\\n\\0'; exec cat", "it printed 'a' to standard output, which must carry messages only"),
+    ],
+)
+def test_a_wrapper_that_starts_nothing_ends_by_itself_or_is_named(line, how, wrapped, capfd):
+    child = wrapped(line)
+    child.send(list(range(100)))
+    with pytest.raises(ChildEndedError) as ended:
+        child.receive()
+    assert ended.value.how.startswith(how)
     assert capfd.readouterr() == ("", "")
 
 

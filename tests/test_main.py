@@ -345,6 +345,15 @@ def test_too_little_memory_is_a_usage_error(capsys, monkeypatch):
     assert capsys.readouterr().err.startswith("parity info: error: out of memory: Unable to allocate 1.00 PiB")
 
 
+@pytest.mark.parametrize(
+    "line", [("explore", "M\udce4rz"), ("explore", "2024", "M\udce4rz"), ("show", "attention", "--source", "M\udce4rz")]
+)
+def test_text_that_is_not_utf8_is_a_usage_error(line, capsys):
+    with pytest.raises(SystemExit, match="3"):
+        main([*line])
+    assert "must be UTF-8: got 'M\\udce4rz'" in capsys.readouterr().err
+
+
 def test_progress_shows_no_bars_where_there_is_no_terminal(capsys):
     file = io.StringIO()
     with Progress(["torch", "jax"], 2, file) as progress:

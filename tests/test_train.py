@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -310,6 +311,29 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):
     with np.errstate(all="ignore"):
         assert train(tmp_path / "run", "--backend", "numpy", "--steps", 60, "--set", "learning_rate_factor=1e30") == 3
     assert "the loss is not finite at step" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("factor", "every"),
+    [
+        (1e10, 1),
+        *(
+            pytest.param(*other, marks=pytest.mark.extended("divergences"))
+            for other in ((1e10, 2), (1e30, 1), (3e38, 2))
+        ),
+    ],
+)
+def test_a_run_that_diverges_names_the_step_and_saves_no_nan(backend, factor, every, tmp_path, capfd):
+    """The first thing that isn't finite may be the loss, the held-out loss, a weight, or the logits of a search."""
+    options = [f"save_every={every}", f"validate_every={every}", "warmup_steps=1", f"learning_rate_factor={factor}"]
+    with np.errstate(all="ignore"):
+        assert train(tmp_path / "run", "--backend", backend.name, "--steps", 6, "--set", *options) == 3
+    error = capfd.readouterr().err
+    assert "Traceback" not in error
+    assert re.search(r"at step [1-6]: try a smaller learning_rate_factor, or clip_norm=1", error)
+    assert read_log(tmp_path / "run")[-1]["step"] >= 1
+    for path in (tmp_path / "run").glob("checkpoint-*"):
+        assert all(np.isfinite(array).all() for array in ref.load_checkpoint(path).weights.values())
 
 
 def test_lines_longer_than_the_model_has_positions_are_cut_off(tmp_path, capfd, monkeypatch):

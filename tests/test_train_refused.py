@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,26 @@ def test_a_log_without_a_curve_is_refused(why, tmp_path):
     log.write_text("".join(json.dumps(event) + "\n" for event in (START, STEP, VALIDATION)), "utf-8")
     curves.draw(curves.read_runs([tmp_path]), tmp_path / "c.svg")
     assert (tmp_path / "c.svg").stat().st_size > 1000
+
+
+NOT_UTF8 = {
+    "binary": (b"\x00\x80\xff\n", 1),
+    "UTF-16": (json.dumps(START).encode("utf-16"), 1),
+    "Latin-1": (f"{json.dumps(START)}\n".encode() + '{"task": "M\u00e4rz"}'.encode("latin-1"), 2),
+}
+
+
+@pytest.mark.parametrize("content", NOT_UTF8)
+def test_a_log_that_is_not_utf8_is_refused(content, finished, tmp_path, capfd):
+    text, line = NOT_UTF8[content]
+    run = shutil.copytree(finished, tmp_path / "run")
+    (run / "log.jsonl").write_bytes(text)
+    message = f"line {line} of {run / 'log.jsonl'} must be UTF-8: got "
+    with pytest.raises(UsageError, match=re.escape(message)):
+        curves.read_runs([run])
+    assert resume(run, "--backend", "numpy", "--steps", 12) == 3
+    assert message in capfd.readouterr().err
+    assert (run / "log.jsonl").read_bytes() == text
 
 
 REFUSED = {

@@ -12,7 +12,7 @@ from numpy import ndarray
 
 from transformer_parity.apps.text.dates import SHIPPED
 from transformer_parity.apps.translate.trained import Trained, read_trained
-from transformer_parity.cli.options import add_backends, add_languages, add_ports, check_installed, directed
+from transformer_parity.cli.options import add_backends, add_languages, add_ports, check_installed, directed, sentence
 from transformer_parity.cli.progress import PlainConsole, Progress
 from transformer_parity.engine.report.envelope import envelope
 from transformer_parity.engine.system.environment import quiet_frameworks
@@ -53,9 +53,10 @@ def add_parser(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", metavar="SOURCE", help="the sentence that the encoder reads")
+    parser.add_argument("source", type=sentence, metavar="SOURCE", help="the sentence that the encoder reads")
     parser.add_argument(
         "target",
+        type=sentence,
         nargs="?",
         metavar="TARGET",
         help="the translation that the decoder reads (default: what the model translates the source to)",

@@ -49,6 +49,15 @@ def one_or_more(known: Iterable[str]) -> Any:
     return partial(OneOrMore, known)
 
 
+def sentence(text: str) -> str:
+    """Return a sentence, for argparse, which gets bytes that aren't UTF-8 as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"must be UTF-8: got {text!r}") from error
+    return text
+
+
 def parallel_plan(text: str) -> Plan:
     """Return a plan of several devices, for argparse."""
     try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformer_parity.apps.figures.attention import TAPS, Asked, draw_attention
 from transformer_parity.apps.figures.positions import draw_masks, draw_positions
-from transformer_parity.cli.options import add_backends, one_or_more, positive
+from transformer_parity.cli.options import add_backends, one_or_more, positive, sentence
 from transformer_parity.engine.style import STYLE, destination, write
 from transformer_parity.engine.system.errors import refusals
 from transformer_parity.engine.system.files import check_writable
@@ -82,10 +82,16 @@ def add_parser(commands: Any) -> None:
         help="a small random model of these conventions instead",
     )
     attention.add_argument(
-        "--source", metavar="TEXT", help="the sentence that is read (default: a date, or a line of the text that ships)"
+        "--source",
+        type=sentence,
+        metavar="TEXT",
+        help="the sentence that is read (default: a date, or a line of the text that ships)",
     )
     attention.add_argument(
-        "--target", metavar="TEXT", help="the sentence that is written (default: the model's translation)"
+        "--target",
+        type=sentence,
+        metavar="TEXT",
+        help="the sentence that is written (default: the model's translation)",
     )
     attention.add_argument("--which", choices=TAPS, default="cross", help="which attention (default: %(default)s)")
     attention.add_argument("--layer", type=int, default=0, metavar="N", help="counted from 0 (default: %(default)s)")

@@ -173,6 +173,8 @@ def _set_up(options: argparse.Namespace, folder: Path) -> Setup:
     if options.resume:
         if options.out:
             _check_unused(options.out)
+        elif (folder / LOG).exists():
+            read_log(folder)  # which the end of the run needs
         moved = {"files": options.text, "held_out": options.held_out}
         setup = resume(options.resume, folder, options.steps, fields, moved)
         if options.dtype not in (None, setup.dtype):

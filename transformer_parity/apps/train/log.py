@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from transformer_parity.engine.system.errors import UsageError
+from transformer_parity.engine.system.errors import UsageError, printable
 
 LOG, MODEL, CURVE, RESULT = "log.jsonl", "model.safetensors", "curve.png", "result.json"
 # The name of a file that was never finished: of one of ours, or of what safetensors writes it to.
@@ -23,7 +23,7 @@ FIELDS: dict[str, dict[str, Any]] = {  # of events that a curve is drawn of, bes
     "step": {"loss": dict},
     "validation": {"backend": str, "averaged": int, "loss": float | int, "score": float | int},
 }
-SHOWN = 60  # characters of a line that is refused
+SHOWN = 60  # bytes of a line that is refused
 
 
 @contextmanager
@@ -123,16 +123,18 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
     Raises:
         OSError: The log cannot be read.
-        UsageError: A line is no event of a run.
+        UsageError: A line is no event of a run, or not UTF-8.
     """
     events: dict[Any, dict[str, Any]] = {}
-    for number, line in enumerate((folder / LOG).read_text("utf-8").splitlines(), start=1):
+    for number, line in enumerate((folder / LOG).read_bytes().splitlines(), start=1):
+        shown = printable(line[:SHOWN].decode("utf-8", "replace")) + " ..." * (len(line) > SHOWN)
         try:
-            event = json.loads(line)
-        except json.JSONDecodeError:  # the machine stopped in the middle of a line
+            event = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            raise UsageError(f"line {number} of {folder / LOG} must be UTF-8: got {shown}") from error
+        except (ValueError, RecursionError):  # the machine stopped in the middle of a line
             continue
         if not _is_event(event):
-            shown = line if len(line) <= SHOWN else f"{line[:SHOWN]} ..."
             raise UsageError(f"line {number} of {folder / LOG} must be an event of a run: got {shown}")
         kind, step = event["event"], event["step"]
         if kind == "start":  # what had been logged beyond the checkpoint that it starts from is not part of the run

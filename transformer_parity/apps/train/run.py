@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy import ndarray
 
 from transformer_parity.apps.train.batches import Batches
@@ -220,10 +221,7 @@ class TrainingRun:
             )
             tokens += counted
             if not all(map(math.isfinite, losses.values())):
-                self.log.flush()
-                raise UsageError(
-                    f"the loss is not finite at step {step}: try a smaller learning_rate_factor, or clip_norm=1"
-                )
+                raise self._diverged("the loss is not finite", step)
         count = len(self._pending)
         self._pending.clear()
         now = time.perf_counter()
@@ -234,6 +232,13 @@ class TrainingRun:
         self.log.flush()
         self.observer.status(Status(self.step, losses, learning_rate, tokens / elapsed))
 
+    def _diverged(self, what: str, step: int) -> UsageError:
+        """Return the error of a run whose numbers have become too large."""
+        self.log.flush()
+        saved = checkpoints(self.folder)[-1:]
+        last = f"; the last checkpoint is {saved[0].name}" if saved else ""
+        return UsageError(f"{what} at step {step}: try a smaller learning_rate_factor, or clip_norm=1{last}")
+
     def _validate(self, sample: int | None, averaged: int = 0) -> dict[str, dict[str, float]]:
         """Return loss and score of each learner on what was held out; of the score, on a sample."""
         self._read_losses()
@@ -243,7 +248,12 @@ class TrainingRun:
         max_length = longest_translation(self.held_out)
         for learner in self.learners:
             loss = learner.validate(self.held_out.once())
-            lines = learner.translate([source for source, _ in pairs], vocabulary, max_length)
+            if not math.isfinite(loss):
+                raise self._diverged("the held-out loss is not finite", self.step)
+            try:
+                lines = learner.translate([source for source, _ in pairs], vocabulary, max_length)
+            except ValueError as error:  # the logits of some sentence are not finite
+                raise self._diverged(f"held-out sentences cannot be translated ({error})", self.step) from error
             score = self.corpus.score(lines, [target for _, target in pairs])
             found[learner.backend] = {"loss": loss, self.corpus.metric: score}
             found_by = {"backend": learner.backend, "averaged": averaged, "sentences": len(pairs)}
@@ -272,6 +282,8 @@ class TrainingRun:
         self._saved = self.step
         if self.group.rank != 0:
             return
+        if not all(np.isfinite(array).all() for array in checkpoint.weights.values()):
+            raise self._diverged("weights are not finite", self.step)
         save_checkpoint(path, checkpoint)
         if self.step > self._began:  # the final weights of an earlier end are not those of this run
             (self.folder / MODEL).unlink(missing_ok=True)

@@ -15,10 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Condition, Thread
-from typing import Any
+from typing import IO, Any
 
 from transformer_parity.engine.processes import messages, orphans
 from transformer_parity.engine.processes.silence import Silence
+from transformer_parity.engine.system.errors import printable
 
 PATIENCE = 10.0  # seconds for a process to end by itself
 GRACE = 0.5  # seconds for what a process has started to end after it, and to remove what it shares
@@ -138,6 +139,7 @@ class Child:
         if (stream := self.process.stdout) is None:
             raise ValueError("the process has no standard output")
         with suppress(OSError, EOFError), stream:
+            self._skip_to_start(stream)
             while True:
                 message = self._understood(messages.receive_parts(stream))
                 self.silence.heard()
@@ -146,6 +148,16 @@ class Child:
                     self._number += 1
                     self._news.notify_all()
                     self._news.wait_for(self._has_room)
+
+    def _skip_to_start(self, stream: IO[bytes]) -> None:
+        """Read what a wrapper of the interpreter prints."""
+        try:
+            messages.skip_to_start(stream)
+        except messages.NoStartError as error:
+            where = "standard output, which must carry messages only: let its wrapper print to standard error"
+            self._unreadable = f"it printed {printable(str(error))!r} to {where}"
+            self.process.kill()
+            raise EOFError("nothing more is read") from error
 
     def _understood(self, content: list[bytearray]) -> Any:
         try:

@@ -15,6 +15,8 @@ import time
 from typing import IO, Any
 
 LENGTH = struct.Struct("!Q")  # in bytes, and the number of parts
+START = b"\0transformer-parity\0"  # before the first message; wrappers may print before it
+MOST_PRINTED = 2**16  # bytes that a wrapper may print
 
 
 def parts(message: Any) -> list[Any]:
@@ -32,6 +34,27 @@ def receive(stream: IO[bytes]) -> Any:
         EOFError: The stream has ended, possibly within a message.
     """
     return unpickled(receive_parts(stream))
+
+
+class NoStartError(Exception):
+    """Something else than text stands before the first message. The error message is the first line of the text."""
+
+
+def skip_to_start(stream: IO[bytes]) -> None:
+    """Read a stream up to its first message.
+
+    Raises:
+        EOFError: If the stream ends before.
+        NoStartError: If there is too much text, or something else, before it.
+    """
+    text = bytearray()
+    while (byte := stream.read(1)) not in (b"", START[:1]) and len(text) < MOST_PRINTED:
+        text += byte
+    if not byte:
+        raise EOFError("there is no message")
+    if byte + stream.read(len(START) - 1) != START:
+        lines = text.decode("utf-8", "replace").strip().splitlines()
+        raise NoStartError(lines[0] if lines else "")
 
 
 def receive_parts(stream: IO[bytes]) -> list[bytearray]:
@@ -86,6 +109,8 @@ class Parent:
         self._pid = os.getpid()
         self._requests = os.fdopen(os.dup(0), "rb")
         self._replies = os.fdopen(os.dup(1), "wb")
+        self._replies.write(START)
+        self._replies.flush()
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
