@@ -18,8 +18,11 @@ import torch
 from imports import ROOT
 from safetensors.numpy import save_file
 
+from transformer_parity.apps.checkpoints.importer import import_checkpoint
 from transformer_parity.apps.containers import pickles, tensors
 from transformer_parity.apps.containers.folder import member
+from transformer_parity.transformer.sentences.pairs import read_pairs
+from transformer_spec.files import load_weights
 
 SECONDS, BYTES = 1.0, 200 * 2**20  # that a refused file may cost, beside Python, NumPy and what reads the files
 
@@ -298,3 +301,40 @@ def test_the_links_of_the_hubs_cache_are_followed(tmp_path):
     folder.mkdir(parents=True)
     (folder / "config.json").symlink_to("../../blobs/ab12")
     assert member(folder, "config.json").read_bytes() == b"{}"
+
+
+# Files that git-lfs has not fetched, and permissions of those that are written.
+UNFETCHED = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32\nsize 12345\n"
+)
+FETCH = "is a git-lfs pointer, not the file: fetch the file with `git lfs pull`"
+
+
+@pytest.mark.parametrize("name", ["m.npz", "m.pt", "m.ckpt", "m.weights.h5", "m.keras", "m.safetensors"])
+def test_a_pointer_of_git_lfs_is_recognized(name, tmp_path):
+    (tmp_path / name).write_bytes(UNFETCHED)
+    with pytest.raises(ValueError, match=f"^{name} {FETCH}$"):
+        import_checkpoint(tmp_path / name)
+    with pytest.raises(ValueError, match=FETCH):
+        load_weights(tmp_path / name)
+    with pytest.raises(ValueError, match=FETCH):
+        read_pairs(tmp_path / name, tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin"])
+def test_a_pointer_of_git_lfs_in_a_folder_is_recognized(name, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "marian"}')
+    (tmp_path / name).write_bytes(UNFETCHED)
+    with pytest.raises(ValueError, match=f"{name} {FETCH}$"):
+        import_checkpoint(tmp_path)
+
+
+@pytest.mark.needs(os.name != "nt", "permissions")
+@pytest.mark.parametrize("umask", [0o022, 0o007, 0o077])
+def test_files_have_the_permissions_of_the_umask(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        tensors.write(tmp_path / "a.safetensors", {"x": np.zeros(2)})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask

@@ -21,6 +21,7 @@ from transformer_parity.apps.text.dates import (
     write,
 )
 from transformer_parity.apps.train.batches import Batches, number
+from transformer_parity.transformer.sentences import pairs
 from transformer_parity.transformer.sentences.pairs import read_pairs
 from transformer_parity.transformer.sentences.subwords import Subwords
 from transformer_parity.transformer.sentences.vocabulary import LONGEST, pad
@@ -284,3 +285,13 @@ def test_numbered_text(sentences):
         assert config.bos_id not in [*source_ids, *target_ids]
         assert (vocabulary.text(source_ids), vocabulary.text(target_ids)) == (source, target)
     assert Batches(numbered, config, 200).padding < 0.35
+
+
+def test_a_line_that_no_memory_holds_is_refused_by_its_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(pairs, "MOST_BYTES", 100)
+    path = tmp_path / "long.txt"
+    path.write_bytes(b"a\n" + b"b" * 99 + b"\n")
+    assert [len(line) for line, _ in read_pairs(path, path)] == [1, 99]
+    path.write_bytes(b"a\n" + bytes(1000))
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: line 2 must have at most "):
+        read_pairs(path, path)

@@ -273,6 +273,7 @@ def test_the_first_wrong_block_can_be_run_alone(tmp_path, monkeypatch):
     evidence = blamed(CASE, loaded)
     folder = reproduce.save(evidence, CASE, "numpy", tmp_path / "failures")
     assert sorted(file.name for file in folder.iterdir()) == ["about.json", "block.safetensors", "model.safetensors"]
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # by the umask
     block = reproduce.load(folder)
     parent = "inputs/encoder.layers.0.self_attention"
     assert {name for name in block if name.startswith("inputs/")} == {f"{parent}.query", f"{parent}.key"}

@@ -40,6 +40,8 @@ VOCABULARY = "vocabulary"
 NOTES = ("search", "origin")
 MOST_NOTES = 2**20  # bytes of JSON
 BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of a number, by its dtype in the file; others have eight
+POINTER = b"version https://git-lfs.github.com/spec/"  # the beginning of a file that git-lfs has not fetched
+MOST_POINTER = 1024  # bytes, by the specification of git-lfs
 ALIGNED = 64  # bytes: the place of an array is a multiple
 
 
@@ -147,14 +149,35 @@ def write_file(
     text = json.dumps(description, sort_keys=True, allow_nan=False)
     try:
         with replacing(Path(path)) as temporary:
-            temporary.touch()
-            mode = temporary.stat().st_mode  # as the user's umask has it; save_file makes it private
-            save_file(dict(tensors), temporary, metadata={METADATA_KEY: text})
-            os.chmod(temporary, mode)
+            save_tensors(temporary, tensors, {METADATA_KEY: text})
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from error
     except OSError as error:  # which names the temporary file, or none
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def check_fetched(path: Path) -> None:
+    """Refuse the small file that git-lfs writes instead of one that it has not fetched.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: If the file is such a pointer.
+    """
+    if path.is_file() and path.stat().st_size < MOST_POINTER and path.read_bytes().startswith(POINTER):
+        raise ValueError(f"{path.name} is a git-lfs pointer, not the file: fetch the file with `git lfs pull`")
+
+
+def save_tensors(path: Path, tensors: Mapping[str, ndarray], metadata: Mapping[str, str] | None = None) -> None:
+    """Write C-contiguous arrays to a safetensors file with the permissions of the user's umask.
+
+    Raises:
+        OSError: The file cannot be written.
+        SafetensorError: The same.
+    """
+    path.touch()
+    mode = path.stat().st_mode  # save_file makes the file private
+    save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
+    os.chmod(path, mode)
 
 
 def _vocabulary_tensors(vocabulary: bytes | VocabularyFiles | None) -> dict[str, ndarray]:
@@ -261,6 +284,7 @@ def open_file(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Any], saf
         raise FileNotFoundError(f"there is no {kind} {path}")
     open(path, "rb").close()  # safetensors calls a file absent that it may not read
     try:
+        check_fetched(Path(path))
         with safe_open(path, framework="numpy") as file:
             yield _read_description((file.metadata() or {}).get(METADATA_KEY)), file
     except (SafetensorError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:

@@ -18,7 +18,15 @@ from transformer_parity.apps.text.kinds import build_vocabulary
 from transformer_parity.engine.processes.children import removed_afterwards
 from transformer_spec.checks import check_choice, check_integer
 from transformer_spec.config import CHOICES, SWITCHES, TransformerConfig
-from transformer_spec.files import VocabularyFiles, open_file, read_notes, read_vocabulary, read_weights, save_weights
+from transformer_spec.files import (
+    VocabularyFiles,
+    check_fetched,
+    open_file,
+    read_notes,
+    read_vocabulary,
+    read_weights,
+    save_weights,
+)
 from transformer_spec.presets import PRESETS
 from transformer_spec.search import Search
 
@@ -71,6 +79,9 @@ def import_checkpoint(path: str | Path, as_: str | None = None, options: ReadOpt
     for other in filter(None, (*options.vocab, options.names)):
         if not other.is_file():
             raise FileNotFoundError(f"there is no file {other}")
+    for file in (path, *options.vocab, options.names):
+        if file is not None:
+            check_fetched(file)
     name = as_ or recognised(path, options)
     check_asked(path, name, options)
     try:

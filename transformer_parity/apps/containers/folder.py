@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from transformer_spec.files import check_fetched
+
 MIB = 2**20
 
 
@@ -20,7 +22,7 @@ def member(folder: Path, name: str) -> Path:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: The name leads out of the folder, or to what is no regular file.
+        ValueError: The name leads out of the folder, or to what is no regular file, or to a pointer of git-lfs.
     """
     if not name or name in (".", "..") or not name.isprintable() or any(one in name for one in "/\\:"):
         raise ValueError(f"the name of a file must be plain, without a folder: got {name!r}")
@@ -33,6 +35,7 @@ def member(folder: Path, name: str) -> Path:
         raise ValueError(f"{path} is a link that leads out of its folder, to {real}")
     if not real.is_file():
         raise ValueError(f"{path} must be a regular file")
+    check_fetched(path)
     return path
 
 
@@ -46,8 +49,9 @@ def read_bytes(path: Path, most: int = 64 * MIB) -> bytes:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is larger.
+        ValueError: It is larger, or git-lfs has not fetched it.
     """
+    check_fetched(path)
     if (size := path.stat().st_size) > most:
         raise ValueError(f"{path.name} may have at most {most / MIB:g} MiB: got {size / MIB:.1f}")
     return path.read_bytes()

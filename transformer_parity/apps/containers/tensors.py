@@ -10,9 +10,9 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors
 import numpy as np
 from numpy import ndarray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from transformer_parity.apps.containers.folder import MIB, member, read_json
+from transformer_spec.files import save_tensors
 
 MOST_HEADER = 4 * MIB  # names, types and shapes: of some 40,000 tensors
 
@@ -73,7 +73,7 @@ def write(path: Path, tensors: dict[str, ndarray]) -> None:
         OSError: The file cannot be written.
     """
     try:
-        save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, path, {"format": "pt"})
+        save_tensors(path, {name: np.ascontiguousarray(array) for name, array in tensors.items()}, {"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # signal turns numbers into enums, which takes ten times as long
 import signal
 import threading
 from collections.abc import Iterator
@@ -18,17 +19,17 @@ def ctrl_c_waits() -> Iterator[None]:
             raise KeyboardInterrupt
         came.append(number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: _signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     handlers = {number: handler for number, handler in before.items() if callable(handler)}  # others wait for nothing
     if threading.current_thread() is not threading.main_thread():  # only the main thread is sent signals
         handlers = {}
     for number in handlers:
-        signal.signal(number, handle)
+        _signal.signal(number, handle)
     try:
         yield
     finally:
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            _signal.signal(number, handler)
     for one in came:
         handlers[signal.Signals(one)](one, None)
 

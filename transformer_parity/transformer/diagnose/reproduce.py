@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy import ndarray
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from reference_numpy.backward import transformer_backward
 from reference_numpy.training import cross_entropy_backward
@@ -32,7 +32,7 @@ from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
 from transformer_parity.transformer.ports.user import PluginPort
 from transformer_parity.transformer.stages.gradients import gradients
 from transformer_parity.transformer.stages.registry import STAGES
-from transformer_spec.files import load_weights, save_weights
+from transformer_spec.files import load_weights, save_tensors, save_weights
 from transformer_spec.taps import Recorder
 
 BLOCK, MODEL, ABOUT = "block.safetensors", "model.safetensors", "about.json"
@@ -82,12 +82,12 @@ def save(evidence: Evidence, case: Case, port: str, folder: Path) -> Path:
         arrays["actual"] = evidence.alone[mark.name]
     target = folder / re.sub(r"[^\w.-]+", "-", f"{port}-{blame.dtype}-{case.name}")
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder, prefix=".writing-"))
+    temporary = folder / f".writing-{secrets.token_hex(4)}"
     try:
-        save_file({name: np.ascontiguousarray(value) for name, value in arrays.items()}, temporary / BLOCK)
+        temporary.mkdir()
+        save_tensors(temporary / BLOCK, {name: np.ascontiguousarray(value) for name, value in arrays.items()})
         save_weights(temporary / MODEL, case.config, dict(weights))
         (temporary / ABOUT).write_text(json.dumps({"format": 1, **asdict(saved)}, indent=1) + "\n", "utf-8")
-        temporary.chmod(0o755)
         shutil.rmtree(target, ignore_errors=True)
         temporary.replace(target)
     finally:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import BinaryIO
 
+from transformer_spec.files import POINTER
+
 Pairs = list[tuple[str, str]]
+MIB = 2**20
+MOST_BYTES = 16 * MIB  # of a line: a vocabulary takes many times as much memory to divide it
 
 
 def read_pairs(source: str | Path | None = None, target: str | Path | None = None) -> Pairs:
@@ -50,14 +55,18 @@ def read_lines(file: BinaryIO, name: str) -> Iterator[str]:
     """Yield the lines of a UTF-8 text, which newlines separate and nothing else.
 
     Raises:
-        ValueError: A line is not UTF-8, or the file is damaged.
+        ValueError: A line is not UTF-8 or too long, or the file is damaged.
     """
     try:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(partial(file.readline, MOST_BYTES + 1), b""), 1):
+            if len(line) > MOST_BYTES:
+                raise ValueError(f"{name}: line {number} must have at most {MOST_BYTES / MIB:g} MiB")
             try:
                 text = line.removesuffix(b"\n").removesuffix(b"\r").decode()
             except UnicodeDecodeError as error:
                 raise ValueError(f"{name} is not UTF-8 text: line {number}: {error}") from error
+            if number == 1 and line.startswith(POINTER):
+                raise ValueError(f"{name} is a git-lfs pointer, not the file: fetch the file with `git lfs pull`")
             yield text
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{name} is not gzipped text: {error}") from error
