@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from transformer_parity.engine.findings import AGREES, DIVERGES
+from transformer_parity.engine.findings import AGREES
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.mistakes.edited_package import edited_package
-from transformer_parity.transformer.ports.protocol import Placements
-from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.ports.protocol import Placement, Placements
+from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
 
 CASES = {case.name: case for case in standard_cases()}
 MASK_OF_THE_FIRST_BLOCK = {
     "numpy": ("by_head[rows if by_head.shape[2] > 1 else head]", "by_head[head][:, :, : query[rows].shape[2]]"),
     "jax": ("(b, h, i * QUERY_BLOCK, 0)", "(b, h, 0, 0)"),
     "tf": ("[b, h, i * QUERY_BLOCK, 0]", "[b, h, 0, 0]"),
+}
+ONE_ROW_FOR_ALL_QUERIES = {
+    "numpy": ("rows if by_head.shape[2] > 1 else head", "rows"),
+    "jax": ("mask is not None and mask.shape[2] > 1", "mask is not None"),
+    "tf": ("mask is not None and mask.shape[2] > 1", "mask is not None"),
 }
 PLACE_AMONG_THE_SORTED = {
     "numpy": ('at[np.argsort(-x[at], kind="stable")[:count]]', 'np.argsort(-x[at], kind="stable")[:count]'),
@@ -53,6 +59,7 @@ def planted(case, mistakes):
     [
         *planted("attention/padding", WITHOUT_THE_ROOT),
         *planted("attention/many_queries", MASK_OF_THE_FIRST_BLOCK),
+        *planted("attention/many_padded_queries", ONE_ROW_FOR_ALL_QUERIES),
         *planted("decode/blocks_beam", PLACE_AMONG_THE_SORTED),
         *planted("decode/blocks_beam", WITHOUT_THE_REST),
     ],
@@ -61,4 +68,29 @@ def test_a_mistake_in_fast_code_is_caught(name, case, edit):
     port, setting = PORTS[name], Placements(("float64",))
     assert {finding.verdict for finding in compare([CASES[case]], port, setting)} == {AGREES}
     wrong = replace(port, package=edited_package(port.package, (("fast", *edit),)).__name__)
-    assert DIVERGES in {finding.verdict for finding in compare([CASES[case]], wrong, setting)}
+    assert not {finding.verdict for finding in compare([CASES[case]], wrong, setting)} <= {AGREES}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"no_repeat_ngram_size": 0},
+        {"no_repeat_ngram_size": 2},
+        {"no_repeat_ngram_size": 4},
+        {"banned_ids": ()},
+        {"at_limit": "cut"},
+        {"min_length": 1},
+        {"min_length": 3},
+        {"min_length": 5},
+    ],
+    ids=str,
+)
+def test_each_rule_of_a_greedy_search_decides_something(changed):
+    case = CASES["decode/other_decoder_greedy"]
+    assert case.options.beam_size is None
+    rules = {name: value for name, value in changed.items() if name != "min_length"}
+    others = {name: value for name, value in changed.items() if name == "min_length"}
+    search = replace(case.options, rules=replace(case.options.rules, **rules), **others)
+    model = DEFINITION.load(case.config, case.load_weights(), Placement("float64"))
+    expected, found = (model.search(case.inputs["source_ids"], options) for options in (case.options, search))
+    assert not np.array_equal(found.nbest_ids, expected.nbest_ids)

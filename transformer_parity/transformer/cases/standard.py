@@ -86,7 +86,7 @@ def _components() -> Iterator[Case]:
         "sharp": {**qkv, "query": 30.0 * qkv["query"]},
     }.items():
         yield Case(f"attention/{name}", "attention", config, ATTENTION, inputs)
-    yield _many_queries(config)
+    yield from _many_queries(config)
 
     for name, block, inputs in (
         ("self", "encoder.layers.0.self_attention", {"query": x, "memory": x}),
@@ -134,16 +134,21 @@ def _components() -> Iterator[Case]:
     yield Case("embedding/m_minus_1", "embedding", marian, "source_position", {"x": long})
 
 
-def _many_queries(config: TransformerConfig) -> Case:
-    """Return an attention with few channels and more queries than a package may take at a time."""
-    batch, heads, keys = 1, 1, 6
+def _many_queries(config: TransformerConfig) -> Iterator[Case]:
+    """Yield attention with few channels and more queries than a package may take at a time.
+
+    The mask has a row for each query, or one row for all queries, and is the same for all heads.
+    """
+    batch, heads, keys = 2, 2, 6
     inputs = {
         "query": normal_floats("query", batch, heads, QUERIES, 4),
         "key": normal_floats("key", batch, heads, keys, 4),
         "value": normal_floats("value", batch, heads, keys, 5),
-        "mask": generator("mask").random((batch, heads, QUERIES, keys)) < 0.6,
     }
-    return Case("attention/many_queries", "attention", config, ATTENTION, inputs, dtypes=("float64", "float32"))
+    for name, rows in (("many_queries", QUERIES), ("many_padded_queries", 1)):
+        mask = generator("mask").random((batch, 1, rows, keys)) < 0.6
+        dtypes = ("float64", "float32") if rows > 1 else ("float64",)
+        yield Case(f"attention/{name}", "attention", config, ATTENTION, {**inputs, "mask": mask}, dtypes=dtypes)
 
 
 def _full_models() -> Iterator[Case]:
@@ -254,7 +259,9 @@ def _searches() -> Iterator[Case]:
     config = config.replace(source_vocab_size=13, target_vocab_size=13)
     dtypes = ("float64", "float32")  # bfloat16 cannot tell neighbours apart
     other = tiny(**OTHER_DECODER, skip_first_self_attention=True, embedding_norm=True)
-    yield from searches("other_decoder", other, dtypes=("float64",))
+    greedy, beam = searches("other_decoder", other, dtypes=("float64",), seed=140)  # every rule decides something
+    rules = SearchRules(no_repeat_ngram_size=3, banned_ids=(10,), at_limit="scored")
+    yield from (replace(greedy, search=replace(greedy.options, min_length=4, rules=rules)), beam)
     yield from searches("ends_apart", config, dtypes, seed=58, length_penalty=1.5)
     yield _search_in_blocks()
     yield from _searches_by_rules(config)
