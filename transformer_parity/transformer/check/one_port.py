@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
+from transformer_parity.engine.processes import provenance
 from transformer_parity.engine.processes.messages import Broken, Parent
 from transformer_parity.engine.tolerances import ALL_DTYPES
 from transformer_parity.transformer.cases.case import SENTENCES, Case
@@ -101,8 +102,11 @@ class _PortProcess:
         backend, setting = self.job.backend, self.job.setting
         if backend in PORTS:
             port: Any = PORTS[backend]
+            provenance.import_packages()
             package = port.import_package()
-            self.describe = package.describe
+            self.describe = lambda: {**package.describe(), **provenance.files_elsewhere()}
+            if why := provenance.other_reference([os.getcwd()]):
+                raise ValueError(why)
             offered = tuple(dtype for dtype in ALL_DTYPES if dtype in package.runtime.DTYPES)
             for dtype in offered:
                 package.runtime.check_placement(dtype, setting.device)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.outputs import MissingAbilityError
+from transformer_parity.engine.processes import provenance
 from transformer_parity.engine.system.errors import printable
 from transformer_parity.transformer.ports.protocol import Placement, Result
 from transformer_spec.config import TransformerConfig
@@ -146,16 +147,18 @@ class PluginPort:
             raise MissingAbilityError(f"{self.name} computes in {', '.join(self.kind.dtypes)}")
         port = self.kind()
         port.load(config, {name: np.array(array, np.float32) for name, array in weights.items()}, placement.dtype)
+        _check_reference(self.reference)  # the port may have changed sys.path
         return LoadedPlugin(port, config)
 
     def describe(self) -> dict[str, str]:
-        """Return where it comes from, and the versions of what it imported."""
+        """Return where it and its modules of our names come from, and the versions of what it imported."""
         versions: dict[str, str] = {
             name: str(getattr(sys.modules[name], "__version__", "unknown"))
             for name in ("torch", "jax", "flax", "tensorflow", "keras", "numpy")
             if name in sys.modules
         }
-        return {"port": f"{self.kind.__module__}:{self.kind.__qualname__}", **versions}
+        port = f"{self.kind.__module__}:{self.kind.__qualname__}"
+        return {"port": port, **versions, **provenance.files_elsewhere()}
 
 
 @dataclass(frozen=True)
@@ -258,12 +261,12 @@ def find(reference: str) -> type[Port]:
         if reference not in registered:
             known = f"registered are {', '.join(sorted(registered))}" if registered else "none is registered"
             raise ValueError(f"a port must be module:class, or registered as {GROUP}: got {reference!r}; {known}")
+        provenance.import_port(registered[reference].module)
         kind = registered[reference].load()
     else:
         if os.path.basename(module) != module or module.startswith("."):
             raise ValueError(f"port {reference!r} cannot be imported: {module!r} is a path{_hint(module, name)}")
-        if os.getcwd() not in sys.path:  # as with `python -m`
-            sys.path.insert(0, os.getcwd())
+        provenance.import_port(module)
         try:
             imported = importlib.import_module(module)
         except (ImportError, AttributeError) as error:
@@ -273,9 +276,16 @@ def find(reference: str) -> type[Port]:
             found = f"module {module!r} has no {name!r}{_origin(module)}"
             raise ValueError(f"port {reference!r} cannot be imported: {found}")
         kind = getattr(imported, name)
+    _check_reference(reference)
     if not (isinstance(kind, type) and issubclass(kind, Port)):
         raise ValueError(f"port {reference!r} must be a subclass of transformer_parity.plugin.Port: got {kind!r}")
     return kind
+
+
+def _check_reference(port: str) -> None:
+    """Raise a ValueError if the port finds a different reference from the one that it is compared with."""
+    if why := provenance.other_reference():
+        raise ValueError(f"port {port!r} cannot be compared: {why}")
 
 
 def _origin(module: str) -> str:

@@ -1,0 +1,182 @@
+"""Where code comes from: which files a port consists of, and whether the reference is the one of this checker.
+
+- Python decides which files a port consists of, as without this checker: the current directory comes first, then
+  ``PYTHONPATH``. This includes our packages of models, which a user may have copied and edited.
+- A port is compiled from its source. Python's cached bytecode is used if the size and the time of the source are those
+  of an earlier version, so it may be the code of that version. Installed packages keep theirs: without it, importing a
+  framework would take twice the time.
+- The checker and the reference are the ones beside this file. A process can't have two packages of one name, so a
+  directory with a different reference is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+from typing import Any, NoReturn
+
+from transformer_parity.engine.processes.start import OURS, ROOT
+
+CHECKER = "transformer_parity"
+FILE_OF = "file of "
+REFERENCE = ("transformer_spec", "reference_numpy")
+FRAMEWORKS = ("torch", "jax", "jaxlib", "flax", "tensorflow", "keras", "numpy")  # also if they are built in a checkout
+STANDARD_LIBRARY = os.path.dirname(os.__file__)
+INSTALLERS = ("site-packages", "dist-packages")
+
+
+class FromSource(SourceFileLoader):
+    """Loads a module from its source, without cached bytecode."""
+
+    def path_stats(self, path: str) -> NoReturn:
+        """Raise an error, because Python neither reads nor writes bytecode of a file without size and time."""
+        raise OSError(f"the bytecode of {path} is not cached")
+
+
+class PortImporter:
+    """Finds the files of ports, and loads them from their source.
+
+    Attributes:
+        modules: The modules that define ports.
+        first: Directories in which our packages are searched before ``sys.path``.
+    """
+
+    def __init__(self) -> None:
+        self.modules: set[str] = set()
+        self.first: Sequence[str] = ()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the file of a module and its loader."""
+        top = name.partition(".")[0]
+        if top == CHECKER or top in REFERENCE:
+            return None
+        if name in OURS:
+            spec = _found(name, [*self.first, *sys.path])
+        else:
+            others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+            if name in self.modules:  # pytest has a cache for the modules in which it rewrites assertions
+                others = [finder for finder in others if not type(finder).__module__.startswith("_pytest.")]
+            spec = _asked(others, name, path, target)
+        if spec is not None and type(spec.loader) is SourceFileLoader and not self._is_cached(spec, top):
+            spec.loader = FromSource(spec.loader.name, spec.loader.path)
+        return spec
+
+    def _is_cached(self, spec: ModuleSpec, top: str) -> bool:
+        if any(module.partition(".")[0] == top for module in self.modules):
+            return False
+        is_package = spec.submodule_search_locations is not None
+        place = str(spec.origin).rsplit(os.sep, spec.name.count(".") + 1 + is_package)[0]
+        return top in FRAMEWORKS or _is_installed(place, os.getcwd())
+
+
+_IMPORTER = PortImporter()
+
+
+def import_port(module: str) -> None:
+    """Prepare the import of a user's port: the current directory comes first, as with ``python -m``.
+
+    Args:
+        module: The module that defines the port.
+    """
+    current = os.getcwd()
+    if current not in sys.path or (not _IMPORTER.modules and sys.path[0] != current):
+        sys.path.insert(0, current)
+    _IMPORTER.modules.add(module)
+    _insert()
+
+
+def import_packages() -> None:
+    """Prepare the import of our packages: they are searched in the current directory first, and other modules not."""
+    _IMPORTER.first = [os.getcwd()]
+    _insert()
+
+
+def _insert() -> None:
+    if _IMPORTER not in sys.meta_path:
+        sys.meta_path.insert(0, _IMPORTER)
+
+
+def other_reference(first: Sequence[str] = ()) -> str:
+    """Return why the reference in this process is not the one of this checker; empty if it is.
+
+    Args:
+        first: Directories that Python searches before ``sys.path``.
+    """
+    for name in REFERENCE:
+        ours = os.path.join(ROOT, name)
+        loaded = _place(getattr(sys.modules.get(name), "__spec__", None))
+        if loaded and not _is_same(loaded, ours):
+            return _refusal(name, loaded, ours)
+        found = _place(_found(name, [*first, *sys.path]))
+        if found and not _is_same(found, ours) and _sources(found) != _sources(ours):
+            return _refusal(name, found, ours)
+    return ""
+
+
+def files_elsewhere() -> dict[str, str]:
+    """Return the file of every loaded module that has the name of one of ours and is not beside this file.
+
+    The keys are ``file of <module>``, as a port's environment has them.
+    """
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name.partition(".")[0] in OURS and file and not os.path.realpath(file).startswith(ROOT + os.sep):
+            found[f"{FILE_OF}{name}"] = str(file)
+    return found
+
+
+def _refusal(name: str, place: str, ours: str) -> str:
+    return (
+        f"{place} is a different {name} from {ours}, which computes the truth: "
+        f"rename or remove it, or leave its directory out of PYTHONPATH"
+    )
+
+
+def _found(name: str, path: Sequence[str]) -> ModuleSpec | None:
+    """Return where Python finds a top-level module without the finders of this checker and of pytest."""
+    return _asked(sys.meta_path[sys.meta_path.index(PathFinder) :], name, path, None)
+
+
+def _asked(finders: Sequence[Any], name: str, path: Sequence[str] | None, target: ModuleType | None) -> Any:
+    specs = (finder.find_spec(name, path, target) for finder in finders if hasattr(finder, "find_spec"))
+    return next((spec for spec in specs if spec is not None), None)
+
+
+def _place(spec: ModuleSpec | None) -> str:
+    """Return the directory of a package, or the file of a module; empty if it consists of no file."""
+    if spec is None or not spec.has_location or spec.origin is None:
+        return ""
+    return spec.origin if spec.submodule_search_locations is None else os.path.dirname(spec.origin)
+
+
+def _is_same(place: str, ours: str) -> bool:
+    return os.path.exists(place) and os.path.samefile(place, ours)
+
+
+def _sources(place: str) -> Mapping[str, bytes]:
+    """Return the source of each module in a directory."""
+    return dict(_read(place)) if os.path.isdir(place) else {}
+
+
+def _read(place: str) -> Iterator[tuple[str, bytes]]:
+    for folder, _, files in os.walk(place):
+        for name in files:
+            if name.endswith(".py"):
+                path = os.path.join(folder, name)
+                with open(path, "rb") as file:
+                    yield os.path.relpath(path, place), file.read()
+
+
+@cache
+def _is_installed(place: str, current: str) -> bool:
+    """Whether an installer has written the files of a directory, and their bytecode."""
+    if place == STANDARD_LIBRARY or os.path.basename(place) in INSTALLERS:
+        return True
+    return place != current and os.path.isdir(place) and any(name.endswith(".dist-info") for name in os.listdir(place))
