@@ -119,14 +119,17 @@ def test_one_test_per_case_and_dtype_and_skips_that_say_why(write, start):
         assert reason in result.stdout.str()
 
 
-def test_beside_other_tests_and_chosen_by_k(write, run, pytester):
+def test_a_run_without_some_tests_of_a_port_is_incomplete(write, run, pytester):
     write()
     pytester.makepyfile(test_own="def test_own(): pass")
     assert outcomes(run(FORWARD)) == {"passed": N + 3}
     own = run("-k", "test_own")
-    assert (own.ret, outcomes(own)) == (0, {"passed": 1, "deselected": N + 2 + OTHERS})
-    some = run("-k", "MyPort and full/one")  # of the stages, one was selected
-    assert (some.ret, outcomes(some)) == (0, {"passed": 2, "deselected": N + 1 + OTHERS})
+    assert (own.ret, outcomes(own)) == (1, {"passed": 1, "deselected": N + 2 + OTHERS})
+    number = N + 2 + OTHERS
+    own.stdout.fnmatch_lines([f"INCOMPLETE: MyPort: {number} of {number} tests were deselected or skipped: *"])
+    some = run("-k", "MyPort and full/one")
+    assert (some.ret, outcomes(some)) == (1, {"passed": 2, "deselected": N + 1 + OTHERS})
+    assert some.stdout.str().count("INCOMPLETE") == 1  # the other stages are not listed in addition
     nothing = run("-k", "no_such_test")
     assert nothing.ret == pytest.ExitCode.NO_TESTS_COLLECTED
 

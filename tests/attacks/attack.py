@@ -20,7 +20,7 @@ from transformer_spec.training_config import Gradients
 
 FAILS, INCOMPLETE, TOLERATED = "fails", "incomplete", "agrees"
 REFUSED = "fails or incomplete"  # where either is right, as long as it is not AGREE
-PORT, FILES, OPTIONS = "port", "files", "options"
+PORT, FILES, OPTIONS, PLACES = "port", "files", "options", "places"
 BUSY = 60.0  # seconds that the process of a port may be silent
 
 
@@ -33,7 +33,7 @@ class Attack:
         what: What it does, in one sentence.
         expected: ``fails`` (a divergence or a loss of precision), ``incomplete``, ``agrees`` where it is harmless, or
             ``fails or incomplete``.
-        family: How it reaches the comparison: ``port``, ``files`` or ``options``.
+        family: How it reaches the comparison: ``port``, ``files``, ``options`` or ``places``.
         plant: A port as ``module:class``; otherwise a function that runs the attack and returns the exit code and what
             is said.
         says: What has to be said.

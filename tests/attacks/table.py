@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 
-from attacks import calls, offers, options, processes, stages, truths, unread, values
-from attacks.attack import FAILS, INCOMPLETE, PORT, PORTS, TOLERATED, Attack
+from attacks import calls, offers, options, processes, provenance, stages, truths, unread, values
+from attacks.attack import FAILS, FILES, INCOMPLETE, OPTIONS, PLACES, PORT, PORTS, TOLERATED, Attack
 from transformer_parity.engine.findings import AGREES, SKIPPED, Finding, failure
 from transformer_parity.engine.system.machine import processors
 from transformer_parity.engine.verdict import Verdict
@@ -25,7 +25,12 @@ from transformer_parity.transformer.stages.registry import STAGES
 
 VERDICTS = {0: TOLERATED, 1: FAILS, 2: FAILS, 3: INCOMPLETE}  # by exit code
 PARTS = [module.__name__ for module in (values, unread, calls, offers, stages, processes)]
-FAMILIES = {PORT: "Through a port", "files": "Through golden vectors", "options": "Through options"}
+FAMILIES = {
+    PORT: "Through a port",
+    FILES: "Through golden vectors",
+    OPTIONS: "Through options",
+    PLACES: "Through the place of code, and tests that do not run",
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Outcome:
 def table() -> tuple[Attack, ...]:
     """Return every attack."""
     ports = sorted(PORTS, key=lambda attack: PARTS.index(attack.plant.partition(":")[0]))
-    return (*ports, *truths.FOLDERS, *options.OPTIONS)
+    return (*ports, *truths.FOLDERS, *options.OPTIONS, *provenance.PLACED)
 
 
 def possible() -> list[Attack]:

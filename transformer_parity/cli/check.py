@@ -33,11 +33,17 @@ from transformer_parity.engine.system.files import check_writable, write_json, w
 from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.engine.tolerances import EPS
 from transformer_parity.transformer.check.checked_port import CheckedPort
+from transformer_parity.transformer.check.known_numbers import check_reference
 from transformer_parity.transformer.check.messages import CaseCompared, PortImported, PortJob
 from transformer_parity.transformer.check.processes import SILENCE, run_all
 from transformer_parity.transformer.check.selection import Selection
 from transformer_parity.transformer.ports.registry import PORTS
-from transformer_parity.transformer.report.diagnoses import print_audit, print_failure_report, print_undiagnosed
+from transformer_parity.transformer.report.diagnoses import (
+    print_audit,
+    print_failure_report,
+    print_files_elsewhere,
+    print_undiagnosed,
+)
 from transformer_parity.transformer.report.result import CheckResult, build
 from transformer_parity.transformer.report.tables import TITLES, print_depth
 from transformer_parity.transformer.stages.registry import STAGES
@@ -148,6 +154,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the comparison and return the exit code."""
     console = make_console()
     check_writable(options.json, options.html)
+    check_reference()
     with refusals(OSError, ValueError):
         selection = _selection(options)
         check_installed(selection.backends)
@@ -224,6 +231,8 @@ def print_result(console: Console, result: CheckResult) -> None:
     print_undiagnosed(console, findings, result.failure_reports)
     print_skips(console, findings)
     print_coverage(console, result.verdict, result.not_tested)
+    for backend, environment in result.environment.items():
+        print_files_elsewhere(console, backend, environment)
     console.print(verdict_line(result.verdict, findings, result.names, result.seconds, result.spent))
 
 

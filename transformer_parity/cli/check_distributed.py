@@ -19,6 +19,7 @@ from transformer_parity.cli.progress import make_console
 from transformer_parity.engine.system.errors import UsageError, refusals
 from transformer_parity.engine.system.files import check_writable
 from transformer_parity.engine.system.machine import describe_machine
+from transformer_parity.transformer.check.known_numbers import check_reference
 from transformer_parity.transformer.distributed.check import DTYPES, DistributedCheck
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.report.result import CheckResult
@@ -76,6 +77,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the comparison and return the exit code."""
     console = make_console()
     check_writable(options.json, options.html)
+    check_reference()
     backends = list(PORTS) * (not options.port) if options.backends is None else options.backends
     with refusals(OSError, ValueError):
         check = DistributedCheck(

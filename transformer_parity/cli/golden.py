@@ -30,6 +30,7 @@ from transformer_parity.engine.system.files import check_writable, write_json, w
 from transformer_parity.engine.verdict import Verdict
 from transformer_parity.transformer.cases.case import in_stages, tiny
 from transformer_parity.transformer.cases.for_ports import port_config
+from transformer_parity.transformer.check.known_numbers import check_reference
 from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.golden import writer
 from transformer_parity.transformer.golden.compare import FolderPair, compare_folders, investigate, read_pairs
@@ -104,6 +105,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write golden vectors and return the exit code."""
+    check_reference()
     if options.port and (options.backend or options.device):
         raise UsageError("--port chooses its own framework and device: leave out --backend and --device")
     expected = (MissingFrameworkError, OSError, RuntimeError, TypeError, ValueError)
@@ -199,6 +201,7 @@ def run_compare(options: argparse.Namespace) -> int:
     console = make_console()
     started = time.monotonic()
     check_writable(options.json)
+    check_reference()
     findings: list[Finding] = []
     reports: list[FailureReport] = []
     with refusals(OSError, ValueError):

@@ -20,6 +20,7 @@ from transformer_parity.engine.report.envelope import WORDS, envelope
 from transformer_parity.engine.report.tables import print_line
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
 from transformer_parity.engine.verdict import EXIT_CODES
+from transformer_parity.transformer.check.known_numbers import check_reference
 from transformer_parity.transformer.mistakes.catalogue import parts
 from transformer_parity.transformer.mistakes.mistake import ALL
 from transformer_parity.transformer.selftest.trials import Trial, all_trials
@@ -72,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
     """Try every mistake, and return the exit code."""
     console = make_console(120)
     check_writable(options.json)
+    check_reference()
     chosen = [name for name in parts() if name.replace(" ", "-") in options.part]
     check_installed(options.backends)
     expected = sum(backend in m.edits for name in chosen for m in parts()[name] for backend in options.backends)

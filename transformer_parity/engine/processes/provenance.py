@@ -132,6 +132,16 @@ def files_elsewhere() -> dict[str, str]:
     return found
 
 
+def described_elsewhere(environment: Mapping[str, str]) -> list[str]:
+    """Return a line for each package or module in an environment from ``files_elsewhere``; of packages, the first."""
+    files = {name.removeprefix(FILE_OF): file for name, file in environment.items() if name.startswith(FILE_OF)}
+    return [
+        f"{name} is {file}, and not the installed {name.partition('.')[0]}"
+        for name, file in files.items()
+        if name.rpartition(".")[0] not in files
+    ]
+
+
 def _refusal(name: str, place: str, ours: str) -> str:
     return (
         f"{place} is a different {name} from {ours}, which computes the truth: "

@@ -13,11 +13,13 @@ from itertools import islice
 
 from transformer_parity.engine.findings import AGREES, SKIPPED, Finding
 from transformer_parity.engine.outputs import LOAD, OUTPUT
+from transformer_parity.engine.system.errors import UsageError
 from transformer_parity.engine.tolerances import ALL_DTYPES
 from transformer_parity.engine.verdict import WORDS
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.check import known_answer
+from transformer_parity.transformer.check.known_numbers import check_reference
 from transformer_parity.transformer.compare.comparator import Comparator
 from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.compare.runner import run_cases
@@ -121,6 +123,10 @@ def find_tests(references: Sequence[str], stages: Sequence[str] = tuple(STAGES))
     Raises:
         ValueError: A port cannot be imported, its conventions make no sense, or there is nothing to compare.
     """
+    try:
+        check_reference()
+    except UsageError as error:
+        raise ValueError(str(error)) from error
     ports = [_import(reference) for reference in references]
     names = Counter(port.name for port in ports)
     known = Reference()

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 FOLDER = "parity"  # in which the tests appear to be
 FACTS = "parity_facts"  # what is added to the report of a test, and to what a process of pytest-xdist sends at its end
-MOST = 3  # findings that a report has: one is enough, and skips say why
+PASSED, FAILED = "passed", "failed"
+MOST = 3  # findings that a report has, and tests that a message names: one is enough, and skips say why
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,6 +46,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help='a TOML file of known failures: "test or pattern" = "reason". One that passes, or is no test, fails',
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Import ports from their source, even if a conftest file imports them."""
+    for reference in early_config.known_args_namespace.parity_port:
+        from transformer_parity.engine.processes.provenance import import_port
+
+        import_port(reference.partition(":")[0])
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -95,10 +105,12 @@ class Conformance:
         self.expected = expected
         self.stages = stages
         self.tests: list[Test] = []
-        self.asked: dict[str, list[str]] = {}  # the stages by port
         self.unchecked: dict[str, TestItem] = {}  # by port, the known-answer tests that have not run after its others
-        self.facts: dict[str, dict[str, Any]] = {}  # by test that ran
+        self.facts: dict[str, dict[str, Any]] = {}  # by the name of a test
+        self.failed: set[str] = set()  # the tests that pytest reports as failed
+        self.planned: dict[str, str] = {}  # the port by the name of each test, also of those that were deselected
         self.changed: list[str] = []  # what known-answer tests found at the end of other processes
+        self.files: list[str] = []  # of modules with our names
         self.missing: list[str] = []
 
     @pytest.hookimpl(tryfirst=True)  # before -k chooses
@@ -113,28 +125,20 @@ class Conformance:
             session.ihook.pytest_itemcollected(item=item)
             items.append(item)
 
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Find out what is asked for: every stage of a port, or those that are left where tests were deselected."""
-        selected = [item.test for item in session.items if isinstance(item, TestItem)]
-        for title in dict.fromkeys(test.title for test in self.tests):
-            all_stages, own = (
-                [_stage(test) for test in tests if test.title == title] for tests in (self.tests, selected)
-            )
-            stages = self.stages if len(own) == len(all_stages) else filter(None, own)
-            self.asked[title] = list(dict.fromkeys(stages))
-
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Add to the report of a test what it compared; pytest-xdist sends it to the first process."""
         report = yield
         if isinstance(item, TestItem) and report.when in ("setup", "call"):
-            setattr(report, FACTS, item.facts(self.asked[item.test.title]))
+            setattr(report, FACTS, item.facts())
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep what came of our tests."""
         if facts := getattr(report, FACTS, None):
-            self.facts[report.nodeid] = facts
+            self.facts[facts["name"]] = facts
+            if report.failed:
+                self.failed.add(facts["name"])
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
         """Keep in mind that the reference is to be tested after the tests of a port."""
@@ -149,18 +153,47 @@ class Conformance:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """Receive what a process of pytest-xdist found at its end."""
-        self.changed += getattr(node, "workeroutput", {}).get(FACTS, [])
+        if found := getattr(node, "workeroutput", {}).get(FACTS):
+            self._add(*found)
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail if not everything was compared that was asked for: a skip is not a pass."""
-        changed = list(self._changed())
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # the exit status is set after all other hooks
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
+        """Fail unless every test of a port ran and passed: a test that did not run is not a pass."""
+        from transformer_parity.engine.processes.provenance import described_elsewhere, files_elsewhere
+
+        planned = {test.name: test.title for test in self.tests}
+        found = planned, list(self._changed()), described_elsewhere(files_elsewhere())
         if hasattr(session.config, "workeroutput"):  # the first process decides
-            session.config.workeroutput[FACTS] = changed
-            return
-        self.changed += changed
-        self.missing = _missing(self.facts.values())
+            session.config.workeroutput[FACTS] = found
+            return (yield)
+        self._add(*found)
+        if not {"--collect-only", "--co"} & set(session.config.invocation_params.args):
+            self.missing = list(self._incomplete())
+        yield
         if (self.missing or self.changed) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _add(self, planned: Mapping[str, str], changed: Sequence[str], files: Sequence[str]) -> None:
+        self.planned |= planned
+        self.changed += changed
+        self.files = list(dict.fromkeys([*self.files, *files]))
+
+    def _incomplete(self) -> Iterator[str]:
+        """Yield what was not compared, and which failures an option, a marker or a hook has hidden."""
+        if not self.planned:
+            yield "no test of a port was collected"
+        for title in dict.fromkeys(self.planned.values()):
+            planned = [name for name, port in self.planned.items() if port == title]
+            facts = [self.facts[name] for name in planned if name in self.facts and self.facts[name]["outcome"]]
+            ran = [fact["name"] for fact in facts]
+            if absent := [name for name in planned if name not in ran]:
+                yield f"{title}: {len(absent)} of {len(planned)} tests were deselected or skipped: {_some(absent)}"
+            failed = [fact["name"] for fact in facts if fact["outcome"] == FAILED and not fact["expected"]]
+            if hidden := [name for name in failed if name not in self.failed]:
+                yield f"{title}: {len(hidden)} tests failed but are not reported as failures: {_some(hidden)}"
+            of_stages = [fact for fact in facts if fact["stage"]]
+            stages = dict.fromkeys(fact["stage"] for fact in of_stages) if absent else self.stages
+            yield from _missing(title, of_stages, list(stages))
 
     def _changed(self) -> Iterator[str]:
         """Yield what known-answer tests find that ran in another process than the tests of the port, or before them."""
@@ -177,6 +210,8 @@ class Conformance:
         """Say so."""
         for line in self.changed:
             terminalreporter.write_line(line, red=True)
+        for line in self.files:
+            terminalreporter.write_line(f"NOT OURS: {line}")
         for line in self.missing:
             terminalreporter.write_line(f"INCOMPLETE: {line}", red=True)
         for line in _commands(self.facts.values()):
@@ -201,20 +236,19 @@ def _stage(test: Test) -> str:
     return getattr(test, "stage", "")
 
 
-def _missing(facts: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return what was asked for and not compared, by the facts of all tests that ran."""
+def _some(names: Sequence[str]) -> str:
+    return ", ".join([*names[:MOST], "..."] if len(names) > MOST else names)
+
+
+def _missing(port: str, facts: Sequence[Mapping[str, Any]], stages: Sequence[str]) -> list[str]:
+    """Return the stages of a port that were not compared, by the facts of the tests that ran."""
     from transformer_parity.engine.findings import Finding
     from transformer_parity.engine.verdict import Coverage
 
-    missing = []
-    facts = list(facts)
-    for port, stages in {fact["port"]: fact["asked"] for fact in facts}.items():
-        own = [fact for fact in facts if fact["port"] == port and fact["stage"]]
-        planned = Counter((fact["stage"], fact["dtype"]) for fact in own)
-        dtypes = tuple(dict.fromkeys(dtype for _, dtype in planned))
-        findings = [Finding(**{**entry, "backend": port}) for fact in own for entry in fact["findings"]]
-        missing += Coverage(port, stages, dtypes, planned=planned).missing(findings)
-    return missing
+    planned = Counter((fact["stage"], fact["dtype"]) for fact in facts)
+    dtypes = tuple(dict.fromkeys(dtype for _, dtype in planned))
+    findings = [Finding(**{**entry, "backend": port}) for fact in facts for entry in fact["findings"]]
+    return Coverage(port, stages, dtypes, planned=planned).missing(findings)
 
 
 class Cases(pytest.Collector):
@@ -243,6 +277,7 @@ class Cases(pytest.Collector):
             if reasons:
                 marker = pytest.mark.xfail(reason="; ".join(reasons), strict=True, raises=PortDisagreementError)
                 item.add_marker(marker)
+                item.is_expected_to_fail = True
             yield item
 
 
@@ -255,6 +290,8 @@ class TestItem(pytest.Item):
         super().__init__(**options)
         self.test = test
         self.findings: list[Finding] = []
+        self.outcome = ""  # before it has run; reports may be changed by hooks of others
+        self.is_expected_to_fail = False
 
     @property
     def is_known_answer(self) -> bool:
@@ -265,21 +302,26 @@ class TestItem(pytest.Item):
         """Compare, and skip what the port does not offer."""
         from transformer_parity.transformer.check.conformance import KnownAnswer, check
 
+        self.outcome, reason = FAILED, ""
         if isinstance(self.test, KnownAnswer):
             self.test.check()
-            return
-        self.findings = self.test.findings()
-        if reason := check(self.findings):
+        else:
+            self.findings = self.test.findings()
+            reason = check(self.findings)
+        self.outcome = PASSED
+        if reason:
             pytest.skip(reason)
 
-    def facts(self, asked: Sequence[str]) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """Return what this test adds to the coverage, as plain values: one comparison, or why there is none."""
         numeric = [finding for finding in self.findings if finding.is_numeric]
         return {
+            "name": self.test.name,
+            "outcome": self.outcome,
+            "expected": self.is_expected_to_fail,
             "port": self.test.title,
             "stage": _stage(self.test),
             "dtype": getattr(self.test, "dtype", ""),
-            "asked": list(asked),
             "failed": any(finding.verdict in ("diverges", "imprecise") for finding in self.findings),
             "reference": getattr(getattr(self.test, "port", None), "reference", ""),
             "findings": [asdict(finding) for finding in numeric[:1] or self.findings[:MOST]],
@@ -293,6 +335,6 @@ class TestItem(pytest.Item):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
-    def reportinfo(self) -> tuple[str, None, str]:
-        """Return where the test appears to be."""
-        return FOLDER, None, self.name
+    def reportinfo(self) -> tuple[str, int, str]:
+        """Return where the test appears to be; pytest needs a line to report a skip by a marker."""
+        return FOLDER, 0, self.name

@@ -21,6 +21,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.outputs import MissingAbilityError
+from transformer_parity.engine.processes import provenance
 from transformer_parity.engine.processes.messages import Broken, Parent
 from transformer_parity.engine.tensors import plain
 from transformer_parity.transformer.cases.for_ports import port_config
@@ -236,8 +237,12 @@ def work(parent: Parent) -> None:
 
 def _package(backend):
     """Import one of the four packages; return what trains it, and what describes it."""
+    provenance.import_packages()
     package, meshes = PORTS[backend].import_package(), dict[Plan, Any]()
-    return lambda task: train(edited_package(package.__name__, task.edits), task, meshes), package.describe
+    return lambda task: train(edited_package(package.__name__, task.edits), task, meshes), lambda: {
+        **package.describe(),
+        **provenance.files_elsewhere(),
+    }
 
 
 def _port(reference):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from transformer_parity.engine.findings import DIVERGES, IMPRECISE, Finding
 from transformer_parity.engine.localization import Blame
+from transformer_parity.engine.processes.provenance import described_elsewhere
 from transformer_parity.engine.report.tables import print_line
 from transformer_parity.engine.report.tree import print_blame
 from transformer_parity.engine.system.errors import printable
@@ -32,6 +33,12 @@ def print_audit(console: Console, backend: str, fates: Sequence[Fate]) -> None:
     if len(wrong) > SHOWN:
         console.print(f"  ... and {len(wrong) - SHOWN} more")
     console.print()
+
+
+def print_files_elsewhere(console: Console, backend: str, environment: Mapping[str, str]) -> None:
+    """Print which packages with the name of one of ours were not the installed ones."""
+    for line in described_elsewhere(environment):
+        print_line(console, "NOT OURS:", "", f" {backend}: {line}")
 
 
 def print_failure_report(console: Console, report: FailureReport) -> None:
