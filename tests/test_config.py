@@ -51,10 +51,12 @@ def bad_fields():
     for name, choices in CHOICES.items():
         for value in ("middle", None, 3, [choices[0]]):
             yield {name: value}, ValueError, f"{name} must be one of {', '.join(choices)}: got {value!r}"
-    for value in (0.0, -1e-6, math.inf, math.nan):
-        yield {"layer_norm_epsilon": value}, ValueError, f"layer_norm_epsilon must be positive: got {value}"
+    for value in (0.0, -1e-6, 1.001, 1e30, math.inf, math.nan):
+        yield {"layer_norm_epsilon": value}, ValueError, f"layer_norm_epsilon must be in (0, 1]: got {value}"
+    for value in (1.0, 0.991, -0.1, math.nan, math.inf):
+        yield {"label_smoothing": value}, ValueError, f"label_smoothing must be in [0, 0.99]: got {value}"
+    yield {"position_offset": 10**18}, ValueError, f"position_offset must be at most 1,000,000: got {10**18:,}"
     for value in (1.0, -0.1, math.nan, math.inf):
-        yield {"label_smoothing": value}, ValueError, f"label_smoothing must be in [0, 1): got {value}"
         for site in RATES:
             yield {"dropout": {site: value}}, ValueError, f"dropout.{site} must be in [0, 1): got {value}"
     for value in ("0.1", None, True):

@@ -27,12 +27,12 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}: got {value!r}")
 
 
-def check_integer(name: str, value: Any, minimum: int) -> int:
+def check_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
     """Return an integer of any kind, such as NumPy's, as Python's.
 
     Raises:
         TypeError: The value is not an integer; a bool is not.
-        ValueError: It is below ``minimum``.
+        ValueError: It is below ``minimum`` or above ``maximum``.
     """
     try:
         integer = None if isinstance(value, bool) else operator.index(value)
@@ -42,6 +42,8 @@ def check_integer(name: str, value: Any, minimum: int) -> int:
         raise TypeError(f"{name} must be an integer: got {value!r}")
     if integer < minimum:
         raise ValueError(f"{name} must be at least {minimum}: got {integer}")
+    if maximum is not None and integer > maximum:
+        raise ValueError(f"{name} must be at most {maximum:,}: got {integer:,}")
     return integer
 
 

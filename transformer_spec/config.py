@@ -34,6 +34,7 @@ SWITCHES = (
     "embedding_norm",
     "skip_first_self_attention",
 )
+FARTHEST = 1_000_000  # the largest position_offset: sines of much larger numbers no longer tell positions apart
 DECODER_SIZES = ("num_heads", "d_k", "d_v", "d_ff")  # of which the decoder may have its own
 
 
@@ -78,7 +79,7 @@ class TransformerConfig:
         max_length: Rows of a learned table of positions; sinusoids have no limit.
         norm_order: Where the norms are; post: LayerNorm(x + Sublayer(x)), pre: x + Sublayer(LayerNorm(x)).
         final_norm: One more LayerNorm after each stack.
-        layer_norm_epsilon: Added to the variance; annotated: to the standard deviation.
+        layer_norm_epsilon: Added to the variance; annotated: to the standard deviation. In (0, 1].
         layer_norm_kind: As usual (standard), or annotated: (x - mean) / (unbiased std + epsilon).
         position_encoding: Of both sides: sinusoidal or learned.
         position_layout: Of sinusoids: interleaved (sin, cos, sin, cos) or split (all sines, then all cosines).
@@ -94,7 +95,7 @@ class TransformerConfig:
         pad_id: Padding, which no attention attends to and no loss counts.
         bos_id: What the decoder starts with.
         eos_id: What ends a sentence.
-        label_smoothing: The probability that is spread over other classes, in [0, 1).
+        label_smoothing: The probability that is spread over other classes, in [0, 0.99].
         label_smoothing_kind: Over which: uniform (all), off_target or off_target_and_pad (all but these).
         embedding_norm: One more LayerNorm on each sum of embedding and position.
         decoder_num_heads: Heads of the decoder; None is ``num_heads``.
@@ -170,8 +171,9 @@ class TransformerConfig:
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         for name, needed, holds in (
-            ("layer_norm_epsilon", "positive", lambda x: x > 0),
-            ("label_smoothing", "in [0, 1)", lambda x: 0 <= x < 1),
+            # Beyond these, logits hardly depend on the sentences, and the loss hardly on the labels.
+            ("layer_norm_epsilon", "in (0, 1]", lambda x: 0 < x <= 1),
+            ("label_smoothing", "in [0, 0.99]", lambda x: 0 <= x <= 0.99),
         ):
             self._keep(name, check_number(name, getattr(self, name), needed, holds))
         self._check_ids()
@@ -226,7 +228,7 @@ class TransformerConfig:
                 raise ValueError(f"{name} must be below the vocabulary size {vocab_size}: got {token}")
 
     def _check_positions(self) -> None:
-        self._keep("position_offset", check_integer("position_offset", self.position_offset, minimum=0))
+        self._keep("position_offset", check_integer("position_offset", self.position_offset, 0, FARTHEST))
         if self.position_encoding == "learned":
             if self.position_offset >= self.max_length:
                 raise ValueError(

@@ -232,6 +232,72 @@ lacks(
 )
 
 
+# Models on which nothing shows: a forward pass that ignores its ids, or masks nothing, agrees.
+def ignore(self: Any, source_ids: ndarray, target_ids: ndarray, tap: Any) -> Any:
+    """Run on sentences of one token each, whatever the ids are."""
+    return Sound.forward(self, np.ones_like(source_ids), np.ones_like(target_ids), tap)
+
+
+def no_mask(self: Any, source_ids: ndarray, target_ids: ndarray, tap: Any) -> Any:
+    """Attend to padding."""
+    masks = {"source_mask": np.ones(source_ids.shape, bool), "target_mask": np.ones(target_ids.shape, bool)}
+    return self.model(source_ids, target_ids, tap=tap, **masks)
+
+
+def blind(name: str, what: str, forward: Any = ignore, **overrides: Any) -> None:
+    """Add a port of a declared convention under which its forward pass makes no difference."""
+    lacks(name, what, forward=forward, taps=(), overrides=overrides, stages=(ACTIVATIONS,))
+
+
+LEARNED = {"position_encoding": "learned"}
+blind("HugeEpsilon", "The epsilon of the norms is 1e30, and the ids are ignored.", layer_norm_epsilon=1e30)
+blind(
+    "OneChannel",
+    "The model has one channel, which the norms make zero, and the ids are ignored.",
+    d_model=1,
+    num_heads=1,
+    **LEARNED,
+)
+blind(
+    "TwoChannels",
+    "The model has two channels, which the norms make 1 and -1, and padding is not masked.",
+    no_mask,
+    d_model=2,
+    num_heads=1,
+)
+blind(
+    "OneToken",
+    "The vocabulary has one token beside padding.",
+    no_mask,
+    source_vocab_size=2,
+    target_vocab_size=2,
+    eos_id=1,
+)
+blind("FarPositions", "Positions begin at 1e18, where all sines are alike.", no_mask, position_offset=10**18)
+blind(
+    "FewPositions",
+    "The table of positions has four rows, and the sentences of the cases are longer.",
+    no_mask,
+    max_length=4,
+    **LEARNED,
+)
+blind("NoLabels", "Label smoothing leaves 1e-13 of the right label.", no_mask, label_smoothing=1 - 1e-13)
+lacks(
+    "FourTokens",
+    "The vocabulary has four tokens, the special ones among them: that is enough.",
+    overrides={"source_vocab_size": 4, "target_vocab_size": 4},
+    stages=STAGES,
+    expected=TOLERATED,
+)
+lacks(
+    "OneLayer",
+    "Both stacks have one layer: that is enough.",
+    overrides={"num_encoder_layers": 1, "num_decoder_layers": 1},
+    stages=STAGES,
+    expected=TOLERATED,
+)
+
+
 # Weights that come back.
 def export(name: str, what: str, alter: Callable[[dict[str, ndarray]], Any]) -> None:
     """Plant a port that returns altered weights."""

@@ -1,15 +1,19 @@
-"""More attacks through golden vectors: B has computed some tensors, and copied the others from A."""
+"""More attacks through golden vectors: B has copied tensors from A, or A is a model on which nothing shows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from attacks.attack import INCOMPLETE, TOLERATED
+from attacks.folders import BEAM, EASIEST, FULL, GREEDY, LATER, OUTPUT, PADDED, SENTENCE, STEPS, Edit, vectors
 from attacks.folders import FOLDERS as FOLDERS  # to which those below are added
-from attacks.folders import OUTPUT, PADDED, Edit, vectors
-from attacks.vectors import Vectors, rounded
+from attacks.vectors import Vectors, made, rounded
+from transformer_parity.transformer.cases.case import Case
 
 FIRST = ("source_embedding.output", "loss", "step 1 loss", "scores")
 
@@ -74,7 +78,77 @@ vectors(
 )
 
 
-def _one_rounded(array: np.ndarray) -> np.ndarray:
+def _one_rounded(array: ndarray) -> ndarray:
     found = array.copy()
     found.flat[0] = rounded(found.flat[:1])[0]
     return found
+
+
+def nothing_shows(name: str, what: str, *kept: str, **changes: Any) -> None:
+    """Add an attack in which the reference has computed A, so that only its inputs prove nothing."""
+
+    def edit(a: Vectors, b: Vectors) -> None:
+        for side in (a, b):
+            vars(side).update(vars(made(**changes)))
+            side.keep(*kept or [case["name"] for case in side.manifest["cases"]])
+        b.alter(rounded)
+
+    vectors(name, what, edit, expected=INCOMPLETE)
+
+
+def with_ids(change: Callable[[ndarray, int], Any]) -> Callable[[Case], Case]:
+    """Return what changes ids and labels of a case: ``change(ids, pad_id)``."""
+
+    def altered(case: Case) -> Case:
+        ids = {name: np.array(change(array, case.config.pad_id)) for name, array in case.inputs.items()}
+        return replace(case, inputs=ids)
+
+    return altered
+
+
+def without_learning(case: Case) -> Case:
+    """Make a case of optimizer steps take steps of zero length."""
+    return case if case.settings is None else replace(case, settings=replace(case.settings, learning_rate_factor=1e-30))
+
+
+nothing_shows("ZeroWeights", "The weights of both are zero.", weight=lambda name, x: 0 * x)
+nothing_shows(
+    "ZeroScales",
+    "The scales of the norms of both are zero.",
+    *FULL,
+    weight=lambda name, x: 0 * x if name.endswith(".scale") else x,
+)
+nothing_shows(
+    "TinyWeights",
+    "The kernels of both are 1e-30 times as large.",
+    weight=lambda name, x: 1e-30 * x if x.ndim == 2 else x,
+)
+nothing_shows(
+    "NoPadding",
+    "No sentence of both is padded, so that no mask is needed.",
+    change=with_ids(lambda ids, pad: np.where(ids == pad, 3, ids)),
+)
+nothing_shows(
+    "OneSentenceForAll",
+    "All sentences of both are equal.",
+    change=with_ids(lambda ids, pad: np.repeat(ids[1:2] if len(ids) > 1 else ids, len(ids), 0)),
+)
+nothing_shows(
+    "OneTokenForAll", "All tokens of both are equal.", change=with_ids(lambda ids, pad: np.where(ids == pad, ids, 5))
+)
+nothing_shows("NoLearning", "The learning rate of both is so small that no weight changes.", change=without_learning)
+vectors(
+    "TruthOfTheEasiest",
+    "A holds the easiest case only, which has no padding.",
+    lambda a, b: (a.keep(EASIEST), a.manifest.update(left_out=LATER)),
+    expected=INCOMPLETE,
+)
+vectors(
+    "PaddedLeftOut",
+    "B leaves out every forward pass and gradient with padding, which is half of these cases.",
+    lambda a, b: (
+        b.keep(SENTENCE, EASIEST, "gradients/one_token", STEPS, "steps/port_clipped", GREEDY, BEAM),
+        b.manifest.update(left_out=LATER),
+    ),
+    expected=INCOMPLETE,
+)

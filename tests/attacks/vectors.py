@@ -7,7 +7,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ import safetensors
 import safetensors.numpy
 from numpy import ndarray
 
-from transformer_parity.transformer.cases.case import tiny
+from transformer_parity.transformer.cases.case import Case, tiny
 from transformer_parity.transformer.golden.produce import compute, golden_cases
 from transformer_parity.transformer.golden.vectors import DTYPES
 from transformer_parity.transformer.golden.writer import write
 from transformer_parity.transformer.ports.registry import PORTS
+from transformer_spec.files import save_weights
 
 MANIFEST = "manifest.json"
 Tensors = dict[str, ndarray]
@@ -105,14 +106,26 @@ class Vectors:
                 del tensors[name]
 
 
-@cache
-def _truth() -> Vectors:
-    cases = golden_cases(tiny("paper_base", d_k=None, d_v=None))
-    computed, left_out = compute(PORTS["numpy"], cases, DTYPES, "cpu", lambda doing: None)
+def made(
+    weight: Callable[[str, ndarray], Any] = lambda name, array: array,
+    change: Callable[[Case], Case] = lambda case: case,
+) -> Vectors:
+    """Return what the reference computes with other weights, or in other cases."""
+    cases = [change(case) for case in golden_cases(tiny("paper_base", d_k=None, d_v=None))]
+    config = cases[0].config
+    weights = {name: np.asarray(weight(name, array)) for name, array in cases[0].load_weights().items()}
     with tempfile.TemporaryDirectory() as folder:
-        config, weights = cases[0].config, cases[0].load_weights()
+        given = Path(folder) / "given.safetensors"
+        save_weights(given, config, weights)
+        cases = [replace(case, weights_file=given) for case in cases]
+        computed, left_out = compute(PORTS["numpy"], cases, DTYPES, "cpu", lambda doing: None)
         write(Path(folder), {"name": "numpy"}, config, weights, computed, DTYPES, left_out)
         return Vectors.read(Path(folder))
+
+
+@cache
+def _truth() -> Vectors:
+    return made()
 
 
 def truth() -> Vectors:

@@ -116,7 +116,7 @@ class Coverage:
         pairs: Whether stages and dtypes were both named, so that each stage must be compared in each dtype.
         planned: The number of cases by stage and dtype.
         elsewhere: The other dtypes in which each stage has cases.
-        copied: A sentence about tensors that are copies of the truth, if there are any.
+        unproven: The reasons why an agreement of this port would prove nothing.
     """
 
     port: str
@@ -125,10 +125,10 @@ class Coverage:
     pairs: bool = False
     planned: Mapping[tuple[str, str], int] = field(default_factory=dict)
     elsewhere: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    copied: str = ""
+    unproven: Sequence[str] = ()
 
     def missing(self, findings: Iterable[Finding]) -> list[str]:
-        """Return the requests that were not compared: copies, no case, or fewer than half of the cases."""
+        """Return the requests that were not compared, or not so that it proves anything."""
         own = [finding for finding in findings if finding.backend == self.port]
         if self.pairs:
             wanted = [(f"{stage} in {dtype}", {stage}, {dtype}) for stage, dtype in product(self.stages, self.dtypes)]
@@ -139,7 +139,7 @@ class Coverage:
         missing = [
             f"{self.port}: {what}: {why}" for what, stages, dtypes in wanted if (why := self._why(own, stages, dtypes))
         ]
-        return [*missing, self.copied] if self.copied else missing
+        return missing + [f"{self.port}: {why}" for why in self.unproven]
 
     def _why(self, findings: Sequence[Finding], stages: set[str], dtypes: set[str]) -> str:
         """Return why some stages in some dtypes were not compared; empty if they were."""

@@ -12,6 +12,7 @@ import numpy as np
 from reference_numpy.search import beam_search, greedy_search
 from reference_numpy.transformer import Transformer
 from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, TOKENS, Case, in_stages, tiny
+from transformer_parity.transformer.cases.dependence import why_nothing_shows
 from transformer_parity.transformer.cases.inputs import (
     SOURCE,
     generator,
@@ -99,12 +100,17 @@ def port_config(port: PluginPort) -> TransformerConfig:
     """Return the sizes of the standard cases with the conventions of a port.
 
     Raises:
-        ValueError: The port overrides a field, promises a tap or leaves out a case that does not exist.
+        ValueError: The port overrides a field, promises a tap or leaves out a case that does not exist, or declares a
+            model on which its cases cannot be run or would prove nothing.
     """
     known = [entry.name for entry in fields(TransformerConfig)]
     if unknown := [name for name in port.kind.overrides if name not in known]:
         raise ValueError(f"overrides of {port.name} has no field {unknown[0]!r}: known are {', '.join(known)}")
     config = tiny(port.kind.preset, **{"d_k": None, "d_v": None, **port.kind.overrides})
+    if (config.max_positions or LONGEST) < LONGEST:
+        raise ValueError(f"{port.name} must have at least {LONGEST} positions: got {config.max_positions}")
+    if why := why_nothing_shows(config, hard_weights(config)):
+        raise ValueError(f"overrides of {port.name}: {why}")
     for pattern in port.kind.taps:
         if not any(matches(pattern, tap) for tap in tap_shapes(config, 1, 1, 1)):
             raise ValueError(f"taps of {port.name}: {pattern!r} is no tap: see `parity info --names`")

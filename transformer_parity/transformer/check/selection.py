@@ -12,6 +12,7 @@ import reference_numpy as ref
 from transformer_parity.engine.tolerances import ALL_DTYPES
 from transformer_parity.engine.verdict import Coverage
 from transformer_parity.transformer.cases.case import ACTIVATIONS, SENTENCES, STEPS, Case, in_stages
+from transformer_parity.transformer.cases.dependence import why_nothing_shows
 from transformer_parity.transformer.cases.standard import gradient_case, preset_case, search_cases, standard_cases
 from transformer_parity.transformer.ports.package import COMPILED_IN_FULL
 from transformer_parity.transformer.ports.protocol import Placements
@@ -101,7 +102,9 @@ class Selection:
         pairs = read_pairs(*self.text)
         lines = [line for pair in pairs for line in pair]
         if self.weights is not None:
-            config, _ = ref.load_weights(self.weights)
+            config, weights = ref.load_weights(self.weights)
+            if why := why_nothing_shows(config, weights):
+                raise ValueError(f"{self.weights}: {why}")
             smaller = min(config.source_vocab_size, config.target_vocab_size)
             subwords = Subwords.train(lines, min(smaller - SPECIAL, VOCAB_SIZE))
             configs = {self.weights.name: config}

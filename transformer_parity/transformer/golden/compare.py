@@ -23,6 +23,7 @@ from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.diagnose.investigate import FailureReport, investigate_files
 from transformer_parity.transformer.golden import vectors
 from transformer_parity.transformer.golden.copies import copies_in_words, find_copies
+from transformer_parity.transformer.golden.evidence import gaps
 from transformer_parity.transformer.golden.vectors import DTYPES, GoldenFolder
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.stages.decode import SCORES, TOKENS
@@ -88,8 +89,9 @@ class FolderPair:
         dtypes = self.candidate.dtypes
         planned = Counter((case.stage, d) for case in self.cases for d in dtypes if self.truth.holds(case, d))
         held = tuple(dict.fromkeys(case.stage for case in self.cases))
-        copied = f"{self.backend}: {copies_in_words(self.copied)}" if self.copied else ""
-        return Coverage(self.backend, held or tuple(self.stages), planned=planned, copied=copied)
+        unproven = [copies_in_words(self.copied)] if self.copied else []
+        unproven += gaps(self.truth, self.candidate, self.cases)
+        return Coverage(self.backend, held or tuple(self.stages), planned=planned, unproven=unproven)
 
     @property
     def not_tested(self) -> list[str]:

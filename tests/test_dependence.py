@@ -1,0 +1,129 @@
+"""Models on which nothing shows: a comparison that a wrong program passes is none."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from golden_vectors import PADDED, compare, drop, set_field
+from golden_vectors import copy as copy  # a fixture
+from golden_vectors import truth as truth  # a fixture
+
+import reference_numpy as ref
+from transformer_parity.cli.main import main
+from transformer_parity.transformer.cases.case import tiny
+from transformer_parity.transformer.cases.dependence import why_nothing_shows
+from transformer_parity.transformer.cases.for_ports import port_cases, port_config
+from transformer_parity.transformer.cases.inputs import hard_weights
+from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.golden import vectors
+from transformer_parity.transformer.golden.evidence import gaps
+from transformer_parity.transformer.ports.templates.other_port import MyPort
+from transformer_parity.transformer.ports.user import PluginPort
+from transformer_parity.transformer.stages.registry import STAGES
+
+
+def models():
+    """Return the model of every case that runs a full model, once."""
+    cases = [case for case in [*standard_cases(), *port_cases(tiny())] if not case.block]
+    return {(case.config, case.seed): case for case in cases}.values()
+
+
+def test_every_model_of_our_cases_depends_on_its_inputs_and_weights():
+    assert len(models()) > 50
+    assert [case.name for case in models() if why_nothing_shows(case.config, case.load_weights())] == []
+
+
+LOGITS = "the logits do not depend on"
+UNTIED, LEARNED = {"tie_embeddings": "none"}, {"position_encoding": "learned"}
+BLIND = [
+    ({}, ".", f"{LOGITS} which tokens the source has"),
+    ({}, "cross_attention.output_proj", f"{LOGITS} which tokens the source has"),
+    ({}, "^source_embedding", f"{LOGITS} which tokens the source has"),
+    (UNTIED, "^target_embedding", f"{LOGITS} which tokens the target has"),
+    (LEARNED, "^source_position", f"{LOGITS} the order of the source"),
+    ({"d_model": 2, "num_heads": 1}, "^$", f"{LOGITS} whether padding is masked"),
+    ({}, r"self_attention\.|feed_forward\.|query_proj|key_proj", "32 of 61 weights do not change the loss, among them"),
+    ({"target_vocab_size": 2, "eos_id": 1, **UNTIED}, "^$", "target_vocab_size must be at least 3"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "zeroed", "why"), BLIND)
+def test_a_model_on_which_nothing_shows_is_found(overrides, zeroed, why):
+    config = tiny(**{"d_k": None, "d_v": None, **overrides})
+    weights = {name: 0 * array if re.search(zeroed, name) else array for name, array in hard_weights(config).items()}
+    assert why in why_nothing_shows(config, weights)
+
+
+@pytest.mark.parametrize("overrides", [{"layer_norm_epsilon": 1.0}, {"position_offset": 1_000_000}, {"num_heads": 1}])
+def test_a_model_at_the_limits_of_a_config_shows_something(overrides):
+    config = tiny(**{"d_k": None, "d_v": None, **overrides})
+    assert not why_nothing_shows(config, hard_weights(config))
+
+
+class Blind(MyPort):
+    """A port of one channel, whose norms return their biases."""
+
+    overrides = {"d_model": 1, "num_heads": 1, "position_encoding": "learned"}
+
+
+class Short(MyPort):
+    """A port with fewer positions than the sentences of its cases have."""
+
+    overrides = {"position_encoding": "learned", "max_length": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("Blind", "overrides of Blind: the logits do not depend on which tokens the source has, so that a wrong model"),
+        ("Short", "Short must have at least 12 positions: got 4"),
+    ],
+)
+def test_a_port_on_which_nothing_shows_is_incomplete(kind, why, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    with pytest.raises(ValueError, match=why):
+        port_config(PluginPort(f"test_dependence:{kind}"))
+    assert main(["check", "--port", f"test_dependence:{kind}", "--failures", str(tmp_path)]) == 3
+    printed = capsys.readouterr().out
+    assert why in " ".join(printed.split())
+    assert "INCOMPLETE" in printed
+    assert main(["golden", "--for", f"test_dependence:{kind}", "--out", str(tmp_path / "truth")]) == 3
+
+
+def test_weights_on_which_nothing_shows_are_refused(tmp_path, capsys):
+    config, path = tiny(), tmp_path / "weights.safetensors"
+    ref.save_weights(path, config, {name: 0 * array for name, array in hard_weights(config).items()})
+    assert main(["check", "--backends", "torch", "--weights", str(path)]) == 3
+    assert "weights.safetensors: the logits do not depend on which tokens the source has" in capsys.readouterr().err
+
+
+def test_cases_without_padding_are_no_agreement(truth, copy, capsys):
+    drop(copy, lambda name: name not in (PADDED, "full/source_as_long_as_target"))
+    set_field("left_out", value=[{"case": "full/*", "reason": "no masks yet"}])(copy)
+    assert compare(truth, copy, "--stage", "activations") == 3
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "MISSING numpy: activations: source_ids have no padding in any case that both sides hold" in printed
+
+
+def test_what_parity_golden_writes_has_no_gaps(truth):
+    folder = vectors.read(truth)
+    assert list(gaps(folder, folder, folder.cases)) == []
+
+
+def test_gaps_of_inputs_are_named(truth):
+    folder = vectors.read(truth)
+    changes = {
+        "have no two different sentences": lambda ids: np.repeat(ids[1:2] if len(ids) > 1 else ids, len(ids), axis=0),
+        "have no two different tokens": lambda ids: np.where(ids == 0, 0, 5),
+        "have no padding": lambda ids: np.where(ids == 0, 5, ids),
+    }
+    for words, change in changes.items():
+        cases = [replace_inputs(case, change) for case in folder.cases]
+        found = [why for why in gaps(folder, folder, cases) if words in why]
+        assert {why.partition(":")[0] for why in found} == {*STAGES}
+
+
+def replace_inputs(case, change):
+    return replace(case, inputs={name: change(ids) for name, ids in case.inputs.items()})

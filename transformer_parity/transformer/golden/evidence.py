@@ -1,0 +1,58 @@
+"""Whether golden vectors can prove anything: A's model and inputs must tell a right program from a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from transformer_parity.transformer.cases.case import DECODE, STEPS, Case
+from transformer_parity.transformer.cases.dependence import VISIBLE, why_nothing_shows
+from transformer_parity.transformer.golden.vectors import DTYPES, GoldenFolder
+from transformer_parity.transformer.stages.decode import TOKENS
+
+IDS = ("source_ids", "target_ids", "labels")
+
+
+def gaps(truth: GoldenFolder, candidate: GoldenFolder, cases: Sequence[Case]) -> Iterator[str]:
+    """Yield the reasons why a wrong program could agree.
+
+    Args:
+        truth: A, which defines the model and the inputs.
+        candidate: B. Cases that it omits are not compared.
+        cases: The cases that are compared, of all stages.
+    """
+    if why := why_nothing_shows(truth.config, truth.weights):
+        yield f"A: {why}"
+    both = [case for case in cases if any(truth.holds(case, d) and candidate.holds(case, d) for d in DTYPES)]
+    for stage in dict.fromkeys(case.stage for case in both):
+        of_stage = [case for case in both if case.stage == stage]
+        for name in IDS:
+            if arrays := [case.inputs[name] for case in of_stage if name in case.inputs]:
+                yield from (f"{stage}: {why}" for why in _gaps_of_ids(name, arrays, truth.config.pad_id))
+    yield from _gaps_of_results(truth, both)
+
+
+def _gaps_of_ids(name: str, arrays: Sequence[np.ndarray], pad_id: int) -> Iterator[str]:
+    if not any((ids == pad_id).any() for ids in arrays):
+        yield f"{name} have no padding in any case that both sides hold"
+    if not any((ids != ids[:1]).any() for ids in arrays):
+        yield f"{name} have no two different sentences in any case that both sides hold"
+    if len(np.unique(np.concatenate([ids[ids != pad_id] for ids in arrays]))) < 2:
+        yield f"{name} have no two different tokens in the cases that both sides hold"
+
+
+def _gaps_of_results(truth: GoldenFolder, cases: Sequence[Case]) -> Iterator[str]:
+    held = [(case, truth.tensors(case, dtype)) for case in cases for dtype in DTYPES if truth.holds(case, dtype)]
+    found = [tensors[TOKENS] for case, tensors in held if case.stage == DECODE and TOKENS in tensors]
+    if found and not any((tokens != tokens[:1]).any() for tokens in found):
+        yield f"{DECODE}: every search returns the same hypothesis for each of its sentences"
+    for case, tensors in held:
+        moved = [_is_moved(name, tensor, truth) for name, tensor in tensors.items() if " weight " in name]
+        if case.stage == STEPS and moved and 2 * sum(moved) < len(moved):
+            yield f"{STEPS}: the optimizer changes {sum(moved)} of {len(moved)} weights in {case.name}"
+
+
+def _is_moved(name: str, tensor: np.ndarray, truth: GoldenFolder) -> bool:
+    initial = truth.weights.get(name.rpartition(" weight ")[2])
+    return initial is None or bool(np.abs(tensor - initial).max() > VISIBLE * np.abs(initial).max())
