@@ -144,7 +144,7 @@ def test_cases_that_do_not_run_the_changed_line_are_left_out(worker):
 
 
 def test_results_are_resumed_after_a_line_that_was_cut_off(tmp_path, monkeypatch, capsys):
-    def run(children, backend, due):
+    def run(children, backend, due, file):
         ran.append([one.key for one in due])
         for one in due:
             yield [Result(one.key, column, "", "", 3, 0.1) for column in COLUMNS]

@@ -27,7 +27,7 @@ from transformer_parity.cli.progress import Progress, make_console
 from transformer_parity.engine.processes.child import Child, ChildEndedError
 from transformer_parity.engine.processes.children import Children
 from transformer_parity.engine.system.environment import prepare_environment
-from transformer_parity.engine.system.files import check_writable
+from transformer_parity.engine.system.files import check_writable, write_json
 from transformer_parity.transformer.ports.registry import PORTS
 
 WORK = "transformer_bench.mutation_work:work"  # what a process runs
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for backend, mutants in by_backend.items():
             due = [mutant for mutant in mutants if mutant.key not in known]
             progress.update(backend, "the package as it is", completed=len(mutants) - len(due), total=len(mutants))
-            for results in run(children, backend, due):
+            for results in run(children, backend, due, options.results.with_suffix(f".{backend}.lines.json")):
                 file.writelines(json.dumps(result.to_dict()) + "\n" for result in results)
                 file.flush()
                 progress.update(backend, results[0].key[:60], advance=1)
@@ -88,17 +88,24 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def run(children: Children, backend: str, mutants: Sequence[Mutant]) -> Iterator[list[Result]]:
+def run(children: Children, backend: str, mutants: Sequence[Mutant], file: Path) -> Iterator[list[Result]]:
     """Yield the results of each mutant, one for each column.
+
+    Args:
+        children: Starts processes.
+        backend: The package.
+        mutants: Its mutants.
+        file: Keeps the lines that each case runs: finding them takes minutes.
 
     Raises:
         ChildEndedError: The package without changes does not run, or does not agree.
     """
-    lines, due = None, list(mutants)
+    due = list(mutants)
     while due:
         child = children.start(WORK)
-        child.send((backend, lines))
+        child.send((backend, json.loads(file.read_text("utf-8")) if file.is_file() else None))
         lines = next(message for message in _messages(children, child, START) if isinstance(message, dict))
+        write_json(file, lines)
         for _ in range(MOST[backend]):
             if not due:
                 break

@@ -46,6 +46,7 @@ CONVENTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("bart", {"norm_order": "pre"}),
     ("fairseq", {"decoder_num_heads": 2, "decoder_d_k": 12, "decoder_d_v": 15, "decoder_d_ff": 56}),
 )
+SLOW = ("jax", "tf")  # run one operation at a time: fewer dtypes and conventions
 PORT, CHECK = "cases for ports", "check of the packages"
 COLUMNS = (PORT, CHECK)
 ROOM = 4 * 2**30  # bytes that a mutant may allocate beside what the process has at its start
@@ -118,8 +119,7 @@ class Result:
     to_dict = asdict
 
 
-Line = tuple[str, int]  # module and number
-Lines = Mapping[str, frozenset[Line]]  # that each trial runs
+Lines = Mapping[str, Sequence[str]]  # that each trial runs, as module:number
 
 
 @dataclass
@@ -142,6 +142,9 @@ class Trials:
         self.reference = Reference(ports=sys.maxsize)
         offered = self.original.import_package().runtime.DTYPES
         wanted = ALL_DTYPES if self.column == CHECK else ("float64", "float32")
+        self.conventions = CONVENTIONS
+        if self.backend in SLOW:
+            wanted, self.conventions = ("float64",), CONVENTIONS[:2]
         self.dtypes = [dtype for dtype in wanted if dtype in offered]
         # The formulas of the reference run in models without fast.py only. The others run as users run them.
         self.fast = (False, True) if self.backend == "numpy" else (True,)
@@ -153,7 +156,7 @@ class Trials:
             if self.column == CHECK:
                 yield f"fast={fast}", one, sorted(standard_cases(), key=lambda case: IN_ORDER.index(case.stage))
                 continue
-            for preset, overrides in CONVENTIONS:
+            for preset, overrides in self.conventions:
                 port = PluginPort(f"{__name__}:{PackageAsPort.__name__}")
                 members = {
                     "package_port": one,
@@ -165,7 +168,7 @@ class Trials:
                 cases = port_cases(port_config(port))
                 yield f"{preset} fast={fast}", port, sorted(cases, key=lambda case: IN_ORDER.index(case.stage))
 
-    def findings(self, package: str, lines: Lines | None, changed: Sequence[Line]) -> Iterator[tuple[str, Finding]]:
+    def findings(self, package: str, lines: Lines | None, changed: Sequence[str]) -> Iterator[tuple[str, Finding]]:
         """Yield every finding, with the name of the trial.
 
         Args:
@@ -187,8 +190,8 @@ class Trials:
                             yield trials[outputs.case], finding
 
 
-def _runs(changed: Sequence[Line], trial: str, lines: Lines | None) -> bool:
-    return lines is not None and not lines.get(trial, frozenset()).isdisjoint(changed)
+def _runs(changed: Sequence[str], trial: str, lines: Lines | None) -> bool:
+    return lines is not None and not set(changed).isdisjoint(lines.get(trial, ()))
 
 
 class Worker:
@@ -205,8 +208,8 @@ class Worker:
         Raises:
             ValueError: A comparison fails.
         """
-        found: dict[str, frozenset[Line]] = {}
-        seen: set[Line] = set()
+        found: dict[str, set[str]] = {}
+        seen: set[str] = set()
         folder = f"{ROOT / self.package}{os.sep}"
         modules: dict[str, str] = {}  # by file
 
@@ -215,12 +218,12 @@ class Worker:
             if not file.startswith(folder):
                 return None
             modules[file] = file.removeprefix(folder).removesuffix(".py")
-            seen.add((modules[file], frame.f_code.co_firstlineno))
+            seen.add(f"{modules[file]}:{frame.f_code.co_firstlineno}")
             return ran
 
         def ran(frame: Any, event: str, argument: object) -> Any:
             if event == "line":
-                seen.add((modules[frame.f_code.co_filename], frame.f_lineno))
+                seen.add(f"{modules[frame.f_code.co_filename]}:{frame.f_lineno}")
             return ran
 
         for trials in self.columns:
@@ -229,16 +232,16 @@ class Worker:
                 for trial, finding in trials.findings(self.package, None, ()):
                     if finding.verdict not in (AGREES, SKIPPED):
                         raise ValueError(f"{self.package} without changes does not agree: {trial}: {finding}")
-                    found[trial] = found.get(trial, frozenset()) | seen
+                    found.setdefault(trial, set()).update(seen)
                     seen.clear()
             finally:
                 sys.settrace(None)
-        return found
+        return {trial: sorted(ran) for trial, ran in found.items()}
 
     def results(self, mutant: Mutant) -> Iterator[Result]:
         """Yield the result of a mutant in each column."""
         first, last = mutant.lines or (0, -1)
-        changed = [(mutant.module, line) for line in range(first, last + 1)]
+        changed = [f"{mutant.module}:{line}" for line in range(first, last + 1)]
         for trials in self.columns:
             start = time.perf_counter()
             seen: set[str] = set()
