@@ -151,11 +151,14 @@ def edit(folder, case, dtype, change, *, describe=True):
 
 
 def set_field(*path, value):
+    """Return a change of one field of the manifest; a case may be named instead of numbered."""
+
     def change(folder):
         def assign(manifest):
             entry = manifest
             for key in path[:-1]:
-                entry = entry[key]
+                is_case = isinstance(entry, list) and isinstance(key, str)
+                entry = next(case for case in entry if case["name"] == key) if is_case else entry[key]
             entry[path[-1]] = value
 
         edit_manifest(folder, assign)

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from transformer_parity.engine.findings import DIVERGES
+from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.ports.protocol import Placements
@@ -37,21 +38,13 @@ EXPORT = """
         return self.model.export_weights()
 """
 ROUNDED = "logits = logits + 1e-7"
-FULL = [
-    f"full/{name}"
-    for name in (
-        "padded",
-        "source_as_long_as_target",
-        "one_token",
-        "one_sentence",
-        "other_padding",
-        "other_weights",
-        "longest",
-        "large_vocabulary",
-    )
-]
-N = len(FULL)
-OTHERS = 10  # two of gradients, two of steps, six searches; in float64 only
+DTYPES = ("float64", "float32")
+CASES = port_cases(tiny())
+FULL, FULL32 = (
+    [case.name for case in CASES if case.stage == "activations" and dtype in case.dtypes] for dtype in DTYPES
+)
+N, N32 = len(FULL), len(FULL32)
+OTHERS = len(CASES) - N  # gradients, steps and searches; in float64 only
 FORWARD = "--parity-stage=activations"
 SEARCH = """
     def generate(self, source_ids, max_length, beam_size, length_penalty):
@@ -104,12 +97,14 @@ def test_one_test_per_case_and_dtype_and_skips_that_say_why(write, start):
     write(attributes="dtypes = ('float64', 'float32')")
     result = start("-v", "-rs")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    assert outcomes(result) == {"passed": 2 * (N + 1) + 1, "skipped": OTHERS}
+    assert outcomes(result) == {"passed": N + N32 + 2 + 1, "skipped": OTHERS}
     names = [
-        f"parity::MyPort-{dtype}-{case} PASSED*" for dtype in ("float64", "float32") for case in ["weights", *FULL]
+        f"parity::MyPort-{dtype}-{case} PASSED*"
+        for dtype, cases in zip(DTYPES, (FULL, FULL32), strict=True)
+        for case in ["weights", *cases]
     ]
     result.stdout.fnmatch_lines_random(
-        [*names, f"*collected {2 * (N + 1) + 1 + OTHERS} items*", "parity::MyPort-float64-steps/port SKIPPED*"]
+        [*names, f"*collected {N + N32 + 2 + 1 + OTHERS} items*", "parity::MyPort-float64-steps/port SKIPPED*"]
     )
     for reason in (
         "it has no gradients()",
@@ -128,7 +123,8 @@ def test_a_run_without_some_tests_of_a_port_is_incomplete(write, run, pytester):
     number = N + 2 + OTHERS
     own.stdout.fnmatch_lines([f"INCOMPLETE: MyPort: {number} of {number} tests were deselected or skipped: *"])
     some = run("-k", "MyPort and full/one")
-    assert (some.ret, outcomes(some)) == (1, {"passed": 2, "deselected": N + 1 + OTHERS})
+    ones = sum(name.startswith("full/one") for name in FULL)
+    assert (some.ret, outcomes(some)) == (1, {"passed": ones, "deselected": N + 2 + 1 - ones + OTHERS})
     assert some.stdout.str().count("INCOMPLETE") == 1  # the other stages are not listed in addition
     nothing = run("-k", "no_such_test")
     assert nothing.ret == pytest.ExitCode.NO_TESTS_COLLECTED
@@ -175,7 +171,8 @@ def test_what_is_planted_is_what_compare_finds(write, run, pytester):
     port = PluginPort("mine:MyPort")
     findings = list(compare(port_cases(port_config(port), ["activations"]), port, Placements(("float64",))))
     assert failed == {f"MyPort-float64-{finding.case}" for finding in findings if finding.verdict == DIVERGES}
-    assert len(failed) == N - 1  # all but that of a single token
+    single = [case for case in CASES if case.name in FULL and case.inputs["target_ids"].shape[1] == 1]
+    assert len(failed) == N - len(single)
     assert result.ret == 1
 
 
@@ -244,7 +241,8 @@ def test_two_ports(write, run):
     write()
     write(ROUNDED, name="other")
     result = run("--parity-port=other:MyPort", "--parity-port=mine:MyPort", "-k", "full/one_token", "-v")
-    assert outcomes(result) == {"passed": 1, "failed": 1, "deselected": 2 * (N + 1 + OTHERS)}
+    chosen = sum(name.startswith("full/one_token") for name in FULL)
+    assert outcomes(result)["deselected"] == 2 * (N + 2 + OTHERS - chosen)
     result.stdout.fnmatch_lines(["parity::mine:MyPort-float64-full/one_token PASSED*", "parity::other:MyPort-*FAILED*"])
 
 
@@ -291,7 +289,8 @@ def test_expected_failures_need_a_port(pytester, plugins):
 def test_what_was_asked_for_must_have_been_compared(write, run):
     write()
     result = run("-k", "steps or gradients")
-    assert outcomes(result) == {"skipped": 4, "deselected": N + 2 + OTHERS - 4}
+    chosen = sum(case.stage in ("gradients", "steps") for case in CASES)
+    assert outcomes(result) == {"skipped": chosen, "deselected": N + 2 + OTHERS - chosen}
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["INCOMPLETE: MyPort: gradients: nothing was compared (it has no gradients()*"])
     assert "MyPort: decode" not in result.stdout.str()  # which was deselected
@@ -302,7 +301,10 @@ def test_what_was_asked_for_must_have_been_compared(write, run):
     assert "it has no generate" in result
     write(more=EXPORT + SEARCH)
     everything = run("--parity-stage=activations,decode")
-    assert (everything.ret, outcomes(everything)) == (0, {"passed": N + 2 + 6})
+    assert (everything.ret, outcomes(everything)) == (
+        0,
+        {"passed": N + 2 + sum(case.stage == "decode" for case in CASES)},
+    )
     write(attributes=f"left_out = {dict.fromkeys(FULL[1:], 'slow')!r}")
     few = run(FORWARD)
     assert few.ret == pytest.ExitCode.TESTS_FAILED

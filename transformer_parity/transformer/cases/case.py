@@ -1,16 +1,16 @@
-"""One case: a config, weights, inputs, and the part and stage that they are run on."""
+"""One case: a config, weights, inputs, the part and stage that they are run on, and the calls that come before."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from numpy import ndarray
 
 from transformer_parity.engine.tolerances import ALL_DTYPES
 from transformer_parity.engine.verdict import Author
-from transformer_parity.transformer.cases.inputs import hard_weights
+from transformer_parity.transformer.cases.inputs import WEIGHTS
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
 from transformer_spec.search import Search
@@ -31,6 +31,7 @@ class Case:
     inputs: Mapping[str, ndarray] = field(repr=False)
     weights_file: Path | None = None  # None: the hard weights of the config
     seed: int = 0  # of the hard weights
+    magnitude: str = "usual"  # of the hard weights: a key of ``inputs.WEIGHTS``
     fast: bool = True  # run the fast path too; False where attention is as in another case: compiling takes its time
     dtypes: tuple[str, ...] = ALL_DTYPES  # presets differ in conventions, which bfloat16 cannot tell apart
     stage: str = ACTIVATIONS
@@ -38,6 +39,9 @@ class Case:
     search: Search | None = None  # for decode
     snapshots: tuple[int, ...] = ()  # steps after which weights are compared; empty: the usual ones
     compares_padding: bool = True  # whether positions are compared that nothing reads, see ``stages.padding``
+    rows: tuple[int, ...] = ()  # numbers of rows that the steps take in turn; empty: each step takes the whole batch
+    between: bool = False  # call forward, gradients and generate between two steps too
+    before: tuple[Case, ...] = ()  # run first: on the same model, or on a second one if the weights differ
 
     @property
     def training(self) -> TrainingConfig:
@@ -58,18 +62,29 @@ class Case:
         """Whether the whole model is run forward, with its taps shown."""
         return self.stage == ACTIVATIONS and not self.block
 
+    @property
+    def model(self) -> tuple[object, ...]:
+        """The key of the model: cases with the same key have the same config and weights."""
+        return self.config, self.weights_file, self.seed, self.magnitude
+
     def author(self, backend: str, dtype: str) -> Author:
         """Return the author of findings about this case."""
         return Author(backend, dtype, self.name, self.component, self.stage)
 
     def load_weights(self) -> Mapping[str, ndarray]:
         """Return the weights that every port is given."""
-        return hard_weights(self.config, self.seed) if self.weights_file is None else load_weights(self.weights_file)[1]
+        if self.weights_file is not None:
+            return load_weights(self.weights_file)[1]
+        return WEIGHTS[self.magnitude](self.config, self.seed)
 
 
 def in_stages(cases: Iterable[Case], stages: Container[str]) -> list[Case]:
-    """Return the cases of some stages."""
-    return [case for case in cases if case.stage in stages]
+    """Return the cases of some stages, without earlier calls that belong to other stages."""
+    return [
+        replace(case, before=tuple(earlier for earlier in case.before if earlier.stage in stages))
+        for case in cases
+        if case.stage in stages
+    ]
 
 
 def tiny(preset: str = "paper_base", **overrides: object) -> TransformerConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from reference_numpy.transformer import Transformer
 from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, TOKENS, Case, in_stages, tiny
 from transformer_parity.transformer.cases.dependence import why_nothing_shows
 from transformer_parity.transformer.cases.inputs import (
+    BATCH,
     SOURCE,
     generator,
     hard_weights,
@@ -23,6 +23,7 @@ from transformer_parity.transformer.cases.inputs import (
     with_labels,
 )
 from transformer_parity.transformer.cases.standard import LONGEST, SHORT, large_vocabulary, searches, step_case
+from transformer_parity.transformer.cases.variety import longest, variants
 from transformer_parity.transformer.ports.user import PluginPort
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import tap_shapes
@@ -31,10 +32,11 @@ from transformer_spec.taps import matches
 from transformer_spec.training_config import TrainingConfig
 
 MANY = 32  # sentences of a search that is to show a rule that seldom decides
-LENGTHY = 32  # positions of a model that has no limit
 SMALL_PENALTY = 1.5
 SEEDS = 32  # of which the one with the most to decide is taken
 LIKELY, ENOUGH = 18, (3, 5, 5)  # tried first: the best with the paper's conventions; what it has to decide
+CLIP, FAR = 0.5, 1e6  # norms that the gradient exceeds at every step, and at none
+UNLABELED = 1  # the row that has no labels in some steps
 PENALTY = 4.0  # so that a late end may be worth more than an early one
 
 
@@ -55,11 +57,33 @@ def model_cases(config: TransformerConfig) -> list[Case]:
         cases.append(
             Case(f"gradients/{name}", "gradients", config, "", inputs, seed=seed, dtypes=dtypes, stage=GRADIENTS)
         )
-    clipped: dict[str, Any] = {"clip_norm": 0.5, "accumulation_steps": 2}
-    for name, more in (("port", {}), ("port_clipped", clipped)):
-        settings = TrainingConfig(**SHORT, cooldown_steps=10, **more)
-        cases.append(replace(step_case(name, config, settings), seed=seed))
-    return [*cases, *searches("port", config, ("float64",), seed, length_penalty=PENALTY, num_hypotheses=1)]
+    return [
+        *cases,
+        *(replace(case, seed=seed) for case in _steps(config)),
+        *searches("port", config, ("float64",), seed, length_penalty=PENALTY, num_hypotheses=1),
+    ]
+
+
+def _steps(config: TransformerConfig) -> Iterator[Case]:
+    """Yield runs of twenty steps; names that begin with ``port_clipped`` are clipped."""
+    cooldown, slices = {"cooldown_steps": 10}, {"accumulation_steps": 2}
+    clipped, far_below = {"clip_norm": CLIP}, {"clip_norm": FAR}
+    for name, settings, rows, unlabeled in (
+        ("port", cooldown, (), False),
+        ("port/changing_slices", slices, (4, 2), True),
+        ("port/one_sentence", {**cooldown, **far_below}, (4, 1, 3), True),
+        ("port/small_gradient", {**slices, **far_below}, (), False),
+        ("port_clipped", {**cooldown, **clipped, **slices}, (), False),
+        ("port_clipped/unlabeled_rows", clipped, (), True),
+        ("port_clipped/changing_slices", {**cooldown, **clipped, **slices}, (2, 4), False),
+    ):
+        case = step_case(name, config, TrainingConfig(**SHORT, **settings))
+        inputs = dict(case.inputs)
+        if unlabeled:
+            inputs["labels"] = np.where(np.arange(BATCH)[:, None] == UNLABELED, config.pad_id, inputs["labels"])
+        if "/" in name:
+            case = replace(case, snapshots=(20,))  # after which everything shows that differed earlier
+        yield replace(case, inputs=inputs, rows=rows, between=name in ("port", "port/one_sentence"))
 
 
 @cache
@@ -125,16 +149,20 @@ def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
     """Yield searches for so many sentences that a small difference in a rule shows in the tokens of some of them."""
     lengths = [SOURCE] * (MANY // 2) + [1 + i % (SOURCE - 1) for i in range(MANY // 2)]
     source_ids = padded_ids(generator("searches"), config.source_vocab_size, config.pad_id, lengths, SOURCE)
-    varied, dtypes = _varied_seed(config), ("float64",)
-    for name, search, seed in (
-        ("greedy", Search(max_length=LONGEST), _seed_that_says_padding(config)),
-        ("greedy_ends", Search(max_length=LONGEST), varied),  # so that half of the searches need no beam
-        ("beam", Search(4, PENALTY, LONGEST), varied),
-        ("narrow_beam", Search(3, SMALL_PENALTY, LONGEST), varied),
+    varied, most = _varied_seed(config), longest(config)
+    inputs = {"source_ids": source_ids, "target_ids": np.full((MANY, 1), config.bos_id)}
+    forward = Case("full/many", "full model", config, "", inputs, seed=varied)
+    turned = {**inputs, "source_ids": np.roll(source_ids, 1, axis=0)}
+    for name, search, seed, earlier in (
+        ("greedy", Search(max_length=most), _seed_that_says_padding(config), forward),
+        ("greedy_ends", Search(max_length=LONGEST), varied, {"seed": varied + 1}),  # so that half need no beam
+        ("beam", Search(4, PENALTY, LONGEST), varied, {"inputs": turned}),
+        ("narrow_beam", Search(3, SMALL_PENALTY, LONGEST), varied, {"seed": varied + 1}),
     ):
-        inputs = {"source_ids": source_ids, "target_ids": np.full((MANY, 1), config.bos_id)}
-        names = f"decode/many_{name}", "decoding"
-        yield Case(*names, config, "", inputs, seed=seed, dtypes=dtypes, stage=DECODE, search=search)
+        names, once = (f"decode/many_{name}", "decoding"), {"dtypes": ("float64",), "stage": DECODE}
+        case = Case(*names, config, "", inputs, seed=seed, search=search, **once)
+        before = replace(case, **earlier) if isinstance(earlier, dict) else replace(earlier, seed=seed)
+        yield replace(case, before=(before,))
 
 
 def _unlike_the_first(config: TransformerConfig) -> Iterator[Case]:
@@ -145,15 +173,16 @@ def _unlike_the_first(config: TransformerConfig) -> Iterator[Case]:
     """
     seed, ids = _varied_seed(config), token_ids(config)
     turned = {name: np.roll(array, 1, axis=0) for name, array in ids.items()}
-    yield Case("full/other_padding", "full model", config, "", turned, seed=seed)
-    yield Case("full/other_weights", "full model", config, "", ids, seed=seed + 1)
-    longest = config.max_positions or LENGTHY
-    yield Case("full/longest", "full model", config, "", token_ids(config, longest, longest), seed=seed)
+    first = Case("full/padded", "full model", config, "", ids, seed=seed)
+    yield replace(first, name="full/other_padding", inputs=turned, before=(first,))
+    yield replace(first, name="full/other_weights", seed=seed + 1, before=(first,))
+    yield replace(first, name="full/longest", inputs=token_ids(config, longest(config), longest(config)))
 
 
 def port_cases(config: TransformerConfig, stages: Collection[str] | None = None) -> list[Case]:
     """Return what a port with conventions of its own is compared on, in all stages unless some are named."""
     cases = [*model_cases(config), *_unlike_the_first(config), *_searches_of_many(config)]
+    cases += variants(config, _varied_seed(config))
     if config.source_vocab_size == config.target_vocab_size == TOKENS:  # the port leaves the vocabulary to the cases
         cases.append(large_vocabulary(config))
     cases = [replace(case, compares_padding=False) for case in cases]

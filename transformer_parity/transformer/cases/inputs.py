@@ -104,6 +104,42 @@ def hard_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]
     return {name: array.astype(np.float32) for name, array in weights.items()}
 
 
+# How much larger some weights are: a plain exp of scores overflows in float32, and of logits in float64.
+SHARPER, WIDER, LOUDER = 8, 50, 500
+
+
+def sharp_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
+    """Return the hard weights with larger queries: scores exceed 88, and attention is saturated."""
+    return _scaled(hard_weights(config, seed), {"query_proj.kernel": SHARPER, **WIDE})
+
+
+def loud_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
+    """Return the hard weights with a larger last norm of the decoder: logits exceed 709."""
+    weights = hard_weights(config, seed)
+    last = [name for name in weights if name.startswith("decoder.") and name.endswith("norm.scale")][-1]
+    ends_with_norm = config.norm_order == "post" or config.final_norm
+    louder = {last.removesuffix("scale") + kind: LOUDER for kind in ("scale", "bias") if ends_with_norm}
+    return _scaled(weights, {**louder, **WIDE})
+
+
+def large_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
+    """Return weights that are both sharp and loud."""
+    return _scaled(loud_weights(config, seed), {"query_proj.kernel": SHARPER})
+
+
+# Activations exceed 100 in all of them.
+WIDE = {"feed_forward.output_proj.kernel": WIDER, "feed_forward.output_proj.bias": WIDER}
+WEIGHTS = {"usual": hard_weights, "sharp": sharp_weights, "loud": loud_weights, "large": large_weights}
+
+
+def _scaled(weights: Mapping[str, ndarray], factors: Mapping[str, int]) -> dict[str, ndarray]:
+    """Return weights with each factor applied to those whose names end with its key."""
+    found = dict(weights)
+    for ending, factor in factors.items():
+        found |= {name: np.float32(factor) * array for name, array in weights.items() if name.endswith(ending)}
+    return found
+
+
 def padded_ids(rng: np.random.Generator, vocab_size: int, pad_id: int, lengths: list[int], width: int) -> ndarray:
     """Return random token ids, padded behind the given lengths."""
     free = np.array([token for token in range(vocab_size) if token != pad_id])

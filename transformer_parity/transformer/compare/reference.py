@@ -140,7 +140,7 @@ class Reference:
 
 def _model_key(case: Case, dtype: str) -> tuple[Any, ...]:
     """Return what tells one model from another: weights and inputs are rounded beforehand for bfloat16."""
-    return case.config, case.weights_file, case.seed, dtype == "bfloat16"
+    return *case.model, dtype == "bfloat16"
 
 
 def _key(case: Case, dtype: str) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -29,18 +30,13 @@ def run_cases(
     """
     groups: dict[tuple[Any, ...], list[Case]] = {}
     for case in cases:
-        groups.setdefault(_model(case), []).append(case)
+        groups.setdefault((case.model, STAGES[case.stage].trains and case.name), []).append(case)  # training changes it
     for same_model in groups.values():
         weights: Mapping[str, ndarray] = {}
         for placement in placements:
             if due := [case for case in same_model if placement.dtype in case.dtypes]:
                 weights = weights or same_model[0].load_weights()
                 yield from _run_group(due, port, weights, placement, progress)
-
-
-def _model(case: Case) -> tuple[Any, ...]:
-    """Return the key of the model to load. Training changes a model, so each case that trains loads its own."""
-    return case.config, case.weights_file, case.seed, STAGES[case.stage].trains and case.name
 
 
 def _run_group(
@@ -50,14 +46,13 @@ def _run_group(
     placement: Placement,
     progress: Callable[[str], None],
 ) -> Iterator[Outputs]:
-    left_out = getattr(port, "left_out", {})
     loaded: LoadedPort | None = None
     skips: list[tuple[str, str]] = []  # why nothing could be loaded
     failures: list[tuple[str, str]] = []
     for case in cases:
         outputs = Outputs(case.name, placement.dtype)
-        if case.name in left_out:
-            outputs.skipped.append(("run", str(left_out[case.name])))
+        if why := why_left_out(case, port):
+            outputs.skipped.append(("run", why))
             yield outputs
             continue
         progress(f"{placement.dtype} {case.name}")
@@ -72,8 +67,28 @@ def _run_group(
         outputs.skipped += skips
         outputs.failures += failures
         if loaded is not None and not failures:
+            call_before(case, loaded, port, placement)
             run_case(case, loaded, outputs)
         yield outputs
+
+
+def why_left_out(case: Case, port: object) -> str:
+    """Return why a port leaves a case, or the case that it varies, out; empty if it does not."""
+    declared: Mapping[str, str] = getattr(port, "left_out", {})
+    return next((str(why) for name, why in declared.items() if f"{case.name}/".startswith(f"{name}/")), "")
+
+
+def call_before(case: Case, loaded: LoadedPort, port: Implementation, placement: Placement) -> None:
+    """Make the calls that come before a case, on the same model, or on a second one if the weights differ.
+
+    Nothing is compared here: each of these calls is compared, or fails, in another case.
+    """
+    for earlier in case.before:
+        with suppress(Exception):
+            model = loaded
+            if earlier.model != case.model:
+                model = port.load(earlier.config, given(earlier.load_weights(), placement.dtype), placement)
+            run_case(earlier, model, Outputs(earlier.name, placement.dtype))
 
 
 def _export(loaded: LoadedPort, outputs: Outputs) -> None:

@@ -14,6 +14,7 @@ from transformer_parity.engine.localization import Blame, Evidence
 from transformer_parity.engine.outputs import FAST
 from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
+from transformer_parity.transformer.compare.runner import call_before, tensors
 from transformer_parity.transformer.diagnose import reproduce
 from transformer_parity.transformer.diagnose.blame import REPLAYED, Subject, blame, blame_files, explained_by
 from transformer_parity.transformer.diagnose.diagnosis import (
@@ -29,6 +30,7 @@ from transformer_parity.transformer.diagnose.learning_rate import of_learning_ra
 from transformer_parity.transformer.diagnose.own_forward import beside_forward
 from transformer_parity.transformer.diagnose.properties import is_random, lacking, of_path, rounding
 from transformer_parity.transformer.diagnose.signatures import places, signatures
+from transformer_parity.transformer.diagnose.trials import TRUTH, Trials
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placement, Placements
 from transformer_parity.transformer.ports.registry import DEFINITION
@@ -144,6 +146,8 @@ class Investigation:
             return replace(report, diagnosis=Diagnosis(f"{finding.tap}: {finding.detail}; it must copy it", LIKELY))
         if random := self._randomness(case, dtype):
             return replace(report, diagnosis=Diagnosis(random, LIKELY))
+        if state := self._kept_state(case, shown, dtype):
+            return replace(report, diagnosis=Diagnosis(state, LIKELY))
         forward = case.stage == ACTIVATIONS
         if finding.path == FAST and forward:
             with suppress(Exception):
@@ -193,6 +197,20 @@ class Investigation:
             return is_random(self._loaded(case, dtype), case)
         return ""
 
+    def _kept_state(self, case: Case, shown: Arrays, dtype: str) -> str:
+        """Say that a case is right on a model that has just been loaded; empty if it is not, or cannot be run."""
+        if dtype != "float64" or STAGES[case.stage].trains:
+            return ""
+        with suppress(Exception):
+            loaded = self.port.load(case.config, given(case.load_weights(), dtype), self.setting.placement(dtype))
+            alone = Trials.of(case, {name: x for name, x in tensors(loaded, case).items() if name in shown})
+            attempt = alone.run(TRUTH)
+            if alone.names and attempt and attempt.is_exact and (usual := Trials.of(case, shown).run(TRUTH)):
+                earlier = ", ".join(f"{one.stage} of {one.name}" for one in case.before) or "other cases"
+                kept = f"{case.name} is right on a model that has just been loaded, and wrong after {earlier}"
+                return "" if usual.is_exact else f"{kept}: something is kept from one call to the next"
+        return ""
+
     def _measurements(self, case: Case, evidence: Evidence, of_error: Sequence[str]) -> list[str]:
         """Return what other runs of the port show, before what the error of the first wrong block is like."""
         placement = self.setting.placement(evidence.blame.dtype)
@@ -206,7 +224,11 @@ class Investigation:
         return blame(self._loaded(subject.case, subject.dtype), subject)
 
     def _loaded(self, case: Case, dtype: str) -> LoadedPort:
-        return self.port.load(case.config, given(case.load_weights(), dtype), self.setting.placement(dtype))
+        """Load the port, and make the calls that come before the case."""
+        placement = self.setting.placement(dtype)
+        loaded = self.port.load(case.config, given(case.load_weights(), dtype), placement)
+        call_before(case, loaded, self.port, placement)
+        return loaded
 
     def _saved(self, evidence: Evidence, case: Case) -> Path | None:
         """Save the inputs of the first wrong block, and return where they are."""

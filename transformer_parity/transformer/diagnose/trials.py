@@ -113,8 +113,7 @@ def observed(hypothesis: Hypothesis, case: Case) -> Arrays | None:
 
     Kept for the next port that fails in the same case.
     """
-    model = (repr(case.config), case.seed, case.weights_file)
-    key = (case.name, model, repr(case.settings), repr(case.search), case.snapshots, hypothesis.content)
+    key = (case.name, repr(case.model), repr(case.settings), repr(case.search), case.snapshots, hypothesis.content)
     if key not in _OBSERVED:
         if len(_OBSERVED) >= OBSERVATIONS:
             _OBSERVED.popitem(last=False)

@@ -12,8 +12,8 @@ from transformer_parity.engine.outputs import LOAD, Outputs
 from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.engine.tensors import Tensors
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.cases.for_ports import model_cases
-from transformer_parity.transformer.compare.runner import run_cases
+from transformer_parity.transformer.cases.for_ports import port_cases
+from transformer_parity.transformer.compare.runner import run_cases, why_left_out
 from transformer_parity.transformer.golden.vectors import LeftOut
 from transformer_parity.transformer.ports.package import PackagePort
 from transformer_parity.transformer.ports.protocol import Placement
@@ -38,17 +38,21 @@ def words(entry: LeftOut) -> str:
 
 
 def golden_cases(config: TransformerConfig) -> list[Case]:
-    """Return the cases, without dropout in their config, and with nothing among the inputs that has no part in it."""
-    cases = model_cases(config.replace(dropout=NO_DROPOUT))
-    cases = [case for case in cases if case.seed == cases[0].seed]  # a folder holds the weights of one model
-    return [
-        replace(
-            case,
-            inputs={"source_ids": case.inputs["source_ids"]} if case.search is not None else case.inputs,
-            fast=False,
-        )
-        for case in cases
-    ]
+    """Return the cases of ports, without dropout in their config and without inputs that a search does not use.
+
+    Files have no order of calls: a case with calls before it is a batch like others, and is omitted if an earlier one
+    has the same model and shapes. The large vocabulary is omitted too, because its weights are larger than all else,
+    and gradients of loud logits, because the bytes of a saturated softmax are equal in all programs.
+    """
+    config = config.replace(dropout=NO_DROPOUT)
+    found: dict[object, Case] = {}
+    for case in port_cases(config):
+        inputs = {"source_ids": case.inputs["source_ids"]} if case.search is not None else case.inputs
+        alike = (case.stage, case.model, case.search, *(array.shape for array in inputs.values()))
+        if case.config == config and case.magnitude != "loud" and not (case.before and alike in found):
+            key = alike if alike not in found else case.name
+            found[key] = replace(case, inputs=inputs, fast=False, before=())
+    return list(found.values())
 
 
 def describe(port: PackagePort | PluginPort, dtypes: Sequence[str], device: str) -> dict[str, Any]:
@@ -80,10 +84,9 @@ def compute(
             continue
         if tensors := _tensors(port.name, case, outputs):
             computed[case.name][outputs.dtype] = tensors
-            missing = STAGES[case.stage].left_out(tensors, outputs.hidden)
+            missing = STAGES[case.stage].left_out(case, tensors, outputs.hidden)
             left_out += [LeftOut(case.name, why, names) for names, why in missing]
-        declared = port.left_out if isinstance(port, PluginPort) else {}
-        dtype = "*" if case.name in declared else outputs.dtype
+        dtype = "*" if why_left_out(case, port) else outputs.dtype
         left_out += [LeftOut(case.name, why, dtype=dtype) for path, why in outputs.skipped if path != LOAD]
     return [(case, computed[case.name]) for case in cases if computed[case.name]], list(dict.fromkeys(left_out))
 

@@ -28,7 +28,8 @@ from transformer_spec.search import Search
 from transformer_spec.training_config import TrainingConfig
 
 FORMAT = "transformer-parity golden vectors"
-VERSION = 2
+VERSION = 3
+KNOWN_VERSIONS = (2, VERSION)  # version 2 has one file of weights, and steps that take all rows
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 DTYPES = ("float64", "float32")
@@ -134,11 +135,9 @@ def read(path: str | Path) -> GoldenFolder:
 
 def _read(path: Path) -> GoldenFolder:
     manifest = _read_manifest(path / MANIFEST)
-    _read_file(path, _entry(manifest, "weights", dict))
-    weights_file = path / manifest["weights"]["file"]
-    config, weights = load_weights(weights_file)
-    if difference := differing_fields(config, TransformerConfig.from_dict(_entry(manifest, "config", dict))):
-        raise ValueError(f"{weights_file.name} is of another config than {MANIFEST}: {difference}")
+    config = TransformerConfig.from_dict(_entry(manifest, "config", dict))
+    weights_file = _read_weights(path, _entry(manifest, "weights", dict), config)
+    _, weights = load_weights(weights_file)
     dtypes = tuple(_entry(manifest, "dtypes", list))
     if not dtypes or any(dtype not in DTYPES for dtype in dtypes):
         raise ValueError(f"dtypes must be of {', '.join(DTYPES)}: got {list(dtypes)}")
@@ -172,9 +171,18 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{MANIFEST} must have the format {FORMAT!r}")
     version = manifest.get("version")
-    if type(version) is not int or version != VERSION:
-        raise ValueError(f"format version must be {VERSION}: got {version!r}")
+    if type(version) is not int or version not in KNOWN_VERSIONS:
+        raise ValueError(f"format version must be {' or '.join(map(str, KNOWN_VERSIONS))}: got {version!r}")
     return manifest
+
+
+def _read_weights(path: Path, record: dict[str, Any], config: TransformerConfig) -> Path:
+    """Check a file of weights, and return its path."""
+    _read_file(path, record)
+    weights_file = path / record["file"]
+    if difference := differing_fields(load_weights(weights_file)[0], config):
+        raise ValueError(f"{weights_file.name} is of another config than {MANIFEST}: {difference}")
+    return weights_file
 
 
 def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, weights_file: Path) -> Case:
@@ -186,6 +194,8 @@ def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, we
     search = Search.from_dict(_entry(fields, "search", dict)) if kind.searches else None
     if search is not None and search.num_hypotheses != 1:  # a difference among further ones could not be explained
         raise ValueError(f"num_hypotheses of case {name} must be 1: got {search.num_hypotheses}")
+    if "weights" in fields:
+        weights_file = _read_weights(path, _entry(fields, "weights", dict), config)
     return Case(
         name,
         kind.component,
@@ -199,7 +209,18 @@ def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, we
         settings=TrainingConfig.from_dict(_entry(fields, "settings", dict)) if kind.trains else None,
         search=search,
         compares_padding=False,
+        snapshots=_read_numbers(name, fields, "snapshots"),
+        rows=_read_numbers(name, fields, "rows"),
+        between="other_calls_after_step" in fields,
     )
+
+
+def _read_numbers(case: str, fields: dict[str, Any], name: str) -> tuple[int, ...]:
+    """Read an optional list of positive integers."""
+    numbers = tuple(_entry({name: [], **fields}, name, list))
+    if any(type(number) is not int or number < 1 for number in numbers):
+        raise ValueError(f"{name} of case {case} must be positive integers: got {list(numbers)}")
+    return numbers
 
 
 def _read_left_out(fields: dict[str, Any]) -> LeftOut:
@@ -262,11 +283,14 @@ def differences(first: GoldenFolder, second: GoldenFolder) -> list[str]:
 
 
 def _differing_case(first: Case, second: Case) -> list[str]:
-    for what in ("stage", "settings", "search"):
+    for what in ("stage", "settings", "search", "snapshots", "rows", "between"):
         if getattr(first, what) != getattr(second, what):
             return [f"{what} of {first.name}: {getattr(first, what)} and {getattr(second, what)}"]
     if first.inputs.keys() != second.inputs.keys():
         return [f"inputs of {first.name}: {', '.join(first.inputs)} and {', '.join(second.inputs)}"]
+    ours, theirs = first.load_weights(), second.load_weights()
+    if other := [name for name, array in ours.items() if not _same(array, theirs[name])]:
+        return [f"weights of {first.name}: {', '.join(other[:3])}"]
     other = [name for name, array in first.inputs.items() if not _same(array, second.inputs[name])]
     return [f"inputs of {first.name}: {', '.join(other)}"] * bool(other)
 

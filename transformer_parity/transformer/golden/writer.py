@@ -20,7 +20,7 @@ import safetensors.numpy
 from transformer_parity.engine.processes.children import removed_afterwards
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.golden.vectors import FORMAT, MANIFEST, VERSION, WEIGHTS, Arrays, LeftOut, sha256
-from transformer_parity.transformer.stages.steps import SNAPSHOTS
+from transformer_parity.transformer.stages.steps import BETWEEN, SNAPSHOTS
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import save_weights
 
@@ -40,7 +40,7 @@ def write(
         path: The folder.
         producer: What computed them: ``name``, and what else is worth knowing.
         config: What model.
-        weights: Its parameters by canonical name.
+        weights: Its parameters by canonical name; those of cases with different weights have their own files.
         computed: The tensors of each case, by dtype and name, in the order of computation.
         dtypes: Those that the folder is about.
         left_out: What is not there, and why.
@@ -49,7 +49,7 @@ def write(
         OSError: A file cannot be written.
         ValueError: The weights are not those of the config.
     """
-    save_weights(path / WEIGHTS, config, weights)
+    files = _Weights(path, config)
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -57,8 +57,8 @@ def write(
         "producer": dict(producer),
         "config": config.to_dict(),
         "dtypes": list(dtypes),
-        "weights": _describe(path, WEIGHTS, weights),
-        "cases": [_write_case(path, case, tensors) for case, tensors in computed],
+        "weights": files.saved(weights),
+        "cases": [_write_case(path, case, tensors, files) for case, tensors in computed],
         "left_out": [asdict(entry) for entry in left_out],
     }
     text = json.dumps(manifest, indent=1, allow_nan=False)
@@ -67,12 +67,38 @@ def write(
     (path / MANIFEST).write_text(text + "\n", "utf-8")
 
 
-def _write_case(path: Path, case: Case, computed: Mapping[str, Arrays]) -> dict[str, Any]:
+class _Weights:
+    """The files of weights in a directory: one for each model, and the first under the name ``WEIGHTS``."""
+
+    def __init__(self, path: Path, config: TransformerConfig) -> None:
+        self.path, self.config = path, config
+        self.records: list[tuple[Arrays, dict[str, Any]]] = []
+
+    def saved(self, weights: Arrays) -> dict[str, Any]:
+        """Return the description of the file with these weights, which is written unless it exists."""
+        for known, record in self.records:
+            if all(np.array_equal(array, known[name]) for name, array in weights.items()):
+                return record
+        file = f"weights_{len(self.records) + 1}.safetensors" if self.records else WEIGHTS
+        save_weights(self.path / file, self.config, weights)
+        self.records.append((weights, _describe(self.path, file, weights)))
+        return self.records[-1][1]
+
+
+def _write_case(path: Path, case: Case, computed: Mapping[str, Arrays], files: _Weights) -> dict[str, Any]:
     entry: dict[str, Any] = {"name": case.name, "stage": case.stage}
+    if (weights := files.saved(case.load_weights())) != files.records[0][1]:
+        entry["weights"] = weights
     if case.settings is not None:
         entry["settings"] = case.settings.to_dict()
         steps = range(1, SNAPSHOTS[-1] + 1)
         entry["learning_rates"] = [case.settings.learning_rate(step, case.config.d_model) for step in steps]
+    if case.snapshots:
+        entry["snapshots"] = list(case.snapshots)
+    if case.rows:
+        entry["rows"] = list(case.rows)
+    if case.between:
+        entry["other_calls_after_step"] = BETWEEN
     if case.search is not None:
         entry["search"] = case.search.to_dict()
     entry["inputs"] = _save(path, f"{case.name}/inputs.safetensors", case.inputs)

@@ -32,8 +32,13 @@ GROUP = "transformer_parity.ports"  # of entry points
 class Port:
     """What a model of yours has to offer to be compared. Subclass it; only ``load`` and ``forward`` are needed.
 
-    Whatever else you leave out is skipped and counted. Ids are padded with ``config.pad_id``; in inference, dropout is
-    off. ``parity init-port`` writes a subclass that runs, to start from.
+    Whatever else you leave out is skipped and counted. In inference, dropout is off. ``parity init-port`` writes a
+    subclass that runs, to start from.
+
+    Ids are int64 arrays in C order, which must not be changed. Sentences have at least one token and are padded with
+    ``config.pad_id`` at the end; a batch may be one sentence, and have up to ``config.max_positions`` tokens. Batches
+    of any shape follow one another, several models are loaded at once, and no result may depend on earlier calls,
+    except on the weights that ``train_step`` has changed.
 
     Attributes:
         name: What tables call it; the name of the class if empty.
@@ -42,7 +47,8 @@ class Port:
         dtypes: Those it computes in. Without float64, a wrong convention cannot be told from rounding.
         taps: Which intermediate values ``forward`` shows: names as in ``parity info --names``; one star stands for one
             part of a name, two stand for any number of parts.
-        left_out: Cases that it is not made for, by name, and why; they are counted as skipped.
+        left_out: Cases that it is not made for, by name, and why; they are counted as skipped, and so are the cases
+            whose names continue with a slash.
         one_process: Whether one process has all devices, as in JAX and under TensorFlow's MirroredStrategy: then only
             that of rank 0 is asked to train.
     """
@@ -81,7 +87,8 @@ class Port:
         """Return the label-smoothed loss per target token that is no padding, and its gradient, without dropout.
 
         ``Gradients(loss, parameters)`` by canonical name, or ``Gradients(loss, parameters, taps)`` with the gradient
-        at every tap that you show. A tied table has one gradient.
+        at every tap that you show. A tied table has one gradient. Labels are padded with ``config.pad_id``: a sentence
+        may have none, but not all sentences of a batch.
         """
         raise NotImplementedError
 
@@ -90,12 +97,16 @@ class Port:
 
         Where ``settings.clip_norm`` is no None, the whole gradient is scaled down to that norm: a port without clipping
         leaves the case ``steps/port_clipped`` out. ``settings.accumulation_steps`` asks for slices of a batch, and for
-        the step of the whole batch: a port may take it at once.
+        the step of the whole batch: a port may take it at once. It divides the number of sentences.
         """
         raise NotImplementedError
 
     def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
-        """Take one step, without dropout, and return the loss before it."""
+        """Take one step, without dropout, and return the loss before it.
+
+        Batches may differ in their number of sentences. Between two steps, the other methods may be called: they
+        compute with the present weights, and the next step is as it would have been without them.
+        """
         raise NotImplementedError
 
     def distribute(self, plan: Plan) -> None:
@@ -125,6 +136,7 @@ class Port:
         """Return the best hypothesis of each sentence [B, <= max_length], from behind the start symbol.
 
         With a ``beam_size`` of 1, greedily; otherwise by log-probability over ``((5 + length) / 6)**length_penalty``.
+        A hypothesis ends with ``config.eos_id``, which belongs to it, or at ``max_length`` tokens, and is padded behind.
         """
         raise NotImplementedError
 

@@ -52,7 +52,9 @@ class ActivationStage(Stage):
         missing = len(due) - len(rest)
         return rest, [f"{missing} of {len(due) - 1} taps are not shown"] if missing else []
 
-    def left_out(self, tensors: Collection[str], hidden: Sequence[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+    def left_out(
+        self, case: Case, tensors: Collection[str], hidden: Sequence[str]
+    ) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield the taps that are not shown."""
         if hidden:
             yield tuple(hidden), "these taps are not shown"

@@ -52,9 +52,14 @@ class DecodeStage(Stage):
         return searched
 
     def diagnosed(self, case: Case, tensors: Tensors) -> Tensors:
-        """Return the tensors with tokens in a fixed shape: padding is 0, and any token above."""
+        """Return the tensors with tokens in a fixed shape: padding is 0, and any token above.
+
+        A search that returns no token at all supports no hypothesis and contradicts none, so its tokens are omitted.
+        """
         if TOKENS not in tensors or tensors[TOKENS].ndim != 3:
             return tensors
+        if not tensors[TOKENS].size:
+            return {name: value for name, value in tensors.items() if name != TOKENS}
         ids = tensors[TOKENS]
         wide = np.zeros((*ids.shape[:2], max(case.options.max_length or 0, ids.shape[2])))
         wide[..., : ids.shape[2]] = ids + 1

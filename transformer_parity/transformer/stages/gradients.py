@@ -52,11 +52,13 @@ class GradientStage(TrainingStage):
             due = [name for name in due if name not in unseen]
         return super().not_offered(due, shown)
 
-    def left_out(self, tensors: Collection[str], hidden: Sequence[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+    def left_out(
+        self, case: Case, tensors: Collection[str], hidden: Sequence[str]
+    ) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield the gradients at taps that are not shown."""
         if hidden and any(name.startswith(AT) for name in tensors):
             yield tuple(f"{AT}{tap}" for tap in hidden), "gradients at these taps are not shown"
-        yield from super().left_out(tensors, hidden)
+        yield from super().left_out(case, tensors, hidden)
 
 
 def gradients(loaded: Any, inputs: Arrays) -> Tensors:

@@ -155,10 +155,13 @@ class Stage(Measure, ABC):
                 due = [name for name in due if name not in names]
         return due, skips
 
-    def left_out(self, tensors: Collection[str], hidden: Sequence[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+    def left_out(
+        self, case: Case, tensors: Collection[str], hidden: Sequence[str]
+    ) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield the names, or patterns of names, that files leave out, and why.
 
         Args:
+            case: The case.
             tensors: The names of the tensors that the port shows.
             hidden: The taps that it does not promise to show.
         """

@@ -1,8 +1,13 @@
-"""The stage ``steps``: losses and norms of twenty optimizer steps, and weights and moments after some of them."""
+"""The stage ``steps``: losses and norms of twenty optimizer steps, and weights and moments after some of them.
+
+Some cases call forward, gradients and generate between two steps: they must use the weights that training has changed,
+and change nothing for the steps that follow.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -20,8 +25,11 @@ from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.rates import rounded_rates, scheduled
 from transformer_parity.transformer.stages.stage import PathTensors, Way
 from transformer_parity.transformer.stages.training_stage import LOSS, TrainingStage, is_noise
+from transformer_spec.search import Search
 
 SNAPSHOTS = (1, 5, 20)  # steps after which weights and moments are compared; in float32, only before the last
+BETWEEN = 5  # the step after which the other methods are called
+LIMIT = 12  # tokens of a hypothesis between two steps
 
 
 class StepStage(TrainingStage):
@@ -37,6 +45,9 @@ class StepStage(TrainingStage):
         "* norm of the gradient": "norms of the gradient",
         "* moment *": "moments",
         "* weight *": "weights",
+        "* logits": "logits between two steps",
+        "* gradient between steps": "gradients between two steps",
+        "* tokens": "tokens between two steps",
     }
 
     def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Way]:
@@ -72,6 +83,14 @@ class StepStage(TrainingStage):
         findings = list(super().compare(replace(shown, expected=expected)))
         return [] if any(finding.verdict == DIVERGES for finding in findings) else findings
 
+    def left_out(
+        self, case: Case, tensors: Collection[str], hidden: Sequence[str]
+    ) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Yield the tensors that are not shown; without calls between two steps, those calls have none."""
+        for patterns, why in super().left_out(case, tensors, hidden):
+            if case.between or "between two steps" not in why:
+                yield patterns, why
+
     def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
         """Return the tolerance of each tensor, which is fixed."""
         return {name: tolerance(name, placement.dtype) for name in truth}
@@ -83,7 +102,7 @@ def train(case: Case, loaded: Any, steps: Sequence[int], snapshots: Sequence[int
     The weights of key biases are excluded. Their gradients are rounding noise (see ``training_error``), which Adam
     scales up to whole steps, and their values change no output.
     """
-    batches = shifted(case.inputs)
+    batches = shifted(case.inputs, case.rows)
     trainer = loaded.trainer(case.training)
     found = {}
     for step in steps:
@@ -103,13 +122,41 @@ def train(case: Case, loaded: Any, steps: Sequence[int], snapshots: Sequence[int
                     for name, tensor in tensors.items()
                     if what != "weight" or not is_noise(name)
                 }
+        if case.between and step == BETWEEN:
+            found |= {f"step {step} {name}": tensor for name, tensor in _other_calls(case, loaded)}
     return found
 
 
-def shifted(inputs: Arrays) -> list[dict[str, ndarray]]:
-    """Return a different batch for each step, of the same shape: the source sentences rotate against the targets."""
-    source_ids = inputs["source_ids"]
-    return [{**inputs, "source_ids": np.roll(source_ids, shift, axis=0)} for shift in range(len(source_ids))]
+def _other_calls(case: Case, loaded: Any) -> Iterator[tuple[str, ndarray]]:
+    """Yield the results of the model's other methods, if it has them.
+
+    The gradient is one tensor, without those of key biases. Tokens are padded to one shape, and a token is one number.
+    """
+    source_ids, target_ids = case.inputs["source_ids"], case.inputs["target_ids"]
+    with suppress(MissingAbilityError):
+        yield "logits", loaded.run("", {"source_ids": source_ids, "target_ids": target_ids}, taps=False).output
+    with suppress(MissingAbilityError):
+        of_parameters = loaded.gradients(case.inputs).parameters
+        names = sorted(name for name in of_parameters if not is_noise(name))
+        yield "gradient between steps", np.concatenate([np.ravel(of_parameters[name]) for name in names])
+    with suppress(MissingAbilityError):
+        tokens = np.full((len(source_ids), LIMIT), float(case.config.pad_id))
+        ids = loaded.search(source_ids, Search(max_length=LIMIT)).nbest_ids[:, 0]
+        tokens[:, : ids.shape[1]] = ids
+        yield "tokens", tokens
+
+
+def shifted(inputs: Arrays, rows: Sequence[int] = ()) -> list[dict[str, ndarray]]:
+    """Return a different batch for each step: the source sentences rotate against the targets.
+
+    Args:
+        inputs: The whole batch.
+        rows: The number of rows that each batch takes from the beginning; all batches take all rows if it is empty.
+    """
+    size = len(inputs["source_ids"])
+    turned = [{**inputs, "source_ids": np.roll(inputs["source_ids"], shift, axis=0)} for shift in range(size)]
+    taken = [rows[number % len(rows)] if rows else size for number in range(size)]
+    return [{name: array[:n] for name, array in batch.items()} for n, batch in zip(taken, turned, strict=True)]
 
 
 def _weights(loaded: Any) -> Mapping[str, ndarray]:

@@ -1,0 +1,40 @@
+"""Mistakes that show only after a different call, for a long output or for a small gradient are found and explained."""
+
+from __future__ import annotations
+
+import pytest
+
+from transformer_parity.engine.findings import AGREES, SKIPPED
+from transformer_parity.transformer.cases.for_ports import port_cases, port_config
+from transformer_parity.transformer.compare.comparator import compare
+from transformer_parity.transformer.diagnose.investigate import Investigation
+from transformer_parity.transformer.ports.protocol import Placements
+from transformer_parity.transformer.ports.user import PluginPort
+
+SETTING = Placements(("float64",))
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "failing", "said"),
+    [
+        (
+            "MaskByShape",
+            "activations",
+            "full/other_padding",
+            "is right on a model that has just been loaded, and wrong",
+        ),
+        ("ForwardOfOldWeights", "steps", "steps/port", ""),
+        ("ClipsBelowTheNorm", "steps", "steps/port/one_sentence", ""),
+        ("TwentyTokens", "decode", "decode/port_greedy/longest", ""),
+    ],
+)
+def test_a_port_that_is_wrong_in_some_calls_only_diverges(kind, stage, failing, said):
+    port, kept = PluginPort(f"stateful_ports:{kind}"), {}
+    cases = port_cases(port_config(port), [stage])
+    findings = list(compare(cases, port, SETTING, kept=kept))
+    wrong = [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]
+    assert failing in {finding.case for finding in wrong}
+    assert "full/padded" not in {finding.case for finding in wrong}
+    if said:
+        reports = list(Investigation(port, SETTING, port.reference).failures(findings, kept, cases))
+        assert said in reports[0].diagnosis.sentence

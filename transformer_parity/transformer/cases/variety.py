@@ -1,0 +1,194 @@
+"""The cases that vary batches, limits, magnitudes and earlier calls, as data.
+
+Together with the cases that ``for_ports`` defines by hand, they cover all pairs of the dimensions in
+``tests/variety.py``: a port that is wrong only for one sentence, at a long limit, for large values or after a different
+call diverges in one of them. A greedy search for small sets chose the combinations.
+
+The name of a variant begins with the case that it varies: a port that leaves out ``full/one_token`` leaves out its
+variants too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from numpy import ndarray
+
+from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, Case
+from transformer_parity.transformer.cases.inputs import generator, padded_ids, with_labels
+from transformer_spec.config import TransformerConfig
+from transformer_spec.search import Search
+
+ONE, SEVERAL, MANY = 1, 4, 8  # sentences
+LONGEST = None  # as many tokens as the model has positions
+LENGTHY = 32  # positions of a model that has no limit
+FEW, SOME = 1, 12  # tokens of a hypothesis
+BATCH, MODEL = "batch", "model"  # calls before: a different batch of the same shape; a second model
+
+Padding = tuple[int, ...]  # padding symbols at the end of each row; repeated if there are more rows
+NONE: Padding = (0,)
+MIXED: Padding = (0, 4, 8, 1)
+
+
+class Variant(NamedTuple):
+    """A batch of the full model, and the calls before it.
+
+    Attributes:
+        name: The name of the case; it begins with the stage and the case that it varies.
+        sentences: Number of rows.
+        source: Width and padding of the source ids.
+        target: Width and padding of the target ids; a search has none.
+        before: ``BATCH``, ``MODEL``, the name of a different stage, or nothing.
+        large: Whether the weights are large.
+        unlabeled: Whether no row but the first has labels.
+        search: Beam size, length penalty and limit of a search; a limit of ``LONGEST`` is a token per position.
+    """
+
+    name: str
+    sentences: int
+    source: tuple[int | None, Padding]
+    target: tuple[int | None, Padding] = (1, NONE)
+    before: str = ""
+    large: bool = False
+    unlabeled: bool = False
+    search: tuple[int | None, float, int | None] | None = None
+
+    @property
+    def has_one_key(self) -> bool:
+        """Whether each attention has one key: rounding of large scores in float32 then changes no attention weight."""
+        return self.source[0] == self.target[0] == 1
+
+
+FORWARD = (
+    Variant("full/one_sentence/after_a_search", ONE, (9, NONE), (7, NONE), DECODE),
+    Variant("full/one_token/large_after_a_batch", ONE, (9, (4,)), (1, NONE), BATCH, large=True),
+    Variant("full/one_token/longest_target", ONE, (1, NONE), (LONGEST, (4,)), BATCH, large=True),
+    Variant("full/one_token/large_after_a_backward_pass", SEVERAL, (1, NONE), (7, NONE), GRADIENTS, large=True),
+    Variant("full/one_token/many_sentences", MANY, (1, NONE), (1, NONE), MODEL, large=True),
+    Variant("full/one_token/longest_source", MANY, (LONGEST, MIXED), (1, NONE), DECODE, large=True),
+    Variant("full/longest/one_sentence", ONE, (LONGEST, NONE), (LONGEST, NONE), MODEL, large=True),
+    Variant("full/longest/target_of_many", MANY, (9, NONE), (LONGEST, MIXED), GRADIENTS),
+    Variant("full/longest/source_of_many", MANY, (LONGEST, NONE), (7, (0, 3, 6)), large=True),
+    Variant("full/longest/source_after_a_batch", MANY, (LONGEST, NONE), (7, (0, 3, 6)), BATCH, large=True),
+)
+BACKWARD = (
+    Variant("gradients/padded/large", ONE, (9, NONE), (7, NONE), large=True),
+    Variant("gradients/padded/after_a_batch", SEVERAL, (9, MIXED), (7, NONE), BATCH, unlabeled=True),
+    Variant("gradients/one_token/one_sentence", ONE, (1, NONE), (7, (3,)), BATCH),
+    Variant("gradients/one_token/one_sentence_of_two_models", ONE, (9, (4,)), (1, NONE), MODEL),
+    Variant("gradients/one_token/large_after_forward", ONE, (9, (4,)), (1, NONE), ACTIVATIONS, large=True),
+    Variant("gradients/one_token/large_after_a_batch", SEVERAL, (1, NONE), (1, NONE), BATCH, large=True),
+    Variant("gradients/one_token/after_a_search", SEVERAL, (1, NONE), (7, (0, 3, 6)), DECODE, unlabeled=True),
+    Variant("gradients/one_token/of_two_models", SEVERAL, (1, NONE), (7, (0, 3, 6)), MODEL, large=True, unlabeled=True),
+    Variant("gradients/one_token/unlabeled_rows", SEVERAL, (9, NONE), (1, NONE), unlabeled=True),
+)
+SEARCHES = (
+    Variant("decode/port_greedy/one_token", MANY, (1, NONE), search=(None, 0.0, FEW)),
+    Variant("decode/port_greedy/one_sentence", ONE, (LONGEST, (4,)), large=True, search=(None, 0.0, SOME)),
+    Variant("decode/port_greedy/of_two_models", ONE, (LONGEST, (4,)), before=MODEL, search=(None, 0.0, FEW)),
+    Variant("decode/port_greedy/longest", MANY, (LONGEST, NONE), large=True, search=(None, 0.0, LONGEST)),
+    Variant(
+        "decode/port_greedy/longest_after_forward",
+        *(SEVERAL, (LONGEST, NONE)),
+        before=ACTIVATIONS,
+        search=(None, 0.0, LONGEST),
+    ),
+    Variant(
+        "decode/port_greedy/longest_after_a_batch",
+        *(ONE, (1, NONE)),
+        before=BATCH,
+        large=True,
+        search=(None, 0.0, LONGEST),
+    ),
+    Variant("decode/port_beam/longest", SEVERAL, (9, MIXED), before=MODEL, search=(3, 1.5, LONGEST)),
+    Variant(
+        "decode/port_beam/one_sentence",
+        *(ONE, (9, NONE)),
+        before=GRADIENTS,
+        large=True,
+        search=(2, 0.6, FEW),
+    ),
+    Variant(
+        "decode/port_beam/one_token_each",
+        *(SEVERAL, (1, NONE)),
+        before=ACTIVATIONS,
+        large=True,
+        search=(4, 0.0, SOME),
+    ),
+    Variant(
+        "decode/port_beam/after_a_batch",
+        *(SEVERAL, (LONGEST, MIXED)),
+        before=BATCH,
+        large=True,
+        search=(2, 0.6, FEW),
+    ),
+    Variant(
+        "decode/port_beam/of_two_models",
+        *(SEVERAL, (1, NONE)),
+        before=MODEL,
+        large=True,
+        search=(4, 1.5, FEW),
+    ),
+)
+
+
+# Gradients through saturated attention are rounding noise, and the scores of likely hypotheses are small differences of
+# large logits: neither could be compared within its tolerance.
+LARGE = {ACTIVATIONS: "large", GRADIENTS: "loud", DECODE: "sharp"}
+STAGES = {"full": (ACTIVATIONS, "full model"), "gradients": (GRADIENTS, "gradients"), "decode": (DECODE, "decoding")}
+
+
+def variants(config: TransformerConfig, seed: int) -> Iterator[Case]:
+    """Yield the case of each variant, with hard or large weights of a seed."""
+    for variant in (*FORWARD, *BACKWARD, *SEARCHES):
+        stage, component = STAGES[variant.name.partition("/")[0]]
+        ids = _ids(variant, config)
+        inputs = {
+            ACTIVATIONS: ids,
+            GRADIENTS: _with_labels(ids, config, unlabeled=variant.unlabeled),
+            DECODE: {"source_ids": ids["source_ids"]},
+        }
+        case = Case(variant.name, component, config, "", inputs[stage], seed=seed, stage=stage)
+        if variant.large:
+            case = replace(case, magnitude=LARGE[stage])
+        if not (stage == ACTIVATIONS and variant.has_one_key):
+            case = replace(case, dtypes=("float64",))
+        if variant.search is not None:
+            beam_size, length_penalty, limit = variant.search
+            case = replace(case, search=Search(beam_size, length_penalty, limit or longest(config)))
+        if variant.before == BATCH:
+            other = _ids(variant, config, turn=1)
+            earlier = [replace(case, inputs={name: other.get(name, array) for name, array in case.inputs.items()})]
+        elif variant.before == MODEL:
+            earlier = [replace(case, seed=seed + 1)]
+        elif variant.before:
+            search = Search(max_length=SOME) if variant.before == DECODE else None
+            earlier = [replace(case, stage=variant.before, inputs=inputs[variant.before], search=search)]
+        else:
+            earlier = []
+        yield replace(case, before=tuple(earlier))
+
+
+def longest(config: TransformerConfig) -> int:
+    """Return the number of positions of the longest sequences in the cases."""
+    return config.max_positions or LENGTHY
+
+
+def _ids(variant: Variant, config: TransformerConfig, turn: int = 0) -> dict[str, ndarray]:
+    """Return the ids of a variant; a turn of 1 returns different tokens and padding in the same shape."""
+    rng, found = generator(f"{variant.name} {turn}"), {}
+    for side, (width, padding) in (("source", variant.source), ("target", variant.target)):
+        width = width or longest(config)
+        lengths = [width - (padding[(row + turn) % len(padding)] + turn) % width for row in range(variant.sentences)]
+        vocab_size = getattr(config, f"{side}_vocab_size")
+        found[f"{side}_ids"] = padded_ids(rng, vocab_size, config.pad_id, lengths, width)
+    return found
+
+
+def _with_labels(ids: dict[str, ndarray], config: TransformerConfig, *, unlabeled: bool) -> dict[str, ndarray]:
+    inputs = with_labels(ids, config)
+    if unlabeled:
+        inputs["labels"][1:] = config.pad_id
+    return inputs
