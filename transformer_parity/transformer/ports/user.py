@@ -136,7 +136,7 @@ class Port:
         """Return the best hypothesis of each sentence [B, <= max_length], from behind the start symbol.
 
         With a ``beam_size`` of 1, greedily; otherwise by log-probability over ``((5 + length) / 6)**length_penalty``.
-        A hypothesis ends with ``config.eos_id``, which belongs to it, or at ``max_length`` tokens, and is padded behind.
+        A hypothesis ends with ``config.eos_id``, which belongs to it, or at ``max_length`` tokens; padding follows.
         """
         raise NotImplementedError
 
