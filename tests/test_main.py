@@ -354,6 +354,33 @@ def test_text_that_is_not_utf8_is_a_usage_error(line, capsys):
     assert "must be UTF-8: got 'M\\udce4rz'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"def f(:", "SyntaxError: invalid syntax (broken_port.py, line 1)"),
+        (b"x = '\xe4'", "SyntaxError"),
+        (b"raise RecursionError", "RecursionError (broken_port.py, line 1)"),
+        (b"raise SystemExit(1)", "sys.exit(1)"),
+    ],
+)
+@pytest.mark.parametrize("command", ["explore 2024 --out x.html", "golden --out x"])
+def test_a_port_that_cannot_be_imported_is_a_usage_error(command, text, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_port", raising=False)
+    (tmp_path / "broken_port.py").write_bytes(text)
+    assert main([*command.split(), "--port", "broken_port:X"]) == 3
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+
+
+@posix
+def test_a_device_is_no_checkpoint(capsys):
+    assert main(["import", "/dev/zero"]) == 3
+    assert capsys.readouterr().err == "parity import: error: /dev/zero must be a file or a folder\n"
+
+
 def test_progress_shows_no_bars_where_there_is_no_terminal(capsys):
     file = io.StringIO()
     with Progress(["torch", "jax"], 2, file) as progress:

@@ -21,8 +21,8 @@ from transformer_parity.engine.system.files import check_writable, write_json, w
 from transformer_parity.transformer.explore.page import write_page
 from transformer_parity.transformer.explore.recording import Recording, record
 from transformer_parity.transformer.explore.view import view
+from transformer_parity.transformer.ports.exceptions import import_port
 from transformer_parity.transformer.ports.registry import PORTS
-from transformer_parity.transformer.ports.user import PluginPort
 from transformer_parity.transformer.sentences.vocabulary import pad
 
 EXAMPLES = """\
@@ -156,7 +156,7 @@ def _ports(options: argparse.Namespace, console: PlainConsole) -> list[Any]:
         if absent:
             console.print(f"not installed, and left out: {', '.join(absent)}", soft_wrap=True)
     check_installed(backends)
-    return [PORTS[name] for name in backends] + [PluginPort(name) for name in dict.fromkeys(options.port)]
+    return [PORTS[name] for name in backends] + [import_port(name) for name in dict.fromkeys(options.port)]
 
 
 def _target(text: str | None, trained: Trained, source: str) -> tuple[ndarray, str]:

@@ -36,6 +36,7 @@ from transformer_parity.transformer.golden import writer
 from transformer_parity.transformer.golden.compare import FolderPair, compare_folders, investigate, read_pairs
 from transformer_parity.transformer.golden.produce import PRESETS, compute, describe, golden_cases, words
 from transformer_parity.transformer.golden.vectors import DTYPES, GoldenFolder
+from transformer_parity.transformer.ports.exceptions import import_port
 from transformer_parity.transformer.ports.package import PackagePort
 from transformer_parity.transformer.ports.protocol import MissingFrameworkError
 from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
@@ -111,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
     expected = (MissingFrameworkError, OSError, RuntimeError, TypeError, ValueError)
     with refusals(*expected), quiet_frameworks() as terminal:
         try:
-            port = PluginPort(options.port) if options.port else PORTS.get(options.backend, DEFINITION)
+            port = import_port(options.port) if options.port else PORTS.get(options.backend, DEFINITION)
             said = _write(options, port, _configs(options), terminal)
         except SystemExit as error:
             raise UsageError(f"the port called sys.exit({error.code!r})") from error
@@ -122,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
 def _configs(options: argparse.Namespace) -> dict[str, TransformerConfig]:
     """Return the models to write by the names of their folders; a single one lies in the folder itself."""
     if own := options.port or options.meant_for:
-        return {"": port_config(PluginPort(own))}
+        return {"": port_config(import_port(own))}
     presets = options.preset or ["paper_base"]
     configs = [tiny(name, d_k=None, d_v=None) for name in presets]
     return dict(zip(presets if len(presets) > 1 else [""], configs, strict=True))

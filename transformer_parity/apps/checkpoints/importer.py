@@ -76,6 +76,8 @@ def import_checkpoint(path: str | Path, as_: str | None = None, options: ReadOpt
     options = options or ReadOptions()
     if not path.exists():
         raise FileNotFoundError(f"there is no file or folder {path}")
+    if not path.is_file() and not path.is_dir():
+        raise ValueError(f"{path} must be a file or a folder")
     for other in filter(None, (*options.vocab, options.names)):
         if not other.is_file():
             raise FileNotFoundError(f"there is no file {other}")
