@@ -11,6 +11,8 @@ from transformer_parity.transformer.mistakes import (
     attention,
     layers,
     optimizer,
+    other_optimizers,
+    other_searches,
     precision,
     reported,
     reported_training,
@@ -41,8 +43,8 @@ STRUCTURE = merged(
     },
     reported.STRUCTURE,
 )
-TRAINING = merged(training.CATALOGUE, optimizer.CATALOGUE, reported_training.CATALOGUE)
-SEARCH = [*search.CATALOGUE, *reported_training.SEARCH]
+TRAINING = merged(training.CATALOGUE, optimizer.CATALOGUE, reported_training.CATALOGUE, other_optimizers.CATALOGUE)
+SEARCH = [*search.CATALOGUE, *reported_training.SEARCH, *other_searches.CATALOGUE]
 EVERYWHERE = [*layers.EVERYWHERE, *reported.EVERYWHERE]  # only hypotheses
 
 

@@ -203,7 +203,11 @@ SEARCH = [
                     torch=("    log_probabilities[:, plan.pad_id] = -inf\n", ""),
                 ),
                 "starts with the end symbol": but(
-                    instead("search", "[batch], plan.start_id", "[batch], plan.eos_id"), case=GREEDY
+                    together(
+                        instead("search", "[batch], plan.start_id", "[batch], plan.eos_id"),
+                        instead("search", "(shape, plan.start_id", "(shape, plan.eos_id"),
+                    ),
+                    case=GREEDY,
                 ),
                 "all hypotheses begin alike": changed(
                     "search",

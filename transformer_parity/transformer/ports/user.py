@@ -137,6 +137,7 @@ class Port:
 
         With a ``beam_size`` of 1, greedily; otherwise by log-probability over ``((5 + length) / 6)**length_penalty``.
         A hypothesis ends with ``config.eos_id``, which belongs to it, or at ``max_length`` tokens; padding follows.
+        Exclude padding after the log-softmax: it keeps its probability, so that the others don't sum to one.
         """
         raise NotImplementedError
 
