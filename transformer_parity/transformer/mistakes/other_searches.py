@@ -1,4 +1,4 @@
-"""Mistakes that searches often have: other penalties, other ends, other padding, and caches that are reordered in part."""
+"""Mistakes of searches: other penalties, other ends, other padding, and caches that are reordered in part."""
 
 from __future__ import annotations
 
