@@ -12,6 +12,8 @@ from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNK
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses
 from transformer_parity.transformer.diagnose.investigate import investigate_files
 from transformer_parity.transformer.mistakes.catalogue import FORWARD
+from transformer_parity.transformer.mistakes.mistake import Mistake
+from transformer_parity.transformer.mistakes.other_optimizers import MATRICES, decoupled
 
 CONFIG = tiny("paper_base", d_k=None, d_v=None)
 CASES = port_cases(CONFIG)
@@ -86,3 +88,14 @@ def test_case_in_which_a_mistake_cannot_occur_does_not_refute_it():
     each = named("every tensor clipped for itself", STEPS)
     found = diagnose(clipped, shown(each, clipped), "it", known=list(each.parts), others=[(unclipped, None)])
     assert (found.confidence, found.hypotheses) == (EXACT, (each.name,))
+
+
+@pytest.mark.parametrize(("value", "where"), [("0.003", ""), ("0.2", ""), ("0.05", "not of biases and norms")])
+def test_decoupled_weight_decay_is_named_with_its_measured_coefficient(value, where):
+    decay = Mistake("decay", "", decoupled(value, *([MATRICES] if where else [])))
+    case = next(case for case in STEP_CASES if case.name == "steps/port")
+    arrays = shown(Hypothesis((decay,)), case)
+    weights = {name: array for name, array in arrays.items() if "moment" not in name}
+    found = diagnose(case, weights, "it", known=hypotheses(CONFIG, STEPS, forward_agrees=True))
+    name = f"decoupled weight decay of {value}" + (f", {where}" if where else "")
+    assert (found.confidence, found.hypotheses) == (EXACT, (name,))

@@ -18,15 +18,12 @@ from numpy import ndarray
 
 from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
-from transformer_parity.transformer.diagnose.blame import REPLAYED, blame_files
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses, is_convention
 from transformer_parity.transformer.diagnose.learning_rate import rate_hypotheses
-from transformer_parity.transformer.diagnose.places import intervals, placed
+from transformer_parity.transformer.diagnose.places import Place, at_single_places
 from transformer_parity.transformer.diagnose.trials import TRUTH, Attempt, Trials
-from transformer_parity.transformer.mistakes.catalogue import TRAINING
+from transformer_parity.transformer.diagnose.weight_decay import decay_hypotheses
 from transformer_parity.transformer.mistakes.mistake import Mistake
-from transformer_parity.transformer.ports.protocol import Placement
-from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_spec.config import TransformerConfig
 
@@ -100,9 +97,10 @@ def diagnose(
     if start is None or start.is_exact:
         return Diagnosis(f"every number that {port} shows here is right", UNKNOWN)
     rates = rate_hypotheses(case, actual)
+    known = [*known, *decay_hypotheses(case, actual)]
     progress(f"{len(known) + len(rates)} hypotheses")
     # Several at once take a training each; where the rate is known to be wrong, they would only guess at the schedule.
-    places = partial(_at_one_place, case, actual, known)
+    places = partial(at_single_places, case, actual, known)
     exact, tried = _search(trials, start, [*known, *rates], progress, places, together=not rates)
     confirmed = [attempt for attempt in exact if trials.holds_elsewhere(attempt.hypothesis)]
     if confirmed:
@@ -133,7 +131,7 @@ def _search(
     start: Attempt,
     known: Sequence[Mistake],
     progress: Callable[[str], None],
-    at_one_place: Callable[[], Sequence[Hypothesis]] = tuple,
+    places: Callable[[], Sequence[tuple[Mistake, Place]]] = tuple,
     *,
     together: bool = True,
 ) -> tuple[list[Attempt], list[Attempt]]:
@@ -145,7 +143,7 @@ def _search(
     exact, tried = [attempt for attempt in singles if attempt.is_exact], list(singles)
     if not exact:
         progress("single places")
-        exact, somewhere = _first_exact(trials, at_one_place())
+        exact, somewhere = _first_exact(trials, places())
         tried += somewhere
     if not exact and together:
         for attempts in _together(trials, start, singles, known, progress):
@@ -155,35 +153,17 @@ def _search(
     return exact, tried
 
 
-def _first_exact(trials: Trials, ordered: Sequence[Hypothesis]) -> tuple[list[Attempt], list[Attempt]]:
-    """Return the hypotheses of the largest places that reproduce every tensor, and all that were tried."""
+def _first_exact(trials: Trials, places: Sequence[tuple[Mistake, Place]]) -> tuple[list[Attempt], list[Attempt]]:
+    """Return the mistakes at the largest places that reproduce every tensor, and all that were tried."""
     tried: list[Attempt] = []
-    for _, same_size in itertools.groupby(ordered, lambda hypothesis: len(hypothesis.place.parts)):
-        attempts = [found for hypothesis in same_size if (found := trials.run(hypothesis))]
+    for _, same_size in itertools.groupby(places, lambda one: len(one[1].parts)):
+        attempts = [found for mistake, place in same_size if (found := trials.run(Hypothesis((mistake,), place)))]
         tried += attempts
         if exact := [attempt for attempt in attempts if attempt.is_exact]:
             return exact, tried
         if len(tried) > PLACED:
             break
     return [], tried
-
-
-def _at_one_place(case: Case, actual: Arrays, known: Sequence[Mistake]) -> list[Hypothesis]:
-    """Return each known mistake at each single place where it may be, larger places first.
-
-    If taps are shown, only the places where a difference is introduced are possible.
-    """
-    if case.block or case.stage not in REPLAYED:
-        return []
-    weights, introduced = case.load_weights(), list[range]()
-    if case.stage == ACTIVATIONS:
-        truth = DEFINITION.load(case.config, weights, Placement("float64"))
-        found = blame_files(case, actual, truth, "").blame.introduced
-        introduced = intervals(found, list(actual), case.config)
-    else:
-        known = [mistake for mistake in known if mistake in TRAINING["gradient"]]
-    limited = [one for mistake in known for one in placed(mistake, case.config, weights, introduced)]
-    return [Hypothesis((mistake,), place) for mistake, place in sorted(limited, key=lambda one: -len(one[1].parts))]
 
 
 def _and_another(

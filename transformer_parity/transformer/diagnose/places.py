@@ -15,8 +15,12 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.outputs import OUTPUT
-from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE
+from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
+from transformer_parity.transformer.diagnose.blame import REPLAYED, blame_files
+from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, TRAINING
 from transformer_parity.transformer.mistakes.mistake import Edit, Mistake
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import find, parameter_shapes, tap_shapes
 
@@ -73,6 +77,31 @@ class _Atom:
     shown: str
     part: str
     edits: tuple[Edit, ...]
+
+
+def at_single_places(
+    case: Case, actual: Mapping[str, ndarray], known: Sequence[Mistake]
+) -> list[tuple[Mistake, Place]]:
+    """Return each known mistake at each single place where it may be, larger places first.
+
+    If taps are shown, only the places where a difference is introduced are possible.
+
+    Args:
+        case: The case that was run.
+        actual: What the port showed.
+        known: The known mistakes.
+    """
+    if case.block or case.stage not in REPLAYED:
+        return []
+    weights, introduced = case.load_weights(), list[range]()
+    if case.stage == ACTIVATIONS:
+        truth = DEFINITION.load(case.config, weights, Placement("float64"))
+        found = blame_files(case, actual, truth, "").blame.introduced
+        introduced = intervals(found, list(actual), case.config)
+    else:
+        known = [mistake for mistake in known if mistake in TRAINING["gradient"]]
+    found_places = [one for mistake in known for one in placed(mistake, case.config, weights, introduced)]
+    return sorted(found_places, key=lambda one: -len(one[1].parts))
 
 
 def placed(

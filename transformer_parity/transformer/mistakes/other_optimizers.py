@@ -137,11 +137,7 @@ ENTRIES: dict[str, Table] = {
             "step scaled by the norm of the parameter, as in LAMB": formulas(
                 step=f"{TRUST}\nstep = step * (of_theta / of_step if of_theta > 0 and of_step > 0 else 1.0)"
             ),
-            **{f"decoupled weight decay {value}": decoupled(value) for value in ("0.1", "0.0001")},
-            **{
-                f"decoupled weight decay {value}, not of biases and norms": decoupled(value, MATRICES)
-                for value in ("0.01", "0.1", "0.0001")
-            },
+            "decoupled weight decay left on, not of biases and norms": decoupled("0.01", MATRICES),
         },
         (FIRST, "steps"): {
             "the first step is skipped": skipped(
