@@ -138,6 +138,14 @@ ENTRIES: dict[str, Table] = {
                 step=f"{TRUST}\nstep = step * (of_theta / of_step if of_theta > 0 and of_step > 0 else 1.0)"
             ),
             "decoupled weight decay left on, not of biases and norms": decoupled("0.01", MATRICES),
+            "weights are shown before the update": together(
+                instead(
+                    "part",
+                    EXPORTED,
+                    **dict.fromkeys(UPDATED, EXPORTED.replace("return", "return self.__dict__.get('shown') or")),
+                ),
+                instead("training", UPDATED, **{port: f"{KEPT}{call}" for port, call in UPDATED.items()}),
+            ),
         },
         (FIRST, "steps"): {
             "the first step is skipped": skipped(
@@ -168,6 +176,7 @@ ENTRIES: dict[str, Table] = {
         ("step 1 weight encoder.layers.0.self_attention.query_proj.bias", "steps"): {
             "biases and norms are not updated": formulas(theta=f"theta -= {MATRICES} * step"),
         },
+        (LOSS, "steps"): {"loss is computed after the update": changed("training", **RETURNED)},
     },
     "clipping": {
         (FIRST, "steps/clipped"): {
@@ -177,19 +186,6 @@ ENTRIES: dict[str, Table] = {
         (FIRST, "steps/loosely_clipped"): {
             "small gradients are scaled up to the limit": instead("optimizer", LARGEST, "norm"),
         },
-    },
-    "step": {
-        (WEIGHT, "steps"): {
-            "weights are shown before the update": together(
-                instead(
-                    "part",
-                    EXPORTED,
-                    **dict.fromkeys(UPDATED, EXPORTED.replace("return", "return self.__dict__.get('shown') or")),
-                ),
-                instead("training", UPDATED, **{port: f"{KEPT}{call}" for port, call in UPDATED.items()}),
-            ),
-        },
-        (LOSS, "steps"): {"loss is computed after the update": changed("training", **RETURNED)},
     },
     "schedule": {
         (WEIGHT, "steps"): {
