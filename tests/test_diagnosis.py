@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from reference_numpy.embedding import sinusoidal_encoding
 from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
 from transformer_parity.transformer.cases.case import DECODE, STEPS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
@@ -11,6 +13,7 @@ from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses
 from transformer_parity.transformer.diagnose.investigate import investigate_files
+from transformer_parity.transformer.diagnose.trials import TRUTH
 from transformer_parity.transformer.mistakes.catalogue import FORWARD
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.mistakes.other_optimizers import MATRICES, decoupled
@@ -99,3 +102,22 @@ def test_decoupled_weight_decay_is_named_with_its_measured_coefficient(value, wh
     found = diagnose(case, weights, "it", known=hypotheses(CONFIG, STEPS, forward_agrees=True))
     name = f"decoupled weight decay of {value}" + (f", {where}" if where else "")
     assert (found.confidence, found.hypotheses) == (EXACT, (name,))
+
+
+def test_positions_in_float32_are_evidence():
+    case = next(case for case in CASES if case.name == "full/padded")
+    right, wrong = shown(TRUTH, case), dict(shown(TRUTH, case))
+    tap = "source_embedding.output"
+    encoding = sinusoidal_encoding(right[tap].shape[1], CONFIG.d_model)
+    angles = np.arange(len(encoding), dtype=np.float32)[:, None] * np.float32(10000.0) ** (
+        -np.arange(12) / np.float32(12)
+    )
+    waves = np.stack([np.sin(angles.astype(np.float32)), np.cos(angles.astype(np.float32))], -1).reshape(encoding.shape)
+    wrong[tap] = right[tap] - encoding + waves.astype(np.float32)
+    found = diagnose(case, wrong, "it", known=[])
+    assert (
+        found.sentence
+        == f"the positions that it adds at {tap} are float32 numbers: compute angles and sines in float64"
+    )
+    wrong[tap] = right[tap] * (1.0 + 1e-7)
+    assert diagnose(case, wrong, "it", known=[]).confidence == UNKNOWN

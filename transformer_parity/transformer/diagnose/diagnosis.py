@@ -18,6 +18,7 @@ from numpy import ndarray
 
 from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
+from transformer_parity.transformer.diagnose.float32_positions import float32_positions
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses, is_convention
 from transformer_parity.transformer.diagnose.learning_rate import rate_hypotheses
 from transformer_parity.transformer.diagnose.places import Place, at_single_places
@@ -116,6 +117,8 @@ def diagnose(
         name = sometimes[0].hypothesis.name
         sentence = f"some cases agree, but in every case that differs, {port} behaves like the reference with {name}"
         return Diagnosis(sentence, LIKELY, error=sometimes[0].worst)
+    if positions := float32_positions(trials, trials.names[start.matched], port):
+        return Diagnosis(positions, LIKELY)
     return _unknown([attempt for attempt in tried if attempt not in exact], start)
 
 
