@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from transformer_parity.transformer.mistakes.mistake import Edits, Table, changed, instead, table, together
-from transformer_parity.transformer.mistakes.optimizer import CLIPPED, WRITTEN_OUT, rate
+from transformer_parity.transformer.mistakes.optimizer import CLIPPED, WRITTEN_OUT
 from transformer_parity.transformer.mistakes.training import FIRST, LOSS, SECOND, WEIGHT
 
 # Adam's formulas by the name of their result; numbers have the same names in NumPy and in PyTorch.
@@ -29,6 +29,7 @@ RECTIFIED = (
 )
 TRUST = "{step}\nof_theta, of_step = ((x * x).sum() ** 0.5 for x in (theta, step / learning_rate))"
 MATRICES = "(theta.ndim > 1)"
+NORM_SCALE = "step 1 weight encoder.layers.0.self_attention_norm.scale"  # the first one that is no matrix
 EXPORTED = "        return get_weights(self)\n"
 KEPT = "self.model.shown = None\n        self.model.shown = self.model.export_weights()\n        "
 UPDATED = {
@@ -173,7 +174,7 @@ ENTRIES: dict[str, Table] = {
                 v_hat="v_hat = v * v",
             ),
         },
-        ("step 1 weight encoder.layers.0.self_attention.query_proj.bias", "steps"): {
+        (NORM_SCALE, "steps"): {
             "biases and norms are not updated": formulas(theta=f"theta -= {MATRICES} * step"),
         },
         (LOSS, "steps"): {"loss is computed after the update": changed("training", **RETURNED)},
@@ -185,13 +186,6 @@ ENTRIES: dict[str, Table] = {
         },
         (FIRST, "steps/loosely_clipped"): {
             "small gradients are scaled up to the limit": instead("optimizer", LARGEST, "norm"),
-        },
-    },
-    "schedule": {
-        (WEIGHT, "steps"): {
-            "learning rate rounded to float32": rate(
-                'float(__import__("numpy").float32(settings.learning_rate(n, config.d_model)))'
-            ),
         },
     },
 }

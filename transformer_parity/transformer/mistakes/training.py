@@ -46,7 +46,7 @@ CASES = {
         steps("steps/off_target_and_pad", "off_target_and_pad"),
         steps("steps/large_epsilon", epsilon=1e-4),  # of the size of a gradient's elements, so that its place matters
         steps("steps/clipped", clip_norm=0.5),
-        steps("steps/loosely_clipped", clip_norm=100.0),
+        steps("steps/loosely_clipped", clip_norm=1000.0),
         replace(
             steps("steps/sliced", accumulation_steps=2),
             inputs={name: ids[[0, 1, 2, 3, 0, 0, 3, 1]] for name, ids in GRADIENTS.inputs.items()},
