@@ -19,6 +19,7 @@ from transformer_parity.transformer.diagnose.places import Place
 from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, FORWARD, SEARCH, STRUCTURE, TRAINING
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.mistakes.mistake import Mistake
+from transformer_parity.transformer.mistakes.other_searches import ONLY_HYPOTHESES
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
@@ -101,7 +102,7 @@ def hypotheses(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
     if STAGES[stage].has_loss:
         parts += TRAINING.values()
     if STAGES[stage].searches:
-        parts.append(SEARCH)
+        parts += [SEARCH, ONLY_HYPOTHESES]
     seen = {content(mistake) for mistake in found}
     for mistake in (mistake for part in parts for mistake in part):
         what = content(mistake)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformer_parity.transformer.mistakes.mistake import Edits, changed, instead, table, together
+from transformer_parity.transformer.mistakes.mistake import Edits, Mistake, changed, instead, table, together
 from transformer_parity.transformer.mistakes.reported_training import PLANNED
 from transformer_parity.transformer.mistakes.search import BEAM, GREEDY, LOGITS
 from transformer_parity.transformer.stages.decode import SCORES, TOKENS
@@ -53,6 +53,10 @@ def reordered(layers: str) -> Edits:
     return instead("decoder", "for past in self.past:", f"for past in self.past[{layers}]:")
 
 
+ONLY_HYPOTHESES = [  # only a hypothesis: with one hypothesis, it finds fewer than the cases of the packages ask for
+    Mistake("the beam has one hypothesis only", "", planned("plan = plan._replace(beam_size=1)"))
+]
+
 CATALOGUE = [
     *table(
         {
@@ -94,7 +98,6 @@ CATALOGUE = [
                     "from dataclasses import replace",
                     "plan = plan._replace(pool_size=plan.beam_size, rules=replace(plan.rules, stop='first'))",
                 ),
-                "the beam has one hypothesis only": planned("plan = plan._replace(beam_size=1)"),
                 "the beam has one hypothesis less": planned(
                     "plan = plan._replace(beam_size=max(plan.beam_size - 1, 1))"
                 ),
