@@ -37,6 +37,8 @@ def decay_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]:
     if not part > 0.0 or not np.allclose(parts[True], part, SAME, 0.0):
         return []
     value = f"{part / case.training.learning_rate(1, case.config.d_model):.6g}"
+    if value == "0.01":  # which the catalog has
+        return []
     if np.allclose(parts[False], part, 1e-3, 0.0):
         return [Mistake(f"decoupled weight decay of {value}", "", decoupled(value))]
     if np.allclose(parts[False], 0.0, 0.0, 1e-3 * part):

@@ -21,7 +21,11 @@ NUMBERS = {
     "torch": '(beta1, beta2), epsilon = group["betas"], group["eps"]',
 }
 T = "t = round(__import__('math').log(1.0 - correction1) / __import__('math').log(beta1))"  # the step
-MU = "mu = lambda t: beta1 * (1.0 - 0.5 * 0.96 ** (0.004 * t))\nmus = __import__('math').prod(map(mu, range(1, t + 1)))"
+# torch keeps the product of the momenta in float32.
+MU = (
+    "mu = lambda t: beta1 * (1.0 - 0.5 * 0.96 ** (0.004 * t))\nnp = __import__('numpy')\n"
+    "mus = float(np.cumprod(np.array([mu(i) for i in range(1, t + 1)], 'float32'))[-1])"
+)
 RECTIFIED = (
     "most = 2.0 / (1.0 - beta2) - 1.0\nlength = most - 2.0 * t * beta2**t / correction2\n"
     "r = ((length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length)) ** 0.5 if length > 5 else 0.0\n"
