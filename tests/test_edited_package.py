@@ -18,6 +18,7 @@ from transformer_parity.transformer.mistakes import optimizer, precision
 from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, parts
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.mistakes.mistake import FOUR, Mistake, instead
+from transformer_parity.transformer.mistakes.other_searches import ONLY_HYPOTHESES
 from transformer_parity.transformer.mistakes.structure import STALE
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
@@ -25,7 +26,7 @@ from transformer_parity.transformer.selftest.planted_ports import planted
 
 CASES = {case.name: case for case in standard_cases()}
 CATALOGUE = [mistake for part in parts().values() for mistake in part]
-EVERY = [*CATALOGUE, *EVERYWHERE, STALE, *precision.CONTROLS, *optimizer.CONTROLS]
+EVERY = [*CATALOGUE, *EVERYWHERE, *ONLY_HYPOTHESES, STALE, *precision.CONTROLS, *optimizer.CONTROLS]
 UNSCALED = Mistake("unscaled", "", instead("attention", "math.sqrt(d_k)", "1.0"))
 SQUARED = Mistake("squared", "", instead("attention", "math.sqrt(d_k)", "d_k"))
 IN_TRAINING = Mistake("training", "", instead("training", "self.settings = settings\n", "self.settings = None\n"))

@@ -23,6 +23,7 @@ CASE = next(case for case in standard_cases() if case.name == "full/padded")
 PRE = next(
     case for case in model_cases(tiny("paper_base", norm_order="pre", final_norm=True)) if case.stage == CASE.stage
 )
+SQUARE = next(case for case in model_cases(tiny("paper_base", d_k=None, d_v=None)) if case.stage == CASE.stage)
 SWAPPED = "query, key, value taken from key, query, value"
 
 
@@ -72,6 +73,17 @@ MISTAKES = [
     (CASE, "no residual connections", ["encoder.layers.1"], "encoder.layers.1"),
     (PRE, "no residual connections in pre-norm", ["decoder.layers.0"], "decoder.layers.0"),
     (CASE, "scale_embedding=False", ["target_embedding"], "the decoder"),
+    # More of what published ports had wrong in one place.
+    (CASE, "activation='gelu'", ["decoder.layers.1.feed_forward"], "decoder.layers.1.feed_forward"),
+    (CASE, "position_offset=2", ["source_position"], "the encoder"),
+    (
+        SQUARE,
+        "packed projections taken apart by head",
+        ["encoder.layers.0.self_attention"],
+        "encoder.layers.0.self_attention",
+    ),
+    (SQUARE, "W_o transposed", ["decoder.layers.1.cross_attention"], "decoder.layers.1.cross_attention"),
+    (CASE, "no mask has an effect", ["decoder.layers.1.self_attention"], "decoder.layers.1.self_attention"),
 ]
 
 

@@ -53,8 +53,17 @@ def reordered(layers: str) -> Edits:
     return instead("decoder", "for past in self.past:", f"for past in self.past[{layers}]:")
 
 
-ONLY_HYPOTHESES = [  # only a hypothesis: with one hypothesis, it finds fewer than the cases of the packages ask for
-    Mistake("the beam has one hypothesis only", "", planned("plan = plan._replace(beam_size=1)"))
+# Only hypotheses: with one hypothesis, a search finds fewer than the cases of the packages ask for.
+ONLY_HYPOTHESES = [
+    Mistake("the beam has one hypothesis only", "", planned("plan = plan._replace(beam_size=1)")),
+    Mistake(
+        "greedy search instead of beam search",
+        "",
+        planned(
+            "from dataclasses import replace",
+            "plan = plan._replace(beam_size=1, rules=replace(plan.rules, stop='first'))",
+        ),
+    ),
 ]
 
 CATALOGUE = [
