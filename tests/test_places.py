@@ -16,6 +16,7 @@ from transformer_parity.transformer.diagnose.diagnosis import EXACT, UNKNOWN, di
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses
 from transformer_parity.transformer.diagnose.places import Place, intervals, placed
 from transformer_parity.transformer.diagnose.trials import Trials
+from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 
@@ -33,7 +34,8 @@ def usual(case):
 
 def limited(case, name, *parts):
     """Return what the reference computes with a mistake in some parts only."""
-    known = {mistake.name: mistake for mistake in reversed(hypotheses(case.config, case.stage))}
+    # A name may stand for edits of two modules: those in EVERYWHERE come last, and can be limited.
+    known = {mistake.name: mistake for mistake in (*reversed(hypotheses(case.config, case.stage)), *EVERYWHERE)}
     return tensors(Hypothesis((known[name],), Place("", parts)).load(case.config, case.load_weights()), case)
 
 
@@ -73,6 +75,7 @@ MISTAKES = [
     (CASE, "no residual connections", ["encoder.layers.1"], "encoder.layers.1"),
     (PRE, "no residual connections in pre-norm", ["decoder.layers.0"], "decoder.layers.0"),
     (CASE, "scale_embedding=False", ["target_embedding"], "the decoder"),
+    (CASE, "no causal mask", ["decoder.layers.1"], "decoder.layers.1.self_attention"),
     # More of what published ports had wrong in one place.
     (CASE, "activation='gelu'", ["decoder.layers.1.feed_forward"], "decoder.layers.1.feed_forward"),
     (CASE, "position_offset=2", ["source_position"], "the encoder"),

@@ -46,6 +46,7 @@ ALLOWED = {
 MASKED = "masked_softmax(scores, mask"
 CROSS_MASK = "cross_mask = source_mask[:, None, None, :]"
 ADD_AND_NORM = {**dict.fromkeys(ALL, ATTENDED), "numpy": f"{SUM}attended)"}
+LAST_ROW = "None if self_mask is None else self_mask[:, :, -1:]"  # of a causal mask, which forbids only padding
 NORM_TAP = ' x = tap("self_attention_norm.output", '
 VECTORS = {
     "numpy": "self.vectors(x.shape[1]).astype",
@@ -432,6 +433,16 @@ EVERYWHERE = [
     ),
     Mistake("every sub-layer's output added to itself", "", everywhere("{norm}({y} + {y})")),
     Mistake("normed twice, in every sub-layer", "", everywhere("{norm}({norm}(x + {y}))")),
+    Mistake(  # in the layers, so that it can be limited to some of them
+        "no causal mask",
+        "",
+        {
+            "numpy": [
+                ("decoder", f"self.self_attention({x}, {x}, self_mask,", f"self.self_attention({x}, {x}, {LAST_ROW},")
+                for x in ("x", "normed")
+            ]
+        },
+    ),
     Mistake("all padding masks negated", "", changed("masks", numpy=("return ids != pad_id", "return ids == pad_id"))),
     Mistake(
         "pre-norm that adds the normed input, in every sub-layer",
