@@ -20,6 +20,7 @@ NUMBERS = {
     "numpy": "beta1, beta2, epsilon = settings.beta1, settings.beta2, settings.epsilon",
     "torch": '(beta1, beta2), epsilon = group["betas"], group["eps"]',
 }
+INDENT = {"numpy": 12 * " ", "torch": 16 * " "}
 T = "t = round(__import__('math').log(1.0 - correction1) / __import__('math').log(beta1))"  # the step
 # torch keeps the product of the momenta in float32.
 MU = (
@@ -67,13 +68,10 @@ def formulas(**new: str) -> Edits:
             'theta -= learning_rate * m_hat / (v_hat.sqrt() + group["eps"])'
         ),
     }
-    texts = {
-        port: tuple(
-            text.replace("\n", "\n" + indent) for text in (old[port], "\n".join((NUMBERS[port], *lines.values())))
-        )
-        for port, indent in (("numpy", 12 * " "), ("torch", 16 * " "))
-    }
-    return changed("optimizer", numpy=texts["numpy"], torch=("self.step()", WRITTEN_OUT.replace(*texts["torch"])))
+    new_text = {port: "\n".join((NUMBERS[port], *lines.values())).replace("\n", f"\n{INDENT[port]}") for port in old}
+    old = {port: text.replace("\n", f"\n{INDENT[port]}") for port, text in old.items()}
+    written_out = WRITTEN_OUT.replace(old["torch"], new_text["torch"])
+    return changed("optimizer", numpy=(old["numpy"], new_text["numpy"]), torch=("self.step()", written_out))
 
 
 def decoupled(value: str, where: str = "1.0") -> Edits:

@@ -46,7 +46,7 @@ ALLOWED = {
 MASKED = "masked_softmax(scores, mask"
 CROSS_MASK = "cross_mask = source_mask[:, None, None, :]"
 ADD_AND_NORM = {**dict.fromkeys(ALL, ATTENDED), "numpy": f"{SUM}attended)"}
-LAST_ROW = "None if self_mask is None else self_mask[:, :, -1:]"  # of a causal mask, which forbids only padding
+LAST_ROW = "None if self_mask is None else self_mask[:, :, -1:]"  # the last row forbids only padding
 NORM_TAP = ' x = tap("self_attention_norm.output", '
 VECTORS = {
     "numpy": "self.vectors(x.shape[1]).astype",
