@@ -1,4 +1,4 @@
-"""Which names a diagnosis may give: none that other cases or agreeing activations refute."""
+"""Other cases and agreeing activations exclude mistakes, so that no diagnosis names them."""
 
 from __future__ import annotations
 

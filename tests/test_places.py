@@ -33,7 +33,7 @@ def usual(case):
 
 
 def limited(case, name, *parts):
-    """Return what the reference computes with a mistake in some parts only."""
+    """Return the reference's tensors with a mistake in some parts only."""
     # A name may stand for edits of two modules: those in EVERYWHERE come last, and can be limited.
     known = {mistake.name: mistake for mistake in (*reversed(hypotheses(case.config, case.stage)), *EVERYWHERE)}
     return tensors(Hypothesis((known[name],), Place("", parts)).load(case.config, case.load_weights()), case)
@@ -76,7 +76,7 @@ MISTAKES = [
     (PRE, "no residual connections in pre-norm", ["decoder.layers.0"], "decoder.layers.0"),
     (CASE, "scale_embedding=False", ["target_embedding"], "the decoder"),
     (CASE, "no causal mask", ["decoder.layers.1"], "decoder.layers.1.self_attention"),
-    # More of what published ports had wrong in one place.
+    # Frequent mistakes of published ports, each in one place.
     (CASE, "activation='gelu'", ["decoder.layers.1.feed_forward"], "decoder.layers.1.feed_forward"),
     (CASE, "position_offset=2", ["source_position"], "the encoder"),
     (

@@ -110,7 +110,7 @@ def diagnose(
         return found
     if pairs := _and_another(trials, exact, known, progress):
         return _exact(port, pairs, tried)
-    # Several mistakes together fit one case by chance, and so does any mistake if only tokens are shown.
+    # Several mistakes together fit one case by chance. If only tokens are shown, a single mistake can too.
     singles = [attempt for attempt in exact if len(attempt.hypothesis.parts) == 1 and trials.names != (TOKENS,)]
     sometimes = [one for one in singles if trials.differing_cases().holds_elsewhere(one.hypothesis)]
     if sometimes:

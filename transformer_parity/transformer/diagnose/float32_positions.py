@@ -1,4 +1,4 @@
-"""Positions in float32: what a port adds to its embeddings, if angles or sines were computed in float32."""
+"""Positions in float32: evidence that a port computed angles or sines in float32."""
 
 from __future__ import annotations
 

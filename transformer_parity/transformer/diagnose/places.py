@@ -82,13 +82,13 @@ class _Atom:
 def at_single_places(
     case: Case, actual: Mapping[str, ndarray], known: Sequence[Mistake]
 ) -> list[tuple[Mistake, Place]]:
-    """Return each known mistake at each single place where it may be, larger places first.
+    """Return each known mistake at each single place that it can be limited to, larger places first.
 
-    If taps are shown, only the places where a difference is introduced are possible.
+    If taps are shown, only places that introduce a difference are possible.
 
     Args:
         case: The case that was run.
-        actual: What the port showed.
+        actual: The port's tensors.
         known: The known mistakes.
     """
     if case.block or case.stage not in REPLAYED:
@@ -113,7 +113,7 @@ def placed(
         mistake: The mistake, which changes several parts.
         config: The model.
         weights: The model's weights, to find those that a conversion changes.
-        introduced: Where a difference is introduced (see ``intervals``); empty if it is not known.
+        introduced: The taps at which a difference is introduced (see ``intervals``); empty if they are unknown.
     """
     atoms = _atoms(mistake, config, weights)
     if len(atoms) < 2:

@@ -20,10 +20,10 @@ def decay_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]:
 
     Args:
         case: The case, with optimizer steps.
-        shown: What the port showed.
+        shown: The port's tensors.
     """
     usual = (observed(TRUTH, case) or {}) if case.settings is not None else {}
-    parts: dict[bool, list[float]] = {True: [], False: []}  # of matrices, and of biases and norms
+    parts: dict[bool, list[float]] = {True: [], False: []}  # whether a parameter is a matrix
     for name, array in case.load_weights().items() if usual else ():
         tap, weight = f"step 1 weight {name}", array.astype(np.float64)
         if tap not in shown or tap not in usual or shown[tap].shape != weight.shape:
@@ -37,7 +37,7 @@ def decay_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]:
     if not part > 0.0 or not np.allclose(parts[True], part, SAME, 0.0):
         return []
     value = f"{part / case.training.learning_rate(1, case.config.d_model):.6g}"
-    if value == "0.01":  # which the catalog has
+    if value == "0.01":  # the catalog contains this value
         return []
     if np.allclose(parts[False], part, 1e-3, 0.0):
         return [Mistake(f"decoupled weight decay of {value}", "", decoupled(value))]

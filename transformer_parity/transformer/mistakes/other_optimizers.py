@@ -1,4 +1,4 @@
-"""Optimizers that are taken for Adam, and what ports often do wrong around a step: weight decay, norms, order."""
+"""Other optimizers than Adam, and frequent mistakes of a step: weight decay, norms, and the order of its parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RECTIFIED = (
 )
 TRUST = "{step}\nof_theta, of_step = ((x * x).sum() ** 0.5 for x in (theta, step / learning_rate))"
 MATRICES = "(theta.ndim > 1)"
-NORM_SCALE = "step 1 weight encoder.layers.0.self_attention_norm.scale"  # the first one that is no matrix
+NORM_SCALE = "step 1 weight encoder.layers.0.self_attention_norm.scale"  # the first weight that isn't a matrix
 EXPORTED = "        return get_weights(self)\n"
 KEPT = "self.model.shown = None\n        self.model.shown = self.model.export_weights()\n        "
 UPDATED = {
