@@ -17,6 +17,7 @@ from transformer_parity.transformer.diagnose.trials import TRUTH
 from transformer_parity.transformer.mistakes.catalogue import FORWARD
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.mistakes.other_optimizers import MATRICES, decoupled
+from transformer_parity.transformer.stages.padding import Read
 
 CONFIG = tiny("paper_base", d_k=None, d_v=None)
 CASES = port_cases(CONFIG)
@@ -122,3 +123,12 @@ def test_positions_in_float32_are_evidence():
     )
     wrong[tap] = right[tap] * (1.0 + 1e-7)
     assert diagnose(case, wrong, "it", known=[]).confidence == UNKNOWN
+
+
+def test_mistake_is_named_although_unread_positions_have_other_values():
+    case = next(case for case in CASES if case.name == "full/padded")
+    outside, right = named("epsilon outside the root", case.stage), shown(TRUTH, case)
+    combined = Read.of(case, right).combine(shown(outside, case), right)
+    assert any(not np.array_equal(combined[tap], value) for tap, value in shown(outside, case).items())
+    found = diagnose(case, combined, "it", known=list(outside.parts))
+    assert (found.confidence, found.hypotheses) == (EXACT, (outside.name,))

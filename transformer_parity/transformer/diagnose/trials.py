@@ -14,6 +14,7 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose.blame import distance
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis
+from transformer_parity.transformer.stages.padding import Read
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.training_stage import WHOLE
 
@@ -63,7 +64,7 @@ class Trials:
     @classmethod
     def of(cls, case: Case, actual: Arrays, others: Sequence[tuple[Case, Arrays | None]] = ()) -> Trials:
         """Compare all that the port shows."""
-        return cls(case, actual, others, tuple(name for name in actual if name != WHOLE))
+        return cls(case, _read(case, actual), others, tuple(name for name in actual if name != WHOLE))
 
     def without(self, names: Sequence[str]) -> Trials:
         """Return the same without some of the tensors."""
@@ -95,7 +96,7 @@ class Trials:
             found, usual = observed(hypothesis, case), observed(TRUTH, case)
             if found is None and shown is None:  # for example, clipping in a case without a limit
                 continue
-            actual = usual if shown is None else shown
+            actual = usual if shown is None else _read(case, shown)
             if found is None or actual is None:
                 return False
             names = [name for name in self.names if name in actual]
@@ -119,11 +120,18 @@ def observed(hypothesis: Hypothesis, case: Case) -> Arrays | None:
             _OBSERVED.popitem(last=False)
         try:
             with np.errstate(all="ignore"):
-                _OBSERVED[key] = tensors(hypothesis.load(case.config, case.load_weights()), case)
+                found = tensors(hypothesis.load(case.config, case.load_weights()), case)
+            _OBSERVED[key] = _read(case, found) if hypothesis.parts else found
         except Exception:  # the mistake does not go with this model
             _OBSERVED[key] = None
     _OBSERVED.move_to_end(key)
     return _OBSERVED[key]
+
+
+def _read(case: Case, arrays: Arrays) -> Arrays:
+    """Return tensors with the reference's values at the positions that the model doesn't read."""
+    usual = observed(TRUTH, case)
+    return arrays if usual is None else Read.of(case, usual).combine(arrays, usual)
 
 
 _OBSERVED: OrderedDict[Any, Arrays | None] = OrderedDict()
