@@ -20,6 +20,7 @@ def float32_positions(trials: Trials, first: str, port: str) -> str:
         return ""
     layout, timescale, offset = config.position_layout, config.position_timescale, config.position_offset
     added = actual - wanted + sinusoidal_encoding(wanted.shape[1], config.d_model, layout, timescale, offset)
-    if not np.abs(added - added.astype(np.float32)).max() <= EXACT * np.abs(wanted).max():
+    rounded = np.where(actual == wanted, added, added.astype(np.float32))  # padding has the reference's values
+    if not np.abs(added - rounded).max() <= EXACT * np.abs(wanted).max():
         return ""
     return f"the positions that {port} adds at {first} are float32 numbers: compute angles and sines in float64"
