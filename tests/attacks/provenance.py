@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from attacks.attack import FAILS, INCOMPLETE, PLACES, REFUSED, TOLERATED, Attack
 
@@ -125,13 +126,15 @@ def stale(mode: py_compile.PycInvalidationMode) -> Callable[[Path], None]:
     return prepare
 
 
-def add(name: str, what: str, expected: str, run: Callable[[], tuple[int, str]], says: str = "", **options) -> None:
+def add(
+    name: str, what: str, expected: str, run: Callable[[], tuple[int, str]], says: str = "", **options: Any
+) -> None:
     """Add an attack to the table."""
     PLACED.append(Attack(name, what, expected, PLACES, run, says, alone=True, **options))
 
 
-NEEDS_TORCH = {"needs": ("torch",)}
-NEEDS_PYTEST = {"needs": ("pytest",)}
+NEEDS_TORCH: dict[str, Any] = {"needs": ("torch",)}
+NEEDS_PYTEST: dict[str, Any] = {"needs": ("pytest",)}
 LOGITS = (
     "transformer.py",
     'return tap("logits", self.output_proj(x))',

@@ -102,6 +102,16 @@ def _insert() -> None:
         sys.meta_path.insert(0, _IMPORTER)
 
 
+def old_bytecode(module: str) -> str:
+    """Return why a module that was imported before ``import_port`` is not its source; empty if it is."""
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    if spec is None or spec.origin is None or type(spec.loader) is not SourceFileLoader:
+        return ""
+    if spec.loader.get_code(module) == FromSource(module, spec.origin).get_code(module):
+        return ""
+    return f"{spec.origin} was imported from cached bytecode of an earlier version: remove {spec.cached}"
+
+
 def other_reference(first: Sequence[str] = ()) -> str:
     """Return why the reference in this process is not the one of this checker; empty if it is.
 

@@ -280,6 +280,8 @@ def find(reference: str) -> type[Port]:
         if os.path.basename(module) != module or module.startswith("."):
             raise ValueError(f"port {reference!r} cannot be imported: {module!r} is a path{_hint(module, name)}")
         provenance.import_port(module)
+        if why := provenance.old_bytecode(module):
+            raise ValueError(f"port {reference!r} cannot be compared: {why}")
         try:
             imported = importlib.import_module(module)
         except (ImportError, AttributeError) as error:
