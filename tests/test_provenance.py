@@ -1,4 +1,4 @@
-"""Where code comes from: ports from their source, frameworks from cached bytecode, and the reference of the checker."""
+"""The place of code: ports from source, frameworks from cached bytecode, and the reference of the checker."""
 
 from __future__ import annotations
 

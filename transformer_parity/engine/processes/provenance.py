@@ -1,4 +1,4 @@
-"""Where code comes from: which files a port consists of, and whether the reference is the one of this checker.
+"""Provenance: which files a port consists of, and whether the reference is the one of this checker.
 
 - Python decides which files a port consists of, as without this checker: the current directory comes first, then
   ``PYTHONPATH``. This includes our packages of models, which a user may have copied and edited.
