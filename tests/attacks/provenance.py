@@ -260,6 +260,37 @@ add(
     partial(run, copied("reference_numpy", *NORM, into="old"), *CONSOLE, "golden", "--out", "truth", path=("old",)),
     "/old/reference_numpy is a different reference_numpy from",
 )
+PATCHED = (
+    "import reference_numpy.layers as layers\n"
+    "norm = layers.layer_norm\n"
+    "layers.layer_norm = lambda *inputs, **options: 1.01 * norm(*inputs, **options)\n"
+)
+add(
+    "ReferencePatchedAtStart",
+    "sitecustomize replaces the layer norm of the reference in every process.",
+    INCOMPLETE,
+    partial(run, written(sitecustomize=PATCHED, mine=SOUND), *CONSOLE, *CHECK, path=("",)),
+    "the reference was changed: logits",
+)
+add(
+    "ReferenceImportedAtStart",
+    "sitecustomize imports an edited copy of the reference in every process.",
+    INCOMPLETE,
+    partial(
+        run,
+        copied(
+            "reference_numpy",
+            *NORM,
+            into="old",
+            sitecustomize="import sys; sys.path.insert(0, 'old'); import reference_numpy; del sys.path[0]",
+            mine=USER.format(package="reference_numpy"),
+        ),
+        *CONSOLE,
+        *CHECK,
+        path=("",),
+    ),
+    "old/reference_numpy is a different reference_numpy from",
+)
 for mode, name, what in (
     (py_compile.PycInvalidationMode.TIMESTAMP, "OldBytecode", "of equal size and time"),
     (py_compile.PycInvalidationMode.UNCHECKED_HASH, "UncheckedBytecode", "that Python never checks"),
