@@ -156,6 +156,8 @@ class _Changes:
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
         self.lines: tuple[int, int] | None = None  # of the statement of the last change
+        self.function: tuple[int, int] | None = None  # of the header of the last function that is not inside of one
+        self.outer: tuple[int, int] | None = None  # of the header of a function with functions inside
 
     def of_module(self) -> Iterator[Change]:
         yield from self._of_body(self.tree.body, "", [])
@@ -167,17 +169,25 @@ class _Changes:
     def _of_statement(self, node: Any, where: str, names: list[str]) -> Iterator[Change]:
         text = ast.unparse(node)
         self.lines = _lines(node) if names or isinstance(node, ast.FunctionDef) else None
+        if self.outer is not None:
+            self.lines = self.outer
         match node:
             case ast.FunctionDef() | ast.ClassDef():
                 if not SKIPPED.fullmatch(node.name):
                     inside = f"{where}.{node.name}".strip(".")
                     yield from self._of_decorators(node, inside)
+                    if is_inner := bool(names) and self.outer is None:
+                        self.outer = self.function  # TensorFlow runs a copy of an inner function, which has no lines
+                    if isinstance(node, ast.FunctionDef) and self.outer is None:
+                        self.function = _lines(node)
                     if isinstance(node, ast.FunctionDef):
                         names = [*_names(node), ""]  # not empty: inside of a function
                         for name, default in _defaults(node.args):
                             if name != "dtype":  # models are built in a given one
                                 yield from self._of_expression(default, inside, names)
                     yield from self._of_body(node.body, inside, names)
+                    if is_inner:
+                        self.outer = None
                 return
             case ast.Import() | ast.ImportFrom() | ast.Raise() | ast.Assert() | ast.Pass():
                 return

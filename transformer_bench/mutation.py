@@ -14,6 +14,8 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,14 @@ from rich.console import Console
 
 from transformer_bench import tables
 from transformer_bench.mutants import Mutant, mutants_of, sample
-from transformer_bench.mutation_work import COLUMNS, Result
+from transformer_bench.mutation_work import CHECK, COLUMNS, Result
 from transformer_parity.cli.options import add_backends, check_installed, positive
 from transformer_parity.cli.progress import Progress, make_console
 from transformer_parity.engine.processes.child import Child, ChildEndedError
 from transformer_parity.engine.processes.children import Children
 from transformer_parity.engine.system.environment import prepare_environment
-from transformer_parity.engine.system.files import check_writable, write_json
+from transformer_parity.engine.system.files import check_writable, write_json, write_results
+from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.transformer.ports.registry import PORTS
 
 WORK = "transformer_bench.mutation_work:work"  # what a process runs
@@ -43,10 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, required=True, metavar="FILE", help="JSON lines; resumed if it exists")
     parser.add_argument("--sample", type=positive, metavar="N", help="mutants of each package (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results so far, and the machine")
     parser.add_argument("--only", metavar="FILE", type=Path, help="only the mutants that survive in these results")
     options = parser.parse_args(arguments)
     check_installed(options.backends)
-    check_writable(options.results)
+    check_writable(options.results, options.json)
     prepare_environment()
     by_backend = {name: chosen(name, options.sample, options.seed) for name in options.backends}
     if options.only:
@@ -68,7 +72,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 file.writelines(json.dumps(result.to_dict()) + "\n" for result in results)
                 file.flush()
                 progress.update(backend, results[0].key[:60], advance=1)
-    print_score(make_console(), by_backend, read(options.results))
+    rows = read(options.results)
+    print_score(make_console(), by_backend, rows)
+    write_results(summary(by_backend, rows), (options.json, write_json))
+
+
+def summary(by_backend: Mapping[str, Sequence[Mutant]], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the number of mutants that each column catches, and the mutants that survive, as plain values."""
+    found = {(row["key"], row["column"]): row for row in rows}
+    packages: dict[str, Any] = {}
+    for backend, mutants in by_backend.items():
+        done = [mutant for mutant in mutants if (mutant.key, CHECK) in found]
+        packages[backend] = {"mutants": len(mutants_of(PORTS[backend].package)), "run": len(done), "columns": {}}
+        for column in COLUMNS:
+            pairs = [(mutant, found[mutant.key, column]) for mutant in done]
+            packages[backend]["columns"][column] = {
+                "caught": dict(Counter(row["caught"] for _, row in pairs if row["caught"])),
+                "survivors": [{**asdict(mutant), "cases": row["cases"]} for mutant, row in pairs if not row["caught"]],
+            }
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"date": now, "machine": describe_machine(), "packages": packages}
 
 
 def chosen(backend: str, count: int | None, seed: int) -> Sequence[Mutant]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from docutils import nodes
 from panes import PACKAGES, ROOT, TITLES
-from results import conformance, devices, selftest, speed, tolerances, verdict
+from results import conformance, devices, mutation, selftest, speed, tolerances, verdict
 from speeds import compared, goals, kept, shares, translated
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
@@ -234,7 +234,7 @@ TABLES = {
 
 
 class Facts(SphinxDirective):
-    """Show a table: ``fields CLASS``, ``speed`` or ``compared TASK``, ``conformance DTYPE``, or one of ``TABLES``."""
+    """Show a table: ``fields CLASS``, ``speed``, ``compared`` or ``mutation`` of something, or one of ``TABLES``."""
 
     required_arguments = 1
     optional_arguments = 1
@@ -248,6 +248,8 @@ class Facts(SphinxDirective):
             lines = speed(of[0])
         elif kind == "compared":
             lines = compared(of[0])
+        elif kind == "mutation":
+            lines = mutation(of[0])
         elif kind == "conformance":
             lines = conformance(of[0])
         elif kind in TABLES:

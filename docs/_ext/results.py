@@ -184,3 +184,34 @@ def devices() -> Iterator[str]:
         yield f"| `{plan}` | {' | '.join(cells)} |".replace("\u00a0", " ")
     yield ""
     yield stamp(report, report["versions"])
+
+
+def mutation(part: str) -> Iterator[str]:
+    """Yield Markdown about the last mutation testing, from docs/results/mutation.json: ``scores`` or ``survivors``."""
+    report = read(RESULTS / "mutation.json")
+    if part == "scores":
+        yield "| package | cases | run | by a difference | by an exception | not run | equivalent | missed | score |"
+        yield "|---|---|" + "---:|" * 7
+        for package in report["packages"]:
+            for column, found in package["columns"].items():
+                different = found["caught"].get("difference", 0)
+                raised = sum(found["caught"].values()) - different
+                equivalent, missed = sum(one["count"] for one in found["equivalent"]), len(found["missed"])
+                score = (different + raised) / (different + raised + missed)
+                numbers = (f"{package['run']:,} of {package['mutants']:,}", different, raised)
+                cells = " | ".join(map(str, (*numbers, found["not run"], equivalent, missed, f"{100 * score:.1f}%")))
+                yield f"| {TITLES[package['package']]} | {column} | {cells} |"
+        yield ""
+        yield stamp(report, report["versions"])
+        return
+    for package in report["packages"]:
+        for column, found in package["columns"].items():
+            yield f"**{TITLES[package['package']]}, {column}**"
+            yield ""
+            yield from ("| missed | change | reason |", "|---|---|---|")
+            for one in found["missed"]:
+                change = one["change"].replace("|", "\\|").replace("\n", " ")
+                yield f"| `{one['place']}` | `{change}` | {one['why']} |"
+            yield from ("", "| equivalent, because | mutants |", "|---|---:|")
+            yield from (f"| {one['why']} | {one['count']} |" for one in found["equivalent"])
+            yield ""

@@ -2,13 +2,17 @@
 
 parity check --json check.json && python docs/results/keep.py conformance check.json COMMIT
 parity selftest --json selftest.json && python docs/results/keep.py selftest selftest.json COMMIT
+python docs/results/keep.py mutation numpy.json torch.json jax.json tf.json COMMIT    (of transformer_bench.mutation)
 python docs/results/keep.py devices torch.json jax.json tf.json COMMIT    (of parity check-distributed)
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+import tomllib
+from collections import Counter
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -80,13 +84,65 @@ def counted(trials: list[dict[str, Any]]) -> dict[str, int]:
     }
 
 
+def mutation(*reports: dict[str, Any]) -> dict[str, Any]:
+    """Return the number of mutants of each package that are caught, and the reason of each that survives."""
+    packages = {name: found for report in reports for name, found in report["packages"].items()}
+    return {
+        **{name: reports[0][name] for name in ("date", "machine")},
+        "versions": {name: version(LIBRARIES[name]) for name in packages},
+        "packages": [
+            {
+                "package": name,
+                **{count: found[count] for count in ("mutants", "run")},
+                "columns": {
+                    column: {"caught": one["caught"], **judged(column, one)} for column, one in found["columns"].items()
+                },
+            }
+            for name, found in packages.items()
+        ],
+    }
+
+
+def judged(column: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the survivors of a column by their reasons in mutation-reasons.toml.
+
+    Raises:
+        SystemExit: A survivor has no reason.
+    """
+    reasons = tomllib.loads((FOLDER / "mutation-reasons.toml").read_text("utf-8"))["reason"]
+    not_run = sum(mutant["cases"] == 0 for mutant in found["survivors"])
+    kinds: dict[str, Counter[str]] = {"equivalent": Counter(), "missed": Counter()}
+    missed = []
+    for mutant in found["survivors"]:
+        if mutant["cases"] == 0:
+            continue
+        place = f"{mutant['package']}.{mutant['module']}.{mutant['where']}"
+        change = f"{mutant['old']} -> {mutant['new']}"
+        for reason in reasons:
+            if (
+                column in reason.get("column", column)
+                and re.search(reason.get("where", ""), place)
+                and re.search(reason.get("change", ""), change)
+                and reason.get("kind", mutant["kind"]) == mutant["kind"]
+            ):
+                break
+        else:
+            raise SystemExit(f"mutation-reasons.toml has no reason for {place} {mutant['kind']}: {change} ({column})")
+        kind = "equivalent" if reason.get("equivalent", True) else "missed"
+        kinds[kind][reason["why"]] += 1
+        if kind == "missed":
+            missed.append({"place": place, "kind": mutant["kind"], "change": change, "why": reason["why"]})
+    equivalent = [{"why": why, "count": count} for why, count in kinds["equivalent"].most_common()]
+    return {"not run": not_run, "equivalent": equivalent, "missed": missed}
+
+
 def read(path: str) -> dict[str, Any]:
     """Return the result of a command, with what is particular to the command beside what all commands have."""
     document = json.loads(Path(path).read_text("utf-8"))
-    return {**document, **document["result"]}
+    return {**document, **document.get("result", {})}
 
 
-KINDS = {"conformance": conformance, "devices": devices, "selftest": selftest}
+KINDS = {"conformance": conformance, "devices": devices, "mutation": mutation, "selftest": selftest}
 
 
 def main(kind: str, *paths: str, commit: str) -> None:
