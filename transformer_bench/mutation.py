@@ -121,7 +121,7 @@ def run(children: Children, backend: str, mutants: Sequence[Mutant], file: Path)
         file: Keeps the lines that each case runs: finding them takes minutes.
 
     Raises:
-        ChildEndedError: The package without changes does not run, or does not agree.
+        ChildEndedError: The package without changes does not run.
     """
     due = list(mutants)
     while due:
@@ -129,6 +129,8 @@ def run(children: Children, backend: str, mutants: Sequence[Mutant], file: Path)
         child.send((backend, json.loads(file.read_text("utf-8")) if file.is_file() else None))
         lines = next(message for message in _messages(children, child, START) if isinstance(message, dict))
         write_json(file, lines)
+        if wrong := [trial for trial, ran in lines.items() if not ran]:
+            print(f"left out, because the package without changes does not agree: {', '.join(wrong)}")
         for _ in range(MOST[backend]):
             if not due:
                 break

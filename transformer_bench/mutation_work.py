@@ -182,7 +182,7 @@ class Trials:
             comparator = self.comparators.setdefault(dtype, Comparator("mutant", setting, self.reference))
             for name, port, cases in self.ports(package):
                 trials = {case.name: f"{self.column} {name} {dtype} {case.name}" for case in cases}
-                chosen = [case for case in cases if not changed or _runs(changed, trials[case.name], lines)]
+                chosen = [case for case in cases if _runs(changed, trials[case.name], lines)]
                 for together in [[case] for case in chosen] if lines is None else [chosen]:
                     by_name = {case.name: case for case in together}
                     for outputs in run_cases(together, port, [setting.placement(dtype)], self.report):
@@ -191,7 +191,11 @@ class Trials:
 
 
 def _runs(changed: Sequence[str], trial: str, lines: Lines | None) -> bool:
-    return lines is not None and not set(changed).isdisjoint(lines.get(trial, ()))
+    """Whether a trial runs one of the changed lines, or any line if none is given."""
+    if lines is None:
+        return True
+    ran = lines.get(trial, ())
+    return not set(changed).isdisjoint(ran) if changed else bool(ran)
 
 
 class Worker:
@@ -203,12 +207,9 @@ class Worker:
         self.lines: Lines = self._trace() if lines is None else lines
 
     def _trace(self) -> Lines:
-        """Run the package without changes, and return the lines that each trial runs.
-
-        Raises:
-            ValueError: A comparison fails.
-        """
+        """Run the package without changes, and return the lines that each trial runs; none if a comparison fails."""
         found: dict[str, set[str]] = {}
+        wrong: set[str] = set()  # trials that could not show a mutant
         seen: set[str] = set()
         folder = f"{ROOT / self.package}{os.sep}"
         modules: dict[str, str] = {}  # by file
@@ -231,12 +232,12 @@ class Worker:
             try:
                 for trial, finding in trials.findings(self.package, None, ()):
                     if finding.verdict not in (AGREES, SKIPPED):
-                        raise ValueError(f"{self.package} without changes does not agree: {trial}: {finding}")
+                        wrong.add(trial)
                     found.setdefault(trial, set()).update(seen)
                     seen.clear()
             finally:
                 sys.settrace(None)
-        return {trial: sorted(ran) for trial, ran in found.items()}
+        return {trial: [] if trial in wrong else sorted(lines) for trial, lines in found.items()}
 
     def results(self, mutant: Mutant) -> Iterator[Result]:
         """Yield the result of a mutant in each column."""
