@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 import warnings
+from dataclasses import asdict
 
 import pytest
+from imports import ROOT
 
 from transformer_bench import mutation, mutation_work
 from transformer_bench.mutants import Mutant, mutants_of, mutants_of_text, sample
@@ -14,6 +17,9 @@ from transformer_bench.mutation_work import COLUMNS, Result, Worker
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.ports.registry import PORTS
+
+sys.path.append(str(ROOT / "docs" / "results"))
+import keep
 
 
 def changes(body: str, kind: str | None = None) -> set[tuple[str, str]]:
@@ -164,3 +170,22 @@ def test_results_are_resumed_after_a_line_that_was_cut_off(tmp_path, monkeypatch
     assert len({(row["key"], row["column"]) for row in rows}) == 3 * len(COLUMNS)
     assert "survives" in capsys.readouterr().out
     assert json.loads(lines[0])["caught"] == ""
+
+
+def test_survivor_of_the_check_needs_a_reason():
+    survivor = {**asdict(mutant("fast", "2**15", "(2 * 15)")), "cases": 3}
+    found = keep.judged(keep.CHECK, {"survivors": [survivor, {**survivor, "cases": 0}]})
+    assert (found["not run"], found["missed"], [one["count"] for one in found["equivalent"]]) == (1, [], [1])
+    unknown = {"survivors": [{**survivor, "new": "7"}]}
+    assert keep.judged("cases for ports", unknown)["unexamined"] == 1
+    with pytest.raises(SystemExit, match=r"no reason for reference_numpy.fast. operator: 2\*\*15 -> 7"):
+        keep.judged(keep.CHECK, unknown)
+
+
+def test_figures_of_the_site_count_every_mutant():
+    kept = json.loads((ROOT / "docs" / "results" / "mutation.json").read_text("utf-8"))
+    for package in kept["packages"]:
+        for found in package["columns"].values():
+            equivalent = sum(one["count"] for one in found["equivalent"])
+            survivors = found["not run"] + equivalent + len(found["missed"]) + found["unexamined"]
+            assert sum(found["caught"].values()) + survivors == package["run"]

@@ -190,22 +190,26 @@ def mutation(part: str) -> Iterator[str]:
     """Yield Markdown about the last mutation testing, from docs/results/mutation.json: ``scores`` or ``survivors``."""
     report = read(RESULTS / "mutation.json")
     if part == "scores":
-        yield "| package | cases | run | by a difference | by an exception | not run | equivalent | missed | score |"
-        yield "|---|---|" + "---:|" * 7
+        counts = "by a difference | by an exception | not run | equivalent | missed | not examined"
+        yield f"| package | cases | mutants | {counts} | score |"
+        yield "|---|---|" + "---:|" * 8
         for package in report["packages"]:
             for column, found in package["columns"].items():
                 different = found["caught"].get("difference", 0)
                 raised = sum(found["caught"].values()) - different
                 equivalent, missed = sum(one["count"] for one in found["equivalent"]), len(found["missed"])
-                score = (different + raised) / (different + raised + missed)
-                numbers = (f"{package['run']:,} of {package['mutants']:,}", different, raised)
-                cells = " | ".join(map(str, (*numbers, found["not run"], equivalent, missed, f"{100 * score:.1f}%")))
+                caught, unexamined = different + raised, found["unexamined"]
+                score = f"{100 * caught / (caught + missed + unexamined):.1f}%"
+                numbers = (different, raised, found["not run"], equivalent, missed, unexamined, score)
+                cells = " | ".join([f"{package['run']:,} of {package['mutants']:,}", *map(str, numbers)])
                 yield f"| {TITLES[package['package']]} | {column} | {cells} |"
         yield ""
         yield stamp(report, report["versions"])
         return
     for package in report["packages"]:
         for column, found in package["columns"].items():
+            if found["unexamined"]:
+                continue
             yield f"**{TITLES[package['package']]}, {column}**"
             yield ""
             yield from ("| missed | change | reason |", "|---|---|---|")

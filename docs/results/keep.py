@@ -9,7 +9,6 @@ python docs/results/keep.py devices torch.json jax.json tf.json COMMIT    (of pa
 from __future__ import annotations
 
 import json
-import re
 import sys
 import tomllib
 from collections import Counter
@@ -21,6 +20,7 @@ from typing import Any
 from transformer_parity.engine.system.machine import describe_machine
 
 LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax", "tf": "tensorflow"}
+CHECK = "check of the packages"  # the cases whose survivors are examined
 FOLDER = Path(__file__).parent
 
 
@@ -107,33 +107,35 @@ def judged(column: str, found: dict[str, Any]) -> dict[str, Any]:
     """Return the survivors of a column by their reasons in mutation-reasons.toml.
 
     Raises:
-        SystemExit: A survivor has no reason.
+        SystemExit: A survivor of the check has no reason.
     """
-    reasons = tomllib.loads((FOLDER / "mutation-reasons.toml").read_text("utf-8"))["reason"]
-    not_run = sum(mutant["cases"] == 0 for mutant in found["survivors"])
-    kinds: dict[str, Counter[str]] = {"equivalent": Counter(), "missed": Counter()}
-    missed = []
-    for mutant in found["survivors"]:
-        if mutant["cases"] == 0:
-            continue
-        place = f"{mutant['package']}.{mutant['module']}.{mutant['where']}"
-        change = f"{mutant['old']} -> {mutant['new']}"
-        for reason in reasons:
-            if (
-                column in reason.get("column", column)
-                and re.search(reason.get("where", ""), place)
-                and re.search(reason.get("change", ""), change)
-                and reason.get("kind", mutant["kind"]) == mutant["kind"]
-            ):
-                break
+    reasons = tomllib.loads((FOLDER / "mutation-reasons.toml").read_text("utf-8"))
+    known = {
+        mutant: (kind, reason["why"])
+        for kind in ("equivalent", "missed")
+        for reason in reasons[kind]
+        for mutant in reason["mutants"]
+    }
+    survivors = [one for one in found["survivors"] if one["cases"]]
+    equivalent: Counter[str] = Counter()
+    missed, unexamined = [], 0
+    for one in survivors:
+        place, change = f"{one['package']}.{one['module']}.{one['where']}", f"{one['old']} -> {one['new']}"
+        kind, why = known.get(f"{place} {one['kind']}: {change}", ("", ""))
+        if kind == "equivalent":
+            equivalent[why] += 1
+        elif kind == "missed":
+            missed.append({"place": place, "kind": one["kind"], "change": change, "why": why})
+        elif column == CHECK:
+            raise SystemExit(f"mutation-reasons.toml has no reason for {place} {one['kind']}: {change}")
         else:
-            raise SystemExit(f"mutation-reasons.toml has no reason for {place} {mutant['kind']}: {change} ({column})")
-        kind = "equivalent" if reason.get("equivalent", True) else "missed"
-        kinds[kind][reason["why"]] += 1
-        if kind == "missed":
-            missed.append({"place": place, "kind": mutant["kind"], "change": change, "why": reason["why"]})
-    equivalent = [{"why": why, "count": count} for why, count in kinds["equivalent"].most_common()]
-    return {"not run": not_run, "equivalent": equivalent, "missed": missed}
+            unexamined += 1
+    return {
+        "not run": len(found["survivors"]) - len(survivors),
+        "equivalent": [{"why": why, "count": count} for why, count in equivalent.most_common()],
+        "missed": missed,
+        "unexamined": unexamined,
+    }
 
 
 def read(path: str) -> dict[str, Any]:
