@@ -156,8 +156,8 @@ class _Changes:
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
         self.lines: tuple[int, int] | None = None  # of the statement of the last change
-        self.function: tuple[int, int] | None = None  # of the header of the last function that is not inside of one
-        self.outer: tuple[int, int] | None = None  # of the header of a function with functions inside
+        self.function: tuple[int, int] | None = None  # header of the last outermost function
+        self.outer: tuple[int, int] | None = None  # header of the function around the current one
 
     def of_module(self) -> Iterator[Change]:
         yield from self._of_body(self.tree.body, "", [])
