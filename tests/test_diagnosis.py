@@ -13,6 +13,7 @@ from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses
 from transformer_parity.transformer.diagnose.investigate import investigate_files
+from transformer_parity.transformer.diagnose.places import Place
 from transformer_parity.transformer.diagnose.trials import TRUTH
 from transformer_parity.transformer.mistakes.catalogue import FORWARD
 from transformer_parity.transformer.mistakes.mistake import Mistake
@@ -132,3 +133,13 @@ def test_mistake_is_named_although_unread_positions_have_other_values():
     assert any(not np.array_equal(combined[tap], value) for tap, value in shown(outside, case).items())
     found = diagnose(case, combined, "it", known=list(outside.parts))
     assert (found.confidence, found.hypotheses) == (EXACT, (outside.name,))
+
+
+def test_place_is_found_although_unread_positions_seem_to_introduce_differences():
+    """Heads merged without a transpose mix positions, so that later blocks read values at padding."""
+    case = next(case for case in CASES if case.name == "full/padded")
+    parts = tuple(f"decoder.layers.{i}.cross_attention" for i in range(CONFIG.num_decoder_layers))
+    (mistake,) = named("heads merged without a transpose", case.stage).parts
+    right, wrong = shown(TRUTH, case), shown(Hypothesis((mistake,), Place("", parts)), case)
+    found = diagnose(case, Read.of(case, right).combine(wrong, right), "it", known=[mistake])
+    assert found.hypotheses == (f"{mistake.name}, in decoder.layers.*.cross_attention only",)
