@@ -39,7 +39,7 @@ def given(arrays: Mapping[str, ndarray], dtype: str) -> Tensors:
     found = {}
     for name, array in arrays.items():
         rounds = dtype == "bfloat16" and array.dtype.kind == "f"
-        found[name] = array.astype("bfloat16").astype(array.dtype) if rounds else array.copy()
+        found[name] = array.astype("bfloat16").astype(array.dtype) if rounds else array.copy(order="K")
         found[name].setflags(write=False)
     return found
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 
 from reference_numpy.search import beam_search, greedy_search
 from reference_numpy.transformer import Transformer
-from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, TOKENS, Case, in_stages, tiny
+from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, TOKENS, Case, in_stages, tiny
 from transformer_parity.transformer.cases.dependence import why_nothing_shows
 from transformer_parity.transformer.cases.inputs import (
     BATCH,
@@ -66,9 +67,9 @@ def model_cases(config: TransformerConfig) -> list[Case]:
 
 def _steps(config: TransformerConfig) -> Iterator[Case]:
     """Yield runs of twenty steps; names that begin with ``port_clipped`` are clipped."""
-    cooldown, slices = {"cooldown_steps": 10}, {"accumulation_steps": 2}
-    clipped, far_below = {"clip_norm": CLIP}, {"clip_norm": FAR}
-    for name, settings, rows, unlabeled in (
+    cooldown: dict[str, Any] = {"cooldown_steps": 10}
+    slices, clipped, far_below = {"accumulation_steps": 2}, {"clip_norm": CLIP}, {"clip_norm": FAR}
+    runs: tuple[tuple[str, dict[str, Any], tuple[int, ...], bool], ...] = (
         ("port", cooldown, (), False),
         ("port/changing_slices", slices, (4, 2), True),
         ("port/one_sentence", {**cooldown, **far_below}, (4, 1, 3), True),
@@ -76,7 +77,8 @@ def _steps(config: TransformerConfig) -> Iterator[Case]:
         ("port_clipped", {**cooldown, **clipped, **slices}, (), False),
         ("port_clipped/unlabeled_rows", clipped, (), True),
         ("port_clipped/changing_slices", {**cooldown, **clipped, **slices}, (2, 4), False),
-    ):
+    )
+    for name, settings, rows, unlabeled in runs:
         case = step_case(name, config, TrainingConfig(**SHORT, **settings))
         inputs = dict(case.inputs)
         if unlabeled:
@@ -151,18 +153,17 @@ def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
     source_ids = padded_ids(generator("searches"), config.source_vocab_size, config.pad_id, lengths, SOURCE)
     varied, most = _varied_seed(config), longest(config)
     inputs = {"source_ids": source_ids, "target_ids": np.full((MANY, 1), config.bos_id)}
-    forward = Case("full/many", "full model", config, "", inputs, seed=varied)
     turned = {**inputs, "source_ids": np.roll(source_ids, 1, axis=0)}
     for name, search, seed, earlier in (
-        ("greedy", Search(max_length=most), _seed_that_says_padding(config), forward),
+        ("greedy", Search(max_length=most), _seed_that_says_padding(config), {"stage": ACTIVATIONS, "search": None}),
         ("greedy_ends", Search(max_length=LONGEST), varied, {"seed": varied + 1}),  # so that half need no beam
         ("beam", Search(4, PENALTY, LONGEST), varied, {"inputs": turned}),
         ("narrow_beam", Search(3, SMALL_PENALTY, LONGEST), varied, {"seed": varied + 1}),
     ):
-        names, once = (f"decode/many_{name}", "decoding"), {"dtypes": ("float64",), "stage": DECODE}
-        case = Case(*names, config, "", inputs, seed=seed, search=search, **once)
-        before = replace(case, **earlier) if isinstance(earlier, dict) else replace(earlier, seed=seed)
-        yield replace(case, before=(before,))
+        names, dtypes = (f"decode/many_{name}", "decoding"), ("float64",)
+        case = Case(*names, config, "", inputs, seed=seed, dtypes=dtypes, stage=DECODE, search=search)
+        changes: dict[str, Any] = earlier
+        yield replace(case, before=(replace(case, **changes),))
 
 
 def _unlike_the_first(config: TransformerConfig) -> Iterator[Case]:

@@ -105,7 +105,7 @@ def hard_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]
 
 
 # How much larger some weights are: a plain exp of scores overflows in float32, and of logits in float64.
-SHARPER, WIDER, LOUDER = 8, 50, 500
+SHARPER, WIDER, LOUDER = 16, 50, 500
 
 
 def sharp_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:

@@ -34,7 +34,7 @@ from transformer_spec.search_rules import SearchRules
 from transformer_spec.training_config import TrainingConfig
 
 EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)  # and yet nothing drops
-LONGEST = 12  # tokens of a hypothesis
+LONGEST, MOST = 12, 32  # tokens of a hypothesis; the most are the maximum length of the models
 STEPWISE = 4  # positions that are decoded one after another
 LONG = 5001  # positions; where angles in float32 are wrong in the fourth digit
 QUERIES = 300  # of a head; more than a package takes at a time
@@ -163,6 +163,7 @@ def _full_models() -> Iterator[Case]:
     same_attention = ("source_as_long_as_target", "one_token", "one_sentence")
     for name, inputs in batches.items():
         yield Case(f"full/{name}", "full model", config, "", inputs, fast=name not in same_attention)
+    yield from _again(config)
     for name, changed in {
         "untied": tiny(tie_embeddings="none", target_vocab_size=41, output_bias=True, feed_forward_bias=False),
         "tied_target": tiny(tie_embeddings="target_output", target_vocab_size=41),
@@ -173,6 +174,21 @@ def _full_models() -> Iterator[Case]:
         yield Case(f"full/{name}", "full model", changed, "", token_ids(changed), fast=name == "deeper_decoder")
     sizes: dict[str, Any] = {"d_model": 8, "num_heads": 2, "d_k": 3, "d_v": 5, "d_ff": 6}
     yield large_vocabulary(tiny(**sizes, num_encoder_layers=1, num_decoder_layers=1))
+
+
+def _again(config: TransformerConfig) -> Iterator[Case]:
+    """Yield different batches, weights and arrays in shapes that were run before, so that little is compiled."""
+    first = Case("full/padded", "full model", config, "", token_ids(config), dtypes=("float64",))
+    other = {name: np.roll(array, 1, axis=0) for name, array in first.inputs.items()}
+    one_token = {name: array[:, :1] for name, array in first.inputs.items()}
+    as_int32 = {name: np.asfortranarray(array, np.int32) for name, array in first.inputs.items()}
+    yield replace(first, name="full/other_padding", inputs=other, before=(first,))
+    yield replace(first, name="full/of_two_models", before=(replace(first, seed=1),))
+    yield replace(first, name="full/large", magnitude="large")
+    # With one key, rounding of large scores in float32 changes no attention weight.
+    exp_overflows = replace(first, magnitude="large", inputs=one_token, fast=False)
+    yield replace(exp_overflows, name="full/large_one_token", dtypes=("float64", "float32"))
+    yield replace(first, name="full/int32", inputs=as_int32, fast=False)
 
 
 def large_vocabulary(config: TransformerConfig) -> Case:
@@ -209,6 +225,10 @@ def _gradients() -> Iterator[Case]:
     }.items():
         dtypes = ("float64", "float32") if name in ("padded", "source_all_padding") else ("float64",)
         yield Case(f"gradients/{name}", "gradients", config, "", inputs, dtypes=dtypes, stage=GRADIENTS)
+    inputs, dtypes = with_labels(ids, config), ("float64",)
+    usual = Case("gradients/large", "gradients", config, "", inputs, dtypes=dtypes, stage=GRADIENTS)
+    unlabeled = {**inputs, "labels": np.where(np.arange(BATCH)[:, None] == 1, config.pad_id, inputs["labels"])}
+    yield replace(usual, inputs=unlabeled, magnitude="loud", before=(usual,))
     tied = tiny("annotated", tie_embeddings="target_output", target_vocab_size=41, activation="gelu_tanh")
     inputs = with_labels(token_ids(tied), tied)
     yield Case("gradients/tied_target", "gradients", tied, "", inputs, dtypes=("float64",), stage=GRADIENTS)
@@ -227,7 +247,7 @@ def _steps() -> Iterator[Case]:
     clipped = TrainingConfig(
         **SHORT, cooldown_steps=10, clip_norm=0.5, accumulation_steps=2, activation_checkpointing=True
     )
-    yield step_case("pre", pre, clipped)
+    yield replace(step_case("pre", pre, clipped), between=True)
 
 
 # At a learning rate of at most 1.4e-3: a larger one would amplify rounding.
@@ -262,7 +282,7 @@ def _searches() -> Iterator[Case]:
     greedy, beam = searches("other_decoder", other, dtypes=("float64",), seed=140)  # every rule decides something
     rules = SearchRules(no_repeat_ngram_size=3, banned_ids=(10,), at_limit="scored")
     yield from (replace(greedy, search=replace(greedy.options, min_length=4, rules=rules)), beam)
-    yield from searches("ends_apart", config, dtypes, seed=58, length_penalty=1.5)
+    yield from searches("ends_apart", config, dtypes, seed=58, length_penalty=1.5, limit=MOST)
     yield _search_in_blocks()
     yield from _searches_by_rules(config)
 
@@ -311,14 +331,15 @@ def searches(
     seed: int = 0,
     length_penalty: float = 0.6,
     num_hypotheses: int = 3,
+    limit: int = LONGEST,
 ) -> Iterator[Case]:
     """Yield greedy and beam search with the full model of a config."""
     ids = token_ids(config)
     target_ids = ids["target_ids"][:, :STEPWISE].copy()
     target_ids[:, 0] = config.bos_id
     for kind, search in {
-        "greedy": Search(max_length=LONGEST),
-        "beam": Search(4, length_penalty, LONGEST, num_hypotheses),
+        "greedy": Search(max_length=limit),
+        "beam": Search(4, length_penalty, limit, num_hypotheses),
     }.items():
         yield Case(
             f"decode/{name}_{kind}",

@@ -102,7 +102,7 @@ SEARCHES = (
         large=True,
         search=(None, 0.0, LONGEST),
     ),
-    Variant("decode/port_beam/longest", SEVERAL, (9, MIXED), before=MODEL, search=(3, 1.5, LONGEST)),
+    Variant("decode/port_beam/longest", ONE, (9, NONE), before=MODEL, search=(3, 0.6, LONGEST)),
     Variant(
         "decode/port_beam/one_sentence",
         *(ONE, (9, NONE)),
