@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from golden_vectors import PADDED, compare, drop, set_field
+from golden_vectors import PADDED, compare, drop, edit, set_field
 from golden_vectors import copy as copy  # a fixture
 from golden_vectors import truth as truth  # a fixture
 
@@ -127,3 +127,22 @@ def test_gaps_of_inputs_are_named(truth):
 
 def replace_inputs(case, change):
     return replace(case, inputs={name: change(ids) for name, ids in case.inputs.items()})
+
+
+def test_results_that_b_omits_are_named(truth, copy, capsys):
+    case = {"case": "gradients/*", "tensors": ["of *", "at *"], "reason": "loss only"}
+    for name in ("gradients/padded", "gradients/one_token"):
+        edit(copy, name, "float64", lambda tensors: [tensors.pop(tap) for tap in list(tensors) if tap != "loss"])
+    set_field("left_out", value=[case])(copy)
+    assert compare(truth, copy, "--stage", "gradients") == 3
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "MISSING numpy: gradients: B omits 'of *' in more than half of its cases" in printed
+
+
+def test_a_declared_omission_of_one_gradient_is_no_divergence(truth, copy, capsys):
+    table = "of source_embedding.table"
+    edit(copy, "gradients/padded", "float64", lambda tensors: tensors.pop(table))
+    assert compare(truth, copy, "--stage", "gradients") == 1
+    assert f"missing {table}" in capsys.readouterr().out
+    set_field("left_out", value=[{"case": "gradients/*", "tensors": [table], "reason": "frozen"}])(copy)
+    assert compare(truth, copy, "--stage", "gradients") == 0

@@ -111,6 +111,11 @@ def without_learning(case: Case) -> Case:
     return case if case.settings is None else replace(case, settings=replace(case.settings, learning_rate_factor=1e-30))
 
 
+def with_limit(case: Case) -> Case:
+    """Make a search end after one token."""
+    return case if case.search is None else replace(case, search=replace(case.search, max_length=1))
+
+
 nothing_shows("ZeroWeights", "The weights of both are zero.", weight=lambda name, x: 0 * x)
 nothing_shows(
     "ZeroScales",
@@ -152,3 +157,31 @@ vectors(
     ),
     expected=INCOMPLETE,
 )
+
+
+def results_left_out(name: str, what: str, cases: tuple[str, ...], kept: str) -> None:
+    """Add an attack in which B leaves out all tensors of some cases but one."""
+
+    def edit(a: Vectors, b: Vectors) -> None:
+        entries = []
+        for case in cases:
+            entries.append({**LATER[0], "case": case, "tensors": [n for n in b.outputs(case)[0] if n != kept]})
+            b.drop(lambda tensor: tensor != kept, case)
+        b.manifest.update(left_out=entries)
+
+    vectors(name, what, edit, expected=INCOMPLETE)
+
+
+results_left_out(
+    "EmbeddingsOnly", "B leaves out what is computed from the source embeddings.", FULL, "source_embedding.output"
+)
+results_left_out(
+    "LossOnly",
+    "B leaves out all gradients, and holds their losses.",
+    ("gradients/padded", "gradients/one_token"),
+    "loss",
+)
+results_left_out(
+    "FirstLossOnly", "B leaves out what optimizer steps change.", (STEPS, "steps/port_clipped"), "step 1 loss"
+)
+nothing_shows("OneTokenSearches", "The searches of both end after one token.", change=with_limit)

@@ -28,7 +28,6 @@ from transformer_parity.transformer.golden.vectors import DTYPES, GoldenFolder
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.stages.decode import SCORES, TOKENS
 from transformer_parity.transformer.stages.registry import STAGES
-from transformer_parity.transformer.stages.training_stage import WHOLE
 from transformer_spec.checks import some
 
 Progress = Callable[[str], None]
@@ -171,7 +170,7 @@ def _compare_case(pair: FolderPair, case: Case, dtype: str, reference: Reference
             yield author.skipped(FILES, COPIED)
             return
         of_candidate.paths[FILES] = computed
-        of_candidate.absent += [(name, COPIED) for name in [*copied, WHOLE]]
+        of_candidate.absent += [(name, COPIED) for name in copied]
     if truth.holds(case, dtype):  # what A leaves out need not be in B
         of_candidate.absent += [(name, f"A leaves it out: {why}") for name, why in outputs(case, dtype, truth).absent]
     yield from Comparator(pair.backend, setting, reference).compare(case, of_candidate)

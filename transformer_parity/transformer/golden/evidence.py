@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 
 import numpy as np
 
-from transformer_parity.transformer.cases.case import DECODE, STEPS, Case
+from transformer_parity.engine.outputs import OUTPUT
+from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.transformer.cases.dependence import VISIBLE, why_nothing_shows
 from transformer_parity.transformer.golden.vectors import DTYPES, GoldenFolder
 from transformer_parity.transformer.stages.decode import TOKENS
 
 IDS = ("source_ids", "target_ids", "labels")
+# By stage, the tensors of which B must hold half: the results, not only tensors that every program computes alike.
+RESULTS = {ACTIVATIONS: OUTPUT, GRADIENTS: "of *", STEPS: "step * loss", DECODE: TOKENS}
 
 
 def gaps(truth: GoldenFolder, candidate: GoldenFolder, cases: Sequence[Case]) -> Iterator[str]:
@@ -27,10 +31,24 @@ def gaps(truth: GoldenFolder, candidate: GoldenFolder, cases: Sequence[Case]) ->
     both = [case for case in cases if any(truth.holds(case, d) and candidate.holds(case, d) for d in DTYPES)]
     for stage in dict.fromkeys(case.stage for case in both):
         of_stage = [case for case in both if case.stage == stage]
+        results = [_has_results(case, truth, candidate) for case in of_stage]
+        if 2 * sum(results) < len(results):
+            yield f"{stage}: B omits {RESULTS[stage]!r} in more than half of its cases"
         for name in IDS:
             if arrays := [case.inputs[name] for case in of_stage if name in case.inputs]:
                 yield from (f"{stage}: {why}" for why in _gaps_of_ids(name, arrays, truth.config.pad_id))
     yield from _gaps_of_results(truth, both)
+
+
+def _has_results(case: Case, truth: GoldenFolder, candidate: GoldenFolder) -> bool:
+    """Return whether B holds at least half of the results of a case in one dtype."""
+    for dtype in DTYPES:
+        if truth.holds(case, dtype) and candidate.holds(case, dtype):
+            names = [name for name in truth.tensors(case, dtype) if fnmatchcase(name, RESULTS[case.stage])]
+            held = [name for name in names if name in candidate.tensors(case, dtype)]
+            if names and 2 * len(held) >= len(names):
+                return True
+    return False
 
 
 def _gaps_of_ids(name: str, arrays: Sequence[np.ndarray], pad_id: int) -> Iterator[str]:
@@ -47,6 +65,8 @@ def _gaps_of_results(truth: GoldenFolder, cases: Sequence[Case]) -> Iterator[str
     found = [tensors[TOKENS] for case, tensors in held if case.stage == DECODE and TOKENS in tensors]
     if found and not any((tokens != tokens[:1]).any() for tokens in found):
         yield f"{DECODE}: every search returns the same hypothesis for each of its sentences"
+    if found and not any(tokens.shape[-1] > 1 for tokens in found):
+        yield f"{DECODE}: no search returns more than one token"
     for case, tensors in held:
         moved = [_is_moved(name, tensor, truth) for name, tensor in tensors.items() if " weight " in name]
         if case.stage == STEPS and moved and 2 * sum(moved) < len(moved):

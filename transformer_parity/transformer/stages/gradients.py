@@ -10,7 +10,7 @@ import numpy as np
 
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import Finding
-from transformer_parity.engine.outputs import TAPS, Outputs
+from transformer_parity.engine.outputs import FILES, TAPS, Outputs
 from transformer_parity.engine.tensors import Tensors
 from transformer_parity.engine.tolerances import EPS, POLICY, by_baseline, finite
 from transformer_parity.transformer.cases.case import GRADIENTS, Case
@@ -44,6 +44,11 @@ class GradientStage(TrainingStage):
     def compare(self, shown: PathTensors) -> Iterator[Finding]:
         """Compare the gradients, and the concatenation of all gradients of parameters, computed here."""
         return super().compare(replace(shown, tensors=_with_whole(shown.tensors, shown.expected.tensors)))
+
+    def due(self, shown: PathTensors) -> list[str]:
+        """Return the names of a path: there is no whole gradient if files omit the gradient of a parameter."""
+        names = super().due(shown)
+        return [name for name in names if name in shown.tensors or name != WHOLE or shown.path != FILES]
 
     def not_offered(self, due: list[str], shown: PathTensors) -> tuple[list[str], list[str]]:
         """Leave out the gradients at taps that the port does not promise to show, or else those at all taps."""
