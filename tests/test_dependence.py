@@ -92,6 +92,18 @@ def test_a_port_on_which_nothing_shows_is_incomplete(kind, why, tmp_path, capsys
     assert main(["golden", "--for", f"test_dependence:{kind}", "--out", str(tmp_path / "truth")]) == 3
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_port_must_leave_a_case_with_padding_in_each_stage(stage):
+    config, port = tiny(d_k=None, d_v=None), PluginPort(f"{MyPort.__module__}:MyPort")
+    of_stage = [case for case in port_cases(config) if case.stage == stage]
+    port.left_out = {case.name: "later" for case in of_stage}
+    assert port_config(port) == config  # the whole stage, which is reported as missing
+    port.left_out = {case.name: "later" for case in of_stage if (case.inputs["source_ids"] == config.pad_id).any()}
+    if len(port.left_out) < len(of_stage):
+        with pytest.raises(ValueError, match=f"left_out of MyPort must leave a case of {stage} with padding"):
+            port_config(port)
+
+
 def test_weights_on_which_nothing_shows_are_refused(tmp_path, capsys):
     config, path = tiny(), tmp_path / "weights.safetensors"
     ref.save_weights(path, config, {name: 0 * array for name, array in hard_weights(config).items()})

@@ -141,9 +141,14 @@ def port_config(port: PluginPort) -> TransformerConfig:
         if not any(matches(pattern, tap) for tap in tap_shapes(config, 1, 1, 1)):
             raise ValueError(f"taps of {port.name}: {pattern!r} is no tap: see `parity info --names`")
     if port.left_out:
-        names = [case.name for case in port_cases(config)]
+        cases = port_cases(config)
+        names = [case.name for case in cases]
         if unknown := [name for name in port.left_out if name not in names]:
             raise ValueError(f"left_out of {port.name}: {unknown[0]!r} is no case: known are {', '.join(names)}")
+        kept = [case for case in cases if case.name not in port.left_out]
+        padded = {case.stage for case in kept if (case.inputs["source_ids"] == config.pad_id).any()}
+        if unpadded := [case.stage for case in kept if case.stage not in padded]:
+            raise ValueError(f"left_out of {port.name} must leave a case of {unpadded[0]} with padding")
     return config
 
 
