@@ -10,7 +10,7 @@ import numpy as np
 from numpy import ndarray
 
 from attacks.attack import INCOMPLETE, TOLERATED
-from attacks.folders import BEAM, EASIEST, FULL, GREEDY, LATER, OUTPUT, PADDED, SENTENCE, STEPS, Edit, vectors
+from attacks.folders import EASIEST, FULL, LATER, OUTPUT, PADDED, Edit, vectors
 from attacks.folders import FOLDERS as FOLDERS  # to which those below are added
 from attacks.vectors import Vectors, made, rounded
 from transformer_parity.transformer.cases.case import Case
@@ -148,23 +148,30 @@ vectors(
     lambda a, b: (a.keep(EASIEST), a.manifest.update(left_out=LATER)),
     expected=INCOMPLETE,
 )
+
+
+def leave_padding_out(a: Vectors, b: Vectors) -> None:
+    """Drop every forward pass and gradient with padding."""
+    padded = [case["name"] for case in b.manifest["cases"] if (b.inputs(case["name"])["source_ids"] == 0).any()]
+    kept = [case["name"] for case in b.manifest["cases"]]
+    b.keep(*[name for name in kept if name not in padded or not name.startswith(("full/", "gradients/"))])
+    b.manifest.update(left_out=LATER)
+
+
 vectors(
     "PaddedLeftOut",
-    "B leaves out every forward pass and gradient with padding, which is half of these cases.",
-    lambda a, b: (
-        b.keep(SENTENCE, EASIEST, "gradients/one_token", STEPS, "steps/port_clipped", GREEDY, BEAM),
-        b.manifest.update(left_out=LATER),
-    ),
+    "B leaves out every forward pass and gradient with padding.",
+    leave_padding_out,
     expected=INCOMPLETE,
 )
 
 
-def results_left_out(name: str, what: str, cases: tuple[str, ...], kept: str) -> None:
-    """Add an attack in which B leaves out all tensors of some cases but one."""
+def results_left_out(name: str, what: str, stage: str, kept: str) -> None:
+    """Add an attack in which B leaves out all tensors of a stage but one."""
 
     def edit(a: Vectors, b: Vectors) -> None:
         entries = []
-        for case in cases:
+        for case in [case["name"] for case in b.manifest["cases"] if case["stage"] == stage]:
             entries.append({**LATER[0], "case": case, "tensors": [n for n in b.outputs(case)[0] if n != kept]})
             b.drop(lambda tensor: tensor != kept, case)
         b.manifest.update(left_out=entries)
@@ -172,16 +179,8 @@ def results_left_out(name: str, what: str, cases: tuple[str, ...], kept: str) ->
     vectors(name, what, edit, expected=INCOMPLETE)
 
 
-results_left_out(
-    "EmbeddingsOnly", "B leaves out what is computed from the source embeddings.", FULL, "source_embedding.output"
-)
-results_left_out(
-    "LossOnly",
-    "B leaves out all gradients, and holds their losses.",
-    ("gradients/padded", "gradients/one_token"),
-    "loss",
-)
-results_left_out(
-    "FirstLossOnly", "B leaves out what optimizer steps change.", (STEPS, "steps/port_clipped"), "step 1 loss"
-)
+EMBEDDING = "source_embedding.output"
+results_left_out("EmbeddingsOnly", "B leaves out what is computed from the embeddings.", "activations", EMBEDDING)
+results_left_out("LossOnly", "B leaves out all gradients, and holds their losses.", "gradients", "loss")
+results_left_out("FirstLossOnly", "B leaves out what optimizer steps change.", "steps", "step 1 loss")
 nothing_shows("OneTokenSearches", "The searches of both end after one token.", change=with_limit)
