@@ -28,9 +28,10 @@ from transformer_parity.transformer.diagnose.diagnosis import (
 from transformer_parity.transformer.diagnose.hypotheses import hypotheses
 from transformer_parity.transformer.diagnose.learning_rate import of_learning_rate
 from transformer_parity.transformer.diagnose.own_forward import beside_forward
-from transformer_parity.transformer.diagnose.properties import is_random, lacking, of_path, rounding
+from transformer_parity.transformer.diagnose.patterns import Shown, among_cases, not_finite, patterns
+from transformer_parity.transformer.diagnose.properties import is_random, lacking, of_path, only_float32, rounding
 from transformer_parity.transformer.diagnose.signatures import places, signatures
-from transformer_parity.transformer.diagnose.trials import TRUTH, Trials
+from transformer_parity.transformer.diagnose.trials import TRUTH, Trials, observed
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placement, Placements
 from transformer_parity.transformer.ports.registry import DEFINITION
@@ -129,16 +130,19 @@ class Investigation:
                 if name in compared - {case.name} and _shared(other) == _shared(case)
             ]
             hypothetical = hypotheses(case.config, case.stage, forward_agrees=_forward_agrees(findings))
-            yield self._report(case, finding, kept.get((case.name, finding.dtype), {}), others, hypothetical)
+            about = [f for f in findings if f.dtype == finding.dtype and f.stage == case.stage]
+            shown = kept.get((case.name, finding.dtype), {})
+            yield self._report(case, [finding, *about], shown, others, hypothetical)
 
     def _report(
         self,
         case: Case,
-        finding: Finding,
+        findings: Sequence[Finding],
         shown: Arrays,
         others: Sequence[tuple[Case, Arrays | None]],
         hypothetical: Sequence[Mistake],
     ) -> FailureReport:
+        finding = findings[0]
         dtype = finding.dtype
         unknown = Diagnosis(f"unknown: {finding.detail}" if finding.detail else "unknown", UNKNOWN)
         report = FailureReport(self.port.name, dtype, case.name, case.stage, None, unknown)
@@ -159,11 +163,20 @@ class Investigation:
         known = [*hypothetical, *([self.suspect] if self.suspect else [])]
         found = unknown
         if dtype == "float64":
+            truth = observed(TRUTH, case) or {}
+            if precision := only_float32(case, shown, truth):
+                return replace(report, diagnosis=Diagnosis(precision, LIKELY))
             found = diagnose(case, shown, self.port.name, self.progress, known, others)
             if finding.tap == NAMES:
                 found = _of_names(found, finding.detail)
+            elif not Trials.of(case, shown).differing(TRUTH):
+                found = Diagnosis(f"unknown: only {finding.tap} differs, by less than any known mistake", UNKNOWN)
+            about = Shown.of(case, findings, shown, truth)
+            if found.confidence != EXACT and (nowhere := not_finite(about)):
+                found = replace(_first(found, [nowhere]), sentence=nowhere)
             if not forward and found.confidence != EXACT:
                 found = self._beside_forward(found, [(case, shown), *others])
+                found = _first(found, [*patterns(about), *among_cases(findings, case, others)])
         if case.stage not in REPLAYED:
             return replace(report, diagnosis=found)
         subject = Subject.of(case, self.port.name, dtype)
@@ -177,6 +190,8 @@ class Investigation:
             if forward:
                 statements = self._measurements(case, evidence, statements)
             found = _with_statements(found, statements, evidence)
+            if forward and dtype == "float64":
+                found = _first(found, [*patterns(about), *among_cases(findings, case, others)])
         report = replace(report, blame=evidence.blame, diagnosis=found, folder=self._saved(evidence, case))
         return replace(report, view=self.view(evidence, subject)) if self.view and case.is_forward else report
 
@@ -185,9 +200,11 @@ class Investigation:
         with suppress(Exception):  # where it cannot be run, the rest of the report stands
             if statement := beside_forward(self.port, self.setting.placement("float64"), shown):
                 return _first(found, [statement])
-        case, tensors = shown[0]
-        statement = of_learning_rate(case, tensors or {})
-        return _first(found, [statement]) if statement else found
+        with suppress(Exception):  # losses that are missing or infinite show no rate
+            case, tensors = shown[0]
+            if statement := of_learning_rate(case, tensors or {}):
+                return _first(found, [statement])
+        return found
 
     def _randomness(self, case: Case, dtype: str) -> str:
         """Say whether two calls on the same input differ; empty if they do not, or where it cannot be told."""
@@ -214,11 +231,11 @@ class Investigation:
     def _measurements(self, case: Case, evidence: Evidence, of_error: Sequence[str]) -> list[str]:
         """Return what other runs of the port show, before what the error of the first wrong block is like."""
         placement = self.setting.placement(evidence.blame.dtype)
-        if found := [*lacking(case, self.port, placement), *of_error]:
-            return found
+        rounded, noise = "", 0.0
         with suppress(Exception):  # a port need not take other weights
-            return list(filter(None, [rounding(case, self.port, placement)]))
-        return []
+            rounded, noise = rounding(case, self.port, placement)
+        properties = lacking(case, self.port, placement, noise)
+        return [*filter(None, [rounded]), *properties, *of_error]
 
     def _blame(self, subject: Subject) -> Evidence:
         return blame(self._loaded(subject.case, subject.dtype), subject)

@@ -19,6 +19,7 @@ from transformer_parity.transformer.diagnose.properties import SAME, output
 from transformer_parity.transformer.ports.protocol import Implementation, Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.decode import TOKENS
+from transformer_spec.config import TransformerConfig
 
 ROUNDING = 1e-9  # nats, and relative: what rounding may turn in float64
 FIRST = "compare it first, with --stage activations"
@@ -55,8 +56,8 @@ def beside_forward(
             continue
         inputs = {"source_ids": source_ids, "target_ids": target_ids}
         weights = case.load_weights()
-        own = output(port.load(case.config, given(weights, "float64"), placement), inputs)
-        truth = output(DEFINITION.load(case.config, weights, Placement("float64")), inputs)
+        own = output(port.load(case.config, given(weights, "float64"), placement), inputs, case.config)
+        truth = output(DEFINITION.load(case.config, weights, Placement("float64")), inputs, case.config)
         error = distance("output", {"output": own}, {"output": truth})
         if error > SAME["float64"]:
             where = case.name if ids is None else f"{case.name}, on the tokens that it returns"
@@ -91,10 +92,16 @@ def _departure(case: Case, logits: ndarray, ids: ndarray) -> str:
     sentence, step = np.argwhere(departs)[0].tolist()
     said, right = ids[sentence, step], best[sentence, step]
     found = (
-        f"from token {step + 1} of sentence {sentence} on, it has {said}, where `forward` prefers {right} by "
-        f"{behind[sentence, step]:.1e} ({departs.any(1).sum()} of {len(ids)} sentences)"
+        f"from token {step + 1} of sentence {sentence} on, it has {_named(said, config)}, where `forward` prefers "
+        f"{_named(right, config)} by {behind[sentence, step]:.1e} ({departs.any(1).sum()} of {len(ids)} sentences)"
     )
     return f"{found}, {EMPTY}" if departs[:, 0].any() else f"{found}. {FULL}"
+
+
+def _named(token: int, config: TransformerConfig) -> str:
+    """Return a token, with its role if it has one."""
+    roles = {config.pad_id: " (padding)", config.bos_id: " (BOS)", config.eos_id: " (EOS)"}
+    return f"token {token}{roles.get(token, '')}"
 
 
 def _at(logits: ndarray, ids: ndarray) -> ndarray:

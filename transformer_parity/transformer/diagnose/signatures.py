@@ -103,12 +103,13 @@ def _narrow(actual: ndarray, wanted: ndarray) -> Iterator[str]:
         return
     with np.errstate(over="ignore"):
         for dtype in NARROW:
-            if np.dtype(dtype).itemsize < actual.dtype.itemsize and _is_of(actual, dtype) and not _is_of(wanted, dtype):
+            if np.dtype(dtype).itemsize < actual.dtype.itemsize and is_of(actual, dtype) and not is_of(wanted, dtype):
                 yield f"every value is a number of {dtype}: it is rounded to {dtype} here"
                 return
 
 
-def _is_of(array: ndarray, dtype: str) -> bool:
+def is_of(array: ndarray, dtype: str) -> bool:
+    """Whether every value of an array is a number of a dtype."""
     return bool(np.array_equal(array.astype(dtype).astype(array.dtype), array))
 
 

@@ -14,7 +14,7 @@ from numpy import ndarray
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.tensors import Tensors
 from transformer_parity.engine.tolerances import EPS
-from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, Case
+from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, STEPS, Case
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,14 @@ class Read:
     @classmethod
     def of(cls, case: Case, names: Iterable[str]) -> Read:
         """Return the positions that are read, of tensors by their names."""
-        if case.compares_padding or case.stage not in (ACTIVATIONS, GRADIENTS):
+        if case.compares_padding or case.stage == DECODE:
             return cls({})
         source, target = (before_padding(case.inputs[f"{side}_ids"], case.config.pad_id) for side in SIDES)
         # A gradient flows back from wherever it is: only the softmax multiplies it by zero, at keys that are forbidden.
         backward = case.stage == GRADIENTS
-        if backward:
+        if case.stage == STEPS:  # between two steps, the model is run forward
+            names = [name for name in names if name.endswith(" logits")]
+        elif backward:
             names = [name for name in names if name.startswith("at ") and name.endswith(".weights")]
         return cls({name: _mask(name.removeprefix("at "), source, target, backward) for name in names})
 

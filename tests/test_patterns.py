@@ -1,0 +1,176 @@
+"""Which tensors differ and how, in a sentence: patterns, learning rates, and what rounding must not be taken for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
+from transformer_parity.transformer.cases.case import tiny
+from transformer_parity.transformer.cases.for_ports import port_cases
+from transformer_parity.transformer.compare.runner import tensors
+from transformer_parity.transformer.diagnose.learning_rate import of_learning_rate
+from transformer_parity.transformer.diagnose.patterns import Shown, among_cases, described, not_finite, patterns
+from transformer_parity.transformer.diagnose.properties import only_float32
+from transformer_parity.transformer.diagnose.trials import TRUTH, observed
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import DEFINITION
+from transformer_parity.transformer.stages.rates import scheduled
+from transformer_spec.names import parameter_shapes
+
+CONFIG = tiny(d_k=None, d_v=None, attention_bias=True)
+CASES = {case.name: case for case in port_cases(CONFIG)}
+NAMES = list(parameter_shapes(CONFIG))
+
+
+def observed_in(name):
+    return dict(observed(TRUTH, CASES[name]))
+
+
+def shown(name, changed):
+    """Return a case in which some tensors differ."""
+    truth = observed_in(name)
+    wrong = tuple(tap for tap in truth if tap in changed)
+    return Shown(CASES[name], wrong, {**truth, **changed}, truth)
+
+
+def of_gradients(change, pattern):
+    """Return what is said of gradients of which those with a pattern in their names are changed."""
+    truth = observed_in("gradients/padded")
+    changed = {name: change(value) for name, value in truth.items() if name.startswith("of ") and pattern in name}
+    return " | ".join(patterns(shown("gradients/padded", changed)))
+
+
+@pytest.mark.parametrize(
+    ("fits", "words"),
+    [
+        (lambda name: True, "all parameters"),
+        (lambda name: name.endswith((".bias", ".scale")), "all biases and norms (all 1-D parameters)"),
+        (lambda name: name.endswith("key_proj.kernel"), "all kernels of key projections"),
+        (lambda name: name.startswith("encoder."), "all parameters of the encoder"),
+        (lambda name: name.startswith("decoder.layers.1."), "all parameters of decoder.layers.1"),
+        (lambda name: name.endswith(".kernel") and "cross_attention." in name, "all kernels of cross-attention"),
+        (lambda name: name == "source_embedding.table", "source_embedding.table"),
+        (lambda name: name != "source_embedding.table", "all parameters but source_embedding.table"),
+    ],
+)
+def test_parameters_are_described_by_what_they_share(fits, words):
+    assert described([name for name in NAMES if fits(name)], NAMES) == words
+
+
+@pytest.mark.parametrize(
+    ("change", "pattern", "said"),
+    [
+        (np.zeros_like, "key_proj.kernel", "kernels of key projections is exactly zero: the backward pass stops"),
+        (lambda x: 2.5 * x, ".scale", "scales of norms is 2.5 times the right one"),
+        (np.negative, "_norm.bias", "is -1 times the right one"),
+        (np.transpose, "query_proj.kernel", "kernels of query projections is the transpose of the right one"),
+        (lambda x: x + 1.0, "encoder.layers.0.", "the gradients of all"),
+        (
+            lambda x: x + 1.0,
+            "_norm.scale",
+            "computes decoder.layers.1.feed_forward_norm.scale first of those that differ",
+        ),
+    ],
+)
+def test_wrong_gradients_are_described(change, pattern, said):
+    assert said in of_gradients(change, pattern)
+
+
+def test_a_wrong_loss_next_to_right_gradients_is_named():
+    truth = observed_in("gradients/padded")
+    (said,) = patterns(shown("gradients/padded", {"loss": truth["loss"] * 1.5}))
+    assert said.startswith("only the loss differs (1.5 times the right one): all ")
+
+
+def test_the_first_wrong_step_and_the_weights_that_move_too_far_are_named():
+    case, truth = CASES["steps/port"], observed_in("steps/port")
+    start = case.load_weights()
+    changed = {
+        name: value + 0.1 for name, value in truth.items() if name.endswith(" loss") and int(name.split()[1]) > 6
+    }
+    for name, value in truth.items():
+        if " weight " in name and name.endswith(".scale"):
+            begun = start[name.split(" weight ")[1]].astype(np.float64)
+            changed[name] = begun + 0.5 * (value - begun)
+    said = patterns(shown("steps/port", changed))
+    assert any("scales of norms have moved 0.5 times as far" in words for words in said)
+    assert any("agree up to step 6 and differ from step 7 on, so the update of step 6 is" in words for words in said)
+
+
+def test_the_first_wrong_token_of_padded_sentences_is_named():
+    truth = observed_in("decode/port_greedy")
+    tokens, padded = truth["tokens"].copy(), (CASES["decode/port_greedy"].inputs["source_ids"] == CONFIG.pad_id).any(1)
+    tokens[padded, :, 3:] += 1
+    (said,) = patterns(shown("decode/port_greedy", {"tokens": tokens}))
+    assert said.startswith(f"{padded.sum()} of 4 sentences have different tokens, each from token 4 on, exactly those")
+    assert said.endswith("with padding in the source")
+
+
+def test_nan_is_located():
+    truth = observed_in("full/padded")
+    output = truth["output"].copy()
+    output[1, 2, :3] = math.nan
+    said = not_finite(shown("full/padded", {"output": output}))
+    assert said.startswith("output has 3 NaN values of 1036, the first at index [1, 2, 0]")
+
+
+def test_cases_that_agree_are_named():
+    def found(name, verdict):
+        return Finding("it", "float64", "", name, "fast", "tokens", 0.0, 1.0, verdict, stage=CASES[name].stage)
+
+    def said(differs, *agree):
+        others = [(CASES[name], None) for name in agree]
+        findings = [found(differs, DIVERGES), *(found(name, AGREES) for name in agree)]
+        return " | ".join(among_cases(findings, CASES[differs], others))
+
+    assert said("decode/port_beam", "decode/port_greedy").endswith("only beam search differs: greedy search agrees")
+    assert "kept from one call to the next" in said("full/other_padding", "full/padded")
+    assert said("full/longest", "full/padded") == "full/longest differs; full/padded agree"
+    assert said("full/longest") == ""
+
+
+@pytest.mark.parametrize(
+    ("factors", "said"),
+    [
+        (lambda step: 2.0, "the learning rate of every step is 2 times as large as it should be"),
+        (
+            lambda step: 1.1 if step > 10 else 1.0,
+            "right up to step 10, and 1.1 times as large as it should be from step 11",
+        ),
+        (
+            lambda step: 0.0 if step == 1 else 1.0,
+            "is 0 times as large as it should be in step 1, and right in all other",
+        ),
+        (lambda step: 1.0 + 1e-8 * step, "off by up to 2e-07, as where a schedule is computed in float32"),
+        (
+            lambda step: 1.0 + 0.01 * step,
+            "20 of 20 learning rates are wrong (1.01 times in step 1, 1.02 times in step 2",
+        ),
+    ],
+)
+def test_learning_rates_are_measured(factors, said):
+    case = CASES["steps/port"]
+    other = scheduled(case, tuple(factors(step) for step in range(1, 21)))
+    actual = tensors(DEFINITION.load(CONFIG, case.load_weights(), Placement("float64")), other)
+    assert said in of_learning_rate(case, actual)
+
+
+def test_a_factor_that_changes_is_no_learning_rate():
+    case = CASES["steps/port"]
+    other = replace(case, settings=replace(case.training, beta1=0.5))
+    actual = tensors(DEFINITION.load(CONFIG, case.load_weights(), Placement("float64")), other)
+    assert "look at the learning rate" not in of_learning_rate(case, actual)
+
+
+def test_float32_everywhere_is_recognized_by_the_values():
+    case, truth = CASES["full/padded"], observed_in("full/padded")
+    rounded = {name: value.astype(np.float32).astype(np.float64) for name, value in truth.items()}
+    assert only_float32(case, rounded, truth).startswith(
+        "float64 was requested, and every value is a number of float32"
+    )
+    assert only_float32(case, truth, truth) == ""
+    assert only_float32(case, {**rounded, "output": truth["output"]}, truth) == ""
