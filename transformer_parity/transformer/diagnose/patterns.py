@@ -51,7 +51,7 @@ class Shown:
 
     Attributes:
         case: The case.
-        wrong: The names of the tensors that differ, in the order of computation.
+        wrong: The names of the tensors that differ and have the right shape, in the order of computation.
         actual: The tensors of the port.
         truth: The tensors of the reference.
     """
@@ -65,7 +65,8 @@ class Shown:
     def of(cls, case: Case, findings: Sequence[Finding], actual: Arrays, truth: Arrays) -> Shown:
         """Return a case with the names of the tensors that differ according to the findings of its stage."""
         differs = {f.tap for f in findings if f.case == case.name and f.verdict == DIVERGES}
-        return cls(case, tuple(name for name in truth if name in differs and name != WHOLE), actual, truth)
+        comparable = [name for name in truth if name in actual and np.shape(actual[name]) == np.shape(truth[name])]
+        return cls(case, tuple(name for name in comparable if name in differs and name != WHOLE), actual, truth)
 
     @cached_property
     def right(self) -> list[str]:
