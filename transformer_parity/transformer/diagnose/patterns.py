@@ -92,8 +92,11 @@ def described(names: Sequence[str], every: Sequence[str]) -> str:
             return f"all parameters but {kind}{place}"
     if len(some) > 1 and len(rest - some) == 1:
         return f"all parameters but {next(iter(rest - some))}"
-    listed = ", ".join(sorted(some, key=list(names).index)[:3])
-    return listed + (f" and {len(some) - 3} more" if len(some) > 3 else "")
+    return _listed(sorted(some, key=list(names).index))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def not_finite(shown: Shown) -> str:
@@ -237,7 +240,7 @@ def among_cases(findings: Sequence[Finding], case: Case, others: Sequence[tuple[
     agree = sorted({f.case for f in findings if f.verdict == AGREES} - differ)
     if not agree:
         return
-    yield f"{', '.join(sorted(differ))} {'differs' if len(differ) == 1 else 'differ'}; {', '.join(agree)} agree"
+    yield f"these cases differ: {_listed(sorted(differ))}; these agree: {_listed(agree)}"
     cases = {other.name: other for other, _ in others}
     for name in agree:
         if name in cases and case.stage == ACTIVATIONS and _shapes(cases[name]) == _shapes(case):
