@@ -13,12 +13,11 @@ from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose.learning_rate import of_learning_rate
-from transformer_parity.transformer.diagnose.patterns import Shown, among_cases, described, not_finite, patterns
+from transformer_parity.transformer.diagnose.patterns import Differing, among_cases, described, not_finite, patterns
 from transformer_parity.transformer.diagnose.properties import only_float32
 from transformer_parity.transformer.diagnose.trials import TRUTH, observed
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
-from transformer_parity.transformer.stages.rates import scheduled
 from transformer_spec.names import parameter_shapes
 
 CONFIG = tiny(d_k=None, d_v=None, attention_bias=True)
@@ -34,7 +33,7 @@ def shown(name, changed):
     """Return a case in which some tensors differ."""
     truth = observed_in(name)
     wrong = tuple(tap for tap in truth if tap in changed)
-    return Shown(CASES[name], wrong, {**truth, **changed}, truth)
+    return Differing(CASES[name], wrong, {**truth, **changed}, truth)
 
 
 def of_gradients(change, pattern):
@@ -131,32 +130,6 @@ def test_cases_that_agree_are_named():
     assert "kept from one call to the next" in said("full/other_padding", "full/padded")
     assert said("full/longest", "full/padded") == "these cases differ: full/longest; these agree: full/padded"
     assert said("full/longest") == ""
-
-
-@pytest.mark.parametrize(
-    ("factors", "said"),
-    [
-        (lambda step: 2.0, "the learning rate of every step is 2 times as large as it should be"),
-        (
-            lambda step: 1.1 if step > 10 else 1.0,
-            "right up to step 10, and 1.1 times as large as it should be from step 11",
-        ),
-        (
-            lambda step: 0.0 if step == 1 else 1.0,
-            "is 0 times as large as it should be in step 1, and right in all other",
-        ),
-        (lambda step: 1.0 + 1e-8 * step, "off by up to 2e-07, as where a schedule is computed in float32"),
-        (
-            lambda step: 1.0 + 0.01 * step,
-            "20 of 20 learning rates are wrong (1.01 times in step 1, 1.02 times in step 2",
-        ),
-    ],
-)
-def test_learning_rates_are_measured(factors, said):
-    case = CASES["steps/port"]
-    other = scheduled(case, tuple(factors(step) for step in range(1, 21)))
-    actual = tensors(DEFINITION.load(CONFIG, case.load_weights(), Placement("float64")), other)
-    assert said in of_learning_rate(case, actual)
 
 
 def test_a_factor_that_changes_is_no_learning_rate():

@@ -28,7 +28,7 @@ from transformer_parity.transformer.diagnose.diagnosis import (
 from transformer_parity.transformer.diagnose.hypotheses import hypotheses
 from transformer_parity.transformer.diagnose.learning_rate import of_learning_rate
 from transformer_parity.transformer.diagnose.own_forward import beside_forward
-from transformer_parity.transformer.diagnose.patterns import Shown, among_cases, not_finite, patterns
+from transformer_parity.transformer.diagnose.patterns import Differing, among_cases, not_finite, patterns
 from transformer_parity.transformer.diagnose.properties import is_random, lacking, of_path, only_float32, rounding
 from transformer_parity.transformer.diagnose.signatures import places, signatures
 from transformer_parity.transformer.diagnose.trials import TRUTH, Trials, observed
@@ -171,7 +171,7 @@ class Investigation:
                 found = _of_names(found, finding.detail)
             elif not Trials.of(case, shown).differing(TRUTH):
                 found = Diagnosis(f"unknown: only {finding.tap} differs, by less than any known mistake", UNKNOWN)
-            about = Shown.of(case, findings, shown, truth)
+            about = Differing.of(case, findings, shown, truth)
             if found.confidence != EXACT and (nowhere := not_finite(about)):
                 found = replace(_first(found, [nowhere]), sentence=nowhere)
             if not forward and found.confidence != EXACT:
@@ -190,8 +190,9 @@ class Investigation:
             if forward:
                 statements = self._measurements(case, evidence, statements)
             found = _with_statements(found, statements, evidence)
-            if forward and dtype == "float64":
-                found = _first(found, [*patterns(about), *among_cases(findings, case, others)])
+            if forward and dtype == "float64":  # these have many causes
+                more = (*patterns(about), *among_cases(findings, case, others))
+                found = replace(found, signatures=(*found.signatures, *more))
         report = replace(report, blame=evidence.blame, diagnosis=found, folder=self._saved(evidence, case))
         return replace(report, view=self.view(evidence, subject)) if self.view and case.is_forward else report
 

@@ -46,7 +46,7 @@ PLACES = {  # the beginning of a parameter's name, in words
 
 
 @dataclass(frozen=True)
-class Shown:
+class Differing:
     """A case that differs.
 
     Attributes:
@@ -62,7 +62,7 @@ class Shown:
     truth: Arrays
 
     @classmethod
-    def of(cls, case: Case, findings: Sequence[Finding], actual: Arrays, truth: Arrays) -> Shown:
+    def of(cls, case: Case, findings: Sequence[Finding], actual: Arrays, truth: Arrays) -> Differing:
         """Return a case with the names of the tensors that differ according to the findings of its stage."""
         differs = {f.tap for f in findings if f.case == case.name and f.verdict == DIVERGES}
         comparable = [name for name in truth if name in actual and np.shape(actual[name]) == np.shape(truth[name])]
@@ -99,7 +99,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def not_finite(shown: Shown) -> str:
+def not_finite(shown: Differing) -> str:
     """Find the first tensor with NaN or infinite values."""
     for name in shown.actual:
         value = np.asarray(shown.actual[name])
@@ -112,7 +112,7 @@ def not_finite(shown: Shown) -> str:
     return ""
 
 
-def only_the_loss(shown: Shown) -> str:
+def only_the_loss(shown: Differing) -> str:
     """Find a wrong loss next to right gradients."""
     if shown.case.stage == GRADIENTS and shown.wrong == (LOSS,):
         ratio = float(shown.actual[LOSS] / shown.truth[LOSS])
@@ -120,7 +120,7 @@ def only_the_loss(shown: Shown) -> str:
     return ""
 
 
-def zero_gradients(shown: Shown) -> str:
+def zero_gradients(shown: Differing) -> str:
     """Find gradients that are exactly zero."""
     zero = [name for name in _parameters(shown) if not shown.actual[name].any() and shown.truth[name].any()]
     if not zero:
@@ -129,7 +129,7 @@ def zero_gradients(shown: Shown) -> str:
     return f"the gradient of {group} is exactly zero: the backward pass stops, for example at a detached tensor"
 
 
-def transformed_gradients(shown: Shown) -> str:
+def transformed_gradients(shown: Differing) -> str:
     """Find wrong gradients that are all a multiple, or the transpose, of the right ones."""
     names = _parameters(shown)
     if not names:
@@ -140,7 +140,7 @@ def transformed_gradients(shown: Shown) -> str:
     return _by_factor(shown, factors, "of ", "the gradient of {group} is {factor:.6g} times the right one")
 
 
-def wrong_parameters(shown: Shown) -> str:
+def wrong_parameters(shown: Differing) -> str:
     """Say which gradients differ, and which of them the backward pass computes first."""
     names = _parameters(shown)
     if not names or len(names) == len([name for name in shown.truth if name.startswith("of ")]):
@@ -150,7 +150,7 @@ def wrong_parameters(shown: Shown) -> str:
     return f"{sentence}; the backward pass computes {names[0].removeprefix('of ')} first of those that differ"
 
 
-def first_wrong_step(shown: Shown) -> str:
+def first_wrong_step(shown: Differing) -> str:
     """Find the step from which on losses differ."""
     wrong = [int(name.split()[1]) for name in shown.wrong if shown.case.stage == STEPS and name.endswith(f" {LOSS}")]
     first = min(wrong, default=0)
@@ -162,7 +162,7 @@ def first_wrong_step(shown: Shown) -> str:
     return "the loss differs before the first update: compare gradients first" if first else ""
 
 
-def moved_weights(shown: Shown) -> str:
+def moved_weights(shown: Differing) -> str:
     """Compare how far weights have moved, after the first steps whose weights differ."""
     if shown.case.stage != STEPS:
         return ""
@@ -186,7 +186,7 @@ def moved_weights(shown: Shown) -> str:
     return ""
 
 
-def first_wrong_token(shown: Shown) -> str:
+def first_wrong_token(shown: Differing) -> str:
     """Say in which sentences, and from which token on, a search returns different tokens."""
     if shown.case.stage != DECODE or TOKENS not in shown.wrong or TOKENS not in shown.actual:
         return ""
@@ -203,7 +203,7 @@ def first_wrong_token(shown: Shown) -> str:
     return sentence + _padded_only(rows, padded, "source")
 
 
-def wrong_sentences(shown: Shown) -> str:
+def wrong_sentences(shown: Differing) -> str:
     """Say whether exactly the sentences that are padded differ."""
     output = shown.actual.get("output")
     if shown.case.stage != ACTIVATIONS or output is None or output.shape != shown.truth["output"].shape:
@@ -217,7 +217,7 @@ def wrong_sentences(shown: Shown) -> str:
     return ""
 
 
-PATTERNS: tuple[Callable[[Shown], str], ...] = (
+PATTERNS: tuple[Callable[[Differing], str], ...] = (
     only_the_loss,
     zero_gradients,
     transformed_gradients,
@@ -229,7 +229,7 @@ PATTERNS: tuple[Callable[[Shown], str], ...] = (
 )
 
 
-def patterns(shown: Shown) -> list[str]:
+def patterns(shown: Differing) -> list[str]:
     """Return a sentence for each pattern in a case that differs."""
     return [said for pattern in PATTERNS if (said := pattern(shown))]
 
@@ -256,7 +256,7 @@ def _shapes(case: Case) -> list[tuple[int, ...]]:
     return [ids.shape for ids in case.inputs.values()]
 
 
-def _parameters(shown: Shown) -> list[str]:
+def _parameters(shown: Differing) -> list[str]:
     """Return the wrong gradients of parameters of the right shape, in the order of the backward pass."""
     names = [name for name in shown.wrong if name.startswith("of ") and name in shown.actual]
     return [name for name in names if shown.actual[name].shape == shown.truth[name].shape]
@@ -277,7 +277,7 @@ def _factor(actual: ndarray, truth: ndarray, same: float = SAME) -> float:
     return factor if np.linalg.norm(actual - factor * truth) <= same * np.linalg.norm(truth) else np.nan
 
 
-def _by_factor(shown: Shown, factors: dict[str, float], prefix: str, sentence: str) -> str:
+def _by_factor(shown: Differing, factors: dict[str, float], prefix: str, sentence: str) -> str:
     """State the factors of all wrong tensors, if there are at most three different ones."""
     values = {name: float(f"{factor:.6g}") for name, factor in factors.items()}
     different = dict.fromkeys(values.values())
