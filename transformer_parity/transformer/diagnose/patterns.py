@@ -240,7 +240,8 @@ def among_cases(findings: Sequence[Finding], case: Case, others: Sequence[tuple[
     agree = sorted({f.case for f in findings if f.verdict == AGREES} - differ)
     if not agree:
         return
-    yield f"these cases differ: {_listed(sorted(differ))}; these agree: {_listed(agree)}"
+    if case.stage != ACTIVATIONS:
+        yield f"these cases differ: {_listed(sorted(differ))}; these agree: {_listed(agree)}"
     cases = {other.name: other for other, _ in others}
     for name in agree:
         if name in cases and case.stage == ACTIVATIONS and _shapes(cases[name]) == _shapes(case):
