@@ -139,7 +139,7 @@ def once(case) -> set[str]:
         found |= _found_by_search(case)
     if case.stage == STEPS:
         found |= {"a batch of one sentence"} if 1 in case.rows else set()
-        found |= {"other calls between steps"} if case.between else set()
+        found |= {"other calls between steps"} if len(case.calls) > 1 else set()
         found |= {"a shape that returns"} if len(set(case.rows)) > 1 else set()
         found |= {"the end of the warm-up"} if 1 < case.training.warmup_steps < 20 else set()
     return found

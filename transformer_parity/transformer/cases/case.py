@@ -40,7 +40,8 @@ class Case:
     snapshots: tuple[int, ...] = ()  # steps after which weights are compared; empty: the usual ones
     compares_padding: bool = True  # whether positions are compared that nothing reads, see ``stages.padding``
     rows: tuple[int, ...] = ()  # numbers of rows that the steps take in turn; empty: each step takes the whole batch
-    between: bool = False  # call forward, gradients and generate between two steps too
+    calls: tuple[int, ...] = ()  # steps after which forward, gradients and generate are called too
+    restart: int = 0  # the step after which training is started a second time, with a new optimizer; 0: none
     before: tuple[Case, ...] = ()  # run first: on the same model, or on a second one if the weights differ
 
     @property

@@ -37,6 +37,7 @@ SMALL_PENALTY = 1.5
 SEEDS = 32  # of which the one with the most to decide is taken
 LIKELY, ENOUGH = 18, (3, 5, 5)  # tried first: the best with the paper's conventions; what it has to decide
 CLIP, FAR = 0.5, 1e6  # norms that the gradient exceeds at every step, and at none
+CALLS, RESTART = (1, 5), 7  # steps after which other methods are called, and training is started a second time
 UNLABELED = 1  # the row that has no labels in some steps
 PENALTY = 4.0  # so that a late end may be worth more than an early one
 
@@ -69,23 +70,30 @@ def _steps(config: TransformerConfig) -> Iterator[Case]:
     """Yield runs of twenty steps; names that begin with ``port_clipped`` are clipped."""
     cooldown: dict[str, Any] = {"cooldown_steps": 10}
     slices, clipped, far_below = {"accumulation_steps": 2}, {"clip_norm": CLIP}, {"clip_norm": FAR}
+    unlike_the_paper = {"learning_rate_factor": 0.03, "warmup_steps": 5, "beta1": 0.8, "beta2": 0.95, "epsilon": 1e-6}
     runs: tuple[tuple[str, dict[str, Any], tuple[int, ...], bool], ...] = (
         ("port", cooldown, (), False),
         ("port/changing_slices", slices, (4, 2), True),
         ("port/one_sentence", {**cooldown, **far_below}, (4, 1, 3), True),
-        ("port/small_gradient", {**slices, **far_below}, (), False),
+        ("port/small_gradient", {**slices, **far_below, **unlike_the_paper}, (), False),
         ("port_clipped", {**cooldown, **clipped, **slices}, (), False),
         ("port_clipped/unlabeled_rows", clipped, (), True),
         ("port_clipped/changing_slices", {**cooldown, **clipped, **slices}, (2, 4), False),
     )
     for name, settings, rows, unlabeled in runs:
-        case = step_case(name, config, TrainingConfig(**SHORT, **settings))
+        case = step_case(name, config, TrainingConfig(**{**SHORT, **settings}))
         inputs = dict(case.inputs)
         if unlabeled:
             inputs["labels"] = np.where(np.arange(BATCH)[:, None] == UNLABELED, config.pad_id, inputs["labels"])
         if "/" in name:
             case = replace(case, snapshots=(20,))  # after which everything shows that differed earlier
-        yield replace(case, inputs=inputs, rows=rows, between=name in ("port", "port/one_sentence"))
+        yield replace(
+            case,
+            inputs=inputs,
+            rows=rows,
+            calls=CALLS if name in ("port", "port/one_sentence") else (),
+            restart=RESTART if name == "port/changing_slices" else 0,
+        )
 
 
 @cache

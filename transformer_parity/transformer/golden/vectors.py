@@ -211,7 +211,8 @@ def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, we
         compares_padding=False,
         snapshots=_read_numbers(name, fields, "snapshots"),
         rows=_read_numbers(name, fields, "rows"),
-        between="other_calls_after_step" in fields,
+        calls=_read_numbers(name, fields, "other_calls_after_steps"),
+        restart=_entry({"restart_after_step": 0, **fields}, "restart_after_step", int),
     )
 
 
@@ -283,7 +284,7 @@ def differences(first: GoldenFolder, second: GoldenFolder) -> list[str]:
 
 
 def _differing_case(first: Case, second: Case) -> list[str]:
-    for what in ("stage", "settings", "search", "snapshots", "rows", "between"):
+    for what in ("stage", "settings", "search", "snapshots", "rows", "calls", "restart"):
         if getattr(first, what) != getattr(second, what):
             return [f"{what} of {first.name}: {getattr(first, what)} and {getattr(second, what)}"]
     if first.inputs.keys() != second.inputs.keys():

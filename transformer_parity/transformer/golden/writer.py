@@ -20,7 +20,7 @@ import safetensors.numpy
 from transformer_parity.engine.processes.children import removed_afterwards
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.golden.vectors import FORMAT, MANIFEST, VERSION, WEIGHTS, Arrays, LeftOut, sha256
-from transformer_parity.transformer.stages.steps import BETWEEN, SNAPSHOTS
+from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import save_weights
 
@@ -97,8 +97,10 @@ def _write_case(path: Path, case: Case, computed: Mapping[str, Arrays], files: _
         entry["snapshots"] = list(case.snapshots)
     if case.rows:
         entry["rows"] = list(case.rows)
-    if case.between:
-        entry["other_calls_after_step"] = BETWEEN
+    if case.calls:
+        entry["other_calls_after_steps"] = list(case.calls)
+    if case.restart:
+        entry["restart_after_step"] = case.restart
     if case.search is not None:
         entry["search"] = case.search.to_dict()
     entry["inputs"] = _save(path, f"{case.name}/inputs.safetensors", case.inputs)

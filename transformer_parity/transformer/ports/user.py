@@ -95,6 +95,8 @@ class Port:
     def start_training(self, settings: TrainingConfig) -> None:
         """Make an Adam optimizer; ``settings.learning_rate(step, d_model)`` is the rate of step 1, 2, ...
 
+        A second call makes a new optimizer, which starts at step 1 with the present weights.
+
         Where ``settings.clip_norm`` is no None, the whole gradient is scaled down to that norm: a port without clipping
         leaves the case ``steps/port_clipped`` out. ``settings.accumulation_steps`` asks for slices of a batch, and for
         the step of the whole batch: a port may take it at once. It divides the number of sentences.

@@ -1,7 +1,8 @@
 """The stage ``steps``: losses and norms of twenty optimizer steps, and weights and moments after some of them.
 
 Some cases call forward, gradients and generate between two steps: they must use the weights that training has changed,
-and change nothing for the steps that follow.
+and change nothing for the steps that follow. They do so twice, because the first call may prepare something that the
+second one uses. One case starts training a second time: the moments and the step are then those of a new optimizer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from transformer_parity.transformer.stages.training_stage import LOSS, TrainingS
 from transformer_spec.search import Search
 
 SNAPSHOTS = (1, 5, 20)  # steps after which weights and moments are compared; in float32, only before the last
-BETWEEN = 5  # the step after which the other methods are called
 LIMIT = 12  # tokens of a hypothesis between two steps
 
 
@@ -88,7 +88,7 @@ class StepStage(TrainingStage):
     ) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield the tensors that are not shown; without calls between two steps, those calls have none."""
         for patterns, why in super().left_out(case, tensors, hidden):
-            if case.between or "between two steps" not in why:
+            if case.calls or "between two steps" not in why:
                 yield patterns, why
 
     def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
@@ -106,6 +106,8 @@ def train(case: Case, loaded: Any, steps: Sequence[int], snapshots: Sequence[int
     trainer = loaded.trainer(case.training)
     found = {}
     for step in steps:
+        if case.restart and step == case.restart + 1:
+            trainer = loaded.trainer(case.training)
         result = trainer.train_step(**batches[step % len(batches)])
         found[f"step {step} {LOSS}"] = np.asarray(float(result.loss))
         if result.gradient_norm is not None:
@@ -122,7 +124,7 @@ def train(case: Case, loaded: Any, steps: Sequence[int], snapshots: Sequence[int
                     for name, tensor in tensors.items()
                     if what != "weight" or not is_noise(name)
                 }
-        if case.between and step == BETWEEN:
+        if step in case.calls:
             found |= {f"step {step} {name}": tensor for name, tensor in _other_calls(case, loaded)}
     return found
 
