@@ -64,13 +64,20 @@ IMPOSSIBLE = {
 # Values that at least one case must have. Each would multiply the cases if all pairs with it were required.
 ONCE = {
     "activations": {"as long as the source", "a row of one token", "a large vocabulary"},
-    "gradients": {"a row of one token"},
+    "gradients": {"a row of one token", "an odd number of sentences", "several sentences without padding"},
     "decode": {
         *("beam of 2", "beam of 3", "beam of 4", "no penalty", "penalty below 1", "penalty above 1"),
         *("all hypotheses end", "some hypotheses end", "no hypothesis ends", "the end symbol first"),
-        *("different hypotheses", "lengths that differ"),
+        *("different hypotheses", "lengths that differ", "a shorter first sentence"),
     },
-    "steps": {"a batch of one sentence", "the end of the warm-up", "other calls between steps", "a shape that returns"},
+    "steps": {
+        "a batch of one sentence",
+        "the end of the warm-up",
+        "settings unlike the paper's",
+        "a second start",
+        "other calls between steps",
+        "a shape that returns",
+    },
 }
 
 Value = tuple[str, object]
@@ -135,14 +142,24 @@ def once(case) -> set[str]:
         found.add("as long as the source")
     if case.config.source_vocab_size > 2**15:
         found.add("a large vocabulary")
+    if case.stage == GRADIENTS:
+        found |= _found_in_labels(inputs["labels"], pad_id)
     if case.stage == DECODE:
         found |= _found_by_search(case)
     if case.stage == STEPS:
         found |= {"a batch of one sentence"} if 1 in case.rows else set()
         found |= {"other calls between steps"} if len(case.calls) > 1 else set()
+        found |= {"a second start"} if case.restart else set()
+        found |= {"settings unlike the paper's"} if 0.9 != case.training.beta1 != case.training.beta2 != 0.98 else set()
         found |= {"a shape that returns"} if len(set(case.rows)) > 1 else set()
         found |= {"the end of the warm-up"} if 1 < case.training.warmup_steps < 20 else set()
     return found
+
+
+def _found_in_labels(labels, pad_id: int) -> set[str]:
+    found = {"an odd number of sentences"} if len(labels) % 2 * len(labels) > 1 else set()
+    several = min(labels.shape) > 1 and (labels != pad_id).all()
+    return found | {"several sentences without padding"} if several else found
 
 
 def _length(tokens: int, case) -> str:
@@ -170,7 +187,7 @@ def _before(case) -> str:
 
 def _magnitude(case) -> str:
     """Measure the logits, activations and scores; for the exceptions, see ``LARGE``."""
-    if case.magnitude == "usual":
+    if case.magnitude in ("usual", "ending"):
         return "usual"
     hypotheses = np.tile(np.arange(3, 15), (len(case.inputs["source_ids"]), 1))
     ids = {"source_ids": case.inputs["source_ids"], "target_ids": case.inputs.get("target_ids", hypotheses)}
@@ -207,6 +224,9 @@ def _found_by_search(case) -> set[str]:
         found.add("different hypotheses")
     if len(set(lengths.tolist())) > 1:
         found.add("lengths that differ")
+    tokens = (case.inputs["source_ids"] != case.config.pad_id).sum(1)
+    if tokens[0] < tokens.max():
+        found.add("a shorter first sentence")
     if case.options.beam_size is not None:
         penalty = case.options.length_penalty
         found.add(f"beam of {case.options.beam_size}")

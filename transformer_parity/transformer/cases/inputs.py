@@ -116,9 +116,8 @@ def sharp_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray
 def loud_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
     """Return the hard weights with a larger last norm of the decoder: logits exceed 709."""
     weights = hard_weights(config, seed)
-    last = [name for name in weights if name.startswith("decoder.") and name.endswith("norm.scale")][-1]
-    ends_with_norm = config.norm_order == "post" or config.final_norm
-    louder = {last.removesuffix("scale") + kind: LOUDER for kind in ("scale", "bias") if ends_with_norm}
+    last = _last_norm(config, weights)
+    louder = {f"{last}.{kind}": LOUDER for kind in ("scale", "bias") if last}
     return _scaled(weights, {**louder, **WIDE})
 
 
@@ -127,9 +126,38 @@ def large_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray
     return _scaled(loud_weights(config, seed), {"query_proj.kernel": SHARPER})
 
 
-# Activations exceed 100 in all of them.
+LIKELIER = 0.6  # nats
+
+
+def ending_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
+    """Return the hard weights with a likelier end symbol: hypotheses of many lengths compete.
+
+    The end symbol's row of the table, or its column of the output projection, moves along the bias of the last norm.
+    """
+    weights = hard_weights(config, seed)
+    last = _last_norm(config, weights)
+    table = {"all": "source_embedding.table", "target_output": "target_embedding.table"}.get(config.tie_embeddings)
+    if last:
+        bias = weights[f"{last}.bias"]
+        rows = weights[table] if table else weights["output_proj.kernel"].T
+        rows[config.eos_id] += np.float32(LIKELIER) * bias / (bias @ bias)
+    return weights
+
+
+def _last_norm(config: TransformerConfig, weights: Mapping[str, ndarray]) -> str:
+    """Return the name of the norm whose output the output projection reads; empty if there is none."""
+    if config.norm_order != "post" and not config.final_norm:
+        return ""
+    scales = [name for name in weights if name.startswith("decoder.") and name.endswith("norm.scale")]
+    return scales[-1].removesuffix(".scale")
+
+
+# Activations exceed 100 in all of them but the last.
 WIDE = {"feed_forward.output_proj.kernel": WIDER, "feed_forward.output_proj.bias": WIDER}
-WEIGHTS = {"usual": hard_weights, "sharp": sharp_weights, "loud": loud_weights, "large": large_weights}
+WEIGHTS = {
+    **{"usual": hard_weights, "sharp": sharp_weights, "loud": loud_weights, "large": large_weights},
+    "ending": ending_weights,
+}
 
 
 def _scaled(weights: Mapping[str, ndarray], factors: Mapping[str, int]) -> dict[str, ndarray]:

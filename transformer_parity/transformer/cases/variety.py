@@ -21,7 +21,7 @@ from transformer_parity.transformer.cases.inputs import generator, padded_ids, w
 from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 
-ONE, SEVERAL, MANY = 1, 4, 8  # sentences
+ONE, ODD, SEVERAL, MANY = 1, 3, 4, 8  # sentences
 LONGEST = None  # as many tokens as the model has positions
 LENGTHY = 32  # positions of a model that has no limit
 FEW, SOME = 1, 12  # tokens of a hypothesis
@@ -75,6 +75,7 @@ FORWARD = (
 )
 BACKWARD = (
     Variant("gradients/padded/large", ONE, (9, NONE), (7, NONE), large=True),
+    Variant("gradients/padded/three_sentences", ODD, (9, NONE), (7, NONE)),
     Variant("gradients/padded/after_a_batch", SEVERAL, (9, MIXED), (7, NONE), BATCH, unlabeled=True),
     Variant("gradients/one_token/one_sentence", ONE, (1, NONE), (7, (3,)), BATCH),
     Variant("gradients/one_token/one_sentence_of_two_models", ONE, (9, (4,)), (1, NONE), MODEL),
