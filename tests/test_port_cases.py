@@ -69,10 +69,14 @@ def test_the_cases_for_ports_show_how_a_port_searches():
     assert unseen == UNSEEN
 
 
+SCALED_UP = "small gradients are scaled up to the limit"
+
+
 @pytest.mark.parametrize("name", ["ids in int16", *(mistake.name for part in CLIPPED for mistake in TRAINING[part])])
 def test_the_cases_for_ports_have_large_ids_clipping_and_slices(name):
     cases = {case.name: case for case in port_cases(CONFIG)}
-    case = cases["full/large_vocabulary" if name == "ids in int16" else "steps/port_clipped"]
+    special = {"ids in int16": "full/large_vocabulary", SCALED_UP: "steps/port/small_gradient"}
+    case = cases[special.get(name, "steps/port_clipped")]
     known = {mistake.name: mistake for part in (STRUCTURE, TRAINING) for each in part.values() for mistake in each}
     wrong, right = (
         tensors(Hypothesis((known[name],)).load(case.config, case.load_weights()), case),

@@ -126,7 +126,7 @@ def large_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray
     return _scaled(loud_weights(config, seed), {"query_proj.kernel": SHARPER})
 
 
-LIKELIER = 0.6  # nats
+LIKELIER = 0.45  # nats
 
 
 def ending_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:

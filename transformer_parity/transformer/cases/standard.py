@@ -247,10 +247,11 @@ def _steps() -> Iterator[Case]:
     clipped = TrainingConfig(
         **SHORT, cooldown_steps=10, clip_norm=0.5, accumulation_steps=2, activation_checkpointing=True
     )
-    yield replace(step_case("pre", pre, clipped), between=True)
+    yield replace(step_case("pre", pre, clipped), calls=CALLS)
 
 
 # At a learning rate of at most 1.4e-3: a larger one would amplify rounding.
+CALLS = 1, 5  # the steps after which other methods are called
 SHORT: dict[str, Any] = {"learning_rate_factor": 0.02, "warmup_steps": 8, "total_steps": 20}
 
 
