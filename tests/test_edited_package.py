@@ -18,7 +18,7 @@ from transformer_parity.transformer.mistakes import optimizer, precision
 from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, parts
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.mistakes.mistake import FOUR, Mistake, instead
-from transformer_parity.transformer.mistakes.other_searches import ONLY_HYPOTHESES
+from transformer_parity.transformer.mistakes.search import ONLY_HYPOTHESES
 from transformer_parity.transformer.mistakes.structure import STALE
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS

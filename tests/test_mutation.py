@@ -13,7 +13,7 @@ from imports import ROOT
 
 from transformer_bench import mutation, mutation_work
 from transformer_bench.mutants import Mutant, mutants_of, mutants_of_text, sample
-from transformer_bench.mutation_work import COLUMNS, Result, Worker
+from transformer_bench.mutation_work import COLUMNS, ColumnResult, Worker
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.ports.registry import PORTS
@@ -153,7 +153,7 @@ def test_results_are_resumed_after_a_line_that_was_cut_off(tmp_path, monkeypatch
     def run(children, backend, due, file):
         ran.append([one.key for one in due])
         for one in due:
-            yield [Result(one.key, column, "", "", 3, 0.1) for column in COLUMNS]
+            yield [ColumnResult(one.key, column, "", "", 3, 0.1) for column in COLUMNS]
 
     ran: list[list[str]] = []
     monkeypatch.setattr(mutation, "run", run)

@@ -12,7 +12,7 @@ from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.compare.runner import tensors
-from transformer_parity.transformer.diagnose.learning_rate import of_learning_rate
+from transformer_parity.transformer.diagnose.measured import of_learning_rate
 from transformer_parity.transformer.diagnose.patterns import Differing, among_cases, described, not_finite, patterns
 from transformer_parity.transformer.diagnose.properties import only_float32
 from transformer_parity.transformer.diagnose.trials import TRUTH, observed

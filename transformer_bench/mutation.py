@@ -23,7 +23,7 @@ from rich.console import Console
 
 from transformer_bench import tables
 from transformer_bench.mutants import Mutant, mutants_of, sample
-from transformer_bench.mutation_work import CHECK, COLUMNS, Result
+from transformer_bench.mutation_work import CHECK, COLUMNS, ColumnResult
 from transformer_parity.cli.options import add_backends, check_installed, positive
 from transformer_parity.cli.progress import Progress, make_console
 from transformer_parity.engine.processes.child import Child, ChildEndedError
@@ -111,7 +111,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def run(children: Children, backend: str, mutants: Sequence[Mutant], file: Path) -> Iterator[list[Result]]:
+def run(children: Children, backend: str, mutants: Sequence[Mutant], file: Path) -> Iterator[list[ColumnResult]]:
     """Yield the results of each mutant, one for each column.
 
     Args:
@@ -139,7 +139,7 @@ def run(children: Children, backend: str, mutants: Sequence[Mutant], file: Path)
             try:
                 yield next(message for message in _messages(children, child, PATIENCE) if isinstance(message, list))
             except ChildEndedError as error:
-                yield [Result(mutant.key, column, "end", str(error)[:300], 0, 0.0) for column in COLUMNS]
+                yield [ColumnResult(mutant.key, column, "end", str(error)[:300], 0, 0.0) for column in COLUMNS]
                 break
         children.stop(child)
 

@@ -97,7 +97,7 @@ class PackageAsPort(Port):
 
 
 @dataclass(frozen=True)
-class Result:
+class ColumnResult:
     """What became of a mutant in one column.
 
     Attributes:
@@ -123,7 +123,7 @@ Lines = Mapping[str, Sequence[str]]  # that each trial runs, as module:number
 
 
 @dataclass
-class Trials:
+class ColumnTrials:
     """All runs of a package in one column: each a variant of the port with its cases, in one dtype.
 
     Attributes:
@@ -203,7 +203,7 @@ class Worker:
 
     def __init__(self, backend: str, lines: Lines | None, report: Callable[[str], None]) -> None:
         self.package = PORTS[backend].package
-        self.columns = [Trials(column, backend, report) for column in COLUMNS]
+        self.columns = [ColumnTrials(column, backend, report) for column in COLUMNS]
         self.lines: Lines = self._trace() if lines is None else lines
 
     def _trace(self) -> Lines:
@@ -239,7 +239,7 @@ class Worker:
                 sys.settrace(None)
         return {trial: [] if trial in wrong else sorted(lines) for trial, lines in found.items()}
 
-    def results(self, mutant: Mutant) -> Iterator[Result]:
+    def results(self, mutant: Mutant) -> Iterator[ColumnResult]:
         """Yield the result of a mutant in each column."""
         first, last = mutant.lines or (0, -1)
         changed = [f"{mutant.module}:{line}" for line in range(first, last + 1)]
@@ -257,7 +257,7 @@ class Worker:
                         break
             except Exception as error:  # while it is imported
                 caught, by = "exception", f"{type(error).__name__}: {error}"
-            yield Result(mutant.key, trials.column, caught, by[:300], len(seen), time.perf_counter() - start)
+            yield ColumnResult(mutant.key, trials.column, caught, by[:300], len(seen), time.perf_counter() - start)
 
 
 class Heartbeat:

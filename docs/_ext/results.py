@@ -137,12 +137,17 @@ def tolerances() -> Iterator[str]:
         "scores of a search": ("score", "decode"),
         "optimizer steps: loss": ("loss", "steps"),
         "optimizer steps: any other value": ("tensor", "steps"),
+        "optimizer steps: learning rate": ("rate", "steps"),
     }
     yield from ("| compared | float64 | float32 | bfloat16 |", "|---|---:|---|---|")
     for title, (name, section) in kinds.items():
         by_dtype = policy[section] if section else policy
         own, coarse = by_dtype["float32"], by_dtype.get("bfloat16")
-        single = short(own[name]) if name in own else f"{own['ratio']:g} \u00d7 the reference's own error there"
+        single = "-"
+        if name in own:
+            single = short(own[name])
+        elif "ratio" in own:
+            single = f"{own['ratio']:g} \u00d7 the reference's own error there"
         half = "-"
         if coarse:
             half = f"{short(coarse['tap'])}; attention scores and weights {short(coarse['scores'])}"

@@ -18,12 +18,10 @@ from numpy import ndarray
 
 from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
-from transformer_parity.transformer.diagnose.float32_positions import float32_positions
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses, is_convention
-from transformer_parity.transformer.diagnose.learning_rate import rate_hypotheses
+from transformer_parity.transformer.diagnose.measured import decay_hypotheses, float32_positions, rate_hypotheses
 from transformer_parity.transformer.diagnose.places import Place, at_single_places
 from transformer_parity.transformer.diagnose.trials import TRUTH, Attempt, Trials
-from transformer_parity.transformer.diagnose.weight_decay import decay_hypotheses
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_spec.config import TransformerConfig

@@ -19,7 +19,7 @@ from transformer_parity.transformer.diagnose.places import Place
 from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, FORWARD, SEARCH, STRUCTURE, TRAINING
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.mistakes.mistake import Mistake
-from transformer_parity.transformer.mistakes.other_searches import ONLY_HYPOTHESES
+from transformer_parity.transformer.mistakes.search import ONLY_HYPOTHESES
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION

@@ -26,7 +26,7 @@ from transformer_parity.transformer.diagnose.diagnosis import (
     reproducing_output,
 )
 from transformer_parity.transformer.diagnose.hypotheses import hypotheses
-from transformer_parity.transformer.diagnose.learning_rate import of_learning_rate
+from transformer_parity.transformer.diagnose.measured import of_learning_rate
 from transformer_parity.transformer.diagnose.own_forward import beside_forward
 from transformer_parity.transformer.diagnose.patterns import Differing, among_cases, not_finite, patterns
 from transformer_parity.transformer.diagnose.properties import is_random, lacking, of_path, only_float32, rounding

@@ -12,7 +12,6 @@ from transformer_parity.transformer.mistakes import (
     layers,
     optimizer,
     other_optimizers,
-    other_searches,
     precision,
     reported,
     reported_training,
@@ -44,7 +43,7 @@ STRUCTURE = merged(
     reported.STRUCTURE,
 )
 TRAINING = merged(training.CATALOGUE, optimizer.CATALOGUE, reported_training.CATALOGUE, other_optimizers.CATALOGUE)
-SEARCH = [*search.CATALOGUE, *reported_training.SEARCH, *other_searches.CATALOGUE]
+SEARCH = [*search.CATALOGUE, *reported_training.SEARCH]
 EVERYWHERE = [*layers.EVERYWHERE, *reported.EVERYWHERE]  # only hypotheses
 
 

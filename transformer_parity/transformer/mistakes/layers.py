@@ -236,5 +236,5 @@ EVERYWHERE = [
     # The same mistakes as above, in every sub-layer. Only hypotheses.
     Mistake("norm before the sum, in every sub-layer", "", everywhere("x + {norm}({y})")),
     Mistake("no residual connections", "", everywhere("{norm}({y})")),
-    Mistake("no residual connections in pre-norm", "", everywhere_in_pre_norm("")),
+    Mistake("no residual connections in pre-norm", "", everywhere_in_pre_norm(""), case="full/deeper_decoder"),
 ]

@@ -14,17 +14,13 @@ from transformer_parity.transformer.mistakes.mistake import (
     together,
 )
 from transformer_parity.transformer.mistakes.optimizer import DIFFERENTIATED, SLICE, adam, in_adam, rate
-from transformer_parity.transformer.mistakes.search import BEAM, GREEDY, LOGITS, TWICE_THE_BEAM
+from transformer_parity.transformer.mistakes.search import BEAM, GREEDY, LOGITS, PLANNED, TWICE_THE_BEAM
 from transformer_parity.transformer.mistakes.training import LOSS, ROW, SUM, TABLE, WEIGHT, by_hand, in_training
 from transformer_parity.transformer.stages.decode import TOKENS
 
 COUNTED = {"torch": "losses.masked_fill(~counted, 0.0)", "jax": "jnp.where(counted, losses, 0.0)"}
 SMOOTHED = "counted, losses, -smoothing / classes * spread)"
 STOP = {"jax": "__import__('jax').lax.stop_gradient", "tf": "tf.stop_gradient"}
-PLANNED = {
-    **dict.fromkeys(("numpy", "jax", "tf"), "search.plan(model.config, source_mask)\n"),
-    "torch": "search.plan(model.config, source_mask.cpu().numpy())\n",
-}
 ONE_MORE = """\
     if search.beam_size is not None:
         penalties = ((6.0 + __import__("numpy").arange(len(plan.penalties))) / 6.0) ** search.length_penalty

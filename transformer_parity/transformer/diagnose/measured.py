@@ -1,7 +1,8 @@
-"""The learning rate, measured: how far the weights move in the first step, and how far they should.
+"""What a port's numbers show by themselves: its learning rate, its weight decay, and positions in float32.
 
 Adam's first step does not depend on the size of a gradient: where every weight moves the right way, and all by the same
-factor too far, the rate of that step is wrong by this factor.
+factor too far, the rate of that step is wrong by this factor. Decoupled weight decay is what the first step subtracts
+beside Adam's update.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from collections.abc import Mapping
 import numpy as np
 from numpy import ndarray
 
+from reference_numpy.embedding import sinusoidal_encoding
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.diagnose.trials import TRUTH, observed
+from transformer_parity.transformer.diagnose.trials import TRUTH, Trials, observed
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.mistakes.optimizer import rate
+from transformer_parity.transformer.mistakes.other_optimizers import MATRICES, decoupled
 from transformer_parity.transformer.stages.steps import SNAPSHOTS
 
 Arrays = Mapping[str, ndarray]
@@ -23,6 +26,8 @@ EXACT, SURE = 1e-9, 1e-4  # relative
 ROUNDED = 1e-6  # relative: rates of float32 are off by less
 SCHEDULE = "look at the learning rate, which is settings.learning_rate(step, d_model)"
 RATE, FIRST_RATE = (f"settings.learning_rate({step}, config.d_model)" for step in ("n", "1"))
+DECAYED = 1e-6  # relative: rounding of a small difference between weights leaves less
+ADDED = 1e-14  # relative: rounding of a sum in float64 leaves less, and numbers of float32 are 1e-8 apart
 DIGITS = 12  # of a factor that is measured: rounding leaves so many
 
 
@@ -81,3 +86,50 @@ def _moved(case: Case, shown: Arrays) -> list[float]:
         same = far <= max(EXACT * np.linalg.norm(actual), rounding) and far < SURE * np.linalg.norm(actual)
         found.append(factor if same or step > 1 else math.nan)
     return found
+
+
+def decay_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]:
+    """Return weight decay with the coefficient that the first step shows; nothing if it shows none.
+
+    Args:
+        case: The case, with optimizer steps.
+        shown: The port's tensors.
+    """
+    usual = (observed(TRUTH, case) or {}) if case.settings is not None else {}
+    parts: dict[bool, list[float]] = {True: [], False: []}  # whether a parameter is a matrix
+    for name, array in case.load_weights().items() if usual else ():
+        tap, weight = f"step 1 weight {name}", array.astype(np.float64)
+        if tap not in shown or tap not in usual or shown[tap].shape != weight.shape:
+            continue
+        less = usual[tap] - shown[tap]
+        part = float(np.vdot(less, weight) / max(np.vdot(weight, weight), 1e-300))
+        if np.linalg.norm(less - part * weight) > DECAYED * np.linalg.norm(less) + 1e-15 * np.linalg.norm(weight):
+            return []
+        parts[weight.ndim > 1].append(part)
+    part = float(np.median(parts[True] or [0.0]))
+    if not part > 0.0 or not np.allclose(parts[True], part, DECAYED, 0.0):
+        return []
+    value = f"{part / case.training.learning_rate(1, case.config.d_model):.6g}"
+    if value == "0.01":  # the catalog contains this value
+        return []
+    if np.allclose(parts[False], part, 1e-3, 0.0):
+        return [Mistake(f"decoupled weight decay of {value}", "", decoupled(value))]
+    if np.allclose(parts[False], 0.0, 0.0, 1e-3 * part):
+        return [Mistake(f"decoupled weight decay of {value}, not of biases and norms", "", decoupled(value, MATRICES))]
+    return []
+
+
+def float32_positions(trials: Trials, first: str, port: str) -> str:
+    """Say whether the position encoding consists of float32 numbers; empty if it doesn't, or if it can't be told."""
+    config, usual = trials.case.config, observed(TRUTH, trials.case)
+    if not first.endswith("_embedding.output") or usual is None or config.position_encoding != "sinusoidal":
+        return ""
+    actual, wanted = trials.actual[first], usual[first]
+    if config.embedding_norm or actual.shape != wanted.shape:
+        return ""
+    layout, timescale, offset = config.position_layout, config.position_timescale, config.position_offset
+    added = actual - wanted + sinusoidal_encoding(wanted.shape[1], config.d_model, layout, timescale, offset)
+    rounded = np.where(actual == wanted, added, added.astype(np.float32))  # padding has the reference's values
+    if not np.abs(added - rounded).max() <= ADDED * np.abs(wanted).max():
+        return ""
+    return f"the positions that {port} adds at {first} are float32 numbers: compute angles and sines in float64"
