@@ -232,11 +232,14 @@ class LatePosition:
         return x + self.position.vectors(length + 1)[shifted].astype(x.dtype)
 
 
+BEAMS = [f"decode/{name}" for name in ("port_beam", "many_beam", "many_narrow_beam", "many_beam_without_penalty")]
+
+
 class Greedy(Port):
     """A port without beam search, and with some mistakes."""
 
     dtypes = ("float64",)
-    left_out = dict.fromkeys(("decode/port_beam", "decode/many_beam", "decode/many_narrow_beam"), "greedy only")
+    left_out = dict.fromkeys(BEAMS, "greedy only")
     mistakes = ()
 
     def load(self, config, weights, dtype):
@@ -257,10 +260,27 @@ class Greedy(Port):
             logits = self.stepwise.decode(ids, memory, source_ids)[:, -1]
             if "padding" not in self.mistakes:
                 logits[:, config.pad_id] = -np.inf
+            self.choose(logits, ids, max_length)
             token = np.where(ended, config.pad_id, logits.argmax(-1))
             ended |= token == config.eos_id
             ids = np.concatenate([ids, token[:, None]], 1)
         return ids[:, 1:]
+
+    def choose(self, logits, ids, max_length):
+        """Change the logits of the next tokens as other searches do."""
+        n = ids.shape[1]
+        for row, before in zip(logits, ids.tolist(), strict=True):
+            if "trigrams" in self.mistakes:
+                row[[before[i + 2] for i in range(n - 2) if before[i : i + 2] == before[-2:]]] = -np.inf
+            if "bigrams" in self.mistakes:
+                row[[before[i + 1] for i in range(n - 1) if before[i] == before[-1]]] = -np.inf
+            if "penalty" in self.mistakes:
+                held = sorted(set(before))
+                row[held] = np.where(row[held] < 0, row[held] * 1.3, row[held] / 1.3)
+            if "forced end" in self.mistakes and n == max_length:
+                row[np.arange(len(row)) != self.config.eos_id] = -np.inf
+            if "five tokens" in self.mistakes and n < 5:
+                row[self.config.eos_id] = -np.inf
 
 
 def said_of_search(*mistakes, stages=("activations", "decode")):
@@ -268,7 +288,16 @@ def said_of_search(*mistakes, stages=("activations", "decode")):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "name"), [("padding", "padding may be generated"), ("a token early", "stops a token early")]
+    ("mistake", "name"),
+    [
+        ("padding", "padding may be generated"),
+        ("a token early", "stops a token early"),
+        ("trigrams", "no trigram twice"),
+        ("bigrams", "no bigram twice"),
+        ("penalty", "a repetition penalty of 1.3 on logits"),
+        ("forced end", "the end symbol is forced at the maximum length"),
+        ("five tokens", "a minimum length of 5"),
+    ],
 )
 def test_the_rule_of_a_search_is_named_and_no_cache(mistake, name):
     (found,) = said_of_search(mistake)
@@ -291,7 +320,7 @@ def test_a_search_that_does_not_follow_its_own_forward_is_told_so(mistakes):
     assert found.confidence == LIKELY
     said = " ".join((found.sentence, *found.signatures))
     assert re.search(SEARCH + r"from token \d+ of sentence \d+ on", said), found
-    assert "look at the cache" in said
+    assert "no known rule" in said
 
 
 def test_a_search_that_follows_a_wrong_forward_is_not_to_blame():

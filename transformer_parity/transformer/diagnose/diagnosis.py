@@ -20,6 +20,7 @@ from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses, is_convention
 from transformer_parity.transformer.diagnose.measured import decay_hypotheses, float32_positions, rate_hypotheses
+from transformer_parity.transformer.diagnose.measured_search import search_hypotheses
 from transformer_parity.transformer.diagnose.places import Place, at_single_places
 from transformer_parity.transformer.diagnose.trials import TRUTH, Attempt, Trials
 from transformer_parity.transformer.mistakes.mistake import Mistake
@@ -96,7 +97,7 @@ def diagnose(
     if start is None or start.is_exact:
         return Diagnosis(f"every number that {port} shows here is right", UNKNOWN)
     rates = rate_hypotheses(case, actual)
-    known = [*known, *decay_hypotheses(case, actual)]
+    known = [*known, *decay_hypotheses(case, actual), *search_hypotheses(case, actual)]
     progress(f"{len(known) + len(rates)} hypotheses")
     # Several at once take a training each; where the rate is known to be wrong, they would only guess at the schedule.
     places = partial(at_single_places, case, actual, known)

@@ -1,7 +1,8 @@
 """The port's own forward beside its gradients, its steps and its searches: which of the two is wrong.
 
 A search decides by the logits of some prefixes, and ``forward`` yields the logits of those prefixes too. Where
-``forward`` agrees with the reference and the search decides otherwise, what the search keeps between steps is wrong.
+``forward`` agrees with the reference and the search decides otherwise, the search keeps something wrong between steps,
+or follows another rule.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.decoding.prefixes import searched_log_probabilities
 from transformer_parity.transformer.diagnose.blame import distance
+from transformer_parity.transformer.diagnose.measured_search import before_the_end, facts, read_before, returned
 from transformer_parity.transformer.diagnose.properties import SAME, output
 from transformer_parity.transformer.ports.protocol import Implementation, Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
-from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_spec.config import TransformerConfig
 
 ROUNDING = 1e-9  # nats, and relative: what rounding may turn in float64
 FIRST = "compare it first, with --stage activations"
-EMPTY = "where a cache is still empty: look at the start symbol, at the memory, and at the masks"
-FULL = "The first token of every sentence follows it: look at the cache (positions, masks, the order of its rows)"
+EMPTY = "a cache is still empty there, so the start symbol, the memory and the masks remain"
+FULL = (
+    "The first token of every sentence follows it, and no known rule (repeated n-grams, ends) explains the others: "
+    "compare the logits of the search with those of `forward`: they differ if the cache is wrong"
+)
 
 
 def beside_forward(
@@ -46,12 +50,10 @@ def beside_forward(
         source_ids, target_ids = case.inputs["source_ids"], case.inputs.get("target_ids")
         ids = None
         if case.search is not None:
-            if case.options.beam_size is not None or TOKENS not in tensors or tensors[TOKENS].ndim != 3:
+            ids = returned(case, tensors)
+            if case.options.beam_size is not None or ids is None:
                 continue
-            ids = tensors[TOKENS][:, 0].astype(np.int64) - 1  # -1 behind the last
-            ids = np.where(ids < 0, case.config.pad_id, ids)
-            start = np.full((len(ids), 1), case.options.plan(case.config, source_ids != case.config.pad_id).start_id)
-            target_ids = np.concatenate([start, ids[:, :-1]], 1)
+            target_ids = read_before(case, ids)
         if target_ids is None:
             continue
         inputs = {"source_ids": source_ids, "target_ids": target_ids}
@@ -84,8 +86,7 @@ def _departure(case: Case, logits: ndarray, ids: ndarray) -> str:
     best = allowed.argmax(-1)
     behind = logits.max(-1, where=np.isfinite(allowed), initial=-np.inf) - _at(logits, ids)  # [B, T]
     departs = behind > ROUNDING * (1.0 + np.abs(logits).max(-1))
-    ended = np.isin(ids, (config.pad_id, config.eos_id)).cumsum(1)  # what comes after the first is of no interest
-    departs &= (ended == 0) | ((ended == 1) & (ids == config.eos_id))
+    departs &= before_the_end(ids, config)
     departs &= departs.cumsum(1) == 1
     if not departs.any():
         return ""
@@ -95,7 +96,9 @@ def _departure(case: Case, logits: ndarray, ids: ndarray) -> str:
         f"from token {step + 1} of sentence {sentence} on, it has {_named(said, config)}, where `forward` prefers "
         f"{_named(right, config)} by {behind[sentence, step]:.1e} ({departs.any(1).sum()} of {len(ids)} sentences)"
     )
-    return f"{found}, {EMPTY}" if departs[:, 0].any() else f"{found}. {FULL}"
+    if known := facts(case, ids, best, departs):
+        return f"{found}: {'; '.join(known)}"
+    return f"{found}: {EMPTY}" if departs[:, 0].any() else f"{found}. {FULL}"
 
 
 def _named(token: int, config: TransformerConfig) -> str:

@@ -14,7 +14,7 @@ from transformer_parity.transformer.mistakes.mistake import (
     together,
 )
 from transformer_parity.transformer.mistakes.optimizer import DIFFERENTIATED, SLICE, adam, in_adam, rate
-from transformer_parity.transformer.mistakes.search import BEAM, GREEDY, LOGITS, PLANNED, TWICE_THE_BEAM
+from transformer_parity.transformer.mistakes.search import BEAM, GREEDY, LOGITS, PLANNED, TWICE_THE_BEAM, ruled
 from transformer_parity.transformer.mistakes.training import LOSS, ROW, SUM, TABLE, WEIGHT, by_hand, in_training
 from transformer_parity.transformer.stages.decode import TOKENS
 
@@ -26,11 +26,6 @@ ONE_MORE = """\
         penalties = ((6.0 + __import__("numpy").arange(len(plan.penalties))) / 6.0) ** search.length_penalty
         plan = plan._replace(penalties=penalties)
 """
-TOTALS = {
-    **dict.fromkeys(FOUR, "self.alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)"),
-    "tf": "self.alive[:, :, None] + tf.reshape(log_probabilities, [batch, beam_size, vocabulary])",
-}
-UNCUT = "(plan.limits != n)[:, None, None] | ({}(vocabulary) == plan.eos_id)"
 SELF_MASK = "self_mask = cache.self_mask[..., : cache.length + 1]"
 
 
@@ -222,14 +217,7 @@ SEARCH = [
                 "tensor2tensor's ends: within twice the beam, and cut off where none has ended": together(
                     where_none_has_ended(""), TWICE_THE_BEAM
                 ),
-                "the end symbol is forced at the maximum length": instead(
-                    "search",
-                    TOTALS,
-                    numpy=f"np.where({UNCUT.format('np.arange')}, {TOTALS['numpy']}, -inf)",
-                    torch=f"torch.where({UNCUT.format('torch.arange')}, {TOTALS['torch']}, -inf)",
-                    jax=f"jnp.where({UNCUT.format('jnp.arange')}, {TOTALS['jax']}, -inf)",
-                    tf=f"tf.where({UNCUT.format('tf.range')}, {TOTALS['tf']}, -inf)",
-                ),
+                "the end symbol is forced at the maximum length": ruled("at_limit='scored'"),
             }
         },
         case=BEAM,

@@ -79,8 +79,38 @@ def reordered(layers: str) -> Edits:
     return instead("decoder", "for past in self.past:", f"for past in self.past[{layers}]:")
 
 
-# Only hypotheses: with one hypothesis, a search finds fewer than the cases of the packages ask for.
+NGRAMS = {1: "token", 2: "bigram", 3: "trigram", 4: "4-gram"}  # that a sentence may not hold twice
+
+
+def ruled(rules: str) -> Edits:
+    """Return edits that change some of the rules of every search."""
+    return planned("from dataclasses import replace", f"plan = plan._replace(rules=replace(plan.rules, {rules}))")
+
+
+def repetition_penalty(penalty: float, log_probabilities: str) -> Edits:
+    """Return edits of the reference by which tokens that a hypothesis holds, its start symbol included, score less.
+
+    Args:
+        penalty: What a positive score is divided by, and a negative one multiplied with.
+        log_probabilities: Whether it changes these in place of logits: an expression.
+    """
+    usual = "    log_probabilities = log_softmax(logits)\n"
+    lines = f"""\
+    in_place = {log_probabilities}
+    scores = log_softmax(logits) if in_place else logits
+    held = np.concatenate([np.full([len(logits), 1], plan.start_id), ids.reshape(len(logits), -1)[:, : n - 1]], 1)
+    held = (held[:, :, None] == np.arange(logits.shape[1])).any(1)
+    scores = np.where(held, np.where(scores < 0, scores * {penalty}, scores / {penalty}), scores)
+    log_probabilities = scores if in_place else log_softmax(scores)
+"""
+    return changed("search", numpy=(usual, lines))
+
+
+# Only hypotheses: with one hypothesis, a search finds fewer than the cases of the packages ask for, and few sentences
+# show a rule.
 ONLY_HYPOTHESES = [
+    *(Mistake(f"no {words} twice", "", ruled(f"no_repeat_ngram_size={size}")) for size, words in NGRAMS.items()),
+    Mistake("the end symbol is forced at the maximum length, as if it were certain", "", ruled("at_limit='forced'")),
     Mistake("the beam has one hypothesis only", "", planned("plan = plan._replace(beam_size=1)")),
     Mistake(
         "greedy search instead of beam search",

@@ -1,0 +1,139 @@
+"""What the tokens of a search show by themselves: the shortest sentence, and the penalty of what is repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.functional import log_softmax
+from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.decoding.prefixes import searched_log_probabilities
+from transformer_parity.transformer.diagnose.properties import output
+from transformer_parity.transformer.mistakes.mistake import Mistake
+from transformer_parity.transformer.mistakes.search import NGRAMS, planned, repetition_penalty
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import DEFINITION
+from transformer_parity.transformer.stages.decode import TOKENS
+from transformer_spec.config import TransformerConfig
+
+LISTED = 3  # the catalog contains minimum lengths up to this one
+PENALTIES = [round(1.0 + hundredths / 100, 2) for hundredths in range(1, 201)]
+IN_PLACE = {  # what a repetition penalty changes: an expression
+    "logits": "False",
+    "log-probabilities": "True",
+    "logits, or log-probabilities in beam search": "ids.shape[1] > 1",  # as in Hugging Face
+}
+
+
+def returned(case: Case, shown: Mapping[str, ndarray]) -> ndarray | None:
+    """Return the first hypothesis of each sentence [B, T], padded; None if no tokens are shown.
+
+    Args:
+        case: A case with a search.
+        shown: The port's tensors.
+    """
+    if case.search is None or TOKENS not in shown or shown[TOKENS].ndim != 3:
+        return None
+    ids = shown[TOKENS][:, 0].astype(np.int64) - 1  # -1 behind the last
+    return np.where(ids < 0, case.config.pad_id, ids)
+
+
+def read_before(case: Case, ids: ndarray) -> ndarray:
+    """Return what the decoder reads before each token [B, T]: a start symbol, and the tokens before it."""
+    plan = case.options.plan(case.config, case.inputs["source_ids"] != case.config.pad_id)
+    return np.concatenate([np.full((len(ids), 1), plan.start_id), ids[:, :-1]], 1)
+
+
+def search_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]:
+    """Return the minimum length and the repetition penalties that the tokens show; nothing if they show none.
+
+    Args:
+        case: The case, with a search.
+        shown: The port's tensors.
+    """
+    ids = returned(case, shown)
+    if ids is None:
+        return []
+    shortest = int((ids != case.config.pad_id).sum(1).min())
+    found = []
+    if shortest > LISTED:
+        minimum = planned(f"plan = plan._replace(min_length={shortest})")
+        found.append(Mistake(f"a minimum length of {shortest}", "", minimum))
+    if case.options.beam_size is not None:
+        return found
+    inputs = {"source_ids": case.inputs["source_ids"], "target_ids": read_before(case, ids)}
+    logits = output(DEFINITION.load(case.config, case.load_weights(), Placement("float64")), inputs, case.config)
+    for what, in_place in IN_PLACE.items():
+        scores = log_softmax(logits) if in_place == "True" else logits
+        if penalty := _fitted_penalty(case, ids, scores):
+            words = f"a repetition penalty of {penalty:g} on {what}"
+            found.append(Mistake(words, "", repetition_penalty(penalty, in_place)))
+    return found
+
+
+def _fitted_penalty(case: Case, ids: ndarray, scores: ndarray) -> float | None:
+    """Return the roundest penalty under which a greedy search would return some tokens; None if there is none.
+
+    Args:
+        case: The case.
+        ids: The tokens [B, T].
+        scores: Those of every next token [B, T, V].
+    """
+    config = case.config
+    plan = case.options.plan(config, case.inputs["source_ids"] != config.pad_id)
+    before = read_before(case, ids)
+    held = np.array([[np.isin(np.arange(scores.shape[2]), row[: n + 1]) for n in range(len(row))] for row in before])
+    counts = before_the_end(ids, config)
+
+    def agrees(penalty: float) -> bool:
+        penalized = np.where(held, np.where(scores < 0.0, scores * penalty, scores / penalty), scores)
+        return bool((searched_log_probabilities(penalized, ids, plan).argmax(-1) == ids)[counts].all())
+
+    if agrees(1.0):
+        return None
+    fits = [penalty for penalty in PENALTIES if agrees(penalty)]
+    return min(fits, key=lambda penalty: len(f"{penalty:g}"), default=None)
+
+
+def before_the_end(ids: ndarray, config: TransformerConfig) -> ndarray:
+    """Return where ids hold a token, the end symbol included [B, T]: what comes after the first is of no interest."""
+    ended = np.isin(ids, (config.pad_id, config.eos_id)).cumsum(1)
+    return (ended == 0) | ((ended == 1) & (ids == config.eos_id))
+
+
+def facts(case: Case, ids: ndarray, best: ndarray, departs: ndarray) -> list[str]:
+    """Say which rule of other searches holds in every place where a greedy search does not follow ``forward``.
+
+    Args:
+        case: The case.
+        ids: The tokens that the search returned [B, T].
+        best: The tokens that ``forward`` prefers [B, T].
+        departs: Where the search departs from it: once in a sentence at most [B, T].
+    """
+    config, places = case.config, np.argwhere(departs).tolist()
+    counts = before_the_end(ids, config)
+    everywhere = "in the only such place" if len(places) == 1 else f"in all {len(places)} such places"
+    found, before = [], read_before(case, ids)
+
+    def repeats(sentence: int, n: int, token: int, size: int) -> bool:
+        row = [*before[sentence, : n + 1].tolist(), token]
+        return any(row[i : i + size] == row[-size:] for i in range(len(row) - size))
+
+    for size, words in NGRAMS.items():
+        if all(repeats(sentence, n, best[sentence, n], size) for sentence, n in places):
+            said = f"the token that `forward` prefers would repeat a {words} {everywhere}"
+            if not any(repeats(sentence, n, ids[sentence, n], size) for sentence, n in np.argwhere(counts).tolist()):
+                found = [f"{said}, and no sentence that the search returns repeats one"]
+                break
+            if size == 1:
+                found = [said]
+    last = case.options.plan(config, case.inputs["source_ids"] != config.pad_id).limits
+    if all(ids[place] == config.eos_id for place in map(tuple, places)):
+        at_limit = all(n + 1 == last[sentence] for sentence, n in places)
+        found.append(f"the search ends the sentence {everywhere}{', at the maximum length' if at_limit else ''}")
+    if all(best[place] == config.eos_id for place in map(tuple, places)):
+        shortest = counts.sum(1).min()
+        found.append(f"`forward` would end the sentence {everywhere}, and the search ends none before token {shortest}")
+    return found
