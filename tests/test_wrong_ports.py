@@ -277,6 +277,10 @@ class Greedy(Port):
             if "penalty" in self.mistakes:
                 held = sorted(set(before))
                 row[held] = np.where(row[held] < 0, row[held] * 1.3, row[held] / 1.3)
+            if "held tokens" in self.mistakes:
+                row[sorted(set(before))] -= 0.4
+            if "late ends" in self.mistakes:
+                row[self.config.eos_id] -= 0.4
             if "forced end" in self.mistakes and n == max_length:
                 row[np.arange(len(row)) != self.config.eos_id] = -np.inf
             if "five tokens" in self.mistakes and n < 5:
@@ -321,6 +325,21 @@ def test_a_search_that_does_not_follow_its_own_forward_is_told_so(mistakes):
     said = " ".join((found.sentence, *found.signatures))
     assert re.search(SEARCH + r"from token \d+ of sentence \d+ on", said), found
     assert "no known rule" in said
+
+
+PLACES = r" in (the only such place|all \d+ such places)"
+FACTS = {
+    "held tokens": rf"the token that `forward` prefers would repeat a token{PLACES}(;|$)",
+    "late ends": rf"`forward` would end the sentence{PLACES}, and the search ends none before token \d+$",
+}
+
+
+@pytest.mark.parametrize("mistake", FACTS)
+def test_of_a_search_with_an_unknown_rule_its_tokens_are_described(mistake):
+    (found,) = said_of_search(mistake)
+    assert found.confidence == LIKELY
+    assert any(re.search(SEARCH + ".*" + FACTS[mistake], said) for said in (found.sentence, *found.signatures)), found
+    assert "cache" not in " ".join((found.sentence, *found.signatures))
 
 
 def test_a_search_that_follows_a_wrong_forward_is_not_to_blame():
