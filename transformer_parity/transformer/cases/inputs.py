@@ -6,6 +6,7 @@ zero cannot be missed, a scale of one need not be loaded, and no mask is needed 
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
 
 import numpy as np
@@ -105,25 +106,25 @@ def hard_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]
 
 
 # How much larger some weights are: a plain exp of scores overflows in float32, and of logits in float64.
-SHARPER, WIDER, LOUDER = 16, 50, 500
+SHARPER, WIDER, LOUDER = 12, 50, 500
 
 
 def sharp_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
     """Return the hard weights with larger queries: scores exceed 88, and attention is saturated."""
-    return _scaled(hard_weights(config, seed), {"query_proj.kernel": SHARPER, **WIDE})
+    return _scaled(hard_weights(config, seed), {**SHARP, **_wide(config)})
 
 
 def loud_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
     """Return the hard weights with a larger last norm of the decoder: logits exceed 709."""
     weights = hard_weights(config, seed)
     last = _last_norm(config, weights)
-    louder = {f"{last}.{kind}": LOUDER for kind in ("scale", "bias") if last}
-    return _scaled(weights, {**louder, **WIDE})
+    louder = {f"{last}.*": LOUDER} if last else {}
+    return _scaled(weights, {**louder, **_wide(config)})
 
 
 def large_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
     """Return weights that are both sharp and loud."""
-    return _scaled(loud_weights(config, seed), {"query_proj.kernel": SHARPER})
+    return _scaled(loud_weights(config, seed), SHARP)
 
 
 LIKELIER = 0.45  # nats
@@ -152,8 +153,19 @@ def _last_norm(config: TransformerConfig, weights: Mapping[str, ndarray]) -> str
     return scales[-1].removesuffix(".scale")
 
 
-# Activations exceed 100 in all of them but the last.
-WIDE = {"feed_forward.output_proj.kernel": WIDER, "feed_forward.output_proj.bias": WIDER}
+# Sharp attention multiplies the rounding errors of what it reads, so only the first layers have it.
+SHARP = {"*.layers.0.*_attention.query_proj.kernel": SHARPER}
+
+
+def _wide(config: TransformerConfig) -> dict[str, int]:
+    """Return the factors with which activations exceed 100.
+
+    Without a norm behind the encoder, it is not among them: all scores of cross-attention would be as large.
+    """
+    is_normalised = config.norm_order == "post" or config.final_norm
+    return {f"{'' if is_normalised else 'decoder'}*.feed_forward.output_proj.*": WIDER}
+
+
 WEIGHTS = {
     **{"usual": hard_weights, "sharp": sharp_weights, "loud": loud_weights, "large": large_weights},
     "ending": ending_weights,
@@ -161,10 +173,10 @@ WEIGHTS = {
 
 
 def _scaled(weights: Mapping[str, ndarray], factors: Mapping[str, int]) -> dict[str, ndarray]:
-    """Return weights with each factor applied to those whose names end with its key."""
+    """Return weights with each factor applied to those whose names match its key."""
     found = dict(weights)
-    for ending, factor in factors.items():
-        found |= {name: np.float32(factor) * array for name, array in weights.items() if name.endswith(ending)}
+    for pattern, factor in factors.items():
+        found |= {name: np.float32(factor) * weights[name] for name in fnmatch.filter(weights, pattern)}
     return found
 
 
