@@ -6,7 +6,7 @@ reference's by more than their tolerance, in a way that twenty numbers describe:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -42,10 +42,11 @@ def scheduled(case: Case, factors: tuple[float, ...]) -> Case:
 
 def rounded_rates(
     case: Case, actual: Arrays, truth: Arrays, run: Callable[[Case], Arrays], last: int
-) -> tuple[float, ...]:
-    """Return by which factors the rates of a port differ from the schedule, where float32 explains all of them.
+) -> Iterator[tuple[float, ...]]:
+    """Yield by which factors the rates of a port may differ from the schedule, if float32 explains all of them.
 
-    The factors are fitted to the weights. They explain a port only if the reference, run with them, agrees with it.
+    A schedule of float64, rounded, takes one run to test. Otherwise the factors are fitted to the weights. They explain
+    a port only if the reference, run with them, agrees with it.
 
     Args:
         case: What is trained.
@@ -54,18 +55,20 @@ def rounded_rates(
         run: Runs the reference in a case.
         last: The number of the last step.
 
-    Returns:
+    Yields:
         A factor for each step; none if a larger error, or one in the rates, has another cause.
     """
     names = [name for name in truth if " weight " in name and name in actual]
     if not names or any(relative_error(actual[name], truth[name]) > ROUNDED for name in names):
-        return ()
+        return
+    rates = [case.training.learning_rate(step, case.config.d_model) for step in range(1, last + 1)]
+    yield tuple(float(np.float32(rate)) / rate for rate in rates)
 
     def weights(tensors: Arrays) -> ndarray:
         return np.concatenate([np.ravel(tensors[name]) for name in names])
 
     def trained(off: ndarray) -> ndarray:
-        return weights(run(scheduled(case, tuple((1.0 + off).tolist()))))
+        return weights(run(replace(scheduled(case, tuple((1.0 + off).tolist())), calls=())))
 
     usual, wanted, off = weights(truth), weights(actual), np.zeros(last)
     effects = np.stack([(trained(DISTURBED * one) - usual) / DISTURBED for one in np.eye(last)], 1)
@@ -73,5 +76,5 @@ def rounded_rates(
     for _ in range(ITERATIONS):
         off = off + inverse @ (wanted - trained(off))
         if not np.abs(off).max() <= POLICY[STEPS]["float64"]["rate"]:
-            return ()
-    return tuple((1.0 + off).tolist())
+            return
+    yield tuple((1.0 + off).tolist())

@@ -23,6 +23,7 @@ from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.transformer.cases.case import STEPS, Case
 from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
+from transformer_parity.transformer.stages.padding import Read
 from transformer_parity.transformer.stages.rates import rounded_rates, scheduled
 from transformer_parity.transformer.stages.stage import PathTensors, Way
 from transformer_parity.transformer.stages.training_stage import LOSS, TrainingStage, is_noise
@@ -76,12 +77,14 @@ class StepStage(TrainingStage):
             self.problem(name, shown.tensors[name], truth[name], "float64") for name in truth if name in shown.tensors
         ):
             return []
-        factors = rounded_rates(case, shown.tensors, truth, run, (case.snapshots or SNAPSHOTS)[-1])
-        if not factors:
-            return []
-        expected = replace(shown.expected, tensors=run(scheduled(case, factors)))
-        findings = list(super().compare(replace(shown, expected=expected)))
-        return [] if any(finding.verdict == DIVERGES for finding in findings) else findings
+        for factors in rounded_rates(case, shown.tensors, truth, run, (case.snapshots or SNAPSHOTS)[-1]):
+            trained = run(scheduled(case, factors))
+            tensors = Read.of(case, trained).combine(shown.tensors, trained)
+            expected = replace(shown.expected, tensors=trained)
+            findings = list(super().compare(replace(shown, tensors=tensors, expected=expected)))
+            if all(finding.verdict != DIVERGES for finding in findings):
+                return findings
+        return []
 
     def left_out(
         self, case: Case, tensors: Collection[str], hidden: Sequence[str]
