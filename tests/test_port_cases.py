@@ -53,6 +53,18 @@ UNSEEN = [
 ]
 
 
+@pytest.mark.parametrize("name", sorted({mistake.case for mistake in SEARCH}))
+def test_a_mistake_of_a_search_shows_in_its_case(name):
+    case = next(case for case in standard_cases() if case.name == name)
+    right = tensors(load(case), case)
+    mistakes = [mistake for mistake in SEARCH if mistake.case == name and "numpy" in mistake.edits]
+    seen = {
+        mistake.name: tensors(Hypothesis((mistake,)).load(case.config, case.load_weights()), case)
+        for mistake in mistakes
+    }
+    assert [mistake.name for mistake in mistakes if not distance(mistake.at, seen[mistake.name], right) > 1e-9] == []
+
+
 def test_the_cases_for_ports_show_how_a_port_searches():
     cases = [case for case in port_cases(CONFIG) if case.stage == "decode"]
     right = {case.name: tensors(load(case), case) for case in cases}

@@ -193,7 +193,9 @@ CATALOGUE = [
             },
             (TOKENS, GREEDY): {
                 "goes on after the end symbol": instead("search", "(tokens != plan.eos_id) & ", ""),
-                "stops a token early": instead("search", "& (n < ", "& (n + 1 < "),
+                "stops a token early": but(
+                    instead("search", "& (n < ", "& (n + 1 < "), case="decode/paper_base_greedy"
+                ),
             },
             (SCORES, GREEDY): {
                 "scores what comes after the end": instead(
@@ -233,7 +235,7 @@ CATALOGUE = [
                 "stops by the current length": instead("search", LONGEST, "longest = n"),
                 "ended hypotheses go on": instead("search", "where(~ends, best", "where(ends | True, best"),
                 "stops a token early": instead("search", "limits == n)", "limits == n + 1)"),
-                "hypotheses outside the beam may end": TWICE_THE_BEAM,
+                "hypotheses outside the beam may end": but(TWICE_THE_BEAM, case="decode/paper_base_beam"),
             }
         },
         case=BEAM,
