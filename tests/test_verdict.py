@@ -277,10 +277,13 @@ def test_a_skip_counts_for_nothing():
     assert missing == ["it: activations: 1 of 3 cases compared, and half are needed (hidden)"]
 
 
+BEAMS = [f"decode/{name}" for name in ("port_beam", "many_beam", "many_narrow_beam", "many_beam_without_penalty")]
+
+
 class GreedyOnly(MyPort):
     """It has no beam search, and says so, or raises."""
 
-    left_out = dict.fromkeys(("decode/port_beam", "decode/many_beam", "decode/many_narrow_beam"), "greedy only")
+    left_out = dict.fromkeys(BEAMS, "greedy only")
 
     def generate(self, source_ids, max_length, beam_size, length_penalty):
         if beam_size > 1:
