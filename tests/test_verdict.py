@@ -194,7 +194,7 @@ class SingleOnly(MyPort):
 
 class OneCase(MyPort):
     config = tiny(d_k=None, d_v=None)  # as a port's own: of others, the weights with most to decide are looked for
-    left_out = {case.name: "no time" for case in port_cases(config) if case.name != "full/one_token"}
+    left_out = {case.name: "no time" for case in port_cases(config) if case.name != "full/padded"}
 
 
 def verdict_of(kind, stages=None, dtypes=None):
@@ -316,7 +316,7 @@ def test_a_port_without_beam_search_can_be_compared():
 def test_the_reason_is_that_of_the_cases_that_are_missing():
     assert verdict_of(Undeclared, [DECODE]).exit_code == 3
     (missing,) = verdict_of(FirstGreedyOnly, [DECODE]).missing
-    assert missing.startswith("FirstGreedyOnly: decode: 7 of 17 cases compared, and half are needed (")
+    assert missing.startswith("FirstGreedyOnly: decode: 7 of 18 cases compared, and half are needed (")
     assert "NotImplementedError: only greedy search" in missing
     assert "too many sentences" in missing
     assert "cache" not in missing
