@@ -37,6 +37,8 @@ def returned(case: Case, shown: Mapping[str, ndarray]) -> ndarray | None:
     if case.search is None or TOKENS not in shown or shown[TOKENS].ndim != 3:
         return None
     ids = shown[TOKENS][:, 0].astype(np.int64) - 1  # -1 behind the last
+    if ids.max(initial=0) >= case.config.target_vocab_size:  # which no decoder can read
+        return None
     return np.where(ids < 0, case.config.pad_id, ids)
 
 
