@@ -100,6 +100,21 @@ def test_the_first_wrong_step_and_the_weights_that_move_too_far_are_named():
     assert any("agree up to step 6 and differ from step 7 on, so the update of step 6 is" in words for words in said)
 
 
+def test_a_step_is_not_blamed_for_a_batch_of_another_size_or_a_second_start():
+    for name, step, said in (
+        ("steps/port/one_sentence", 2, "its batch has a different number of sentences"),
+        ("steps/port/changing_slices", 8, "training starts a second time after step 7"),
+    ):
+        losses = {key: value + 0.1 for key, value in observed_in(name).items() if key == f"step {step} loss"}
+        assert any(said in words for words in patterns(shown(name, losses)))
+
+
+def test_calls_between_steps_that_use_old_weights_are_named():
+    logits = observed_in("steps/port")["step 5 logits"]
+    said = patterns(shown("steps/port", {"step 5 logits": 1.1 * logits}))
+    assert any("they use weights from before the last update" in words for words in said)
+
+
 def test_the_first_wrong_token_of_padded_sentences_is_named():
     truth = observed_in("decode/port_greedy")
     tokens, padded = truth["tokens"].copy(), (CASES["decode/port_greedy"].inputs["source_ids"] == CONFIG.pad_id).any(1)

@@ -153,13 +153,28 @@ def wrong_parameters(shown: Differing) -> str:
 def first_wrong_step(shown: Differing) -> str:
     """Find the step from which on losses differ."""
     wrong = [int(name.split()[1]) for name in shown.wrong if shown.case.stage == STEPS and name.endswith(f" {LOSS}")]
-    first = min(wrong, default=0)
+    first, restart = min(wrong, default=0), shown.case.restart
     if first > 1:
-        return (
-            f"the losses agree up to step {first - 1} and differ from step {first} on, so the update of step "
-            f"{first - 1} is the first wrong one"
-        )
+        sentence = f"the losses agree up to step {first - 1} and differ from step {first} on"
+        if restart and first - restart in (1, 2):
+            return f"{sentence}; training starts a second time after step {restart}, with a new optimizer"
+        if shown.case.rows:  # then the next batch may be wrong as well
+            return (
+                f"{sentence}: its batch has a different number of sentences, or the update of step {first - 1} is wrong"
+            )
+        return f"{sentence}, so the update of step {first - 1} is the first wrong one"
     return "the loss differs before the first update: compare gradients first" if first else ""
+
+
+def only_between_steps(shown: Differing) -> str:
+    """Find training that is right while other methods called between two steps are wrong."""
+    results = [name for name in shown.wrong if name.endswith((" logits", " gradient between steps", " tokens"))]
+    if shown.case.stage != STEPS or not results or len(results) < len(shown.wrong):
+        return ""
+    return (
+        "all losses and weights agree, and only the results of other methods between two steps differ: they use "
+        "weights from before the last update, or the model is still in training mode"
+    )
 
 
 def moved_weights(shown: Differing) -> str:
@@ -224,6 +239,7 @@ PATTERNS: tuple[Callable[[Differing], str], ...] = (
     wrong_parameters,
     moved_weights,
     first_wrong_step,
+    only_between_steps,
     first_wrong_token,
     wrong_sentences,
 )
