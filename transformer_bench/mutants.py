@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-MODULES = (  # those that a package lacks are skipped
+MODULES = (  # modules that a package does not have are skipped
     *("attention", "backward", "backward_trace", "block", "decoder", "embedding", "encoder", "fast", "feed_forward"),
     *("functional", "layers", "masks", "optimizer", "part", "search", "search_loop", "search_rules", "training"),
     "transformer",

@@ -44,7 +44,7 @@ RESTART = 7  # the step after which training is started a second time
 UNLABELED = 1  # the row that has no labels in some steps
 PENALTY = 4.0  # so that a late end may be worth more than an early one
 PENALTIES = (0.0, 0.6, SMALL_PENALTY, PENALTY)  # which prefer different hypotheses
-LIKELY_TO_END = 18  # the seed that is tried first
+LIKELY_TO_END = 18  # the seed of ending weights that is tried first
 
 
 def model_cases(config: TransformerConfig) -> list[Case]:

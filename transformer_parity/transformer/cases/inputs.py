@@ -167,7 +167,10 @@ def _wide(config: TransformerConfig) -> dict[str, int]:
 
 
 WEIGHTS = {
-    **{"usual": hard_weights, "sharp": sharp_weights, "loud": loud_weights, "large": large_weights},
+    "usual": hard_weights,
+    "sharp": sharp_weights,
+    "loud": loud_weights,
+    "large": large_weights,
     "ending": ending_weights,
 }
 
