@@ -129,6 +129,12 @@ def rates(name: str, what: str, expected: str, rate: Callable[[float, int], floa
 
 
 rates("RatesOfFloat32", "Learning rates are rounded to float32.", TOLERATED, lambda rate, step: float(np.float32(rate)))
+rates(
+    "RatesComputedInFloat32",
+    "Learning rates are off by up to two roundings of float32.",
+    TOLERATED,
+    lambda rate, step: rate * (1 + 5e-8 * (step % 5 - 2)),
+)
 rates("RatesOfFloat16", "Learning rates are rounded to float16.", FAILS, lambda rate, step: float(np.float16(rate)))
 rates(
     "OneRateOff", "One learning rate is one millionth too large.", FAILS, lambda r, step: r * (1 + 1e-6 * (step == 7))

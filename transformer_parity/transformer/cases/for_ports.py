@@ -73,32 +73,24 @@ def model_cases(config: TransformerConfig) -> list[Case]:
 
 def _steps(config: TransformerConfig) -> Iterator[Case]:
     """Yield runs of twenty steps; names that begin with ``port_clipped`` are clipped."""
+    usual, unlabeled = with_labels(token_ids(config), config), np.arange(BATCH)[:, None] == UNLABELED
+    some_rows = {"inputs": {**usual, "labels": np.where(unlabeled, config.pad_id, usual["labels"])}}
     cooldown: dict[str, Any] = {"cooldown_steps": 10}
     slices, clipped, far_below = {"accumulation_steps": 2}, {"clip_norm": CLIP}, {"clip_norm": FAR}
     unlike_the_paper = {"learning_rate_factor": 0.03, "warmup_steps": 5, "beta1": 0.8, "beta2": 0.95, "epsilon": 1e-6}
-    runs: tuple[tuple[str, dict[str, Any], tuple[int, ...], bool], ...] = (
-        ("port", cooldown, (), False),
-        ("port/changing_slices", slices, (4, 2), True),
-        ("port/one_sentence", {**cooldown, **far_below}, (4, 1, 3), True),
-        ("port/small_gradient", {**slices, **far_below, **unlike_the_paper}, (), False),
-        ("port_clipped", {**cooldown, **clipped, **slices}, (), False),
-        ("port_clipped/unlabeled_rows", clipped, (), True),
-        ("port_clipped/changing_slices", {**cooldown, **clipped, **slices}, (2, 4), False),
+    between: dict[str, Any] = {"calls": CALLS}
+    at_the_end: dict[str, Any] = {"snapshots": (20,)}  # everything shows there that differed earlier
+    runs: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+        ("port", cooldown, between),
+        ("port/changing_slices", slices, {**at_the_end, **some_rows, "rows": (4, 2), "restart": RESTART}),
+        ("port/one_sentence", {**cooldown, **far_below}, {**at_the_end, **some_rows, **between, "rows": (4, 1, 3)}),
+        ("port/small_gradient", {**slices, **far_below, **unlike_the_paper}, at_the_end),
+        ("port_clipped", {**cooldown, **clipped, **slices}, {}),
+        ("port_clipped/unlabeled_rows", clipped, {**at_the_end, **some_rows}),
+        ("port_clipped/changing_slices", {**cooldown, **clipped, **slices}, {**at_the_end, "rows": (2, 4)}),
     )
-    for name, settings, rows, unlabeled in runs:
-        case = step_case(name, config, TrainingConfig(**{**SHORT, **settings}))
-        inputs = dict(case.inputs)
-        if unlabeled:
-            inputs["labels"] = np.where(np.arange(BATCH)[:, None] == UNLABELED, config.pad_id, inputs["labels"])
-        if "/" in name:
-            case = replace(case, snapshots=(20,))  # after which everything shows that differed earlier
-        yield replace(
-            case,
-            inputs=inputs,
-            rows=rows,
-            calls=CALLS if name in ("port", "port/one_sentence") else (),
-            restart=RESTART if name == "port/changing_slices" else 0,
-        )
+    for name, settings, changes in runs:
+        yield replace(step_case(name, config, TrainingConfig(**{**SHORT, **settings})), **changes)
 
 
 @cache
