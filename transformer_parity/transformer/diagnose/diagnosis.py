@@ -22,6 +22,7 @@ from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypot
 from transformer_parity.transformer.diagnose.measured import decay_hypotheses, float32_positions, rate_hypotheses
 from transformer_parity.transformer.diagnose.measured_search import search_hypotheses
 from transformer_parity.transformer.diagnose.places import Place, at_single_places
+from transformer_parity.transformer.diagnose.schedule import measured_rates, of_schedule
 from transformer_parity.transformer.diagnose.trials import TRUTH, Attempt, Trials
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.stages.decode import TOKENS
@@ -96,15 +97,18 @@ def diagnose(
     start = trials.run(TRUTH)
     if start is None or start.is_exact:
         return Diagnosis(f"every number that {port} shows here is right", UNKNOWN)
+    schedule = of_schedule(case, measured_rates(case, actual))
     rates = rate_hypotheses(case, actual)
     known = [*known, *decay_hypotheses(case, actual), *search_hypotheses(case, actual)]
     progress(f"{len(known) + len(rates)} hypotheses")
     # Several at once take a training each; where the rate is known to be wrong, they would only guess at the schedule.
-    places = partial(at_single_places, case, actual, known)
-    exact, tried = _search(trials, start, [*known, *rates], progress, places, together=not rates)
+    places = tuple if schedule else partial(at_single_places, case, actual, known)
+    exact, tried = _search(trials, start, [*known, *rates], progress, places, together=not (rates or schedule))
     confirmed = [attempt for attempt in exact if trials.holds_elsewhere(attempt.hypothesis)]
     if confirmed:
         return _exact(port, confirmed, tried)
+    if schedule:
+        return Diagnosis(f"in {case.name}, {port} trains exactly like the reference, except that {schedule}", EXACT)
     if not exact and case.stage == ACTIVATIONS and (found := _by_fewer_tensors(trials, start, known, port, progress)):
         return found
     if pairs := _and_another(trials, exact, known, progress):

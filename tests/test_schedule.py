@@ -1,0 +1,91 @@
+"""The learning rate of each step, measured from losses and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from transformer_parity.engine.tensors import Tensors
+from transformer_parity.transformer.cases.case import STEPS, Case, tiny
+from transformer_parity.transformer.cases.for_ports import port_cases
+from transformer_parity.transformer.diagnose.diagnosis import EXACT, diagnose
+from transformer_parity.transformer.diagnose.schedule import measured_rates, of_schedule
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import DEFINITION
+from transformer_parity.transformer.stages.rates import scheduled
+from transformer_parity.transformer.stages.registry import STAGES
+
+CASE = next(case for case in port_cases(tiny(d_k=None, d_v=None), (STEPS,)) if case.name == "steps/port")
+
+
+def usual(step: int) -> float:
+    """Return the rate of the schedule, which is 0 before the first step."""
+    return CASE.training.learning_rate(step, CASE.config.d_model) if step else 0.0
+
+
+def trained(case: Case) -> Tensors:
+    """Return the tensors of the reference."""
+    loaded = DEFINITION.load(case.config, case.load_weights(), Placement("float64"))
+    return STAGES[STEPS].expected(case, loaded, "float64")
+
+
+def trained_by(rate: Callable[[int], float]) -> Tensors:
+    """Return the tensors of the reference, trained by other rates."""
+    return trained(replace(scheduled(CASE, tuple(rate(step) / usual(step) for step in range(1, 21))), calls=()))
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"),
+    [
+        (lambda step: usual(step - 1), "step n takes settings.learning_rate(n - 1, d_model)"),
+        (lambda step: usual(step + 1), "step n takes settings.learning_rate(n + 1, d_model)"),
+        (lambda step: 1e-3, "its learning rate is 0.001 in steps 1 to 20"),
+        (
+            lambda step: 1e-4 if step < 8 else 2e-4,
+            "its learning rate is 0.0001 in steps 1 to 7, 0.0002 in steps 8 to 20",
+        ),
+        (
+            lambda step: usual(step) * (1.0 if step <= 10 else 0.5),
+            "its learning rate is settings.learning_rate(n, d_model) times 1 in steps 1 to 10, 0.5 in steps 11 to 20",
+        ),
+    ],
+    ids=["of the step before", "of the next step", "constant", "constant in two parts", "halved from step 11 on"],
+)
+def test_rates_are_measured_and_described(rate: Callable[[int], float], words: str) -> None:
+    """Losses and weights show the rate of each step."""
+    shown = trained_by(rate)
+    rates = measured_rates(CASE, shown)
+    np.testing.assert_allclose(rates, [rate(step) for step in range(1, 21)], rtol=1e-8, atol=1e-15)
+    assert of_schedule(CASE, rates) == words
+
+
+def test_a_diagnosis_states_rates_that_no_known_mistake_explains() -> None:
+    """The sentence says in which case they were measured."""
+    found = diagnose(CASE, trained_by(lambda step: usual(step) * (1.0 if step <= 10 else 0.5)), "MyPort")
+    assert found.confidence == EXACT
+    assert found.sentence.startswith(
+        "in steps/port, MyPort trains exactly like the reference, except that its learning"
+    )
+
+
+def test_rates_do_not_explain_a_different_optimizer() -> None:
+    """A rate for each step reaches any loss, but not all weights."""
+    other = replace(CASE, calls=(), settings=replace(CASE.training, beta2=0.99))
+    assert measured_rates(CASE, trained(other)) == []
+
+
+def test_rates_need_weights_after_the_first_step() -> None:
+    """Losses do not refute a wrong explanation."""
+    shown = {name: array for name, array in trained_by(lambda step: 1e-3).items() if " weight " not in name}
+    assert measured_rates(CASE, shown) == []
+
+
+def test_nothing_is_measured_with_weights_that_are_not_finite_or_of_another_shape() -> None:
+    """A port that diverges has no rates."""
+    shown = trained_by(lambda step: 1e-3)
+    name = next(name for name in shown if name.startswith("step 20 weight"))
+    assert measured_rates(CASE, {**shown, name: shown[name] * np.nan}) == []
+    assert measured_rates(CASE, {**shown, name: shown[name][:-1]}) == []

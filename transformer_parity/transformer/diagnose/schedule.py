@@ -1,0 +1,165 @@
+"""The learning rate of each step of a port, measured.
+
+The direction of an Adam step does not depend on its learning rate. So if the weights after a step are not shown, the
+loss of the next step tells how far the step went, whatever the schedule is. The rates explain a port only if the
+reference, trained by them, has all its losses and weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.training import Trainer, cross_entropy
+from reference_numpy.transformer import Transformer
+from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.stages.steps import shifted
+from transformer_spec.names import find
+
+Arrays = Mapping[str, ndarray]
+SAME = 1e-8  # relative: losses and weights that agree, after the rounding of the measured rates
+SOLVED = 1e-14  # relative: a loss that is reached
+TRIES = 40  # of a rate
+FLOAT32 = 1e-6  # relative: rates that only rounding distinguishes
+LISTED = 5  # rates, or factors, in a sentence
+
+
+def measured_rates(case: Case, shown: Arrays) -> list[float]:
+    """Return the learning rate of each step; nothing if rates do not explain every loss and every weight.
+
+    Two rates may lead to the same loss. The one near the rate of the step before is tried first, then the one near the
+    same multiple of the schedule, and then the one near the schedule.
+
+    Args:
+        case: A case of training.
+        shown: The port's tensors.
+    """
+    later_weights = [name for name in shown if " weight " in name and not name.startswith("step 1 ")]
+    if case.restart or not later_weights:  # nothing else could refute the rates
+        return []
+    shapes = {name: array.shape for name, array in case.load_weights().items()}
+    if any(np.shape(shown[name]) != shapes.get(name.rpartition(" ")[2]) for name in later_weights):
+        return []
+    last = max(int(name.split()[1]) for name in shown if name.startswith("step "))
+    usual = [case.training.learning_rate(step, case.config.d_model) for step in range(1, last + 1)]
+
+    def same_multiple(rates: list[float]) -> float:
+        return rates[-1] / usual[len(rates) - 1] * usual[len(rates)]
+
+    guesses: tuple[Callable[[list[float]], float], ...] = (
+        lambda rates: rates[-1],
+        same_multiple,
+        lambda rates: usual[len(rates)],
+    )
+    return next(filter(None, (_fitted(case, shown, usual, guess) for guess in guesses)), [])
+
+
+def _fitted(case: Case, shown: Arrays, usual: Sequence[float], guess: Callable[[list[float]], float]) -> list[float]:
+    """Return the rate of each step, each found near a guess from the rates before; nothing if none fits."""
+    weights = case.load_weights()
+    model = Transformer.from_weights(case.config, weights, "float64")
+    trainer, parameters = Trainer(model, case.training), {name: find(model, name) for name in weights}
+    batches, rates = shifted(case.inputs, case.rows), list[float]()
+    for step, rate in enumerate(usual, 1):
+        before = {name: array.copy() for name, array in parameters.items()}
+        loss = trainer.train_step(**batches[step % len(batches)]).loss
+        if not math.isclose(loss, shown.get(f"step {step} loss", math.nan), rel_tol=SAME):
+            return []
+        moves = {name: array - before[name] for name, array in parameters.items()}
+
+        def go(factor: float, before: Arrays = before, moves: Arrays = moves) -> None:
+            for name, array in parameters.items():
+                array[...] = before[name] + factor * moves[name]
+
+        after = {name: shown[tap] for name in moves if (tap := f"step {step} weight {name}") in shown}
+        if after:
+            factor = _projected({name: array - before[name] for name, array in after.items()}, moves)
+        else:
+            batch, wanted = batches[(step + 1) % len(batches)], float(shown.get(f"step {step + 1} loss", math.nan))
+
+            def missed(factor: float, batch: Arrays = batch, wanted: float = wanted) -> float:
+                go(factor)
+                return _loss(model, batch) - wanted
+
+            factor = _solved(missed, guess(rates) / rate if rates else 1.0, SOLVED * abs(wanted))
+        if not math.isfinite(factor):
+            return []
+        go(factor)
+        if any(
+            np.linalg.norm(parameters[name] - array) > SAME * np.linalg.norm(array) for name, array in after.items()
+        ):
+            return []
+        rates.append(factor * rate)
+    return rates
+
+
+def _projected(moved: Arrays, moves: Arrays) -> float:
+    """Return by which factor all weights moved farther than in some moves."""
+    ours, theirs = (np.concatenate([np.ravel(one[name]) for name in moved]) for one in (moves, moved))
+    return float(ours @ theirs / (ours @ ours)) if ours.any() and ours.shape == theirs.shape else math.nan
+
+
+def _loss(model: Transformer, batch: Arrays) -> float:
+    """Return the loss per token of a batch."""
+    total, tokens = cross_entropy(model(batch["source_ids"], batch["target_ids"]), batch["labels"], model.config)
+    return float(total / max(int(tokens), 1))
+
+
+def _solved(missed: Callable[[float], float], start: float, tolerance: float) -> float:
+    """Return where a function is zero, by the secant method; NaN if it finds no zero."""
+    one, other = start, start + 0.01
+    at_one, at_other = missed(one), missed(other)
+    for _ in range(TRIES):
+        if abs(at_one) <= tolerance:
+            return one
+        if at_one == at_other:
+            break
+        one, other = one - at_one * (one - other) / (at_one - at_other), one
+        at_one, at_other = missed(one), at_one
+    return math.nan
+
+
+def of_schedule(case: Case, rates: Sequence[float]) -> str:
+    """Say how measured learning rates differ from the schedule, in as few numbers as possible; empty without rates.
+
+    Args:
+        case: The case of training.
+        rates: The rate of each step.
+    """
+
+    def usual(step: int) -> float:
+        return case.training.learning_rate(step, case.config.d_model) if step > 0 else 0.0
+
+    steps = range(1, len(rates) + 1)
+    if not rates:
+        return ""
+    rounding = FLOAT32 * max(rates)
+    for shift in (-2, -1, 1, 2):
+        moved = [usual(step + shift) for step in steps]
+        if np.allclose(rates, moved, FLOAT32, rounding):
+            sign = "-" if shift < 0 else "+"
+            return f"step n takes settings.learning_rate(n {sign} {abs(shift)}, d_model)"
+    by_factor = _runs([rate / usual(step) for step, rate in zip(steps, rates, strict=True)])
+    by_rate = _runs(rates)
+    if len(by_rate) < len(by_factor):
+        return "its learning rate is " + _listed(by_rate)
+    return "its learning rate is settings.learning_rate(n, d_model) times " + _listed(by_factor)
+
+
+def _runs(values: Sequence[float]) -> list[tuple[str, int, int]]:
+    """Return each value in digits that float32 does not change, with its first and its last step."""
+    steps = enumerate((f"{value if abs(value) > FLOAT32 * max(values) else 0:.5g}" for value in values), 1)
+    runs = [(value, [step for step, _ in some]) for value, some in groupby(steps, key=lambda one: one[1])]
+    return [(value, some[0], some[-1]) for value, some in runs]
+
+
+def _listed(runs: Sequence[tuple[str, int, int]]) -> str:
+    said = [
+        f"{value} in step {first}" if first == last else f"{value} in steps {first} to {last}"
+        for value, first, last in runs
+    ]
+    return ", ".join(said[:LISTED]) + (", ..." if len(said) > LISTED else "")
