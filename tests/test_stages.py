@@ -21,7 +21,7 @@ from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import LoadedPort, Placement, Placements
 from transformer_parity.transformer.ports.registry import PORTS
-from transformer_parity.transformer.stages.decode import SCORES, TOKENS
+from transformer_parity.transformer.stages.decode import SEARCHED
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.stage import Stage, Way
 
@@ -39,7 +39,7 @@ def test_every_tensor_has_a_tolerance(stage, dtype):
     expected = Reference().expected(replace(CASES[stage], snapshots=(1, 2)), Placement(dtype))
     assert expected.tensors
     found = expected.tolerances.keys()
-    assert found == expected.tensors.keys() - {TOKENS, SCORES}
+    assert found == expected.tensors.keys() - {*SEARCHED}
     assert all(0.0 < value < 1.0 for value in expected.tolerances.values())
 
 

@@ -42,6 +42,7 @@ class Case:
     rows: tuple[int, ...] = ()  # numbers of rows that the steps take in turn; empty: each step takes the whole batch
     calls: tuple[int, ...] = ()  # steps after which forward, gradients and generate are called too
     restart: int = 0  # the step after which training is started a second time, with a new optimizer; 0: none
+    rewind: int = 0  # the step after which trainer methods are called, and the state after step 1 is loaded; 0: none
     before: tuple[Case, ...] = ()  # run first: on the same model, or on a second one if the weights differ
 
     @property

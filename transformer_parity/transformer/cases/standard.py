@@ -242,16 +242,17 @@ def _gradients() -> Iterator[Case]:
 def _steps() -> Iterator[Case]:
     """Yield runs of twenty steps, by the compiled step that training uses."""
     paper = tiny(attention_bias=True, activation="gelu")
-    pre = tiny("annotated", label_smoothing=0.2)
+    pre = tiny("annotated", label_smoothing=0.2, num_encoder_layers=1)
     yield replace(step_case("paper", paper, TrainingConfig(**SHORT)), dtypes=("float64", "float32"))
     clipped = TrainingConfig(
         **SHORT, cooldown_steps=10, clip_norm=0.5, accumulation_steps=2, activation_checkpointing=True
     )
-    yield replace(step_case("pre", pre, clipped), calls=CALLS)
+    yield replace(step_case("pre", pre, clipped), calls=CALLS, rewind=REWIND)
 
 
 # At a learning rate of at most 1.4e-3: a larger one would amplify rounding.
 CALLS = 1, 5  # the steps after which other methods are called
+REWIND = 10  # the step after which training continues with the state after step 1
 SHORT: dict[str, Any] = {"learning_rate_factor": 0.02, "warmup_steps": 8, "total_steps": 20}
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,9 @@ from transformer_parity.transformer.ports.package import (
     COMPILED_IN_FULL,
     LoadedPackage,
     call_tapped,
+    decode_next,
     find,
+    start_cache,
 )
 from transformer_spec.search import OnStep, Search, SearchResult
 from transformer_spec.training_config import TrainingConfig
@@ -47,16 +49,12 @@ class LoadedJax(LoadedPackage):
         model, block = self.holding(block)
         return self._compiled(tapped=False)(*nnx.split(model), block, arrays, {})
 
-    def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
+    def stepwise(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         from flax import nnx
 
-        graph, state = nnx.split(self.model)
         start, step = _compile_stepwise(self.package)
-        cache, found = start(graph, state, source_ids, target_ids.shape[1]), []
-        for ids in target_ids.T:
-            logits, cache = step(graph, state, ids, cache)
-            found.append(np.asarray(logits))
-        return np.stack(found, 1)
+        model = nnx.split(self.model)
+        return partial(start, *model), partial(step, *model)
 
     def _compiled(self, tapped: bool) -> Callable[..., Any]:
         # With taps on, too, compiling takes longer than running.
@@ -95,10 +93,10 @@ def _compile_stepwise(package: Any) -> tuple[Callable[..., Any], Callable[..., A
     from flax import nnx
 
     def start(graphdef: Any, state: Any, source_ids: Any, capacity: int) -> Any:
-        return nnx.merge(graphdef, state).init_cache(source_ids, capacity)
+        return start_cache(nnx.merge(graphdef, state), source_ids, capacity)
 
     def step(graphdef: Any, state: Any, target_ids: Any, cache: Any) -> Any:
-        return nnx.merge(graphdef, state).decode_step(target_ids, cache)
+        return decode_next(nnx.merge(graphdef, state), target_ids, cache)
 
     with package.runtime.quick_compilation():
         quick = package.runtime.compiler_options()

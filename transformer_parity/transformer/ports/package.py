@@ -14,11 +14,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.engine.system.environment import prepare_environment
 from transformer_parity.engine.system.machine import DISTRIBUTION
 from transformer_parity.transformer.ports.protocol import MissingFrameworkError, Placement, Result
@@ -68,13 +70,25 @@ class LoadedPackage:
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
         """Return the loss of a batch and its gradients."""
-        return self.package.gradients(self.model, **inputs)
+        found = self.package.gradients(self.model, **inputs)
+        if not found.taps:
+            raise ValueError("gradients must hold one array per tap: got none")
+        return found
 
-    def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
-        """Return the logits of each target position, decoded one after another with a cache."""
+    def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> Result:
+        """Return logits and taps of all target positions, decoded one after another with a cache."""
+        start, step = self.stepwise()
         with self.inference():
-            found = [self.to_numpy(logits) for logits in decode_stepwise(self.model, source_ids, target_ids)]
-        return np.stack(found, 1)
+            cache, steps = start(source_ids, target_ids.shape[1]), []
+            for ids in target_ids.T:
+                cache, seen = step(ids, cache)
+                steps.append({name: self.to_numpy(value) for name, value in seen.items()})
+        found = {name: _joined([seen[name] for seen in steps]) for name in steps[0]}
+        return Result(found.pop(OUTPUT), found)
+
+    def stepwise(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return the function that makes a cache, and the function that decodes a position with it."""
+        return partial(start_cache, self.model), partial(decode_next, self.model)
 
     def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
         """Return the best hypotheses of a batch."""
@@ -108,6 +122,10 @@ class LoadedPackage:
         """Return the sum of each number over the processes of a mesh, all of which call this."""
         return numbers
 
+    def quickly(self) -> AbstractContextManager[Any]:
+        """Return the context for a method of a trainer that is called once."""
+        return nullcontext()
+
     def inference(self) -> AbstractContextManager[Any]:
         """Return the context that a model is run in."""
         return nullcontext()
@@ -138,13 +156,27 @@ def call_tapped(
     return function(**arrays, **tap), OrderedDict(recorder)  # of a plain dict, jax.jit would sort the keys
 
 
-def decode_stepwise(model: Any, source_ids: Any, target_ids: Any) -> list[Any]:
-    """Return the logits of each target position, decoded one after another with a cache."""
-    cache, found = model.init_cache(source_ids, target_ids.shape[1]), []
-    for position in range(target_ids.shape[1]):
-        logits, cache = model.decode_step(target_ids[:, position], cache)
-        found.append(logits)
-    return found
+def start_cache(model: Any, source_ids: Any, capacity: int) -> Any:
+    """Return a cache for some target positions, given the memory; a search gives the source instead."""
+    source_mask = source_ids != model.config.pad_id
+    return model.init_cache(None, capacity, source_mask=source_mask, memory=model.encode(source_ids))
+
+
+def decode_next(model: Any, target_ids: Any, cache: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the cache after one more target position, and the values at its taps with its logits [B, 1, V]."""
+    seen = Recorder()
+    logits, cache = model.decode_step(target_ids, cache, seen)
+    return cache, {**seen, OUTPUT: logits[:, None]}
+
+
+def _joined(steps: Sequence[ndarray]) -> ndarray:
+    """Join the values of target positions, which are the last axis but one.
+
+    Some packages return attention to the positions so far only; attention to later ones is zero.
+    """
+    width = max(step.shape[-1] for step in steps)
+    padded = [np.pad(step, [(0, 0)] * (step.ndim - 1) + [(0, width - step.shape[-1])]) for step in steps]
+    return np.concatenate(padded, -2)
 
 
 def with_first_step(trainer: Any, compiling: Callable[[], AbstractContextManager[Any]]) -> Any:

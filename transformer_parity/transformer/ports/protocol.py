@@ -82,8 +82,8 @@ class LoadedPort(Protocol):
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
         """Return the loss of a batch (source_ids, target_ids, labels) and its gradients, in inference mode."""
 
-    def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
-        """Return the logits of each target position, decoded one after another with a cache."""
+    def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> Result:
+        """Return logits and taps of all target positions, decoded one after another with a cache."""
 
     def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
         """Return the best hypotheses of a batch, and show those that are unfinished after each step."""

@@ -51,6 +51,9 @@ class LoadedTf(LoadedPackage):
 
         return tf.device(self.model.device)
 
+    def quickly(self) -> Any:
+        return self.package.runtime.quick_compilation()
+
     def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
         import tensorflow as tf
 

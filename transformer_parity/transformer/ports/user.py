@@ -207,7 +207,7 @@ class LoadedPlugin:
         found = self.ability("gradients")(inputs["source_ids"], inputs["target_ids"], inputs["labels"])
         return Gradients(float(found.loss), _arrays(found.parameters), _arrays(found.taps))
 
-    def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> ndarray:
+    def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> Result:
         """Say that a cache is not asked of a port."""
         raise MissingAbilityError("a cache is not asked of a port")
 

@@ -1,4 +1,4 @@
-"""The stage ``decode``: greedy and beam search, token by token and score by score, and logits with a cache."""
+"""The stage ``decode``: greedy and beam search, token by token and score by score, and the decoder with a cache."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from numpy import ndarray
 
 from transformer_parity.engine.comparison import Arrays, tolerances
 from transformer_parity.engine.findings import Finding
-from transformer_parity.engine.outputs import CACHED, FAST, FILES, Outputs
+from transformer_parity.engine.outputs import CACHED, FAST, FILES, OUTPUT, Outputs
 from transformer_parity.engine.tensors import Tensors, plain, relative_error, structure_problem
 from transformer_parity.transformer.cases.case import DECODE, Case
 from transformer_parity.transformer.decoding.near_ties import explain, score_tolerance, summary
 from transformer_parity.transformer.decoding.prefixes import score
 from transformer_parity.transformer.ports.package import LoadedPackage
-from transformer_parity.transformer.ports.protocol import Decoded, LoadedPort, Placement
+from transformer_parity.transformer.ports.protocol import Decoded, LoadedPort, Placement, Result
 from transformer_parity.transformer.stages.stage import PathTensors, Stage, Way
 from transformer_spec.search import SearchResult
 
-LOGITS = "logits"
 TOKENS, SCORES = "tokens", "scores"
+STEPS = "steps"  # the unfinished hypotheses after each step
+SEARCHED = (TOKENS, SCORES, STEPS)  # the others are computed with a cache, position by position
 
 
 class DecodeStage(Stage):
-    """The hypotheses and scores of a search, and for greedy search the logits position by position."""
+    """The hypotheses and scores of a search, and for greedy search the taps and logits position by position."""
 
     name = DECODE
     component = "decoding"
@@ -40,16 +41,17 @@ class DecodeStage(Stage):
         """Yield the run position by position, and the search."""
         source_ids = case.inputs["source_ids"]
         if _is_stepwise(case):
-            yield CACHED, lambda: {LOGITS: loaded.decode_stepwise(source_ids, case.inputs["target_ids"])}
+            yield CACHED, lambda: _stepwise(loaded.decode_stepwise(source_ids, case.inputs["target_ids"]))
         yield FAST, lambda: _search(case, loaded, outputs)
 
     def expected(self, case: Case, reference: LoadedPackage, dtype: str) -> Tensors:
-        """Return the logits of all positions at once, and the result of the search."""
-        found = reference.search(case.inputs["source_ids"], case.options)
-        searched = {TOKENS: found.nbest_ids, SCORES: found.nbest_scores}
-        if _is_stepwise(case):
-            return {LOGITS: reference.model(case.inputs["source_ids"], case.inputs["target_ids"]), **searched}
-        return searched
+        """Return the logits of all positions at once, the taps position by position, and the result of the search."""
+        found = Decoded.by(partial(reference.search, case.inputs["source_ids"], case.options))
+        searched = {TOKENS: found.result.nbest_ids, SCORES: found.result.nbest_scores, STEPS: _padded(found.shown)}
+        if not _is_stepwise(case):
+            return searched
+        inputs = case.inputs["source_ids"], case.inputs["target_ids"]
+        return {**_stepwise(reference.decode_stepwise(*inputs)), OUTPUT: reference.model(*inputs), **searched}
 
     def diagnosed(self, case: Case, tensors: Tensors) -> Tensors:
         """Return the tensors with tokens in a fixed shape: padding is 0, and any token above.
@@ -66,12 +68,14 @@ class DecodeStage(Stage):
         return {**tensors, TOKENS: wide}
 
     def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
-        """Return the tolerance of the logits; the tolerances of a search depend on its result."""
-        return tolerances({name: truth[name] for name in truth if name == LOGITS}, baseline, *placement)
+        """Return the tolerances with a cache; the tolerances of a search depend on its result."""
+        return tolerances({name: truth[name] for name in truth if name not in SEARCHED}, baseline, *placement)
 
     def due(self, shown: PathTensors) -> list[str]:
-        """Return the names of a path: with a cache the logits, and all else by searching."""
-        return [name for name in shown.expected.tensors if (name == LOGITS) == (shown.path == CACHED)]
+        """Return the names of a path: logits and taps with a cache, or tokens and scores of a search."""
+        if shown.path != CACHED:
+            return [TOKENS, SCORES]
+        return [name for name in shown.expected.tensors if name not in SEARCHED]
 
     def not_offered(self, due: list[str], shown: PathTensors) -> tuple[list[str], list[str]]:
         """Leave out the scores of a search."""
@@ -80,8 +84,8 @@ class DecodeStage(Stage):
         return [name for name in due if name != SCORES], ["scores are not shown"]
 
     def compare_tensors(self, names: Sequence[str], shown: PathTensors) -> Iterator[Finding]:
-        """Compare the cached logits, then the tokens, then their scores."""
-        yield from super().compare_tensors([name for name in names if name == LOGITS], shown)
+        """Compare logits and taps with a cache, or the tokens and then their scores."""
+        yield from super().compare_tensors([name for name in names if name not in SEARCHED], shown)
         if TOKENS in names:
             yield from _compare_search(shown)
 
@@ -89,6 +93,16 @@ class DecodeStage(Stage):
 def _is_stepwise(case: Case) -> bool:
     """Whether positions are decoded one after another too, which yields what all at once do."""
     return case.options.beam_size is None and "target_ids" in case.inputs
+
+
+def _stepwise(found: Result) -> Tensors:
+    """Return taps and logits; the tap of the logits comes first, because every mistake of a step shows there."""
+    return {**dict(reversed(found.taps.items())), OUTPUT: found.output}
+
+
+def _padded(steps: Sequence[ndarray]) -> ndarray:
+    """Return the hypotheses after each step [B, K, n] as one array [step, B, K, steps]."""
+    return np.stack([np.pad(ids, ((0, 0), (0, 0), (0, len(steps) - ids.shape[2]))) for ids in steps])
 
 
 def _search(case: Case, loaded: LoadedPort, outputs: Outputs) -> Tensors:
@@ -122,6 +136,10 @@ def _compare_search(shown: PathTensors) -> Iterator[Finding]:
         summary(doubts) if worst and worst.margin == math.inf else ""
     )  # rounding does not explain an infinite margin
     margin, noise = (worst.margin, worst.noise) if worst else (0.0, 0.0)
+    if not doubts and unknown is not None and rounded is None:
+        # In float32, rounding may decide which hypotheses a beam keeps; in float64, it never has in these cases.
+        problem = _steps_problem(found.shown, expected.tensors[STEPS])
+        margin = math.inf if problem else 0.0
     yield author.compared(path, TOKENS, margin, noise, problem=problem, detail=summary(doubts))
     if scores is None or wrong:
         return
@@ -132,6 +150,16 @@ def _compare_search(shown: PathTensors) -> Iterator[Finding]:
         return
     usual = None if rounded is None else score(rounded, source_ids, ids, options)
     yield author.compared(path, SCORES, relative_error(scores, truth), score_tolerance(truth, usual))
+
+
+def _steps_problem(shown: Sequence[ndarray], expected: ndarray) -> str:
+    """Return what is wrong with the hypotheses that ``on_step`` is called with; empty if nothing is."""
+    if len(shown) != len(expected):
+        return f"on_step must be called {len(expected)} times: got {len(shown)}"
+    for n, (ids, truth) in enumerate(zip(shown, expected, strict=True), 1):
+        if not np.array_equal(ids, truth[..., :n]):
+            return f"on_step is called with other hypotheses than the reference's after step {n}"
+    return ""
 
 
 def _tokens_problem(case: Case, ids: ndarray, truth: ndarray) -> str:

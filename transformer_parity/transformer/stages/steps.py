@@ -3,6 +3,7 @@
 Some cases call forward, gradients and generate between two steps: they must use the weights that training has changed,
 and change nothing for the steps that follow. They do so twice, because the first call may prepare something that the
 second one uses. One case starts training a second time: the moments and the step are then those of a new optimizer.
+In one case of the packages, the trainer also evaluates, returns a gradient, and loads its state after step 1.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from transformer_parity.transformer.stages.rates import rounded_rates, scheduled
 from transformer_parity.transformer.stages.stage import PathTensors, Way
 from transformer_parity.transformer.stages.training_stage import LOSS, TrainingStage, is_noise
 from transformer_spec.search import Search
+from transformer_spec.training_config import Gradients
 
 SNAPSHOTS = (1, 5, 20)  # steps after which weights and moments are compared; in float32, only before the last
 LIMIT = 12  # tokens of a hypothesis between two steps
@@ -109,9 +111,10 @@ def train(case: Case, loaded: Any, steps: Sequence[int], snapshots: Sequence[int
     trainer = loaded.trainer(case.training)
     found = {}
     for step in steps:
+        batch = batches[step % len(batches)]
         if case.restart and step == case.restart + 1:
             trainer = loaded.trainer(case.training)
-        result = trainer.train_step(**batches[step % len(batches)])
+        result = trainer.train_step(**batch)
         found[f"step {step} {LOSS}"] = np.asarray(float(result.loss))
         if result.gradient_norm is not None:
             found[f"step {step} norm of the gradient"] = np.asarray(float(result.gradient_norm))
@@ -129,6 +132,11 @@ def train(case: Case, loaded: Any, steps: Sequence[int], snapshots: Sequence[int
                 }
         if step in case.calls:
             found |= {f"step {step} {name}": tensor for name, tensor in _other_calls(case, loaded)}
+        if case.rewind and step == 1:
+            first_state = trainer.export_state()
+        if step == case.rewind:
+            found |= {f"step {step} {name}": tensor for name, tensor in _trainer_calls(loaded, trainer, batch)}
+            trainer.load_state(first_state)
     return found
 
 
@@ -141,14 +149,27 @@ def _other_calls(case: Case, loaded: Any) -> Iterator[tuple[str, ndarray]]:
     with suppress(MissingAbilityError):
         yield "logits", loaded.run("", {"source_ids": source_ids, "target_ids": target_ids}, taps=False).output
     with suppress(MissingAbilityError):
-        of_parameters = loaded.gradients(case.inputs).parameters
-        names = sorted(name for name in of_parameters if not is_noise(name))
-        yield "gradient between steps", np.concatenate([np.ravel(of_parameters[name]) for name in names])
+        yield "gradient between steps", _as_vector(loaded.gradients(case.inputs))
     with suppress(MissingAbilityError):
         tokens = np.full((len(source_ids), LIMIT), float(case.config.pad_id))
         ids = loaded.search(source_ids, Search(max_length=LIMIT)).nbest_ids[:, 0]
         tokens[:, : ids.shape[1]] = ids
         yield "tokens", tokens
+
+
+def _trainer_calls(loaded: Any, trainer: Any, batch: Arrays) -> Iterator[tuple[str, ndarray]]:
+    """Yield the results of the trainer's other methods, which only the packages have."""
+    with loaded.quickly():
+        loss, tokens = trainer.evaluate(**batch)
+        gradient = trainer.gradient(**batch)
+    yield "evaluation", np.array([float(loss), float(tokens)])
+    yield "gradient of the trainer", np.append(gradient.loss, _as_vector(gradient))
+
+
+def _as_vector(gradient: Gradients) -> ndarray:
+    """Return the gradients of all parameters as one vector, without those of key biases."""
+    names = sorted(name for name in gradient.parameters if not is_noise(name))
+    return np.concatenate([np.ravel(gradient.parameters[name]) for name in names])
 
 
 def shifted(inputs: Arrays, rows: Sequence[int] = ()) -> list[dict[str, ndarray]]:

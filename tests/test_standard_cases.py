@@ -1,0 +1,95 @@
+"""``parity check`` reaches what users call between and around the usual calls: a mistake in it makes a case diverge."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from transformer_parity.engine.findings import AGREES, SKIPPED
+from transformer_parity.transformer.cases.standard import standard_cases
+from transformer_parity.transformer.compare.comparator import compare
+from transformer_parity.transformer.mistakes.edited_package import edited_package
+from transformer_parity.transformer.ports.protocol import Placements
+from transformer_parity.transformer.ports.registry import PORTS
+
+CASES = {case.name: case for case in standard_cases()}
+STEPWISE, BEAM = "decode/other_decoder_greedy", "decode/ends_apart_beam"
+STEPS, GRADIENTS = "steps/pre", "gradients/padded"
+MISTAKES = {  # by name: case, module, text, and the text in its place; the same for NumPy and PyTorch unless listed
+    "taps of a cached step": (STEPWISE, "transformer", 'x), cache, within(tap, "decoder"))', "x), cache, tap)"),
+    "a tap of a cached step is not called": (
+        STEPWISE,
+        "transformer",
+        'tap("logits", self.output_proj(x))[:, 0]',
+        "self.output_proj(x)[:, 0]",
+    ),
+    "the memory for a cache is ignored": (STEPWISE, "transformer", "if memory is None:", "if True:"),
+    "on_step is not called": (BEAM, "search_loop", "if on_step is not None:", "if False:"),
+    "on_step is called with one hypothesis": (BEAM, "search_loop", "state.ids[:, :, :n]", "state.ids[:, :1, :n]"),
+    "on_step is called with a token too few": (BEAM, "search_loop", "state.ids[:, :, :n]", "state.ids[:, :, : n - 1]"),
+    "no padding where a hypothesis has ended": (
+        BEAM,
+        "search",
+        "where((alive != -inf)[:, :, None], candidates[sentence, rank], plan.pad_id)",
+        "where((alive == alive)[:, :, None], candidates[sentence, rank], plan.pad_id)",
+    ),
+    "smoothing in an evaluation": (STEPS, "training", "label_smoothing=0.0", "label_smoothing=0.2"),
+    "the exported state has no step": (STEPS, "training", "State(self.step, self.seed,", "State(0, self.seed,"),
+    "the step is not loaded": (STEPS, "training", "self.step, self.seed = state.step, state", "self.seed = state"),
+}
+OF_A_PACKAGE = {
+    "numpy": {
+        "a moment is not loaded": (STEPS, "training", "[...] = state.second_moment[name]", "[...] *= 1.0"),
+        "the trainer's gradient": (
+            STEPS,
+            "training",
+            "array / count for name, array in gradient.items()",
+            "array for name, array in gradient.items()",
+        ),
+        "no gradients at taps": (
+            GRADIENTS,
+            "training",
+            "{name: gradient * scale for name, gradient in of_taps.items()},\n",
+            "",
+        ),
+    },
+    "torch": {
+        "a moment is not loaded": (
+            STEPS,
+            "training",
+            'copy_in(name, state.second_moment[name], remembered["exp_avg_sq"])',
+            "pass",
+        ),
+        "the trainer's gradient": (STEPS, "training", "copy_out(name, p.grad) for", "2 * copy_out(name, p.grad) for"),
+        "no gradients at taps": (
+            GRADIENTS,
+            "training",
+            "(source_ids, target_ids, tap=tap)",
+            "(source_ids, target_ids)",
+        ),
+    },
+    "jax": {"taps of a cached step": MISTAKES["taps of a cached step"]},
+    "tf": {"taps of a cached step": MISTAKES["taps of a cached step"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "edit"),
+    [
+        pytest.param(name, case, edit, id=f"{name}-{what}", marks=pytest.mark.only(name))
+        for name, own in OF_A_PACKAGE.items()
+        for what, (case, *edit) in ({**MISTAKES, **own} if name in ("numpy", "torch") else own).items()
+    ],
+)
+def test_a_mistake_is_caught(name, case, edit):
+    wrong = replace(PORTS[name], package=edited_package(PORTS[name].package, (tuple(edit),)).__name__)
+    found = {finding.verdict for finding in compare([CASES[case]], wrong, Placements(("float64",)))}
+    assert found - {AGREES, SKIPPED}
+
+
+@pytest.mark.parametrize("case", [STEPWISE, BEAM, STEPS, GRADIENTS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.only(name)) for name in ("numpy", "torch")])
+def test_the_packages_agree_without_a_mistake(name, case):
+    findings = compare([CASES[case]], PORTS[name], Placements(("float64",)))
+    assert {finding.verdict for finding in findings} == {AGREES}
