@@ -11,8 +11,8 @@ from transformer_parity.transformer.cases.case import DECODE, STEPS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose
+from transformer_parity.transformer.diagnose.files import investigate_files
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses
-from transformer_parity.transformer.diagnose.investigate import investigate_files
 from transformer_parity.transformer.diagnose.places import Place
 from transformer_parity.transformer.diagnose.trials import TRUTH
 from transformer_parity.transformer.mistakes.catalogue import FORWARD

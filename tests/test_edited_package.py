@@ -15,7 +15,14 @@ from misbehaviour import MISBEHAVIOUR
 
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.mistakes import optimizer, precision
-from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, parts
+from transformer_parity.transformer.mistakes.catalogue import (
+    BACKWARD_BLOCKS,
+    BACKWARD_PATHS,
+    EVERYWHERE,
+    LOSSES,
+    UNPLANTED,
+    parts,
+)
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.mistakes.mistake import FOUR, Mistake, instead
 from transformer_parity.transformer.mistakes.search import ONLY_HYPOTHESES
@@ -26,7 +33,8 @@ from transformer_parity.transformer.selftest.planted_ports import planted
 
 CASES = {case.name: case for case in standard_cases()}
 CATALOGUE = [mistake for part in parts().values() for mistake in part]
-EVERY = [*CATALOGUE, *EVERYWHERE, *ONLY_HYPOTHESES, STALE, *precision.CONTROLS, *optimizer.CONTROLS]
+UNPLANTED_ANYWHERE = [*EVERYWHERE, *UNPLANTED, *BACKWARD_BLOCKS, *BACKWARD_PATHS, *LOSSES, *ONLY_HYPOTHESES]
+EVERY = [*CATALOGUE, *UNPLANTED_ANYWHERE, STALE, *precision.CONTROLS, *optimizer.CONTROLS]
 UNSCALED = Mistake("unscaled", "", instead("attention", "math.sqrt(d_k)", "1.0"))
 SQUARED = Mistake("squared", "", instead("attention", "math.sqrt(d_k)", "d_k"))
 IN_TRAINING = Mistake("training", "", instead("training", "self.settings = settings\n", "self.settings = None\n"))

@@ -25,6 +25,7 @@ from transformer_parity.transformer.decoding.near_ties import Doubt
 from transformer_parity.transformer.diagnose import reproduce
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, Diagnosis, diagnose
 from transformer_parity.transformer.diagnose.investigate import FailureReport
+from transformer_parity.transformer.diagnose.statements import IN_PORT, if_it_is_meant
 from transformer_parity.transformer.ports import templates
 from transformer_parity.transformer.ports.templates.other_port import MyPort
 from transformer_parity.transformer.report.diagnoses import print_failure_report, print_undiagnosed
@@ -55,7 +56,7 @@ def test_the_lines_that_run_a_block_alone_can_be_copied_from_a_narrow_terminal(o
 def test_a_convention_says_how_to_declare_it():
     case = model_cases(tiny(d_v=8))[0]
     other = replace(case, config=case.config.replace(layer_norm_epsilon=1e-5))
-    found = diagnose(case, tensors(numpy(other), case), "it")
+    found = if_it_is_meant(diagnose(case, tensors(numpy(other), case), "it"), IN_PORT)
     assert found.confidence == EXACT
     advice = "mend it; or if you mean it, declare it in the port: overrides = {'layer_norm_epsilon': 1e-05}"
     assert advice in found.signatures

@@ -41,7 +41,7 @@ from transformer_parity.transformer.ports.package import PackagePort
 from transformer_parity.transformer.ports.protocol import MissingFrameworkError
 from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
 from transformer_parity.transformer.ports.user import PluginPort
-from transformer_parity.transformer.report.diagnoses import print_failure_report
+from transformer_parity.transformer.report.diagnoses import print_failure_report, print_undiagnosed
 from transformer_parity.transformer.report.tables import TITLES
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_spec.config import TransformerConfig
@@ -221,6 +221,7 @@ def run_compare(options: argparse.Namespace) -> int:
     print_problems(console, findings, verdict)
     for report in reports:
         print_failure_report(console, report)
+    print_undiagnosed(console, findings, reports)
     print_coverage(console, verdict, not_tested)
     console.print(verdict_line(verdict, findings, backends, time.monotonic() - started))
     if options.json is not None:

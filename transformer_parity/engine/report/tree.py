@@ -98,7 +98,8 @@ def print_blame(console: Console, blame: Blame) -> None:
     title += Text(f"\n{WAYS[blame.replayed]}", "dim")
     if all(mark.verdict == FINE for mark in blame.marks):
         console.print(title)
-        console.print(Text(f"fine: all {len(blame.marks)} tensors", STYLES[FINE]))
+        what = "gradients" if any(mark.name.startswith("at ") for mark in blame.marks) else "tensors"
+        console.print(Text(f"fine: all {len(blame.marks)} {what}", STYLES[FINE]))
         return
     places = first_places(blame.marks)
     attempts = [(len(places), False), *((number, True) for number in range(len(places), -1, -1))]

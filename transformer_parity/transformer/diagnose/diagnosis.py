@@ -9,31 +9,28 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from numpy import ndarray
 
 from transformer_parity.engine.outputs import OUTPUT
-from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
+from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, Case
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses, is_convention
 from transformer_parity.transformer.diagnose.measured import decay_hypotheses, float32_positions, rate_hypotheses
 from transformer_parity.transformer.diagnose.measured_search import search_hypotheses
 from transformer_parity.transformer.diagnose.places import Place, at_single_places
 from transformer_parity.transformer.diagnose.schedule import measured_rates, of_schedule
+from transformer_parity.transformer.diagnose.several import PROMISING, clash, combinations, simplest
 from transformer_parity.transformer.diagnose.trials import TRUTH, Attempt, Trials
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.stages.decode import TOKENS
-from transformer_spec.config import TransformerConfig
+from transformer_parity.transformer.stages.training_stage import LOSS
 
 Arrays = Mapping[str, ndarray]
 EXACT, LIKELY, UNKNOWN = "exact", "likely", "unknown"
-DEPTH = 3  # mistakes at once
-PROMISING = 6  # hypotheses that are tried together with every other
-BEAM = 4  # sets of hypotheses that are changed further, where no tap shows the way
-ATTEMPTS = 1000  # at that; a second for a hundred
 PLACED = 1000  # attempts with one mistake at single places
 # What a tap shows by its name, where published code often has another value at hand.
 MEANINGS = {
@@ -57,6 +54,7 @@ class Diagnosis:
         runner_up: The next best.
         next_error: What it leaves, at the first tensor that it does not reproduce or in the last.
         signatures: Further statements, each with its evidence, in the order of strength.
+        config: The fields of the config by which a port declares what it does; empty if it is a mistake.
     """
 
     sentence: str
@@ -66,6 +64,7 @@ class Diagnosis:
     runner_up: str = ""
     next_error: float = math.inf
     signatures: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     to_dict = asdict  # the fields as plain values
 
@@ -101,8 +100,10 @@ def diagnose(
     rates = rate_hypotheses(case, actual)
     known = [*known, *decay_hypotheses(case, actual), *search_hypotheses(case, actual)]
     progress(f"{len(known) + len(rates)} hypotheses")
-    # Several at once take a training each; where the rate is known to be wrong, they would only guess at the schedule.
     places = tuple if schedule else partial(at_single_places, case, actual, known)
+    if found := _apart_from_loss(trials, known, port, progress, places):
+        return found
+    # Several at once take a training each; where the rate is known to be wrong, they would only guess at the schedule.
     exact, tried = _search(trials, start, [*known, *rates], progress, places, together=not (rates or schedule))
     confirmed = [attempt for attempt in exact if trials.holds_elsewhere(attempt.hypothesis)]
     if confirmed:
@@ -123,6 +124,38 @@ def diagnose(
     if positions := float32_positions(trials, trials.names[start.matched], port):
         return Diagnosis(positions, LIKELY)
     return _unknown([attempt for attempt in tried if attempt not in exact], start)
+
+
+def _apart_from_loss(
+    trials: Trials,
+    known: Sequence[Mistake],
+    port: str,
+    progress: Callable[[str], None],
+    places: Callable[[], Sequence[tuple[Mistake, Place]]],
+) -> Diagnosis | None:
+    """Search by the losses only if only they differ, and by the gradients only if the loss is right.
+
+    Returns:
+        None if loss and gradients differ, or if that shows no more.
+    """
+    wrong, losses = set(trials.differing(TRUTH)), {name for name in trials.names if name.endswith(LOSS)}
+    if losses and wrong <= losses:
+        rest, note = trials.without(set(trials.names) - losses), "; only the loss differs: its gradient is right"
+    elif losses and wrong.isdisjoint(losses) and trials.case.stage == GRADIENTS:
+        rest, note = trials.without(losses), "; only the gradients differ: the loss is right"
+    else:
+        return None
+    usual = rest.run(TRUTH)
+    if usual is None:
+        return None
+    exact, tried = _search(rest, usual, known, progress, places, together=False)
+    confirmed = [attempt for attempt in exact if rest.holds_elsewhere(attempt.hypothesis)]
+    of_both = [one for one in confirmed if (found := trials.run(one.hypothesis)) and found.is_exact]
+    if not confirmed:
+        return None
+    if of_both:
+        return _exact(port, of_both, tried)
+    return replace(_exact(port, confirmed, tried, note), config={})  # in one of the two, no config has this effect
 
 
 def reproducing_output(case: Case, actual: Arrays, known: Sequence[Mistake]) -> list[Hypothesis]:
@@ -152,9 +185,9 @@ def _search(
         exact, somewhere = _first_exact(trials, places())
         tried += somewhere
     if not exact and together:
-        for attempts in _together(trials, start, singles, known, progress):
+        for attempts in combinations(trials, start, singles, known, progress):
             tried += attempts
-            if exact := _simplest([attempt for attempt in attempts if attempt.is_exact]):
+            if exact := simplest([attempt for attempt in attempts if attempt.is_exact]):
                 break
     return exact, tried
 
@@ -187,7 +220,7 @@ def _and_another(
         progress(f"{attempt.hypothesis.name} and another")
         elsewhere = Trials.of(*there)
         both = [
-            Hypothesis((*attempt.hypothesis.parts, one)) for one in known if not _clash(attempt.hypothesis.parts, one)
+            Hypothesis((*attempt.hypothesis.parts, one)) for one in known if not clash(attempt.hypothesis.parts, one)
         ]
         both = [one for one in both if (seen := elsewhere.run(one)) is not None and seen.is_exact]
         fits = [found for one in both if (found := trials.run(one)) and found.is_exact and trials.holds_elsewhere(one)]
@@ -227,130 +260,6 @@ def _counted(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more of this kind"
 
 
-def _together(
-    trials: Trials,
-    start: Attempt,
-    singles: Sequence[Attempt],
-    known: Sequence[Mistake],
-    progress: Callable[[str], None],
-) -> Iterator[list[Attempt]]:
-    """Yield what becomes of several hypotheses at once, each of which makes more tensors right than those before."""
-    frontier = _promising(singles, start.matched)
-    if not frontier and start.of <= 2:  # published ports differ in conventions: these come first
-        for some in ([mistake for mistake in known if is_convention(mistake)], known):
-            yield from _closer(trials, singles, some, known, progress)
-        return
-    for _ in range(DEPTH - 1):
-        grown: list[Attempt] = []
-        for attempt in frontier:
-            progress(f"{attempt.hypothesis.name} and another")
-            attempts = [
-                found
-                for mistake in known
-                if not _clash(attempt.hypothesis.parts, mistake)
-                and (found := trials.run(Hypothesis((*attempt.hypothesis.parts, mistake))))
-            ]
-            grown += [found for found in attempts if found.matched > attempt.matched]
-            if any(found.is_exact for found in attempts):
-                break
-        yield grown
-        frontier = _promising(grown, start.matched + 1)
-
-
-def _closer(
-    trials: Trials,
-    singles: Sequence[Attempt],
-    some: Sequence[Mistake],
-    known: Sequence[Mistake],
-    progress: Callable[[str], None],
-) -> Iterator[list[Attempt]]:
-    """Yield what becomes of several hypotheses at once where no tap shows the way: of the closest, every change.
-
-    Whatever else is wrong, a hypothesis that is right mostly leaves a smaller error than one that is not. A change is
-    one mistake more, or another convention, the config's own among them.
-    """
-    fields = sorted({name for mistake in known if is_convention(mistake) for name in mistake.config})
-    own = [Mistake("", "", config={name: getattr(trials.case.config, name)}) for name in fields]
-    seen = {_names(attempt.hypothesis.parts) for attempt in singles}
-    beam, left = sorted(singles, key=lambda attempt: attempt.worst)[:BEAM], ATTEMPTS
-    best = math.inf
-    while beam and beam[0].worst < best and left > 0:
-        best = beam[0].worst
-        grown: list[Attempt] = []
-        for attempt in beam:
-            progress(f"{attempt.hypothesis.name} and another")
-            for mistake in (*some, *own):
-                parts = _changed(attempt.hypothesis.parts, mistake, known, trials.case.config)
-                if not parts or _names(parts) in seen or left <= 0:
-                    continue
-                seen.add(_names(parts))
-                left -= 1
-                if found := trials.run(Hypothesis(parts)):
-                    grown.append(found)
-            if exact := [found for found in grown if found.is_exact]:
-                grown += _without_idle(trials, _simplest(exact)[0])
-                break
-        yield grown
-        beam = sorted(grown, key=lambda attempt: attempt.worst)[:BEAM]
-
-
-def _without_idle(trials: Trials, attempt: Attempt) -> list[Attempt]:
-    """Return an exact attempt without the parts that change nothing."""
-    for part in attempt.hypothesis.parts:
-        fewer = Hypothesis(tuple(other for other in attempt.hypothesis.parts if other is not part))
-        if (found := trials.run(fewer)) and found.is_exact:
-            return [found, *_without_idle(trials, found)]
-    return []
-
-
-def _names(parts: Sequence[Mistake]) -> frozenset[str]:
-    return frozenset(part.name for part in parts)
-
-
-def _changed(
-    parts: Sequence[Mistake], mistake: Mistake, known: Sequence[Mistake], config: TransformerConfig
-) -> tuple[Mistake, ...]:
-    """Return some hypotheses with one more; what it says about a convention holds, whatever they have said before."""
-    others = [part for part in parts if not is_convention(part)]
-    fields: dict[str, Any] = {}
-    for part in (*parts, mistake):
-        if is_convention(part):
-            fields |= part.config
-    if not is_convention(mistake):
-        others.append(mistake)
-    fields = {name: value for name, value in fields.items() if value != getattr(config, name)}
-    named = []
-    for one in sorted(filter(is_convention, known), key=lambda one: -len(one.config)):  # presets first
-        if one.config.items() <= fields.items():
-            named.append(one)
-            fields = {name: value for name, value in fields.items() if name not in one.config}
-    return (*others, *named)
-
-
-def _promising(attempts: Sequence[Attempt], matched: int) -> list[Attempt]:
-    """Return the attempts that make more tensors right than that, the best first, one for each result."""
-    best: dict[tuple[int, float], Attempt] = {}
-    for attempt in sorted(attempts, key=lambda attempt: (-attempt.matched, len(attempt.hypothesis.parts))):
-        if attempt.matched > matched:
-            best.setdefault((attempt.matched, attempt.worst), attempt)
-    return list(best.values())[:PROMISING]
-
-
-def _clash(parts: Sequence[Mistake], other: Mistake) -> bool:
-    """Whether two say something about the same field, or are the same."""
-    return any(part is other or part.config.keys() & other.config.keys() for part in parts)
-
-
-def _simplest(exact: Sequence[Attempt]) -> list[Attempt]:
-    """Return those with the fewest parts, each set of parts once."""
-    fewest = min((len(attempt.hypothesis.parts) for attempt in exact), default=0)
-    found: dict[frozenset[str], Attempt] = {}
-    for attempt in exact:
-        if len(attempt.hypothesis.parts) == fewest:
-            found.setdefault(_names(attempt.hypothesis.parts), attempt)
-    return list(found.values())
-
-
 def _exact(port: str, exact: Sequence[Attempt], tried: Sequence[Attempt], note: str = "") -> Diagnosis:
     """Name the hypotheses that reproduce every number, and what the next best leaves."""
     runner_up = _best([attempt for attempt in tried if not attempt.is_exact])
@@ -358,19 +267,18 @@ def _exact(port: str, exact: Sequence[Attempt], tried: Sequence[Attempt], note: 
     error = exact[0].worst
     also = f", or {' or '.join(names[1:])}, which are the same here" if names[1:] else ""
     sentence = f"{port} behaves exactly like the reference with {names[0]}{also} (error {error:.0e}"
-    meant = _if_it_is_meant(exact[0].hypothesis)
+    config = _convention(exact[0].hypothesis)
     if runner_up is None:
-        return Diagnosis(f"{sentence}){note}", EXACT, names, error, signatures=meant)
+        return Diagnosis(f"{sentence}){note}", EXACT, names, error, config=config)
     name, left = runner_up.hypothesis.name, runner_up.worst
-    return Diagnosis(f"{sentence}, next best {left:.0e}){note}", EXACT, names, error, name, left, meant)
+    return Diagnosis(f"{sentence}, next best {left:.0e}){note}", EXACT, names, error, name, left, config=config)
 
 
-def _if_it_is_meant(hypothesis: Hypothesis) -> tuple[str, ...]:
-    """Return how to declare what a port does, where that is a convention; nothing where it is a mistake."""
+def _convention(hypothesis: Hypothesis) -> dict[str, Any]:
+    """Return the fields of the config that declare what a port does; nothing if it is a mistake."""
     if hypothesis.place is not None or not all(map(is_convention, hypothesis.parts)):
-        return ()
-    fields = {name: value for part in hypothesis.parts for name, value in part.config.items()}
-    return (f"mend it; or if you mean it, declare it in the port: overrides = {fields!r}",)
+        return {}
+    return {name: value for part in hypothesis.parts for name, value in part.config.items()}
 
 
 def _unknown(tried: Sequence[Attempt], start: Attempt) -> Diagnosis:

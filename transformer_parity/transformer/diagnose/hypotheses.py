@@ -6,17 +6,29 @@ one that reproduces a port's numbers, all of them, says what the port does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.transformer.cases.case import GRADIENTS
 from transformer_parity.transformer.diagnose.places import Place
-from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, FORWARD, SEARCH, STRUCTURE, TRAINING
+from transformer_parity.transformer.mistakes.catalogue import (
+    BACKWARD_BLOCKS,
+    BACKWARD_PATHS,
+    EVERYWHERE,
+    FORWARD,
+    LOSSES,
+    SEARCH,
+    STRUCTURE,
+    TRAINING,
+    UNPLANTED,
+)
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.mistakes.search import ONLY_HYPOTHESES
@@ -97,10 +109,16 @@ def hypotheses(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
         found = [one for one in conventions(config, stage) if one.config.keys() <= {*LOSS_FIELDS}]
         parts = [STRUCTURE["edge cases"]] if STAGES[stage].searches else []
     else:
-        found = [*conventions(config, stage), *mixed_up_weights(config.d_k == config.d_v)]
-        parts = [*FORWARD.values(), EVERYWHERE, *STRUCTURE.values()]
+        found = [
+            *conventions(config, stage),
+            *mixed_up_weights(config.d_k == config.d_v),
+            *misplaced_weights(config.pad_id),
+        ]
+        parts = [*FORWARD.values(), EVERYWHERE, UNPLANTED, *STRUCTURE.values()]
     if STAGES[stage].has_loss:
-        parts += TRAINING.values()
+        parts += [*TRAINING.values(), LOSSES]
+    if stage == GRADIENTS:  # with optimizer steps, each hypothesis takes a training
+        parts += [BACKWARD_BLOCKS, BACKWARD_PATHS]
     if STAGES[stage].searches:
         parts += [SEARCH, ONLY_HYPOTHESES]
     seen = {content(mistake) for mistake in found}
@@ -157,6 +175,59 @@ def mixed_up_weights(as_wide: bool) -> list[Mistake]:
             words = f"{', '.join(every[:3])} of all attention blocks taken from {', '.join(order)}"
             found.append(Mistake(words, "", convert=partial(_reordered, dict(zip(every, order, strict=False)))))
     return found
+
+
+@cache
+def misplaced_weights(pad_id: int) -> list[Mistake]:
+    """Return mistakes with weights of layers, norms and attention blocks in the wrong place, rounded, or at zero."""
+    others = {
+        **{
+            f"{what} of the layer {where}": {
+                rf"\.layers\.(\d+)\.(?=.*{end})": lambda found, step=step: f".layers.{int(found[1]) + step}."
+            }
+            for where, step in (("before", -1), ("after", 1))
+            for what, end in (("weights", ""), ("kernels", r"\.kernel$"))
+        },
+        **{
+            f"weights of {first} and {second} exchanged": {
+                rf"\.{first}\.": f".{second}.",
+                rf"\.{second}\.": f".{first}.",
+            }
+            for first, second in (
+                ("self_attention_norm", "feed_forward_norm"),
+                ("self_attention_norm", "cross_attention_norm"),
+                ("cross_attention_norm", "feed_forward_norm"),
+                ("self_attention", "cross_attention"),
+            )
+        },
+    }
+    found = [Mistake(name, "", convert=partial(_from_other_names, changes)) for name, changes in others.items()]
+    for dtype, (what, least) in product(("bfloat16", "float16"), (("weights", 0), ("matrices", 2))):
+        found.append(Mistake(f"{what} rounded to {dtype}", "", convert=partial(_rounded, dtype, least)))
+    return [*found, Mistake("zeros as the embedding of padding", "", convert=partial(_without_row, pad_id))]
+
+
+def _from_other_names(
+    changes: Mapping[str, str | Callable[[re.Match[str]], str]], weights: Mapping[str, ndarray]
+) -> dict[str, ndarray]:
+    def source(name: str) -> str:
+        renamed = (re.sub(pattern, new, name) for pattern, new in changes.items() if re.search(pattern, name))
+        return next(
+            (other for other in renamed if other in weights and weights[other].shape == weights[name].shape), name
+        )
+
+    return {name: weights[source(name)] for name in weights}
+
+
+def _rounded(dtype: str, least: int, weights: Mapping[str, ndarray]) -> dict[str, ndarray]:
+    return {name: x.astype(dtype).astype(x.dtype) if x.ndim >= least else x for name, x in weights.items()}
+
+
+def _without_row(row: int, weights: Mapping[str, ndarray]) -> dict[str, ndarray]:
+    def emptied(table: ndarray) -> ndarray:
+        return np.where(np.arange(len(table))[:, None] == row, table.dtype.type(0), table)
+
+    return {name: emptied(x) if name.endswith("_embedding.table") else x for name, x in weights.items()}
 
 
 def _turned(names: Sequence[str], weights: Mapping[str, ndarray]) -> dict[str, ndarray]:

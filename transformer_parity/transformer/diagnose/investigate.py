@@ -13,10 +13,10 @@ from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECI
 from transformer_parity.engine.localization import Blame, Evidence
 from transformer_parity.engine.outputs import FAST
 from transformer_parity.engine.tensors import given
-from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
+from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, STEPS, Case
 from transformer_parity.transformer.compare.runner import call_before, tensors
 from transformer_parity.transformer.diagnose import reproduce
-from transformer_parity.transformer.diagnose.blame import REPLAYED, Subject, blame, blame_files, explained_by
+from transformer_parity.transformer.diagnose.blame import REPLAYED, Subject, blame, explained_by
 from transformer_parity.transformer.diagnose.diagnosis import (
     EXACT,
     LIKELY,
@@ -30,14 +30,18 @@ from transformer_parity.transformer.diagnose.measured import of_learning_rate
 from transformer_parity.transformer.diagnose.own_forward import beside_forward
 from transformer_parity.transformer.diagnose.patterns import Differing, among_cases, not_finite, patterns
 from transformer_parity.transformer.diagnose.properties import is_random, lacking, of_path, only_float32, rounding
-from transformer_parity.transformer.diagnose.signatures import places, signatures
+from transformer_parity.transformer.diagnose.statements import (
+    IN_PORT,
+    if_it_is_meant,
+    of_error,
+    of_names,
+    with_first,
+    with_statements,
+)
 from transformer_parity.transformer.diagnose.trials import TRUTH, Trials, observed
 from transformer_parity.transformer.mistakes.mistake import Mistake
-from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placement, Placements
-from transformer_parity.transformer.ports.registry import DEFINITION
+from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placements
 from transformer_parity.transformer.stages.registry import STAGES
-
-FAR = {"float64": 1e-9, "float32": 1e-5}  # relative: more than rounding
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class Investigation:
         """
         known = {case.name: case for case in cases}
         compared = {f.case for f in findings if f.verdict in (AGREES, DIVERGES) and f.dtype == "float64"}
-        for finding in _first_failures(findings, known):
+        for finding in first_failures(findings, known):
             if finding.verdict == FAILED:  # an exception names itself
                 continue
             case = known[finding.case]
@@ -127,9 +131,9 @@ class Investigation:
             others = [
                 (other, kept.get((name, "float64")))
                 for name, other in known.items()
-                if name in compared - {case.name} and _shared(other) == _shared(case)
+                if name in compared - {case.name} and shared(other) == shared(case)
             ]
-            hypothetical = hypotheses(case.config, case.stage, forward_agrees=_forward_agrees(findings))
+            hypothetical = hypotheses(case.config, case.stage, forward_agrees=forward_agrees(findings))
             about = [f for f in findings if f.dtype == finding.dtype and f.stage == case.stage]
             shown = kept.get((case.name, finding.dtype), {})
             yield self._report(case, [finding, *about], shown, others, hypothetical)
@@ -166,17 +170,17 @@ class Investigation:
             truth = observed(TRUTH, case) or {}
             if precision := only_float32(case, shown, truth):
                 return replace(report, diagnosis=Diagnosis(precision, LIKELY))
-            found = diagnose(case, shown, self.port.name, self.progress, known, others)
+            found = if_it_is_meant(diagnose(case, shown, self.port.name, self.progress, known, others), IN_PORT)
             if finding.tap == NAMES:
-                found = _of_names(found, finding.detail)
+                found = of_names(found, finding.detail)
             elif not Trials.of(case, shown).differing(TRUTH):
                 found = Diagnosis(f"unknown: only {finding.tap} differs, by less than any known mistake", UNKNOWN)
             about = Differing.of(case, findings, shown, truth)
             if found.confidence != EXACT and (nowhere := not_finite(about)):
-                found = replace(_first(found, [nowhere]), sentence=nowhere)
+                found = replace(with_first(found, [nowhere]), sentence=nowhere)
             if not forward and found.confidence != EXACT:
                 found = self._beside_forward(found, [(case, shown), *others])
-                found = _first(found, [*patterns(about), *among_cases(findings, case, others)])
+                found = with_first(found, [*patterns(about), *among_cases(findings, case, others)])
         if case.stage not in REPLAYED:
             return replace(report, diagnosis=found)
         subject = Subject.of(case, self.port.name, dtype)
@@ -186,10 +190,10 @@ class Investigation:
             alike = [one.load(case.config, weights) for one in reproducing_output(case, shown, known)]
             evidence = explained_by(evidence, alike, subject)
         if evidence.blame.introduced and found.confidence != EXACT:
-            statements = _of_error(evidence, case)
+            statements = of_error(evidence, case)
             if forward:
                 statements = self._measurements(case, evidence, statements)
-            found = _with_statements(found, statements, evidence)
+            found = with_statements(found, statements, evidence)
             if forward and dtype == "float64":  # these have many causes
                 more = (*patterns(about), *among_cases(findings, case, others))
                 found = replace(found, signatures=(*found.signatures, *more))
@@ -200,11 +204,11 @@ class Investigation:
         """Add what the port's own forward shows where its gradients, steps or searches differ."""
         with suppress(Exception):  # where it cannot be run, the rest of the report stands
             if statement := beside_forward(self.port, self.setting.placement("float64"), shown):
-                return _first(found, [statement])
+                return with_first(found, [statement])
         with suppress(Exception):  # losses that are missing or infinite show no rate
             case, tensors = shown[0]
             if statement := of_learning_rate(case, tensors or {}):
-                return _first(found, [statement])
+                return with_first(found, [statement])
         return found
 
     def _randomness(self, case: Case, dtype: str) -> str:
@@ -258,41 +262,17 @@ class Investigation:
         return None
 
 
-def investigate_files(
-    findings: Sequence[Finding], cases: Sequence[Case], shown: Callable[[Case], Arrays], backend: str
-) -> Iterator[FailureReport]:
-    """Report likewise on float64 tensors from files; ``shown`` returns those of a case."""
-    known = {case.name: case for case in cases}
-    for finding in _first_failures(findings, known):
-        case = known[finding.case]
-        actual = shown(case) if finding.dtype == "float64" else {}
-        if not actual:
-            continue
-        alike = [other for other in cases if other.name != case.name and _shared(other) == _shared(case)]
-        others = [(other, tensors) for other in alike if (tensors := shown(other))]
-        hypothetical = hypotheses(case.config, case.stage, forward_agrees=_forward_agrees(findings))
-        found = diagnose(case, actual, backend, known=hypothetical, others=others)
-        if found.confidence != EXACT and (statement := of_learning_rate(case, actual)):
-            found = _first(found, [statement])
-        report = FailureReport(backend, "float64", case.name, case.stage, None, found)
-        if case.stage not in REPLAYED:
-            yield report
-            continue
-        truth = DEFINITION.load(case.config, case.load_weights(), Placement("float64"))
-        evidence = blame_files(case, actual, truth, backend)
-        if evidence.blame.introduced and found.confidence != EXACT:
-            found = _with_statements(found, _of_error(evidence, case), evidence)
-        yield replace(report, blame=evidence.blame, diagnosis=found)
-
-
-def _shared(case: Case) -> tuple[object, ...]:
+def shared(case: Case) -> tuple[object, ...]:
     """Return what two cases have in common if one hypothesis has to hold in both, whatever their weights are."""
     fields = {name: value for name, value in case.config.to_dict().items() if not name.endswith("vocab_size")}
     return fields, case.block, case.stage
 
 
-def _first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> list[Finding]:
-    """Return the first failure of each stage in float64, or else in float32; if activations fail, only theirs."""
+def first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> list[Finding]:
+    """Return the first failure of each stage in float64, or else in float32.
+
+    If activations fail, only theirs, and if gradients fail, none of the optimizer steps: they follow from these.
+    """
     failures = [f for f in findings if f.verdict in (DIVERGES, IMPRECISE, FAILED) and f.case in cases]
     for dtype in ("float64", "float32"):
         first: dict[str, Finding] = {}
@@ -302,56 +282,14 @@ def _first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> l
                 first.setdefault(cases[finding.case].stage, finding)
         if ACTIVATIONS in first:
             return [first[ACTIVATIONS]]
+        if GRADIENTS in first:
+            first.pop(STEPS, None)
         if first:
             return [first[name] for name in STAGES if name in first]
     return []
 
 
-def _forward_agrees(findings: Sequence[Finding]) -> bool:
+def forward_agrees(findings: Sequence[Finding]) -> bool:
     """Whether activations were compared in float64, and all of them agree."""
     verdicts = {f.verdict for f in findings if f.stage == ACTIVATIONS and f.dtype == "float64"}
     return AGREES in verdicts and verdicts.isdisjoint((DIVERGES, IMPRECISE, FAILED))
-
-
-def _of_names(found: Diagnosis, detail: str) -> Diagnosis:
-    """Say first that the tensors themselves are not those that were promised."""
-    promise = f"what is shown is not what was promised: {detail}"
-    if found.confidence == EXACT:
-        return replace(found, signatures=(promise, *found.signatures))
-    return replace(found, sentence=f"{promise}. Besides, {found.sentence}")
-
-
-def _of_error(evidence: Evidence, case: Case) -> list[str]:
-    """Return what the error of the first wrong block is like."""
-    name, dtype = evidence.blame.introduced[0], evidence.blame.dtype
-    if name not in evidence.alone or name not in evidence.wanted:
-        return []
-    weights = given(case.load_weights(), dtype)
-    config = case.config.in_decoder if name.startswith("decoder.") else case.config
-    found = signatures(evidence.alone[name], evidence.wanted[name], config, weights, FAR[dtype])
-    return [f"at {name}, {statement}" for statement in found]
-
-
-def _with_statements(found: Diagnosis, statements: Sequence[str], evidence: Evidence) -> Diagnosis:
-    """Rank what was found: a hypothesis, what was measured beside it, and the places that are wrong.
-
-    Where no hypothesis was found, the first that was measured is the diagnosis. Places alone are none.
-    """
-    name, dtype = evidence.blame.introduced[0], evidence.blame.dtype
-    found = _first(found, statements, dtype)
-    where = []
-    if name in evidence.alone and name in evidence.wanted:
-        where = [f"at {name}, {words}" for words in places(evidence.alone[name], evidence.wanted[name], FAR[dtype])]
-    return replace(found, signatures=(*found.signatures, *where))
-
-
-def _first(found: Diagnosis, statements: Sequence[str], dtype: str = "float64") -> Diagnosis:
-    """Add statements with evidence: the first is the diagnosis where no hypothesis was found."""
-    if found.confidence == UNKNOWN and statements:
-        first, *rest = statements
-        closer = [found.sentence.partition(". ")[2]] if ". With " in found.sentence else []
-        sentence = f"no known mistake fits; {first}"
-        if dtype == "float32":
-            sentence = f"{first}: if float64 agrees, only precision is lost"
-        found, statements = replace(found, sentence=sentence, confidence=LIKELY), [*rest, *closer]
-    return replace(found, signatures=(*found.signatures, *statements))

@@ -18,6 +18,7 @@ from numpy import ndarray
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
+from transformer_parity.transformer.diagnose.factors import factor_in_words
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE, is_noise
@@ -116,7 +117,17 @@ def only_the_loss(shown: Differing) -> str:
     """Find a wrong loss next to right gradients."""
     if shown.case.stage == GRADIENTS and shown.wrong == (LOSS,):
         ratio = float(shown.actual[LOSS] / shown.truth[LOSS])
-        return f"only the loss differs ({ratio:.12g} times the right one): all {len(shown.right)} gradients agree"
+        known = factor_in_words(ratio, shown.case.config, shown.case)
+        return (
+            f"only the loss differs ({ratio:.12g} times the right one{known}): all {len(shown.right)} gradients agree"
+        )
+    return ""
+
+
+def right_loss(shown: Differing) -> str:
+    """Say that the loss is right although gradients differ."""
+    if shown.case.stage == GRADIENTS and shown.wrong and LOSS in shown.right:
+        return "the loss is right, so the forward pass is too: only the backward pass is wrong"
     return ""
 
 
@@ -237,6 +248,7 @@ PATTERNS: tuple[Callable[[Differing], str], ...] = (
     zero_gradients,
     transformed_gradients,
     wrong_parameters,
+    right_loss,
     moved_weights,
     first_wrong_step,
     only_between_steps,
@@ -301,7 +313,10 @@ def _by_factor(shown: Differing, factors: dict[str, float], prefix: str, sentenc
     if len(different) > 3 or any(np.isnan(value) for value in different):
         return ""
     groups = [(shown.group([name for name in values if values[name] == value], prefix), value) for value in different]
-    return "; ".join(sentence.format(group=group, factor=value) for group, value in groups)
+    return "; ".join(
+        sentence.format(group=group, factor=value) + factor_in_words(value, shown.case.config, shown.case)
+        for group, value in groups
+    )
 
 
 def _is_transposed(actual: ndarray, truth: ndarray) -> bool:

@@ -17,7 +17,7 @@ from numpy import ndarray
 from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.diagnose.blame import REPLAYED, blame_files
-from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, TRAINING
+from transformer_parity.transformer.mistakes.catalogue import BACKWARD_BLOCKS, EVERYWHERE, TRAINING
 from transformer_parity.transformer.mistakes.mistake import Edit, Mistake
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
@@ -31,6 +31,7 @@ CHANGED = {
     "feed_forward": r"\.feed_forward$",
     "activation": r"\.feed_forward$",
     "layers": r"_norm$",
+    "linear": r"_proj$",
     "layer_norm_kind": r"_norm$",
     "layer_norm_epsilon": r"_norm$",
     "final_norm": r"\.final_norm$",
@@ -99,7 +100,7 @@ def at_single_places(
         found = blame_files(case, actual, truth, "").blame.introduced
         introduced = intervals(found, list(actual), case.config)
     else:
-        known = [mistake for mistake in known if mistake in TRAINING["gradient"]]
+        known = [mistake for mistake in known if mistake in (*TRAINING["gradient"], *BACKWARD_BLOCKS)]
     found_places = [one for mistake in known for one in placed(mistake, case.config, weights, introduced)]
     return sorted(found_places, key=lambda one: -len(one[1].parts))
 
@@ -162,7 +163,8 @@ def _atoms(mistake: Mistake, config: TransformerConfig, weights: Mapping[str, nd
     sources = {*mistake.config, *(_module(edit) for edit in edits)}
     if len(mistake.config) > 1 or sources - CHANGED.keys():
         return []
-    changed = [part for part in parts if any(_changes(source, part) for source in sources)]
+    smaller = [name.rpartition(".")[0] for name in weights if name.endswith("_proj.kernel")]
+    changed = [part for part in (*parts, *smaller) if any(_changes(source, part) for source in sources)]
     try:
         converted = mistake.convert(weights)
     except Exception:  # the conversion does not go with this model
@@ -179,9 +181,11 @@ def _atoms(mistake: Mistake, config: TransformerConfig, weights: Mapping[str, nd
 def _module(edit: Edit) -> str:
     """Return the key of ``CHANGED`` for an edit."""
     module, old, _ = edit
+    if module == "functional" and ("sigma" in old or "axis=rows" in old):
+        return "layers"
     if module == "functional":
         return "attention" if "scores" in old or "weights" in old else "feed_forward"
-    return module
+    return "linear" if module == "layers" and "return dx" in old else module
 
 
 def _changes(source: str, part: str) -> bool:
@@ -221,7 +225,7 @@ def _groups(atoms: Sequence[_Atom], possible: Sequence[_Atom]) -> Iterator[tuple
     for words, some in groups.items():
         if some not in seen:
             seen.add(some)
-            yield words, some
+            yield (some[0].shown if "*" in words and len(some) == 1 else words), some
 
 
 def _span(part: str, taps: Sequence[str]) -> range:

@@ -9,18 +9,21 @@ second, where there are four; positions before the last.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.diagnose.factors import factor_in_words
 from transformer_spec.config import TransformerConfig
 
 FAR = 1e-9  # relative: beyond rounding in float64
 ENOUGH = 8  # numbers, from which on a pattern in them is no accident
 NARROW = ("bfloat16", "float16", "float32")
+SMALLEST_RATE = 0.005  # of dropout
+LEAST = 0.02  # of all values or vectors, that are dropped and that are not
 
 
 def signatures(
@@ -29,6 +32,7 @@ def signatures(
     config: TransformerConfig,
     weights: Mapping[str, ndarray] | None = None,
     far: float = FAR,
+    case: Case | None = None,
 ) -> list[str]:
     """Return what the error of a tensor is like, the most telling first; none if nothing stands out.
 
@@ -38,6 +42,7 @@ def signatures(
         config: The model's.
         weights: The model's, to recognise a vector that is added or missing.
         far: The relative error from which on an element counts as wrong.
+        case: The batch, to recognize its sizes in a factor; None if no sum over the batch is in the tensor.
     """
     if actual.shape != wanted.shape:
         return [_shape(actual, wanted)]
@@ -50,7 +55,7 @@ def signatures(
         return [f"{int(wrong.sum())} of {wrong.size} values are NaN or infinite"]
     if actual.size < ENOUGH or not _wrong(actual, wanted, far).any():
         return []
-    found = [*_masked(actual, wanted), *_factor(actual, wanted, far, config)]
+    found = [*_masked(actual, wanted), *_dropped(actual, wanted, far), *_factor(actual, wanted, far, config, case)]
     return [*found, *_offset(actual, wanted, far, weights or {}), *_permuted(actual, wanted, far), *narrow]
 
 
@@ -122,7 +127,40 @@ def _shape(actual: ndarray, wanted: ndarray) -> str:
     return f"the shape must be {list(wanted.shape)}: got {list(actual.shape)}"
 
 
-def _factor(actual: ndarray, wanted: ndarray, far: float, config: TransformerConfig) -> Iterator[str]:
+def _dropped(actual: ndarray, wanted: ndarray, far: float) -> Iterator[str]:
+    """Find what dropout leaves: zeros, or sums that lack some terms; it scales up all others."""
+    for width, words in ((1, "values"), (actual.shape[-1], "vectors")):
+        values, right = actual.reshape(-1, width), wanted.reshape(-1, width)
+        size = np.abs(right).max(-1)
+        values, right = (vectors[size > 1e-3 * size.max()] for vectors in (values, right))
+        factor, scaled = _scaled_up(values, right, far * np.abs(wanted).max())
+        others = values[~scaled]
+        rate = 1.0 - 1.0 / factor
+        if rate < SMALLEST_RATE or min(scaled.sum(), len(others)) < max(ENOUGH, LEAST * len(values)):
+            continue
+        if abs(rate - round(rate, 3)) > 1e-6:  # another cause
+            continue
+        if words == "values" and others.any():
+            continue
+        left = "zero: as after dropout" if words == "values" else "not: as sums of values after dropout"
+        count = f"{int(scaled.sum())} of {len(values)} {words}"
+        yield f"{count} are {factor:.6g} = 1 / (1 - {rate:.3g}) times what they should be, and the others are {left}"
+        return
+
+
+def _scaled_up(values: ndarray, right: ndarray, noise: float) -> tuple[float, ndarray]:
+    """Return a factor above one that many vectors [N, width] have in common, and which have it; else 1 and none."""
+    size = np.square(right).sum(-1)
+    factors = (values * right).sum(-1) / size
+    is_multiple = np.abs(values - factors[:, None] * right).max(-1) <= noise
+    larger = factors[is_multiple & (factors > 1.0 + SMALLEST_RATE)]
+    factor = float(np.median(larger)) if larger.size else 1.0
+    return factor, is_multiple & np.isclose(factors, factor, 1e-6, 0.0)
+
+
+def _factor(
+    actual: ndarray, wanted: ndarray, far: float, config: TransformerConfig, case: Case | None
+) -> Iterator[str]:
     """Find a constant factor."""
     if not actual.any():
         yield "everything is zero"
@@ -130,27 +168,7 @@ def _factor(actual: ndarray, wanted: ndarray, far: float, config: TransformerCon
     large = np.abs(wanted) > 1e-3 * np.abs(wanted).max()
     ratio = float(np.median(actual[large] / wanted[large])) if large.any() else 1.0
     if abs(ratio - 1.0) > far and _close(actual, ratio * wanted, far):
-        yield f"everything is {ratio:.6g} times what it should be{_known_number(ratio, config)}"
-
-
-def _known_number(ratio: float, config: TransformerConfig) -> str:
-    """Return which sizes of the model make up a factor; several where they are equal in this model."""
-    numbers: dict[str, float] = {
-        "sqrt(d_model)": math.sqrt(config.d_model),
-        "sqrt(d_k)": math.sqrt(config.d_k),
-        "sqrt(d_v)": math.sqrt(config.d_v),
-        "d_k": config.d_k,
-        "d_model": config.d_model,
-        "num_heads": config.num_heads,
-        "sqrt(d_model / d_k)": math.sqrt(config.d_model / config.d_k),
-    }
-    equal = [
-        wording
-        for words, value in numbers.items()
-        for wording, number in ((words, value), (f"1 / {words}", 1.0 / value), (f"-{words}", -value))
-        if math.isclose(ratio, number, rel_tol=1e-6) and not math.isclose(number, 1.0)
-    ]
-    return f", which is {' or '.join(equal)}" if equal else ""
+        yield f"everything is {ratio:.6g} times what it should be{factor_in_words(ratio, config, case)}"
 
 
 def _offset(actual: ndarray, wanted: ndarray, far: float, weights: Mapping[str, ndarray]) -> Iterator[str]:

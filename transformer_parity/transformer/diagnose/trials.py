@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,7 +66,7 @@ class Trials:
         """Compare all that the port shows."""
         return cls(case, _read(case, actual), others, tuple(name for name in actual if name != WHOLE))
 
-    def without(self, names: Sequence[str]) -> Trials:
+    def without(self, names: Collection[str]) -> Trials:
         """Return the same without some of the tensors."""
         return replace(self, names=tuple(name for name in self.names if name not in names))
 

@@ -20,7 +20,8 @@ from transformer_parity.engine.verdict import Coverage
 from transformer_parity.transformer.cases.case import Case, in_stages
 from transformer_parity.transformer.compare.comparator import Comparator
 from transformer_parity.transformer.compare.reference import Reference
-from transformer_parity.transformer.diagnose.investigate import FailureReport, investigate_files
+from transformer_parity.transformer.diagnose.files import investigate_files
+from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.golden import vectors
 from transformer_parity.transformer.golden.copies import copies_in_words, find_copies
 from transformer_parity.transformer.golden.evidence import gaps

@@ -9,6 +9,7 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.mistakes import (
     attention,
+    by_hand,
     layers,
     optimizer,
     other_optimizers,
@@ -18,6 +19,7 @@ from transformer_parity.transformer.mistakes import (
     search,
     structure,
     training,
+    unplanted,
 )
 from transformer_parity.transformer.mistakes.mistake import Mistake
 
@@ -44,7 +46,10 @@ STRUCTURE = merged(
 )
 TRAINING = merged(training.CATALOGUE, optimizer.CATALOGUE, reported_training.CATALOGUE, other_optimizers.CATALOGUE)
 SEARCH = [*search.CATALOGUE, *reported_training.SEARCH]
-EVERYWHERE = [*layers.EVERYWHERE, *reported.EVERYWHERE]  # only hypotheses
+# Only hypotheses, which are planted in no port:
+EVERYWHERE = [*layers.EVERYWHERE, *reported.EVERYWHERE]
+UNPLANTED = unplanted.UNPLANTED
+BACKWARD_BLOCKS, BACKWARD_PATHS, LOSSES = by_hand.BLOCKS, by_hand.PATHS, by_hand.LOSSES
 
 
 @cache

@@ -13,7 +13,7 @@ from transformer_parity.engine.processes.provenance import described_elsewhere
 from transformer_parity.engine.report.tables import print_line
 from transformer_parity.engine.report.tree import print_blame
 from transformer_parity.engine.system.errors import printable
-from transformer_parity.transformer.cases.case import ACTIVATIONS
+from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, STEPS
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY
 from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.diagnose.reproduce import snippet
@@ -63,11 +63,14 @@ def print_failure_report(console: Console, report: FailureReport) -> None:
 
 
 def print_undiagnosed(console: Console, findings: Sequence[Finding], reports: Sequence[FailureReport]) -> None:
-    """Print which stages differ too, and are not diagnosed as long as activations do: they follow from these."""
-    for backend in dict.fromkeys(report.backend for report in reports if report.stage == ACTIVATIONS):
+    """Print which stages differ too, and are not diagnosed: they follow from activations, or steps from gradients."""
+    for backend in dict.fromkeys(report.backend for report in reports):
         failed = {one.stage for one in findings if one.backend == backend and one.verdict in (DIVERGES, IMPRECISE)}
-        if rest := [stage for stage in STAGES if stage in failed - {ACTIVATIONS}]:
-            said = f"{', '.join(rest)} of {backend} differ too: they are diagnosed when its activations agree."
+        diagnosed = {report.stage for report in reports if report.backend == backend}
+        first = next((stage for stage in (ACTIVATIONS, GRADIENTS) if stage in diagnosed), "")
+        follow = {ACTIVATIONS: set(STAGES), GRADIENTS: {STEPS}}.get(first, set())
+        if rest := [stage for stage in STAGES if stage in (failed & follow) - diagnosed]:
+            said = f"{', '.join(rest)} of {backend} differ too: they are diagnosed when its {first} agree."
             console.print(f"\n{said}", soft_wrap=True, markup=False, highlight=False)
 
 

@@ -66,6 +66,12 @@ class StepStage(TrainingStage):
             findings = self._with_rounded_rates(shown) or findings
         yield from findings
 
+    def compare_tensors(self, names: Sequence[str], shown: PathTensors) -> Iterator[Finding]:
+        """Yield the comparison of each tensor; of tokens that differ, say how many sentences do."""
+        for finding in super().compare_tensors(names, shown):
+            is_wrong = finding.tap.endswith(" tokens") and finding.verdict == DIVERGES and not finding.detail
+            yield replace(finding, detail=_different_tokens(finding.tap, shown)) if is_wrong else finding
+
     def _with_rounded_rates(self, shown: PathTensors) -> list[Finding]:
         """Return findings that all agree, with the reference's rates rounded; none if that is not what differs."""
         case, truth = shown.case, shown.expected.tensors
@@ -138,6 +144,13 @@ def train(case: Case, loaded: Any, steps: Sequence[int], snapshots: Sequence[int
             found |= {f"step {step} {name}": tensor for name, tensor in _trainer_calls(loaded, trainer, batch)}
             trainer.load_state(first_state)
     return found
+
+
+def _different_tokens(name: str, shown: PathTensors) -> str:
+    """Say in how many sentences the tokens of a greedy search differ, and from which one on."""
+    differ = shown.tensors[name] != shown.expected.tensors[name]  # [B, L]
+    first = int(differ.any(0).argmax()) + 1
+    return f"{int(differ.any(1).sum())} of {len(differ)} sentences have different tokens, from token {first} on"
 
 
 def _other_calls(case: Case, loaded: Any) -> Iterator[tuple[str, ndarray]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy import ndarray
 
@@ -39,7 +41,8 @@ def training_error(name: str, actual: Arrays, expected: Arrays) -> float:
     if scale is expected[name] or expected[name].shape != np.shape(actual[name]):
         return relative_error(actual[name], expected[name])
     difference = np.linalg.norm(np.asarray(actual[name], np.float64) - expected[name])
-    return float(difference / np.linalg.norm(scale)) if difference else 0.0
+    size = np.linalg.norm(scale)  # zero if a mistake leaves no gradient at all
+    return float(difference / size) if difference and size else math.inf if difference else 0.0
 
 
 def is_noise(name: str) -> bool:

@@ -1,0 +1,258 @@
+"""The evidence about tensors from files: names, patterns, factors, and what to do."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
+from transformer_parity.engine.outputs import FILES, Outputs
+from transformer_parity.transformer.cases.case import GRADIENTS, tiny
+from transformer_parity.transformer.cases.for_ports import port_cases
+from transformer_parity.transformer.compare.comparator import Comparator
+from transformer_parity.transformer.compare.reference import Reference
+from transformer_parity.transformer.compare.runner import tensors
+from transformer_parity.transformer.diagnose import files as files_module
+from transformer_parity.transformer.diagnose.blame import distance
+from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY
+from transformer_parity.transformer.diagnose.files import investigate_files
+from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses
+from transformer_parity.transformer.diagnose.places import Place
+from transformer_parity.transformer.diagnose.signatures import signatures
+from transformer_parity.transformer.diagnose.trials import TRUTH, observed
+from transformer_parity.transformer.ports.protocol import Placements
+from transformer_parity.transformer.report.diagnoses import print_failure_report, print_undiagnosed
+from transformer_parity.transformer.stages.training_stage import WHOLE
+
+CONFIG = tiny("paper_base", d_k=None, d_v=None)
+NAMES = ("full/padded", "full/one_token", "gradients/padded", "gradients/one_token", "steps/port")
+KULLBACK_LEIBLER = "a Kullback-Leibler divergence as loss, which lacks the entropy of the smoothed labels"
+SHIFTED = "the decoder's input shifted right, with the last token in front"
+TRIED = (
+    KULLBACK_LEIBLER,
+    SHIFTED,
+    "a loss in bits",
+    "label smoothing missing",
+    "a backward pass of the norm without the term of the variance",
+    "a ReLU that passes its gradient through everywhere",
+    "no gradient through the input of a projection",
+    "layer_norm_epsilon=1e-05",
+    "a source mask that ends one token too early",
+    "weights of the layer before",
+    "kernels of the layer before",
+    "position_offset=1",
+    "leaky ReLU with slope 0.01 for ReLU",
+    "1 + scale for scale in the norm",
+    "weights rounded to bfloat16",
+    "cross-attention to the embedded source",
+    "no output projection",
+)
+CASES = {case.name: case for case in port_cases(CONFIG) if case.name in NAMES}
+
+
+def with_mistake(name, case, *parts):
+    """Return the tensors of a program with a known mistake, in the whole model or in some parts."""
+    known = next(mistake for mistake in hypotheses(CONFIG, case.stage) if mistake.name == name)
+    place = Place("", parts) if parts else None
+    return dict(tensors(Hypothesis((known,), place).load(case.config, case.load_weights()), case))
+
+
+def findings_of(files):
+    """Return the comparisons of the tensors of each case with the reference's."""
+    for name, arrays in files.items():
+        case, truth = CASES[name], observed(TRUTH, CASES[name])
+        for tap in truth:
+            error = 0.0 if tap == WHOLE else distance(tap, arrays, truth)
+            verdict = AGREES if error <= 1e-10 else DIVERGES
+            yield Finding(
+                "mine", "float64", case.component, name, "files", tap, error, 1e-10, verdict, stage=case.stage
+            )
+
+
+@pytest.fixture(autouse=True)
+def few_hypotheses(monkeypatch):
+    """Try only some hypotheses, because all of them take seconds."""
+    few = lambda *_, **__: [one for one in hypotheses(CONFIG, GRADIENTS) if one.name in TRIED]  # noqa: E731
+    monkeypatch.setattr(files_module, "hypotheses", few)
+
+
+def reports(files):
+    files = {name: files.get(name, observed(TRUTH, case)) for name, case in CASES.items() if name in files}
+    cases = [CASES[name] for name in files]
+    return list(investigate_files(list(findings_of(files)), cases, lambda case: files[case.name], "mine"))
+
+
+def said(report):
+    return " | ".join((report.diagnosis.sentence, *report.diagnosis.signatures))
+
+
+def in_gradients(change):
+    """Return both cases of gradients, with changed tensors."""
+    return {name: {**observed(TRUTH, CASES[name]), **change(CASES[name])} for name in NAMES if "gradients" in name}
+
+
+def from_mistake(name, keep=lambda tap: True, *parts):
+    """Return a change: the tensors of a mistake, of those taps that are kept."""
+    return lambda case: {tap: x for tap, x in with_mistake(name, case, *parts).items() if keep(tap)}
+
+
+def test_loss_in_bits_is_named_next_to_right_gradients():
+    (report,) = reports(in_gradients(from_mistake("a loss in bits", lambda tap: tap == "loss")))
+    assert (report.diagnosis.confidence, report.diagnosis.hypotheses) == (EXACT, ("a loss in bits",))
+    assert report.diagnosis.sentence.endswith("; only the loss differs: its gradient is right")
+
+
+def test_kullback_leibler_divergence_is_named():
+    (report,) = reports(
+        in_gradients(
+            from_mistake("a Kullback-Leibler divergence as loss, which lacks the entropy of the smoothed labels")
+        )
+    )
+    assert report.diagnosis.hypotheses[0].startswith("a Kullback-Leibler divergence")
+
+
+def test_gradient_without_smoothing_is_named_next_to_a_right_loss():
+    (report,) = reports(in_gradients(from_mistake("label smoothing missing", lambda tap: tap != "loss")))
+    assert report.diagnosis.confidence == EXACT
+    assert "label smoothing" in report.diagnosis.hypotheses[0]
+    assert report.diagnosis.sentence.endswith("; only the gradients differ: the loss is right")
+    assert report.diagnosis.signatures == ()  # no convention of a config
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("a backward pass of the norm without the term of the variance", "decoder.layers.1.feed_forward_norm"),
+        ("a ReLU that passes its gradient through everywhere", "encoder.layers.0.feed_forward"),
+        ("no gradient through the input of a projection", "decoder.layers.1.cross_attention.key_proj"),
+    ],
+)
+def test_mistake_of_one_backward_pass_is_named_with_its_place(name, part):
+    (report,) = reports(in_gradients(from_mistake(name, lambda tap: True, part)))
+    assert (report.diagnosis.confidence, report.diagnosis.hypotheses) == (EXACT, (f"{name}, in {part} only",))
+
+
+def test_places_of_gradients_read_well():
+    def change(case):
+        wrong = observed(TRUTH, case)["at logits"].copy()
+        wrong[:, 0] *= 3.0
+        return {"at logits": wrong}
+
+    (report,) = reports(in_gradients(change))
+    assert "in the gradient at logits, positions 0 of" in said(report)
+    assert "at at" not in said(report)
+    assert "the loss is right" in said(report)
+
+
+def test_patterns_and_factors_of_gradients_are_described():
+    def change(case):
+        truth = observed(TRUTH, case)
+        sentences = len(case.inputs["source_ids"])
+        return {tap: x / sentences for tap, x in truth.items() if tap.endswith("key_proj.kernel") and tap[:2] == "of"}
+
+    (report,) = reports(in_gradients(change))
+    n = len(CASES["gradients/padded"].inputs["source_ids"])
+    assert "the gradient of all kernels of key projections is" in said(report)
+    assert f"1 / {n}, as if averaged over {n} sentences" in said(report)
+
+
+def test_remedy_of_a_convention_names_the_files():
+    files = {name: with_mistake("layer_norm_epsilon=1e-05", CASES[name]) for name in NAMES if "full" in name}
+    (report,) = reports(files)
+    remedy = report.diagnosis.signatures[0]
+    assert (
+        "`parity golden --for module:Class --out A`, for a class with overrides = {'layer_norm_epsilon': 1e-05}"
+        in remedy
+    )
+    assert "declare it in the port" not in remedy
+
+
+def test_files_of_float32_numbers_are_recognized():
+    files = {
+        name: {tap: x.astype(np.float32).astype(np.float64) for tap, x in observed(TRUTH, CASES[name]).items()}
+        for name in NAMES
+        if "full" in name
+    }
+    (report,) = reports(files)
+    assert report.diagnosis.sentence.startswith("float64 was requested, and every value is a number of float32")
+
+
+def test_steps_that_follow_from_wrong_gradients_are_not_diagnosed():
+    files = in_gradients(from_mistake("a loss in bits"))
+    steps = observed(TRUTH, CASES["steps/port"])
+    files["steps/port"] = {tap: 1.1 * x for tap, x in steps.items()}
+    found = reports(files)
+    assert [report.stage for report in found] == [GRADIENTS]
+    console = Console(file=io.StringIO(), width=200)
+    print_undiagnosed(console, list(findings_of(files)), found)
+    assert console.file.getvalue().strip() == "steps of mine differ too: they are diagnosed when its gradients agree."
+
+
+def test_only_gradients_are_called_fine_next_to_a_wrong_loss():
+    (report,) = reports(in_gradients(lambda case: {"loss": observed(TRUTH, case)["loss"] * 1.5}))
+    console = Console(file=io.StringIO(), width=200)
+    print_failure_report(console, report)
+    assert "gradients\n" in console.file.getvalue()
+    assert "only the loss differs (1.5 times the right one)" in console.file.getvalue()
+
+
+def test_dropout_is_recognized_by_what_it_leaves():
+    rng = np.random.default_rng(0)
+    right = rng.normal(size=(4, 3, 7, 8))
+    values = right * (rng.random(right.shape) > 0.2) / 0.8
+    (found,) = signatures(values, right, CONFIG)
+    assert "values are 1.25 = 1 / (1 - 0.2) times what they should be" in found
+    assert found.endswith("the others are zero: as after dropout")
+    weights, value = rng.random((4, 3, 7, 6)), rng.normal(size=(4, 3, 6, 8))
+    dropped = weights * (rng.random(weights.shape) > 0.1) / 0.9
+    (found,) = signatures(dropped @ value, weights @ value, CONFIG)
+    assert "vectors are 1.11111 = 1 / (1 - 0.1) times what they should be, and the others are not" in found
+
+
+def test_tokens_between_steps_are_compared_in_words():
+    case, truth = CASES["steps/port"], observed(TRUTH, CASES["steps/port"])
+    name = next(tap for tap in truth if tap.endswith(" tokens"))
+    wrong = {**truth, name: truth[name].copy()}
+    wrong[name][1:3, 4] += 1.0
+    outputs = Outputs(case.name, "float64", {FILES: wrong})
+    findings = Comparator("mine", Placements(("float64",)), Reference()).compare(case, outputs)
+    (finding,) = [finding for finding in findings if finding.verdict == DIVERGES]
+    assert finding.words == f"2 of {len(truth[name])} sentences have different tokens, from token 5 on"
+
+
+def test_cases_that_agree_do_not_refute_a_mistake_of_those_that_differ():
+    name = "a source mask that ends one token too early"
+    files = {
+        "full/padded": with_mistake(name, CASES["full/padded"]),
+        "full/one_token": observed(TRUTH, CASES["full/one_token"]),
+    }
+    (report,) = reports(files)
+    assert report.diagnosis.confidence in (EXACT, LIKELY)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "words"),
+    [
+        ("weights of the layer before", ["encoder.layers.1.feed_forward"], "encoder.layers.1.feed_forward"),
+        ("position_offset=1", ["target_position"], "the decoder"),
+        ("leaky ReLU with slope 0.01 for ReLU", [], ""),
+        ("1 + scale for scale in the norm", [], ""),
+        ("weights rounded to bfloat16", [], ""),
+        (SHIFTED, [], ""),
+        ("kernels of the layer before", ["decoder.layers.1.feed_forward"], "decoder.layers.1.feed_forward"),
+        ("cross-attention to the embedded source", [], ""),
+        (
+            "no output projection",
+            [f"decoder.layers.{i}.cross_attention" for i in (0, 1)],
+            "decoder.layers.*.cross_attention",
+        ),
+    ],
+)
+def test_mistake_of_the_forward_pass_is_named_with_its_place(name, parts, words):
+    files = {case: with_mistake(name, CASES[case], *parts) for case in NAMES if "full" in case}
+    (report,) = reports(files)
+    assert report.diagnosis.confidence == EXACT
+    assert report.diagnosis.hypotheses[0] == (f"{name}, in {words} only" if words else name)

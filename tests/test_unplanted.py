@@ -1,0 +1,36 @@
+"""Hypotheses that are planted in no port: each changes the numbers in a way of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, tiny
+from transformer_parity.transformer.cases.for_ports import port_cases
+from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, misplaced_weights
+from transformer_parity.transformer.diagnose.trials import TRUTH, Trials, observed
+from transformer_parity.transformer.mistakes.catalogue import BACKWARD_BLOCKS, BACKWARD_PATHS, LOSSES, UNPLANTED
+
+CONFIGS = [tiny("paper_base", d_k=None, d_v=None), tiny("paper_base", d_k=None, d_v=None, final_norm=True)]
+CASES = {
+    stage: [case for config in CONFIGS for case in port_cases(config) if case.stage == stage]
+    for stage in (ACTIVATIONS, GRADIENTS)
+}
+
+
+def differs(mistake, stage):
+    """Whether some case shows a mistake; it must run in all of them."""
+    hypothesis = Hypothesis((mistake,))
+    found = [Trials.of(case, observed(TRUTH, case)).differing(hypothesis) for case in CASES[stage]]
+    return any(found)
+
+
+@pytest.mark.parametrize("mistake", [*UNPLANTED, *misplaced_weights(0)], ids=lambda mistake: mistake.name)
+def test_hypotheses_of_the_forward_pass_differ_from_the_reference(mistake):
+    assert any(observed(Hypothesis((mistake,)), case) is not None for case in CASES[ACTIVATIONS])
+    assert differs(mistake, ACTIVATIONS)
+
+
+@pytest.mark.parametrize("mistake", [*BACKWARD_BLOCKS, *BACKWARD_PATHS, *LOSSES], ids=lambda mistake: mistake.name)
+def test_hypotheses_of_the_backward_pass_differ_from_the_reference(mistake):
+    assert all(observed(Hypothesis((mistake,)), case) is not None for case in CASES[GRADIENTS])
+    assert differs(mistake, GRADIENTS)

@@ -1,0 +1,79 @@
+"""Reports on the failures of tensors from files, whose program can't be run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from transformer_parity.engine.comparison import Arrays
+from transformer_parity.engine.findings import AGREES, SKIPPED, Finding
+from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
+from transformer_parity.transformer.diagnose.blame import REPLAYED, blame_files
+from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, Diagnosis, diagnose
+from transformer_parity.transformer.diagnose.hypotheses import hypotheses
+from transformer_parity.transformer.diagnose.investigate import FailureReport, first_failures, forward_agrees, shared
+from transformer_parity.transformer.diagnose.measured import of_learning_rate
+from transformer_parity.transformer.diagnose.patterns import Differing, among_cases, not_finite, patterns
+from transformer_parity.transformer.diagnose.properties import only_float32
+from transformer_parity.transformer.diagnose.statements import (
+    IN_FILES,
+    if_it_is_meant,
+    of_error,
+    with_first,
+    wrong_places,
+)
+from transformer_parity.transformer.diagnose.trials import TRUTH, observed
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import DEFINITION
+
+
+def investigate_files(
+    findings: Sequence[Finding], cases: Sequence[Case], shown: Callable[[Case], Arrays], backend: str
+) -> Iterator[FailureReport]:
+    """Yield a report on the first failure of each stage in float64; ``shown`` returns the tensors of a case."""
+    known = {case.name: case for case in cases}
+    for finding in first_failures(findings, known):
+        case = known[finding.case]
+        actual = shown(case) if finding.dtype == "float64" else {}
+        if not actual:
+            continue
+        alike = [other for other in cases if other.name != case.name and shared(other) == shared(case)]
+        differ = {f.case for f in findings if f.dtype == "float64" and f.verdict not in (AGREES, SKIPPED)}
+        compared = {f.case for f in findings if f.dtype == "float64" and f.verdict == AGREES} | differ
+        tensors = [(other, shown(other)) for other in alike if other.name in compared]
+        others = [(other, arrays if other.name in differ else None) for other, arrays in tensors if arrays]
+        yield _report_on_files(case, [finding, *findings], actual, others, backend)
+
+
+def _report_on_files(
+    case: Case,
+    findings: Sequence[Finding],
+    actual: Arrays,
+    others: Sequence[tuple[Case, Arrays | None]],
+    backend: str,
+) -> FailureReport:
+    report = FailureReport(backend, "float64", case.name, case.stage, None, None)
+    truth = observed(TRUTH, case) or {}
+    if precision := only_float32(case, actual, truth):
+        return replace(report, diagnosis=Diagnosis(precision, LIKELY))
+    hypothetical = hypotheses(case.config, case.stage, forward_agrees=forward_agrees(findings))
+    found = if_it_is_meant(diagnose(case, actual, backend, known=hypothetical, others=others), IN_FILES)
+    of_stage = [f for f in findings if f.dtype == "float64" and f.stage == case.stage]
+    about, evidence = Differing.of(case, of_stage, actual, truth), None
+    if case.stage in REPLAYED:
+        reference = DEFINITION.load(case.config, case.load_weights(), Placement("float64"))
+        evidence = blame_files(case, actual, reference, backend)
+        report = replace(report, blame=evidence.blame)
+    if found.confidence != EXACT:
+        if nowhere := not_finite(about):
+            found = replace(with_first(found, [nowhere]), sentence=nowhere)
+        if rate := of_learning_rate(case, actual):
+            found = with_first(found, [rate])
+        described = [*patterns(about), *among_cases(of_stage, case, others)]
+        errors = of_error(evidence, case) if evidence and evidence.blame.introduced else []
+        where = wrong_places(evidence)
+        # In activations, patterns have many causes.
+        first, last = (errors, described) if case.stage == ACTIVATIONS else ([*described, *errors], [])
+        found = with_first(found, first)
+        found = replace(found, signatures=(*found.signatures, *where, *last))
+    return replace(report, diagnosis=found)

@@ -1,0 +1,141 @@
+"""Several mistakes together: the search for sets of hypotheses that reproduce what no single one does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, is_convention
+from transformer_parity.transformer.diagnose.trials import Attempt, Trials
+from transformer_parity.transformer.mistakes.mistake import Mistake
+from transformer_spec.config import TransformerConfig
+
+DEPTH = 3  # mistakes at once
+PROMISING = 6  # hypotheses that are tried together with every other
+BEAM = 4  # sets of hypotheses that are changed further, where no tap shows the way
+ATTEMPTS = 1000  # at that; a second for a hundred
+
+
+def combinations(
+    trials: Trials,
+    start: Attempt,
+    singles: Sequence[Attempt],
+    known: Sequence[Mistake],
+    progress: Callable[[str], None],
+) -> Iterator[list[Attempt]]:
+    """Yield what becomes of several hypotheses at once, each of which makes more tensors right than those before."""
+    frontier = _promising(singles, start.matched)
+    if not frontier and start.of <= 2:  # published ports differ in conventions: these come first
+        for some in ([mistake for mistake in known if is_convention(mistake)], known):
+            yield from _closer(trials, singles, some, known, progress)
+        return
+    for _ in range(DEPTH - 1):
+        grown: list[Attempt] = []
+        for attempt in frontier:
+            progress(f"{attempt.hypothesis.name} and another")
+            attempts = [
+                found
+                for mistake in known
+                if not clash(attempt.hypothesis.parts, mistake)
+                and (found := trials.run(Hypothesis((*attempt.hypothesis.parts, mistake))))
+            ]
+            grown += [found for found in attempts if found.matched > attempt.matched]
+            if any(found.is_exact for found in attempts):
+                break
+        yield grown
+        frontier = _promising(grown, start.matched + 1)
+
+
+def _closer(
+    trials: Trials,
+    singles: Sequence[Attempt],
+    some: Sequence[Mistake],
+    known: Sequence[Mistake],
+    progress: Callable[[str], None],
+) -> Iterator[list[Attempt]]:
+    """Yield what becomes of several hypotheses at once where no tap shows the way: of the closest, every change.
+
+    Whatever else is wrong, a hypothesis that is right mostly leaves a smaller error than one that is not. A change is
+    one mistake more, or another convention, the config's own among them.
+    """
+    fields = sorted({name for mistake in known if is_convention(mistake) for name in mistake.config})
+    own = [Mistake("", "", config={name: getattr(trials.case.config, name)}) for name in fields]
+    seen = {_names(attempt.hypothesis.parts) for attempt in singles}
+    beam, left = sorted(singles, key=lambda attempt: attempt.worst)[:BEAM], ATTEMPTS
+    best = math.inf
+    while beam and beam[0].worst < best and left > 0:
+        best = beam[0].worst
+        grown: list[Attempt] = []
+        for attempt in beam:
+            progress(f"{attempt.hypothesis.name} and another")
+            for mistake in (*some, *own):
+                parts = _changed(attempt.hypothesis.parts, mistake, known, trials.case.config)
+                if not parts or _names(parts) in seen or left <= 0:
+                    continue
+                seen.add(_names(parts))
+                left -= 1
+                if found := trials.run(Hypothesis(parts)):
+                    grown.append(found)
+            if exact := [found for found in grown if found.is_exact]:
+                grown += _without_idle(trials, simplest(exact)[0])
+                break
+        yield grown
+        beam = sorted(grown, key=lambda attempt: attempt.worst)[:BEAM]
+
+
+def _without_idle(trials: Trials, attempt: Attempt) -> list[Attempt]:
+    """Return an exact attempt without the parts that change nothing."""
+    for part in attempt.hypothesis.parts:
+        fewer = Hypothesis(tuple(other for other in attempt.hypothesis.parts if other is not part))
+        if (found := trials.run(fewer)) and found.is_exact:
+            return [found, *_without_idle(trials, found)]
+    return []
+
+
+def _names(parts: Sequence[Mistake]) -> frozenset[str]:
+    return frozenset(part.name for part in parts)
+
+
+def _changed(
+    parts: Sequence[Mistake], mistake: Mistake, known: Sequence[Mistake], config: TransformerConfig
+) -> tuple[Mistake, ...]:
+    """Return some hypotheses with one more; what it says about a convention holds, whatever they have said before."""
+    others = [part for part in parts if not is_convention(part)]
+    fields: dict[str, Any] = {}
+    for part in (*parts, mistake):
+        if is_convention(part):
+            fields |= part.config
+    if not is_convention(mistake):
+        others.append(mistake)
+    fields = {name: value for name, value in fields.items() if value != getattr(config, name)}
+    named = []
+    for one in sorted(filter(is_convention, known), key=lambda one: -len(one.config)):  # presets first
+        if one.config.items() <= fields.items():
+            named.append(one)
+            fields = {name: value for name, value in fields.items() if name not in one.config}
+    return (*others, *named)
+
+
+def _promising(attempts: Sequence[Attempt], matched: int) -> list[Attempt]:
+    """Return the attempts that make more tensors right than that, the best first, one for each result."""
+    best: dict[tuple[int, float], Attempt] = {}
+    for attempt in sorted(attempts, key=lambda attempt: (-attempt.matched, len(attempt.hypothesis.parts))):
+        if attempt.matched > matched:
+            best.setdefault((attempt.matched, attempt.worst), attempt)
+    return list(best.values())[:PROMISING]
+
+
+def clash(parts: Sequence[Mistake], other: Mistake) -> bool:
+    """Whether two say something about the same field, or are the same."""
+    return any(part is other or part.config.keys() & other.config.keys() for part in parts)
+
+
+def simplest(exact: Sequence[Attempt]) -> list[Attempt]:
+    """Return those with the fewest parts, each set of parts once."""
+    fewest = min((len(attempt.hypothesis.parts) for attempt in exact), default=0)
+    found: dict[frozenset[str], Attempt] = {}
+    for attempt in exact:
+        if len(attempt.hypothesis.parts) == fewest:
+            found.setdefault(_names(attempt.hypothesis.parts), attempt)
+    return list(found.values())

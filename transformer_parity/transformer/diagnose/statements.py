@@ -1,0 +1,81 @@
+"""Statements: what was measured beside the search for a hypothesis, in the order of its strength."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transformer_parity.engine.localization import Evidence
+from transformer_parity.engine.tensors import given
+from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, Diagnosis
+from transformer_parity.transformer.diagnose.signatures import places, signatures
+
+# How to declare what a port does if it is a convention.
+IN_PORT = "mend it; or if you mean it, declare it in the port: overrides = {!r}"
+IN_FILES = (
+    "fix it or, if it is intentional, write A for this convention, which is then in the config of its manifest: "
+    "`parity golden --for module:Class --out A`, for a class with overrides = {!r}"
+)
+FAR = {"float64": 1e-9, "float32": 1e-5}  # relative: more than rounding
+
+
+def of_names(found: Diagnosis, detail: str) -> Diagnosis:
+    """Say first that the tensors themselves are not those that were promised."""
+    promise = f"what is shown is not what was promised: {detail}"
+    if found.confidence == EXACT:
+        return replace(found, signatures=(promise, *found.signatures))
+    return replace(found, sentence=f"{promise}. Besides, {found.sentence}")
+
+
+def of_error(evidence: Evidence, case: Case) -> list[str]:
+    """Return what the error of the first wrong block is like."""
+    name, dtype = evidence.blame.introduced[0], evidence.blame.dtype
+    if name not in evidence.alone or name not in evidence.wanted:
+        return []
+    weights = given(case.load_weights(), dtype)
+    config = case.config.in_decoder if "decoder." in name else case.config
+    batch = case if name.startswith("of ") else None
+    found = signatures(evidence.alone[name], evidence.wanted[name], config, weights, FAR[dtype], batch)
+    return [f"{_at(name)}, {statement}" for statement in found]
+
+
+def with_statements(found: Diagnosis, statements: Sequence[str], evidence: Evidence) -> Diagnosis:
+    """Rank what was found: a hypothesis, what was measured beside it, and the places that are wrong.
+
+    Where no hypothesis was found, the first that was measured is the diagnosis. Places alone are none.
+    """
+    found = with_first(found, statements, evidence.blame.dtype)
+    return replace(found, signatures=(*found.signatures, *wrong_places(evidence)))
+
+
+def wrong_places(evidence: Evidence | None) -> list[str]:
+    """Return which sentences, heads and positions are wrong at the first place of introduction, if others are right."""
+    if evidence is None or not evidence.blame.introduced:
+        return []
+    name, far = evidence.blame.introduced[0], FAR[evidence.blame.dtype]
+    if name not in evidence.alone or name not in evidence.wanted:
+        return []
+    return [f"{_at(name)}, {words}" for words in places(evidence.alone[name], evidence.wanted[name], far)]
+
+
+def _at(name: str) -> str:
+    """Return a tap, or the name of a gradient, as the place of a statement."""
+    return f"in the gradient {name}" if name.startswith(("at ", "of ")) else f"at {name}"
+
+
+def if_it_is_meant(found: Diagnosis, remedy: str) -> Diagnosis:
+    """Add how to declare what a port does, if it is a convention."""
+    return replace(found, signatures=(remedy.format(found.config), *found.signatures)) if found.config else found
+
+
+def with_first(found: Diagnosis, statements: Sequence[str], dtype: str = "float64") -> Diagnosis:
+    """Add statements with evidence: the first is the diagnosis where no hypothesis was found."""
+    if found.confidence == UNKNOWN and statements:
+        first, *rest = statements
+        closer = [found.sentence.partition(". ")[2]] if ". With " in found.sentence else []
+        sentence = f"no known mistake fits; {first}"
+        if dtype == "float32":
+            sentence = f"{first}: if float64 agrees, only precision is lost"
+        found, statements = replace(found, sentence=sentence, confidence=LIKELY), [*rest, *closer]
+    return replace(found, signatures=(*found.signatures, *statements))
