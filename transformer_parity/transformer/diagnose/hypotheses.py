@@ -56,6 +56,7 @@ MATHEMATICS = (
     "label_smoothing_kind",
 )
 SWITCHED = ("final_norm", "embedding_norm", "skip_first_self_attention", "scale_embedding")  # on or off
+Renames = Mapping[str, str | Callable[[re.Match[str]], str]]  # what is in place of a pattern in a name
 LOSS_FIELDS = ("label_smoothing", "label_smoothing_kind")
 
 
@@ -180,11 +181,9 @@ def mixed_up_weights(as_wide: bool) -> list[Mistake]:
 @cache
 def misplaced_weights(pad_id: int) -> list[Mistake]:
     """Return mistakes with weights of layers, norms and attention blocks in the wrong place, rounded, or at zero."""
-    others = {
+    others: dict[str, Renames] = {
         **{
-            f"{what} of the layer {where}": {
-                rf"\.layers\.(\d+)\.(?=.*{end})": lambda found, step=step: f".layers.{int(found[1]) + step}."
-            }
+            f"{what} of the layer {where}": {rf"\.layers\.(\d+)\.(?=.*{end})": partial(_other_layer, step)}
             for where, step in (("before", -1), ("after", 1))
             for what, end in (("weights", ""), ("kernels", r"\.kernel$"))
         },
@@ -207,9 +206,11 @@ def misplaced_weights(pad_id: int) -> list[Mistake]:
     return [*found, Mistake("zeros as the embedding of padding", "", convert=partial(_without_row, pad_id))]
 
 
-def _from_other_names(
-    changes: Mapping[str, str | Callable[[re.Match[str]], str]], weights: Mapping[str, ndarray]
-) -> dict[str, ndarray]:
+def _other_layer(step: int, found: re.Match[str]) -> str:
+    return f".layers.{int(found[1]) + step}."
+
+
+def _from_other_names(changes: Renames, weights: Mapping[str, ndarray]) -> dict[str, ndarray]:
     def source(name: str) -> str:
         renamed = (re.sub(pattern, new, name) for pattern, new in changes.items() if re.search(pattern, name))
         return next(

@@ -114,7 +114,8 @@ def observed(hypothesis: Hypothesis, case: Case) -> Arrays | None:
 
     Kept for the next port that fails in the same case.
     """
-    key = (case.name, repr(case.model), repr(case.settings), repr(case.search), case.snapshots, hypothesis.content)
+    task = (case.name, case.compares_padding, repr(case.model), repr(case.settings), repr(case.search), case.snapshots)
+    key = (*task, hypothesis.content)
     if key not in _OBSERVED:
         if len(_OBSERVED) >= OBSERVATIONS:
             _OBSERVED.popitem(last=False)
