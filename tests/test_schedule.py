@@ -12,6 +12,7 @@ from transformer_parity.engine.tensors import Tensors
 from transformer_parity.transformer.cases.case import STEPS, Case, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, diagnose
+from transformer_parity.transformer.diagnose.hypotheses import hypotheses
 from transformer_parity.transformer.diagnose.schedule import measured_rates, of_schedule
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
@@ -64,7 +65,8 @@ def test_rates_are_measured_and_described(rate: Callable[[int], float], words: s
 
 def test_a_diagnosis_states_rates_that_no_known_mistake_explains() -> None:
     """The sentence says in which case they were measured."""
-    found = diagnose(CASE, trained_by(lambda step: usual(step) * (1.0 if step <= 10 else 0.5)), "MyPort")
+    shown = trained_by(lambda step: usual(step) * (1.0 if step <= 10 else 0.5))
+    found = diagnose(CASE, shown, "MyPort", known=hypotheses(CASE.config, STEPS, forward_agrees=True))
     assert found.confidence == EXACT
     assert found.sentence.startswith(
         "in steps/port, MyPort trains exactly like the reference, except that its learning"
