@@ -59,24 +59,24 @@ def print_summary(
 
 
 def print_problems(console: Console, findings: Sequence[Finding], verdict: Verdict, limit: int = 8) -> None:
-    """Print, per backend and case, the first tap that failed: what comes later may only have inherited it."""
+    """Print the first tap that failed in a case, once for all cases: what comes later may only have inherited it."""
     first: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
         if finding.verdict not in (AGREES, SKIPPED):
             first.setdefault((finding.backend, finding.dtype, finding.case), finding)
-    by_text: dict[tuple[str, str], list[Finding]] = {}  # an exception is the same in every case
+    alike: dict[tuple[str, ...], list[Finding]] = {}
     for finding in first.values():
-        text = finding.detail if finding.verdict == FAILED else f"{finding.dtype} {finding.case}"
-        by_text.setdefault((finding.backend, text), []).append(finding)
-    for finding, *others in list(by_text.values())[:limit]:
+        what = (finding.detail,) if finding.verdict == FAILED else (finding.dtype, finding.component, finding.tap)
+        alike.setdefault((finding.backend, *what), []).append(finding)
+    for finding, *others in list(alike.values())[:limit]:
         detail = finding.words
         where = " ".join(part for part in (finding.backend, finding.dtype, _place(finding)) if part)
         detail += f" (and in {len(others)} other case{'s' * (len(others) > 1)})" if others else ""
         print_line(console, f"{WORDS[finding.verdict]:9}", STYLES[finding.verdict], f" {where}: {detail}")
     if verdict.doubt:
         console.print(verdict.doubt)
-    if len(by_text) > limit:
-        console.print(f"... and {len(by_text) - limit} more; --json holds them all.")
+    if len(alike) > limit:
+        console.print(f"... and {len(alike) - limit} more; --json holds them all.")
 
 
 def print_near_ties(console: Console, findings: Sequence[Finding]) -> None:
@@ -86,13 +86,14 @@ def print_near_ties(console: Console, findings: Sequence[Finding]) -> None:
 
 
 def print_skips(console: Console, findings: Sequence[Finding]) -> None:
-    """Print what was not compared because a port does not offer it: once, with how often."""
+    """Print what was not compared because a port does not offer it: once, with some of the cases."""
     why: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         if finding.verdict == SKIPPED:
             why.setdefault((finding.backend, finding.detail), []).append(finding)
     for (backend, detail), group in why.items():
-        where = ", ".join(dict.fromkeys(finding.case for finding in group))
+        cases = list(dict.fromkeys(finding.case for finding in group))
+        where = ", ".join(cases) if len(cases) <= 3 else f"{cases[0]}, {cases[1]} and {len(cases) - 2} more cases"
         said = detail if detail.startswith(f"{backend} ") else f"{backend}: {detail}"
         print_line(console, "SKIPPED  ", STYLES[SKIPPED], f" {said} ({where})")
 
