@@ -37,7 +37,12 @@ WITHOUT_THE_REST = {
         "values[:, : (values.shape[1] // BLOCK) * BLOCK]",
     ),
     "jax": ("(0, 0), (0, -size % BLOCK)\n", "(0, 0), (0, 0)\n"),
-    "tf": ("tf.range(size - rest, size)", "tf.range(size, size)"),
+}
+WITHOUT_THE_REST_OF_FEW = {"tf": ("tf.range(size - rest, size)", "tf.range(size, size)")}
+WITHOUT_THE_LAST_BLOCK = {
+    "torch": ("if short else values", "if short else values[:, :-BLOCK]"),
+    "jax": ("values = jnp.where(jnp.isnan(values), inf, values)", "values = values[:, : size - BLOCK]"),
+    "tf": ("_, block = tf.math.top_k(maxima,", "_, block = tf.math.top_k(maxima[:, :-1],"),
 }
 FUSED = "F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate"
 WITHOUT_THE_ROOT = {
@@ -62,6 +67,8 @@ def planted(case, mistakes):
         *planted("attention/many_padded_queries", ONE_ROW_FOR_ALL_QUERIES),
         *planted("decode/blocks_beam", PLACE_AMONG_THE_SORTED),
         *planted("decode/blocks_beam", WITHOUT_THE_REST),
+        *planted("decode/blocks_beam", WITHOUT_THE_LAST_BLOCK),
+        *planted("decode/paper_base_beam", WITHOUT_THE_REST_OF_FEW),
     ],
 )
 def test_a_mistake_in_fast_code_is_caught(name, case, edit):

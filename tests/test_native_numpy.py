@@ -12,6 +12,8 @@ import pytest
 from conftest import assert_same_bits, random_weights, tiny_config
 
 import reference_numpy as ref
+from reference_numpy import fast
+from reference_numpy.optimizer import Adam
 from transformer_spec import DropoutRates, TrainingConfig, TransformerConfig, checks
 
 SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
@@ -159,3 +161,18 @@ def test_global_state_is_left_alone():
             ref.Trainer(model, TrainingConfig()).train_step(SOURCE, TARGET, np.array([[3, 4, 2], [5, 2, 0]]))
     np.testing.assert_array_equal(np.random.get_state()[1], before)
     assert np.geterr() == handling
+
+
+def test_fast_adam_updates_wide_rows_as_the_formulas_do():
+    """A row may hold more numbers than one piece, as it does in the output kernel of a large vocabulary."""
+    rng, settings, taken = np.random.default_rng(0), TrainingConfig(), []
+    start, gradient = ({"kernel": array} for array in rng.normal(size=(2, 3, fast.PIECE + 1)))
+    for kind in (Adam, fast.FastAdam):
+        optimizer = kind({"kernel": start["kernel"].copy()}, settings)
+        for step in (1, 2):
+            optimizer.update({"kernel": gradient["kernel"].copy()}, 0.5, 0.1, settings.bias_corrections(step))
+        taken.append(optimizer)
+    plain, ours = taken
+    for name in ("parameters", "first_moment", "second_moment"):
+        np.testing.assert_allclose(getattr(ours, name)["kernel"], getattr(plain, name)["kernel"], rtol=1e-12)
+    assert not np.array_equal(ours.parameters["kernel"], start["kernel"])

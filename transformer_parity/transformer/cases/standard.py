@@ -45,7 +45,7 @@ OTHER_DECODER: dict[str, Any] = {  # of which no shape of a parameter of attenti
     "decoder_d_ff": 56,
 }
 VOCABULARY = 33_000  # tokens, of which int16 holds 32,768
-SEVERAL_BLOCKS = 333  # tokens; of so many, a search with a beam of 3 sorts only the blocks with the largest maxima
+SEVERAL_BLOCKS = 2400  # tokens; for a beam of 3, 225 whole blocks of 32: their maxima are 7 whole blocks, and one more
 
 
 def standard_cases() -> list[Case]:
@@ -292,7 +292,7 @@ def _searches() -> Iterator[Case]:
 def _search_in_blocks() -> Case:
     """Return a beam search by a small model with a vocabulary that no package sorts as a whole.
 
-    Of seed 39, hypotheses differ, and one takes a token from behind the last whole block.
+    With seed 35, hypotheses differ, and some take a token from the last block.
     """
     sizes: dict[str, Any] = {
         "d_model": 8,
@@ -307,7 +307,7 @@ def _search_in_blocks() -> Case:
     config = config.replace(source_vocab_size=SEVERAL_BLOCKS, target_vocab_size=SEVERAL_BLOCKS)
     inputs, search = {"source_ids": token_ids(config)["source_ids"]}, Search(3, max_length=5, num_hypotheses=2)
     names = "decode/blocks_beam", "decoding"
-    return Case(*names, config, "", inputs, seed=39, dtypes=("float64",), stage=DECODE, search=search)
+    return Case(*names, config, "", inputs, seed=35, dtypes=("float64",), stage=DECODE, search=search)
 
 
 def _searches_by_rules(config: TransformerConfig) -> Iterator[Case]:
