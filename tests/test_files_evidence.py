@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
 from transformer_parity.engine.outputs import FILES, Outputs
-from transformer_parity.transformer.cases.case import GRADIENTS, tiny
+from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.compare.comparator import Comparator
 from transformer_parity.transformer.compare.reference import Reference
@@ -23,8 +24,10 @@ from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypot
 from transformer_parity.transformer.diagnose.places import Place
 from transformer_parity.transformer.diagnose.signatures import signatures
 from transformer_parity.transformer.diagnose.trials import TRUTH, observed
+from transformer_parity.transformer.golden import compare as golden
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.report.diagnoses import print_failure_report, print_undiagnosed
+from transformer_parity.transformer.stages import steps
 from transformer_parity.transformer.stages.training_stage import WHOLE
 
 CONFIG = tiny("paper_base", d_k=None, d_v=None)
@@ -49,6 +52,7 @@ TRIED = (
     "weights rounded to bfloat16",
     "cross-attention to the embedded source",
     "no output projection",
+    "starts with the end symbol",
 )
 CASES = {case.name: case for case in port_cases(CONFIG) if case.name in NAMES}
 
@@ -75,7 +79,7 @@ def findings_of(files):
 @pytest.fixture(autouse=True)
 def few_hypotheses(monkeypatch):
     """Try only some hypotheses, because all of them take seconds."""
-    few = lambda *_, **__: [one for one in hypotheses(CONFIG, GRADIENTS) if one.name in TRIED]  # noqa: E731
+    few = lambda _, stage, **__: [one for one in hypotheses(CONFIG, stage) if one.name in TRIED]  # noqa: E731
     monkeypatch.setattr(files_module, "hypotheses", few)
 
 
@@ -256,3 +260,34 @@ def test_mistake_of_the_forward_pass_is_named_with_its_place(name, parts, words)
     (report,) = reports(files)
     assert report.diagnosis.confidence == EXACT
     assert report.diagnosis.hypotheses[0] == (f"{name}, in {words} only" if words else name)
+
+
+def test_search_of_files_is_named_by_its_tokens():
+    """Files hold tokens as they are, and hypotheses are compared with tokens in a fixed shape."""
+    cases = [case for case in port_cases(CONFIG) if case.stage == DECODE and case.options.beam_size is None]
+    known = next(one for one in hypotheses(CONFIG, DECODE) if one.name == "starts with the end symbol")
+
+    def tokens(case):
+        model = Hypothesis((known,)).load(case.config, case.load_weights())
+        return {"tokens": model.search(case.inputs["source_ids"], case.options).nbest_ids}
+
+    files = {case.name: tokens(case) for case in cases}
+    candidate = SimpleNamespace(
+        cases=cases, tensors=lambda case, dtype: files[case.name], holds=lambda case, dtype: dtype == "float64"
+    )
+    pair = SimpleNamespace(candidate=candidate, name="", backend="mine")
+    place = ("mine", "float64", "decoding")
+    wrong = [Finding(*place, case.name, "files", "tokens", 1.0, 0.0, DIVERGES, stage=DECODE) for case in cases]
+    (report,) = golden.investigate(pair, wrong)
+    assert report.diagnosis.hypotheses == (known.name,)
+
+
+def test_no_learning_rate_is_fitted_to_a_loss_before_the_first_update(monkeypatch):
+    case, truth = CASES["steps/port"], observed(TRUTH, CASES["steps/port"])
+    fitted = []
+    monkeypatch.setattr(steps, "rounded_rates", lambda *_: fitted.append(1) or [])
+    for name, times in (("step 1 loss", 0), ("step 5 loss", 1)):
+        outputs = Outputs(case.name, "float64", {FILES: {**truth, name: 1.1 * truth[name]}})
+        findings = Comparator("mine", Placements(("float64",)), Reference()).compare(case, outputs)
+        assert [finding.tap for finding in findings if finding.verdict == DIVERGES] == [name]
+        assert len(fitted) == times

@@ -221,6 +221,8 @@ def first_wrong_token(shown: Differing) -> str:
         return ""
     differ = (mine != theirs).any(1)  # [B, L]
     rows = differ.any(1)
+    if not rows.any():
+        return ""
     first = differ.argmax(1)[rows]
     sentence = f"{rows.sum()} of {len(rows)} sentences have different tokens, from token {first.min() + 1} on"
     if first.min() == first.max() and rows.sum() > 1:

@@ -183,7 +183,8 @@ def investigate(pair: FolderPair, findings: Sequence[Finding]) -> list[FailureRe
 
     def shown(case: Case) -> dict[str, ndarray]:
         tensors = candidate.tensors(case, "float64") if candidate.holds(case, "float64") else {}
-        return {name: value for name, value in tensors.items() if name != SCORES}
+        shown = {name: value for name, value in tensors.items() if name != SCORES}
+        return STAGES[case.stage].diagnosed(case, shown)
 
     own = [replace(finding, case=finding.case.removeprefix(prefix)) for finding in findings]
     whole = [finding for finding in own if finding.tap and finding.tap != "names"]
