@@ -13,7 +13,7 @@ from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECI
 from transformer_parity.engine.localization import Blame, Evidence
 from transformer_parity.engine.outputs import FAST
 from transformer_parity.engine.tensors import given
-from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, STEPS, Case
+from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.transformer.compare.runner import call_before, tensors
 from transformer_parity.transformer.diagnose import reproduce
 from transformer_parity.transformer.diagnose.blame import REPLAYED, Subject, blame, explained_by
@@ -271,7 +271,8 @@ def shared(case: Case) -> tuple[object, ...]:
 def first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> list[Finding]:
     """Return the first failure of each stage in float64, or else in float32.
 
-    If activations fail, only theirs, and if gradients fail, none of the optimizer steps: they follow from these.
+    If activations fail, only theirs, and if gradients fail, none of the optimizer steps: they follow from these. Nor if
+    searches fail, and nothing but searches between two steps.
     """
     failures = [f for f in findings if f.verdict in (DIVERGES, IMPRECISE, FAILED) and f.case in cases]
     for dtype in ("float64", "float32"):
@@ -282,7 +283,8 @@ def first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> li
                 first.setdefault(cases[finding.case].stage, finding)
         if ACTIVATIONS in first:
             return [first[ACTIVATIONS]]
-        if GRADIENTS in first:
+        in_steps = [f.tap for f in failures if f.dtype == dtype and cases[f.case].stage == STEPS]
+        if GRADIENTS in first or (DECODE in first and all(tap.endswith(" tokens") for tap in in_steps)):
             first.pop(STEPS, None)
         if first:
             return [first[name] for name in STAGES if name in first]

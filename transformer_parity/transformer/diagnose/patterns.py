@@ -18,6 +18,7 @@ from numpy import ndarray
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
+from transformer_parity.transformer.diagnose.circumstances import circumstances
 from transformer_parity.transformer.diagnose.factors import factor_in_words
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_parity.transformer.stages.steps import SNAPSHOTS
@@ -266,13 +267,15 @@ def patterns(shown: Differing) -> list[str]:
 
 def among_cases(findings: Sequence[Finding], case: Case, others: Sequence[tuple[Case, Arrays | None]]) -> Iterator[str]:
     """Yield a sentence about the cases of a stage that agree, if there are any."""
-    differ = {f.case for f in findings if f.verdict == DIVERGES}
+    differ = {f.case for f in findings if f.verdict == DIVERGES and f.dtype == "float64"}
     agree = sorted({f.case for f in findings if f.verdict == AGREES} - differ)
     if not agree:
         return
-    if case.stage != ACTIVATIONS:
+    cases = {case.name: case, **{other.name: other for other, _ in others}}
+    if said := circumstances(*([cases[name] for name in sorted(names) if name in cases] for names in (differ, agree))):
+        yield said
+    elif case.stage != ACTIVATIONS:
         yield f"these cases differ: {_listed(sorted(differ))}; these agree: {_listed(agree)}"
-    cases = {other.name: other for other, _ in others}
     for name in agree:
         if name in cases and case.stage == ACTIVATIONS and _shapes(cases[name]) == _shapes(case):
             yield f"{name} has the same shapes and agrees: look for a value that is kept from one call to the next"
