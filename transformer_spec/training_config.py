@@ -62,8 +62,9 @@ class TrainingConfig:
     def learning_rate(self, step: int, d_model: int) -> float:
         """Return the learning rate of a step, counted from 1.
 
-        Equation (3): ``d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5)``, times the factor. In the cool-down
-        it falls on a straight line that would reach zero one step after the last.
+        Equation (3): ``d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5)``, times the factor. The cool-down
+        starts from the rate of the step before it and falls on a straight line that would reach zero one step after
+        the last.
         """
         cooling, held = 1.0, step
         if self.total_steps is not None and self.cooldown_steps and step > self.total_steps - self.cooldown_steps:
