@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from transformer_parity.engine.findings import AGREES, SKIPPED
+from transformer_parity.engine.findings import AGREES, SKIPPED, Kept
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.compare.comparator import compare
+from transformer_parity.transformer.diagnose.investigate import Investigation
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.registry import PORTS
@@ -86,6 +87,17 @@ def test_a_mistake_is_caught(name, case, edit):
     wrong = replace(PORTS[name], package=edited_package(PORTS[name].package, (tuple(edit),)).__name__)
     found = {finding.verdict for finding in compare([CASES[case]], wrong, Placements(("float64",)))}
     assert found - {AGREES, SKIPPED}
+
+
+@pytest.mark.only("numpy")
+def test_right_tokens_after_wrong_steps_are_diagnosed():
+    edit = MISTAKES["on_step is not called"][1:]
+    wrong, setting = replace(PORTS["numpy"], package=edited_package("reference_numpy", (edit,)).__name__), ("float64",)
+    kept: Kept = {}
+    findings = list(compare([CASES[BEAM]], wrong, Placements(setting), kept=kept))
+    (report,) = Investigation(wrong, Placements(setting), "numpy").failures(findings, kept, [CASES[BEAM]])
+    assert report.diagnosis is not None
+    assert "different tokens" not in report.diagnosis.sentence
 
 
 @pytest.mark.parametrize("case", [STEPWISE, BEAM, STEPS, GRADIENTS])
