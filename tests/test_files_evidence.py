@@ -22,9 +22,11 @@ from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY
 from transformer_parity.transformer.diagnose.files import investigate_files
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses
 from transformer_parity.transformer.diagnose.places import Place
+from transformer_parity.transformer.diagnose.schedule import of_schedule
 from transformer_parity.transformer.diagnose.signatures import signatures
 from transformer_parity.transformer.diagnose.trials import TRUTH, observed
 from transformer_parity.transformer.golden import compare as golden
+from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.report.diagnoses import print_failure_report, print_undiagnosed
 from transformer_parity.transformer.stages import steps
@@ -53,6 +55,7 @@ TRIED = (
     "cross-attention to the embedded source",
     "no output projection",
     "starts with the end symbol",
+    "length penalty n^alpha",
 )
 CASES = {case.name: case for case in port_cases(CONFIG) if case.name in NAMES}
 
@@ -262,24 +265,45 @@ def test_mistake_of_the_forward_pass_is_named_with_its_place(name, parts, words)
     assert report.diagnosis.hypotheses[0] == (f"{name}, in {words} only" if words else name)
 
 
-def test_search_of_files_is_named_by_its_tokens():
+@pytest.mark.parametrize(
+    ("name", "is_beam", "keep"),
+    [("starts with the end symbol", False, ["tokens"]), ("length penalty n^alpha", True, ["tokens", "scores"])],
+)
+def test_search_of_files_is_named_by_tokens_and_scores(name, is_beam, keep):
     """Files hold tokens as they are, and hypotheses are compared with tokens in a fixed shape."""
-    cases = [case for case in port_cases(CONFIG) if case.stage == DECODE and case.options.beam_size is None]
-    known = next(one for one in hypotheses(CONFIG, DECODE) if one.name == "starts with the end symbol")
+    cases = [case for case in port_cases(CONFIG) if case.stage == DECODE and bool(case.options.beam_size) == is_beam]
+    known = next(one for one in hypotheses(CONFIG, DECODE) if one.name == name)
 
-    def tokens(case):
+    def searched(case, dtype):
         model = Hypothesis((known,)).load(case.config, case.load_weights())
-        return {"tokens": model.search(case.inputs["source_ids"], case.options).nbest_ids}
+        found = model.search(case.inputs["source_ids"], case.options)
+        arrays = {"tokens": found.nbest_ids, "scores": found.nbest_scores}
+        return {tap: arrays[tap] for tap in keep}
 
-    files = {case.name: tokens(case) for case in cases}
-    candidate = SimpleNamespace(
-        cases=cases, tensors=lambda case, dtype: files[case.name], holds=lambda case, dtype: dtype == "float64"
-    )
+    candidate = SimpleNamespace(cases=cases, tensors=searched, holds=lambda case, dtype: dtype == "float64")
     pair = SimpleNamespace(candidate=candidate, name="", backend="mine")
     place = ("mine", "float64", "decoding")
-    wrong = [Finding(*place, case.name, "files", "tokens", 1.0, 0.0, DIVERGES, stage=DECODE) for case in cases]
+    wrong = [Finding(*place, case.name, "files", keep[-1], 1.0, 0.0, DIVERGES, stage=DECODE) for case in cases]
     (report,) = golden.investigate(pair, wrong)
     assert report.diagnosis.hypotheses == (known.name,)
+
+
+@pytest.mark.parametrize("base", [1000.0, 500000.0])
+def test_base_of_wavelengths_is_measured(base):
+    edits = {"numpy": [("embedding", "10000.0 ** (", f"{base!r} ** (")]}
+    files = {}
+    for name in ("full/padded", "full/one_token"):
+        loaded = Hypothesis((Mistake("base", "", edits),)).load(CONFIG, CASES[name].load_weights())
+        files[name] = dict(tensors(loaded, CASES[name]))
+    (report,) = reports(files)
+    assert report.diagnosis.hypotheses == (f"a base of {base:g} instead of 10000 in the wavelengths",)
+
+
+def test_learning_rates_of_the_schedule_are_no_diagnosis():
+    case = CASES["steps/port"]
+    rates = [case.training.learning_rate(step, CONFIG.d_model) for step in range(1, 21)]
+    assert of_schedule(case, rates) == ""
+    assert of_schedule(case, [2.0 * rate for rate in rates])
 
 
 def test_no_learning_rate_is_fitted_to_a_loss_before_the_first_update(monkeypatch):

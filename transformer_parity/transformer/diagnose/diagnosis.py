@@ -19,7 +19,12 @@ from numpy import ndarray
 from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, Case
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses, is_convention
-from transformer_parity.transformer.diagnose.measured import decay_hypotheses, float32_positions, rate_hypotheses
+from transformer_parity.transformer.diagnose.measured import (
+    decay_hypotheses,
+    float32_positions,
+    rate_hypotheses,
+    wavelength_hypotheses,
+)
 from transformer_parity.transformer.diagnose.measured_search import search_hypotheses
 from transformer_parity.transformer.diagnose.places import Place, at_single_places
 from transformer_parity.transformer.diagnose.schedule import measured_rates, of_schedule
@@ -99,6 +104,7 @@ def diagnose(
     schedule = of_schedule(case, measured_rates(case, actual))
     rates = rate_hypotheses(case, actual)
     known = [*known, *decay_hypotheses(case, actual), *search_hypotheses(case, actual)]
+    known += wavelength_hypotheses(case, actual)
     progress(f"{len(known) + len(rates)} hypotheses")
     places = tuple if schedule else partial(at_single_places, case, actual, known)
     if found := _apart_from_loss(trials, known, port, progress, places):

@@ -14,12 +14,13 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.embedding import sinusoidal_encoding
-from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.diagnose.trials import TRUTH, Trials, observed
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.mistakes.optimizer import rate
 from transformer_parity.transformer.mistakes.other_optimizers import MATRICES, decoupled
 from transformer_parity.transformer.stages.steps import SNAPSHOTS
+from transformer_spec.config import TransformerConfig
 
 Arrays = Mapping[str, ndarray]
 EXACT, SURE = 1e-9, 1e-4  # relative
@@ -119,16 +120,45 @@ def decay_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]:
     return []
 
 
+def wavelength_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
+    """Return the base of the wavelengths that the second position of the source shows; nothing if it shows none."""
+    tap, usual, m = "source_embedding.output", observed(TRUTH, case) or {}, case.config.d_model // 2
+    if case.stage != ACTIVATIONS or tap not in usual or tap not in shown or shown[tap].shape != usual[tap].shape:
+        return []
+    if usual[tap].shape[1] < 2 or m < 2 or not _adds_sines(case.config):
+        return []
+    row = int((case.inputs["source_ids"] != case.config.pad_id).sum(1).argmax())
+    added = (shown[tap] - usual[tap])[row, 1] + _encoding(case.config, 2)[1]
+    halves = (added[:m], added[m:]) if case.config.position_layout == "split" else (added[::2], added[1::2])
+    angles = np.arctan2(*halves) / (1 + case.config.position_offset)
+    if not (np.isfinite(angles).all() and (angles > 0.0).all()):
+        return []
+    bases = angles[1:] ** (-(m if case.config.position_timescale == "m" else m - 1) / np.arange(1, m))
+    base = float(f"{np.median(bases):.6g}")
+    if not np.allclose(bases, base, 1e-6, 0.0) or math.isclose(base, 10000.0, rel_tol=1e-6):
+        return []
+    edits = {"numpy": [("embedding", "10000.0 ** (", f"{base!r} ** (")]}
+    return [Mistake(f"a base of {base:g} instead of 10000 in the wavelengths", "", edits)]
+
+
+def _adds_sines(config: TransformerConfig) -> bool:
+    return config.position_encoding == "sinusoidal" and not config.embedding_norm
+
+
+def _encoding(config: TransformerConfig, length: int) -> ndarray:
+    layout, timescale, offset = config.position_layout, config.position_timescale, config.position_offset
+    return sinusoidal_encoding(length, config.d_model, layout, timescale, offset)
+
+
 def float32_positions(trials: Trials, first: str, port: str) -> str:
     """Say whether the position encoding consists of float32 numbers; empty if it doesn't, or if it can't be told."""
     config, usual = trials.case.config, observed(TRUTH, trials.case)
-    if not first.endswith("_embedding.output") or usual is None or config.position_encoding != "sinusoidal":
+    if not first.endswith("_embedding.output") or usual is None or not _adds_sines(config):
         return ""
     actual, wanted = trials.actual[first], usual[first]
-    if config.embedding_norm or actual.shape != wanted.shape:
+    if actual.shape != wanted.shape:
         return ""
-    layout, timescale, offset = config.position_layout, config.position_timescale, config.position_offset
-    added = actual - wanted + sinusoidal_encoding(wanted.shape[1], config.d_model, layout, timescale, offset)
+    added = actual - wanted + _encoding(config, wanted.shape[1])
     rounded = np.where(actual == wanted, added, added.astype(np.float32))  # padding has the reference's values
     if not np.abs(added - rounded).max() <= ADDED * np.abs(wanted).max():
         return ""

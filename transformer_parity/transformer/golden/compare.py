@@ -27,7 +27,7 @@ from transformer_parity.transformer.golden.copies import copies_in_words, find_c
 from transformer_parity.transformer.golden.evidence import gaps
 from transformer_parity.transformer.golden.vectors import DTYPES, GoldenFolder
 from transformer_parity.transformer.ports.protocol import Placements
-from transformer_parity.transformer.stages.decode import SCORES, TOKENS
+from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_spec.checks import some
 
@@ -183,8 +183,7 @@ def investigate(pair: FolderPair, findings: Sequence[Finding]) -> list[FailureRe
 
     def shown(case: Case) -> dict[str, ndarray]:
         tensors = candidate.tensors(case, "float64") if candidate.holds(case, "float64") else {}
-        shown = {name: value for name, value in tensors.items() if name != SCORES}
-        return STAGES[case.stage].diagnosed(case, shown)
+        return STAGES[case.stage].diagnosed(case, tensors)
 
     own = [replace(finding, case=finding.case.removeprefix(prefix)) for finding in findings]
     whole = [finding for finding in own if finding.tap and finding.tap != "names"]
