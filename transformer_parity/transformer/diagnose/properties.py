@@ -81,7 +81,7 @@ def lacking(case: Case, port: Implementation, placement: Placement, noise: float
             return [random]
         if not np.isfinite(output(loaded, case.inputs, case.config)).all():  # NaN differs from everything
             return []
-        for test in (_of_the_batch, _of_the_target, _of_padding):
+        for test in (_of_the_batch, _of_the_target, _of_padding, _of_tokens):
             with suppress(Exception):
                 found += test(loaded, case.inputs, case.config, max(SAME[placement.dtype], NOISE * noise))
     return found
@@ -203,3 +203,27 @@ def _of_padding(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same
     error, row = max(found, default=(0.0, 0))
     if not error <= same:
         yield f"padding of source sentence {row} changes its logits (error {error:.0e}): it is attended to, or counted"
+
+
+def _of_tokens(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:
+    """Replace each token of a sentence without padding: the logits must change, and later ones for a target token."""
+    whole = [(inputs[f"{side}_ids"] != config.pad_id).all(1) for side in ("source", "target")]
+    for row in np.flatnonzero(whole[0] & whole[1])[:1]:
+        sentence = {name: ids[row : row + 1] for name, ids in inputs.items()}
+        usual = output(loaded, sentence, config)
+        for side in ("source", "target"):
+            ids, unseen = sentence[f"{side}_ids"], list[int]()
+            for place in range(1, ids.shape[1] - (side == "target")):
+                other = ids.copy()
+                other[0, place] = next(token for token in range(3, 9) if token not in (config.pad_id, ids[0, place]))
+                later = slice(place + 1, None) if side == "target" else slice(None)
+                changed = output(loaded, {**sentence, f"{side}_ids": other}, config)
+                if relative_error(changed[:, later], usual[:, later]) <= same:
+                    unseen.append(place)
+            if unseen:
+                last = " (the last)" if unseen == [ids.shape[1] - 1] else ""
+                which = (
+                    f"{side} position{'s' * (len(unseen) > 1)} {', '.join(map(str, unseen))}{last} of sentence {row}"
+                )
+                effect = "no logits" if side == "source" else "no later logits"
+                yield f"another token at {which} changes {effect}: it is not attended to"

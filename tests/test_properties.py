@@ -1,0 +1,59 @@
+"""Properties of every correct model, measured on a port."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from transformer_parity.transformer.cases.case import Case, tiny
+from transformer_parity.transformer.cases.inputs import token_ids
+from transformer_parity.transformer.diagnose.properties import lacking
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import DEFINITION
+
+CONFIG = tiny(d_k=None, d_v=None)
+CASE = Case("full/padded", "full model", CONFIG, "", token_ids(CONFIG))
+
+
+def port(change):
+    """Return the reference as a port that changes the source and target ids before it reads them."""
+
+    def load(config, weights, placement):
+        loaded = DEFINITION.load(config, weights, placement)
+
+        def run(block, inputs, *, taps):
+            source_ids, target_ids = (inputs[name].astype(int).copy() for name in ("source_ids", "target_ids"))
+            change(source_ids, target_ids)
+            return loaded.run(block, {"source_ids": source_ids, "target_ids": target_ids}, taps=taps)
+
+        return SimpleNamespace(run=run)
+
+    return SimpleNamespace(load=load)
+
+
+def hide_last(source_ids, target_ids):
+    """Mask the last source token of sentences without padding."""
+    source_ids[:, -1] = CONFIG.pad_id
+
+
+def hide_second_of_target(source_ids, target_ids):
+    """Read another token in the second place of a target."""
+    target_ids[:, 1] = 5
+
+
+def test_the_reference_lacks_no_property():
+    """Every token has an effect, and padding has none."""
+    assert lacking(CASE, port(lambda source_ids, target_ids: None), Placement("float64")) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (hide_last, "another token at source position 8 (the last) of sentence 0 changes no logits"),
+        (hide_second_of_target, "another token at target position 1 of sentence 0 changes no later logits"),
+    ],
+)
+def test_a_token_without_effect_is_found(change, words):
+    """A mask that is too long hides tokens."""
+    assert words in " | ".join(lacking(CASE, port(change), Placement("float64")))
