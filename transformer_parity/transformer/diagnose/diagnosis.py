@@ -22,6 +22,7 @@ from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypot
 from transformer_parity.transformer.diagnose.measured import (
     decay_hypotheses,
     float32_positions,
+    position_angles,
     rate_hypotheses,
     wavelength_hypotheses,
 )
@@ -127,8 +128,9 @@ def diagnose(
         name = sometimes[0].hypothesis.name
         sentence = f"some cases agree, but in every case that differs, {port} behaves like the reference with {name}"
         return Diagnosis(sentence, LIKELY, error=sometimes[0].worst)
-    if positions := float32_positions(trials, trials.names[start.matched], port):
-        return Diagnosis(positions, LIKELY)
+    for measured in (float32_positions, position_angles):
+        if positions := measured(trials, trials.names[start.matched], port):
+            return Diagnosis(positions, LIKELY)
     return _unknown([attempt for attempt in tried if attempt not in exact], start)
 
 

@@ -29,6 +29,7 @@ SCHEDULE = "look at the learning rate, which is settings.learning_rate(step, d_m
 RATE, FIRST_RATE = (f"settings.learning_rate({step}, config.d_model)" for step in ("n", "1"))
 DECAYED = 1e-6  # relative: rounding of a small difference between weights leaves less
 ADDED = 1e-14  # relative: rounding of a sum in float64 leaves less, and numbers of float32 are 1e-8 apart
+ANGLES = 6  # channels whose angles are listed
 DIGITS = 12  # of a factor that is measured: rounding leaves so many
 
 
@@ -163,3 +164,29 @@ def float32_positions(trials: Trials, first: str, port: str) -> str:
     if not np.abs(added - rounded).max() <= ADDED * np.abs(wanted).max():
         return ""
     return f"the positions that {port} adds at {first} are float32 numbers: compute angles and sines in float64"
+
+
+def position_angles(trials: Trials, first: str, port: str) -> str:
+    """Say which angles the position encoding has; empty if it has no sines and cosines, or if that can't be told."""
+    config, usual, case = trials.case.config, observed(TRUTH, trials.case), trials.case
+    side = first.partition("_")[0]
+    if not first.endswith("_embedding.output") or usual is None or not _adds_sines(config) or config.position_offset:
+        return ""
+    actual, wanted = trials.actual[first], usual[first]
+    row = int((case.inputs[f"{side}_ids"] != config.pad_id).sum(1).argmax())
+    length = int((case.inputs[f"{side}_ids"][row] != config.pad_id).sum())
+    if actual.shape != wanted.shape or length < 3:
+        return ""
+    added = (actual - wanted)[row, :length] + _encoding(config, length)
+    is_sine = _encoding(config, 1)[0] == 0.0
+    angles, right = (
+        np.where(is_sine, np.arcsin(np.clip(second, -1.0, 1.0)), np.arccos(np.clip(second, -1.0, 1.0)))
+        for second in (added[1], _encoding(config, 2)[1])
+    )
+    waves = np.where(is_sine, np.sin(np.arange(length)[:, None] * angles), np.cos(np.arange(length)[:, None] * angles))
+    if not np.abs(waves - added).max() <= 1e-9 or not (angles > 0.0).all():
+        return ""
+    exponents, usually = (np.abs((-np.log(one) / np.log(10000.0) * config.d_model).round(6)) for one in (angles, right))
+    listed, instead = (", ".join(f"{exponent:.3g}" for exponent in one[:ANGLES]) for one in (exponents, usually))
+    found = f"the positions n that {port} adds at {first} have the angles n / 10000^(k / d_model)"
+    return f"{found}, with k = {listed}, ... in place of {instead}, ..." if listed != instead else ""
