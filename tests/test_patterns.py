@@ -124,6 +124,15 @@ def test_the_first_wrong_token_of_padded_sentences_is_named():
     assert said.endswith("with padding in the source")
 
 
+def test_losses_of_float32_are_recognized():
+    truth = observed_in("gradients/padded")
+    rounded = np.asarray(float(np.float32(truth["loss"])))
+    said = patterns(shown("gradients/padded", {"loss": rounded}))
+    assert said[0] == "the loss is a number of float32: compute losses in the dtype of the model"
+    for other in (0.0, 2.5, float(rounded) * (1.0 + 1e-12)):
+        assert "float32" not in patterns(shown("gradients/padded", {"loss": np.asarray(other)}))[0]
+
+
 def test_nan_is_located():
     truth = observed_in("full/padded")
     output = truth["output"].copy()

@@ -114,6 +114,17 @@ def not_finite(shown: Differing) -> str:
     return ""
 
 
+def rounded_losses(shown: Differing) -> str:
+    """Find losses that are numbers of float32, which no loss of float64 is by chance."""
+    losses = [name for name in shown.wrong if name.endswith(LOSS)]
+    if not losses or any(float(np.float32(shown.actual[name])) != float(shown.actual[name]) for name in losses):
+        return ""
+    if any(float(np.float16(shown.actual[name])) == float(shown.actual[name]) for name in losses):  # such as zero
+        return ""
+    which = "the loss is a number" if len(losses) == 1 else f"all {len(losses)} losses that differ are numbers"
+    return f"{which} of float32: compute losses in the dtype of the model"
+
+
 def only_the_loss(shown: Differing) -> str:
     """Find a wrong loss next to right gradients."""
     if shown.case.stage == GRADIENTS and shown.wrong == (LOSS,):
@@ -247,6 +258,7 @@ def wrong_sentences(shown: Differing) -> str:
 
 
 PATTERNS: tuple[Callable[[Differing], str], ...] = (
+    rounded_losses,
     only_the_loss,
     zero_gradients,
     transformed_gradients,
