@@ -18,6 +18,7 @@ from transformer_parity.transformer.diagnose.properties import only_float32
 from transformer_parity.transformer.diagnose.trials import TRUTH, observed
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
+from transformer_parity.transformer.stages.steps import other_calls
 from transformer_spec.names import parameter_shapes
 
 CONFIG = tiny(d_k=None, d_v=None, attention_bias=True)
@@ -122,6 +123,19 @@ def test_the_first_wrong_token_of_padded_sentences_is_named():
     (said,) = patterns(shown("decode/port_greedy", {"tokens": tokens}))
     assert said.startswith(f"{padded.sum()} of 4 sentences have different tokens, each from token 4 on, exactly those")
     assert said.endswith("with padding in the source")
+
+
+@pytest.mark.parametrize(("beginning", "part"), [("", "all parameters"), ("encoder.", "the layers of the encoder")])
+def test_weights_from_before_a_step_are_recognized(beginning, part):
+    case, truth = CASES["steps/port"], observed_in("steps/port")
+    weights = {
+        name: array if name.startswith(beginning) else truth.get(f"step 1 weight {name}", array)
+        for name, array in case.load_weights().items()
+    }
+    found = dict(other_calls(case, DEFINITION.load(CONFIG, weights, Placement("float64"))))
+    changed = {f"step 1 {name}": found[name] for name in ("logits", "tokens")}
+    (said,) = [one for one in patterns(shown("steps/port", changed)) if "computed with" in one]
+    assert said.endswith(f"`generate` computed with the weights that {part} had before the step")
 
 
 def test_losses_of_float32_are_recognized():

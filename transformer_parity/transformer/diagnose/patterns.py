@@ -20,6 +20,7 @@ from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.transformer.diagnose.circumstances import circumstances
 from transformer_parity.transformer.diagnose.factors import factor_in_words
+from transformer_parity.transformer.diagnose.stale import stale_weights
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE, is_noise
@@ -194,10 +195,10 @@ def only_between_steps(shown: Differing) -> str:
     results = [name for name in shown.wrong if name.endswith((" logits", " gradient between steps", " tokens"))]
     if shown.case.stage != STEPS or not results or len(results) < len(shown.wrong):
         return ""
-    return (
-        "all losses and weights agree, and only the results of other methods between two steps differ: they use "
-        "weights from before the last update, or the model is still in training mode"
+    cause = stale_weights(shown.case, shown.actual, shown.truth) or (
+        "they use weights from before the last update, or the model is still in training mode"
     )
+    return f"all losses and weights agree, and only the results of other methods between two steps differ: {cause}"
 
 
 def moved_weights(shown: Differing) -> str:

@@ -139,7 +139,7 @@ def train(case: Case, loaded: Any, steps: Sequence[int], snapshots: Sequence[int
                     if what != "weight" or not is_noise(name)
                 }
         if step in case.calls:
-            found |= {f"step {step} {name}": tensor for name, tensor in _other_calls(case, loaded)}
+            found |= {f"step {step} {name}": tensor for name, tensor in other_calls(case, loaded)}
         if case.rewind and step == 1:
             first_state = trainer.export_state()
         if step == case.rewind:
@@ -155,7 +155,7 @@ def _different_tokens(name: str, shown: PathTensors) -> str:
     return f"{int(differ.any(1).sum())} of {len(differ)} sentences have different tokens, from token {first} on"
 
 
-def _other_calls(case: Case, loaded: Any) -> Iterator[tuple[str, ndarray]]:
+def other_calls(case: Case, loaded: Any) -> Iterator[tuple[str, ndarray]]:
     """Yield the results of the model's other methods, if it has them.
 
     The gradient is one tensor, without those of key biases. Tokens are padded to one shape, and a token is one number.
