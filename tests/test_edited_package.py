@@ -20,6 +20,7 @@ from transformer_parity.transformer.mistakes.catalogue import (
     BACKWARD_PATHS,
     EVERYWHERE,
     LOSSES,
+    STEP_VARIANTS,
     UNPLANTED,
     parts,
 )
@@ -33,7 +34,15 @@ from transformer_parity.transformer.selftest.planted_ports import planted
 
 CASES = {case.name: case for case in standard_cases()}
 CATALOGUE = [mistake for part in parts().values() for mistake in part]
-UNPLANTED_ANYWHERE = [*EVERYWHERE, *UNPLANTED, *BACKWARD_BLOCKS, *BACKWARD_PATHS, *LOSSES, *ONLY_HYPOTHESES]
+UNPLANTED_ANYWHERE = [
+    *EVERYWHERE,
+    *UNPLANTED,
+    *BACKWARD_BLOCKS,
+    *BACKWARD_PATHS,
+    *LOSSES,
+    *STEP_VARIANTS,
+    *ONLY_HYPOTHESES,
+]
 EVERY = [*CATALOGUE, *UNPLANTED_ANYWHERE, STALE, *precision.CONTROLS, *optimizer.CONTROLS]
 UNSCALED = Mistake("unscaled", "", instead("attention", "math.sqrt(d_k)", "1.0"))
 SQUARED = Mistake("squared", "", instead("attention", "math.sqrt(d_k)", "d_k"))

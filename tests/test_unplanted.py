@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, tiny
+from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, STEPS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, misplaced_weights
 from transformer_parity.transformer.diagnose.trials import TRUTH, Trials, observed
-from transformer_parity.transformer.mistakes.catalogue import BACKWARD_BLOCKS, BACKWARD_PATHS, LOSSES, UNPLANTED
+from transformer_parity.transformer.mistakes.catalogue import (
+    BACKWARD_BLOCKS,
+    BACKWARD_PATHS,
+    LOSSES,
+    STEP_VARIANTS,
+    UNPLANTED,
+)
 
 CONFIGS = [tiny("paper_base", d_k=None, d_v=None), tiny("paper_base", d_k=None, d_v=None, final_norm=True)]
 CASES = {
@@ -20,6 +28,11 @@ CASES = {
     ]
     for stage in (ACTIVATIONS, GRADIENTS)
 }
+STEP_CASES = {case.name.partition("/")[2]: case for case in port_cases(CONFIGS[0], (STEPS,))}
+CASES[STEPS] = [
+    replace(STEP_CASES["port_clipped"], snapshots=(2,)),
+    replace(STEP_CASES["port/changing_slices"], snapshots=(9,)),  # training is started a second time before
+]
 
 
 def differs(mistake, stage):
@@ -39,3 +52,9 @@ def test_hypotheses_of_the_forward_pass_differ_from_the_reference(mistake):
 def test_hypotheses_of_the_backward_pass_differ_from_the_reference(mistake):
     assert all(observed(Hypothesis((mistake,)), case) is not None for case in CASES[GRADIENTS])
     assert differs(mistake, GRADIENTS)
+
+
+@pytest.mark.parametrize("mistake", STEP_VARIANTS, ids=lambda mistake: mistake.name)
+def test_hypotheses_of_a_step_differ_from_the_reference(mistake):
+    assert all(observed(Hypothesis((mistake,)), case) is not None for case in CASES[STEPS])
+    assert differs(mistake, STEPS)

@@ -31,12 +31,14 @@ from transformer_parity.transformer.diagnose.places import Place, at_single_plac
 from transformer_parity.transformer.diagnose.schedule import measured_rates, of_schedule
 from transformer_parity.transformer.diagnose.several import PROMISING, clash, combinations, simplest
 from transformer_parity.transformer.diagnose.trials import TRUTH, Attempt, Trials
+from transformer_parity.transformer.mistakes.catalogue import STEP_VARIANTS
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_parity.transformer.stages.training_stage import LOSS
 
 Arrays = Mapping[str, ndarray]
 EXACT, LIKELY, UNKNOWN = "exact", "likely", "unknown"
+VARIANTS = {mistake.name for mistake in STEP_VARIANTS}
 PLACED = 1000  # attempts with one mistake at single places
 # What a tap shows by its name, where published code often has another value at hand.
 MEANINGS = {
@@ -192,8 +194,10 @@ def _search(
         progress("single places")
         exact, somewhere = _first_exact(trials, places())
         tried += somewhere
-    if not exact and together:
-        for attempts in combinations(trials, start, singles, known, progress):
+    if not exact and together:  # variants of a step would be too many to be tried in pairs
+        others = [mistake for mistake in known if mistake.name not in VARIANTS]
+        rest = [attempt for attempt in singles if attempt.hypothesis.name not in VARIANTS]
+        for attempts in combinations(trials, start, rest, others, progress):
             tried += attempts
             if exact := simplest([attempt for attempt in attempts if attempt.is_exact]):
                 break

@@ -25,6 +25,7 @@ from transformer_parity.transformer.mistakes.catalogue import (
     FORWARD,
     LOSSES,
     SEARCH,
+    STEP_VARIANTS,
     STRUCTURE,
     TRAINING,
     UNPLANTED,
@@ -120,6 +121,8 @@ def hypotheses(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
         parts += [*TRAINING.values(), LOSSES]
     if stage == GRADIENTS:  # with optimizer steps, each hypothesis takes a training
         parts += [BACKWARD_BLOCKS, BACKWARD_PATHS]
+    if STAGES[stage].trains:
+        parts.append(STEP_VARIANTS)
     if STAGES[stage].searches:
         parts += [SEARCH, ONLY_HYPOTHESES]
     seen = {content(mistake) for mistake in found}

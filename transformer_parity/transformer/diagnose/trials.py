@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +16,12 @@ from transformer_parity.transformer.diagnose.blame import distance
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis
 from transformer_parity.transformer.stages.padding import Read
 from transformer_parity.transformer.stages.registry import STAGES
+from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_parity.transformer.stages.training_stage import WHOLE
 
 Arrays = Mapping[str, ndarray]
 OBSERVATIONS = 400  # results of hypotheses, kept in memory: some hundred kilobytes each
+BEGINNINGS = (1, 3)  # steps: the second loss shows the first update, and the third the moments
 TRUTH = Hypothesis(())
 
 
@@ -72,16 +74,28 @@ class Trials:
 
     def run(self, hypothesis: Hypothesis) -> Attempt | None:
         """Return how well a hypothesis does; None where it cannot be, or describes no model."""
-        found = observed(hypothesis, self.case)
-        if found is None:
-            return None
+        names = self.names
+        for case in (*_beginnings(self.case), self.case):
+            found = observed(hypothesis, case)
+            if found is None:
+                return None
+            compared = names if case is self.case else [name for name in names if name in found]
+            attempt = self._compared(hypothesis, found, compared)
+            if not attempt.is_exact:
+                # A beginning shows no results of other calls between two steps: they follow from what it does show.
+                missing = next((number for number, name in enumerate(names) if name not in compared), len(names))
+                return replace(attempt, matched=min(missing, names.index(compared[attempt.matched])), of=len(names))
+        return attempt
+
+    def _compared(self, hypothesis: Hypothesis, found: Arrays, names: Sequence[str]) -> Attempt:
+        """Compare some tensors with what a hypothesis computes."""
         tolerance, worst = STAGES[self.case.stage].reproduces, 0.0
-        for matched, name in enumerate(self.names):
+        for matched, name in enumerate(names):
             worst = max(worst, error := distance(name, self.actual, found))
             if not error <= tolerance:
-                worst = max(worst, distance(self.names[-1], self.actual, found))
-                return Attempt(hypothesis, matched, len(self.names), worst)
-        return Attempt(hypothesis, len(self.names), len(self.names), worst)
+                worst = max(worst, distance(names[-1], self.actual, found))
+                return Attempt(hypothesis, matched, len(names), worst)
+        return Attempt(hypothesis, len(names), len(names), worst)
 
     def differing(self, hypothesis: Hypothesis) -> list[str]:
         """Return which tensors a hypothesis does not reproduce; none where it describes no model."""
@@ -107,6 +121,14 @@ class Trials:
     def differing_cases(self) -> Trials:
         """Return the same with only the other cases in which the port differs."""
         return replace(self, others=[(case, shown) for case, shown in self.others if shown is not None])
+
+
+def _beginnings(case: Case) -> Iterator[Case]:
+    """Yield shorter runs of a case of training, in which most hypotheses are refuted."""
+    last = (case.snapshots or SNAPSHOTS)[-1]
+    for steps in BEGINNINGS if STAGES[case.stage].trains else ():
+        if steps < last and not case.rewind:
+            yield replace(case, snapshots=BEGINNINGS[: BEGINNINGS.index(steps) + 1], calls=())
 
 
 def observed(hypothesis: Hypothesis, case: Case) -> Arrays | None:

@@ -17,6 +17,7 @@ from transformer_parity.transformer.mistakes import (
     reported,
     reported_training,
     search,
+    step_variants,
     structure,
     training,
     unplanted,
@@ -49,6 +50,7 @@ SEARCH = [*search.CATALOGUE, *reported_training.SEARCH]
 # Only hypotheses, which are planted in no port:
 EVERYWHERE = [*layers.EVERYWHERE, *reported.EVERYWHERE]
 UNPLANTED = unplanted.UNPLANTED
+STEP_VARIANTS = step_variants.STEP_VARIANTS
 BACKWARD_BLOCKS, BACKWARD_PATHS, LOSSES = by_hand.BLOCKS, by_hand.PATHS, by_hand.LOSSES
 
 

@@ -1,0 +1,78 @@
+"""Ports whose optimizer differs, written in other words than the hypotheses that name them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from transformer_parity.transformer.cases.case import STEPS, Case, tiny
+from transformer_parity.transformer.cases.for_ports import port_cases
+from transformer_parity.transformer.diagnose.diagnosis import EXACT, Diagnosis, diagnose
+from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses
+from transformer_parity.transformer.diagnose.trials import TRUTH, Trials, observed
+from transformer_parity.transformer.mistakes.mistake import Mistake
+
+CASES = {case.name: case for case in port_cases(tiny(d_k=None, d_v=None), (STEPS,))}
+KNOWN = hypotheses(CASES["steps/port"].config, STEPS, forward_agrees=True)
+M, V = ("m += (1.0 - settings.beta1) * (g - m)", "v += (1.0 - settings.beta2) * (g * g - v)")
+M_HAT, V_HAT = "m_hat = m / correction1", "v_hat = v / correction2"
+THETA = "theta -= learning_rate * m_hat"
+OWN = "self.__dict__.setdefault('own', {})"
+
+
+def shown(edits: Sequence[tuple[str, str, str]], case: Case) -> dict:
+    """Return the losses and weights of a port that is the reference with other formulas."""
+    found = observed(Hypothesis((Mistake("", "", {"numpy": list(edits)}),)), case)
+    return {
+        name: array
+        for name, array in found.items()
+        if not name.endswith(("gradient", "noise")) and "moment" not in name
+    }
+
+
+def diagnosed(edits: Sequence[tuple[str, str, str]]) -> Diagnosis:
+    """Diagnose the first case that differs, by all cases of training."""
+    ports = {name: shown(edits, case) for name, case in CASES.items()}
+    differing = [name for name in CASES if Trials.of(CASES[name], ports[name]).differing(TRUTH)]
+    first = differing[0]
+    others = [(CASES[name], ports[name] if name in differing else None) for name in CASES if name != first]
+    return diagnose(CASES[first], ports[first], "MyPort", known=KNOWN, others=others)
+
+
+@pytest.mark.parametrize(
+    ("edits", "name"),
+    [
+        (
+            [(V_HAT, f"v_hat = v / correction2; v_hat = {OWN}[name] = np.maximum({OWN}.get(name, v_hat), v_hat)")],
+            "the largest corrected second moment so far, as in optax's AMSGrad",
+        ),
+        (
+            [(V_HAT, f"top = {OWN}[name] = np.maximum({OWN}.get(name, v), v); v_hat = top.copy() / correction2")],
+            "the largest second moment so far, as in torch's AMSGrad",
+        ),
+        (
+            [
+                (M_HAT, "m_hat = m / (1.0 - settings.beta1 * (1.0 - correction1))"),
+                (V_HAT, "v_hat = v / (1.0 - settings.beta2 * (1.0 - correction2))"),
+            ],
+            "bias corrections of step n + 1",
+        ),
+        (
+            [(M, f"if not m.any(): m[...], v[...] = g, g**2\n            {M}")],
+            "moments that begin at the first gradient",
+        ),
+        (
+            [(M_HAT, "m_hat = (settings.beta1 * m + (1 - settings.beta1) * g) / correction1")],
+            "Nesterov momentum with the correction of this step",
+        ),
+        (
+            [(M, f"was = m + 0.0\n            {M}"), (M_HAT, "m_hat = was / correction1")],
+            "the first moment of the step before",
+        ),
+        ([(THETA, f"theta *= 0.99\n            {THETA}")], "weights reduced by 0.01 of themselves in each step"),
+    ],
+)
+def test_other_formulas_of_adam_are_named(edits: Sequence[tuple[str, str]], name: str) -> None:
+    found = diagnosed([("optimizer", *edit) for edit in edits])
+    assert (found.confidence, found.hypotheses) == (EXACT, (name,))

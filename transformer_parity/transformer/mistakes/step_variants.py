@@ -1,0 +1,281 @@
+"""Variants of an optimizer step, as hypotheses that are planted in no port: Adam, clipping, slices and restarts."""
+
+from __future__ import annotations
+
+from transformer_parity.transformer.mistakes.mistake import Edits, Mistake
+from transformer_parity.transformer.mistakes.other_optimizers import MATRICES, T, formulas
+
+KEPT = "kept = self.__dict__.setdefault('kept', {{}})"  # from one step to the next
+LARGEST = f"{KEPT}\nkept[name] = np.maximum(kept.get(name, 0.0), {{largest}})"
+IN_KERAS = "step = learning_rate * m_hat / (v_hat**0.5 + epsilon / correction2**0.5)"
+MEAN_OF_PARTS = "total, tokens = total + part_total, tokens + part_tokens"
+SCALE = "scale = clip_factor(norm, settings.clip_norm) / count"
+NORM = "norm = global_norm(gradient) / count\n"
+MULTIPLIED = "{{name: {factor} * array for name, array in of_parameters.items()}}"
+FUSED = {  # which tensors a port may hold as one, by the name of the one
+    "queries, keys and values of self-attention, and keys and values of cross-attention, are one": (
+        r"__import__('re').sub(r'(self_attention\.)(query|key|value)|(cross_attention\.)(key|value)', r'\1\3', name)"
+    ),
+    "queries, keys and values of every attention block are one": (
+        r"__import__('re').sub(r'(_attention\.)(query|key|value)', r'\1', name)"
+    ),
+    "keys and values of every attention block are one": (
+        r"__import__('re').sub(r'(_attention\.)(key|value)', r'\1', name)"
+    ),
+    "kernel and bias of a layer are one": "name.rpartition('.')[0]",
+    "all tensors of an encoder or decoder layer are one": "'.'.join(name.split('.')[:3])",
+}
+# torch's float32 arithmetic: a sum with a factor is rounded once, as by a fused multiply-add.
+TORCH = "one = lambda x: np.asarray(x, np.float32).astype(np.float64)"
+OF_TORCH = {
+    "m": f"{TORCH}\ng, given = one(g), g\nm[...] = one(one(m * one(beta1)) + one(1.0 - beta1) * g)",
+    "v": "v[...] = one(one(v * one(beta2)) + one(one(one(1.0 - beta2) * g) * g))",
+    "m_hat": "m_hat = one(m / one(correction1))",
+    "v_hat": "v_hat = one(v / one(correction2))",
+    "step": "step = one(one(one(learning_rate) * m_hat) / one(one(v_hat**0.5) + one(epsilon)))",
+}
+
+
+def corrected(first: str, second: str) -> Edits:
+    """Return edits that correct the moments as if this were some other step, each an expression of the step ``t``."""
+    return formulas(
+        m_hat=f"{T}\nm_hat = m / (1.0 - beta1 ** ({first}))", v_hat=f"v_hat = v / (1.0 - beta2 ** ({second}))"
+    )
+
+
+def first_gradient(*moments: str, **others: str) -> Edits:
+    """Return edits after which some moments begin at the first gradient, or its square."""
+    values = {"m": "g", "v": "g * g"}
+    lines = "".join(f"\n    {moment}[...] = {values[moment]}" for moment in moments)
+    return formulas(m=f"{T}\nif t == 1:{lines}\n{{m}}", **others)
+
+
+def largest(of: str, corrected_by: str = "1.0", **others: str) -> Edits:
+    """Return edits that divide by the largest second moment so far."""
+    return formulas(v_hat=f"{LARGEST.replace('{largest}', of)}\nv_hat = kept[name] / {corrected_by}", **others)
+
+
+def in_trainer(*changes: tuple[str, str]) -> Edits:
+    """Return edits of the trainer."""
+    return {"numpy": [("training", *change) for change in changes]}
+
+
+def clipped_by(norm: str) -> Edits:
+    """Return edits that take another number than the norm for clipping: an expression."""
+    return in_trainer((SCALE, SCALE.replace("(norm", f"({norm}")))
+
+
+def clipped_in_groups(key: str) -> Edits:
+    """Return edits that clip each group of tensors by its own norm; ``key`` is the expression of a group's name."""
+    return in_trainer(
+        (
+            SCALE,
+            f"groups, key = {{}}, lambda name: {key}\n"
+            "        for name, g in gradient.items():\n"
+            "            groups.setdefault(key(name), {})[name] = g / count\n"
+            "        factors = {k: clip_factor(global_norm(some), settings.clip_norm) for k, some in groups.items()}\n"
+            "        gradient = {name: factors[key(name)] * g for name, g in gradient.items()}\n"
+            "        scale = 1.0 / count",
+        )
+    )
+
+
+def clipped_slices(tokens: str, divisor: str = "1.0", *more: tuple[str, str]) -> Edits:
+    """Return edits that clip the gradient of each slice, taken per token of the slice or of the batch."""
+    lines = (
+        f"of_slice = max(int({tokens}), 1)",
+        "factor = clip_factor(global_norm(of_parameters) / of_slice, self.settings.clip_norm)",
+        f"of_parameters = {MULTIPLIED.format(factor=f'factor * {divisor}')}",
+        MEAN_OF_PARTS,
+    )
+    return in_trainer((MEAN_OF_PARTS, f"\n{12 * ' '}".join(lines)), *more)
+
+
+def kept_on_the_model(what: str) -> list[tuple[str, str]]:
+    """Return changes after which a new trainer goes on with the step, or the moments, of the one before."""
+    if what == "step":
+        return [
+            ("self.step = 0  #", "self.step = model.__dict__.get('kept_step', 0)  #"),
+            ("self.step += 1\n", "self.step += 1\n        self.model.kept_step = self.step\n"),
+        ]
+    begun = "self.optimizer = adam("
+    return [
+        (begun, "self.optimizer = model.__dict__.get('kept_optimizer') or adam("),
+        (NORM, f"self.model.kept_optimizer = self.optimizer\n        {NORM}"),
+    ]
+
+
+def of_gradient(*lines: str) -> Edits:
+    """Return edits that change the gradient of a batch, summed over its tokens, before its norm is taken."""
+    return in_trainer((NORM, "".join(f"{line}\n        " for line in lines) + NORM))
+
+
+BATCH_TOKENS = "(batch[2] != self.model.config.pad_id).sum()"
+BEFORE = "before = self.__dict__.get('before', {name: {first} for name, g in gradient.items()})"
+HELD = "self.before = {name: g / count for name, g in gradient.items()}"
+FORMULAS: dict[str, Edits] = {
+    "the largest second moment so far, as in torch's AMSGrad": largest("v", "correction2"),
+    "the largest corrected second moment so far, as in optax's AMSGrad": largest("v / correction2"),
+    "the largest second moment so far and epsilon before the correction, as in Keras' AMSGrad": largest(
+        "v", "correction2", step=IN_KERAS
+    ),
+    "the largest second moment so far, and neither moment corrected": largest("v", m_hat="m_hat = m"),
+    "the largest second moment so far, which isn't corrected": largest("v"),
+    **{
+        f"bias corrections of {words}": corrected(first, second)
+        for words, (first, second) in {
+            "step n + 1": ("t + 1", "t + 1"),
+            "step n - 1, from step 1 on": ("max(t - 1, 1)", "max(t - 1, 1)"),
+            "the first step in all steps": ("1", "1"),
+            "step n + 1 for the first moment": ("t + 1", "t"),
+            "step n + 1 for the second moment": ("t", "t + 1"),
+            "step n - 1 for the first moment": ("max(t - 1, 1)", "t"),
+            "step n - 1 for the second moment": ("t", "max(t - 1, 1)"),
+        }.items()
+    },
+    "bias corrections of the other moment": formulas(m_hat="m_hat = m / correction2", v_hat="v_hat = v / correction1"),
+    "bias corrections that multiply": formulas(m_hat="m_hat = m * correction1", v_hat="v_hat = v * correction2"),
+    "the root of the second moment divided by the correction": formulas(v_hat="v_hat = v / correction2**2"),
+    "the second moment divided by the root of the correction": formulas(v_hat="v_hat = v / correction2**0.5"),
+    **{
+        f"{words} at the first gradient{suffix}": first_gradient(*moments, **others)
+        for words, moments in {
+            "moments that begin": ("m", "v"),
+            "a first moment that begins": ("m",),
+            "a second moment that begins": ("v",),
+        }.items()
+        for suffix, others in {
+            "": {},
+            ", and neither moment corrected": {"m_hat": "m_hat = m", "v_hat": "v_hat = v"},
+            ", which isn't corrected": {f"{moments[0]}_hat": f"{moments[0]}_hat = {moments[0]}"},
+        }.items()
+        if len(moments) == 1 or "which" not in suffix
+    },
+    "epsilon squared, inside the root": formulas(step="step = learning_rate * m_hat / (v_hat + epsilon**2) ** 0.5"),
+    "epsilon inside the root, before the correction": formulas(
+        v_hat="v_hat = (v + epsilon) / correction2", step="step = learning_rate * m_hat / v_hat**0.5"
+    ),
+    "epsilon inside the root and outside": formulas(v_hat="{v_hat} + epsilon"),
+    "epsilon multiplied by the root of the correction": formulas(
+        step="step = learning_rate * m_hat / (v_hat**0.5 + epsilon * correction2**0.5)"
+    ),
+    "the larger of epsilon and the root": formulas(
+        step="step = learning_rate * m_hat / np.maximum(v_hat**0.5, epsilon)"
+    ),
+    "no epsilon": formulas(step="step = learning_rate * m_hat / (v_hat**0.5 + 1e-300)"),
+    "Nesterov momentum with the correction of this step": formulas(
+        m_hat="m_hat = (beta1 * m + (1.0 - beta1) * g) / correction1"
+    ),
+    "Nesterov momentum, corrected by this step and the next": formulas(
+        m_hat=f"{T}\nm_hat = beta1 * m / (1.0 - beta1 ** (t + 1)) + (1.0 - beta1) * g / correction1"
+    ),
+    "the first moment of the step before": formulas(m="old = m.copy()\n{m}", m_hat="m_hat = old / correction1"),
+    "the second moment of the step before": formulas(v="old = v.copy()\n{v}", v_hat="v_hat = old / correction2"),
+    "no first moment, as in RMSprop": formulas(m_hat="m_hat = g", v_hat="v_hat = v"),
+    "no first moment, and the second corrected": formulas(m_hat="m_hat = g"),
+    "a centered second moment, as in RMSprop": formulas(v_hat="v_hat = np.maximum(v / correction2 - m_hat**2, 0.0)"),
+    "a second moment of the deviation from the first, as in AdaBelief": formulas(
+        v="v += (1.0 - beta2) * ((g - m) ** 2 - v) + epsilon"
+    ),
+    "a second moment of the deviation from the first": formulas(v="v += (1.0 - beta2) * ((g - m) ** 2 - v)"),
+    "a first moment that sums gradients": formulas(m="m += g - (1.0 - beta1) * m"),
+    "a second moment that sums squares": formulas(v="v += g * g - (1.0 - beta2) * v"),
+    "moments that sum gradients and squares": formulas(
+        m="m += g - (1.0 - beta1) * m", v="v += g * g - (1.0 - beta2) * v"
+    ),
+    "a sum of all squares, as in Adagrad": formulas(v="v += g * g", m_hat="m_hat = g", v_hat="v_hat = v"),
+    "no moments, as in gradient descent": formulas(step="step = learning_rate * g"),
+    "momentum only": formulas(m="m += g - (1.0 - beta1) * m", step="step = learning_rate * m"),
+    "Nesterov momentum only": formulas(m="m += g - (1.0 - beta1) * m", step="step = learning_rate * (g + beta1 * m)"),
+    "an averaged gradient only": formulas(step="step = learning_rate * m"),
+    "the sign of the first moment, as in Lion": formulas(
+        m="sign = np.sign(beta1 * m + (1.0 - beta1) * g)\nm += (1.0 - beta2) * (g - m)",
+        step="step = learning_rate * sign",
+    ),
+    "moments that start at zero in every step": formulas(m="m[...] = 0.0\nv[...] = 0.0\n{m}"),
+    "moments of the first step in every step": formulas(
+        m="m[...] = 0.0\nv[...] = 0.0\n{m}", m_hat="m_hat = g", v_hat="v_hat = g * g"
+    ),
+    "decoupled weight decay of 0.01 after the step": formulas(theta="{theta}\ntheta *= 1.0 - learning_rate * 0.01"),
+    **{
+        f"weights reduced by {value} of themselves in each step{words}": formulas(
+            theta=f"theta *= 1.0 - {value} * {where}\n{{theta}}"
+        )
+        for value in ("0.01", "0.0001")
+        for words, where in {"": "1.0", ", not biases and norms": MATRICES}.items()
+    },
+    **{
+        f"{words} rounded to {dtype}": formulas(**{key: text.replace("DTYPE", dtype) for key, text in new.items()})
+        for dtype in ("float32", "bfloat16", "float16")
+        for words, new in {
+            "weights after each step": {"theta": "{theta}\ntheta[...] = theta.astype('DTYPE')"},
+            "gradients": {"g": "g = g.astype('DTYPE').astype(g.dtype)"},
+            "moments": {
+                "m": "{m}\nm[...] = m.astype('DTYPE')",
+                "v": "{v}\nv[...] = v.astype('DTYPE')",
+            },
+            "the first moment": {"m": "{m}\nm[...] = m.astype('DTYPE')"},
+            "the second moment": {"v": "{v}\nv[...] = v.astype('DTYPE')"},
+            "steps": {"step": "{step}\nstep = step.astype('DTYPE').astype(g.dtype)"},
+        }.items()
+    },
+    "moments and steps computed in float32": formulas(**OF_TORCH),
+}
+AROUND: dict[str, Edits] = {
+    "clipped by the square of the norm": clipped_by("norm**2"),
+    "clipped by the norm with the first embedding matrix counted twice": clipped_by(
+        "(norm**2 + np.vdot(table := gradient['source_embedding.table'] / count, table)) ** 0.5"
+    ),
+    "clipped by the largest element": clipped_by("max(np.abs(g).max() for g in gradient.values()) / count"),
+    "clipped by the sum of absolute values": clipped_by("sum(np.abs(g).sum() for g in gradient.values()) / count"),
+    "clipped by the largest norm of a tensor": clipped_by("max(np.linalg.norm(g) for g in gradient.values()) / count"),
+    "clipped by the sum of the tensors' norms": clipped_by("sum(np.linalg.norm(g) for g in gradient.values()) / count"),
+    "clipped by the root mean square": clipped_by("norm / sum(g.size for g in gradient.values()) ** 0.5"),
+    "clipped by the norm without the biases": clipped_by(
+        "global_norm({name: g for name, g in gradient.items() if not name.endswith('.bias')}) / count"
+    ),
+    "clipped by the norm without the norms' parameters": clipped_by(
+        "global_norm({name: g for name, g in gradient.items() if '_norm.' not in name}) / count"
+    ),
+    **{
+        f"clipped by the norm of the {side} only": clipped_by(
+            f"global_norm({{name: g for name, g in gradient.items() if name.startswith('{side}.')}}) / count"
+        )
+        for side in ("encoder", "decoder")
+    },
+    "every tensor clipped for itself, where clipping is on": clipped_in_groups("name"),
+    **{f"every tensor clipped for itself, where {words}": clipped_in_groups(key) for words, key in FUSED.items()},
+    "every slice clipped before the sum, and the sum clipped too": clipped_slices(BATCH_TOKENS),
+    "every slice clipped before the sum": clipped_slices(BATCH_TOKENS, "1.0", (SCALE, "scale = 1.0 / count")),
+    "every slice clipped by the norm per its own token, and their mean": clipped_slices(
+        "part_tokens",
+        "(1.0 / of_slice / self.settings.accumulation_steps)",
+        (SCALE, "scale = 1.0"),
+    ),
+    "every slice clipped by the norm per its own token, and their sum": clipped_slices(
+        "part_tokens",
+        "(1.0 / of_slice)",
+        (SCALE, "scale = 1.0"),
+    ),
+    "a loss of the last slice only": in_trainer(
+        (MEAN_OF_PARTS, MEAN_OF_PARTS.replace("total + part_total", "part_total", 1))
+    ),
+    "the gradient of the first slice only": in_trainer(("of_parameters[name] += array", "of_parameters[name] = array")),
+    "gradients of all steps before, not clipped, are still there": of_gradient(
+        BEFORE.replace("{first}", "0.0"),
+        "gradient = {name: before[name] * count + g for name, g in gradient.items()}",
+        HELD,
+    ),
+    "the gradient of the step before": of_gradient(
+        BEFORE.replace("{first}", "0.0 * g"), HELD, "gradient = {name: before[name] * count for name in gradient}"
+    ),
+    "the gradient of the step before, from step 2 on": of_gradient(
+        BEFORE.replace("{first}", "g / count"), HELD, "gradient = {name: before[name] * count for name in gradient}"
+    ),
+    "the number of the step kept from the training before": in_trainer(*kept_on_the_model("step")),
+    "moments kept from the training before": in_trainer(*kept_on_the_model("moments")),
+    "moments and the number of the step kept from the training before": in_trainer(
+        *kept_on_the_model("step"), *kept_on_the_model("moments")
+    ),
+}
+STEP_VARIANTS = [Mistake(name, "", {"numpy": list(edits["numpy"])}) for name, edits in {**FORMULAS, **AROUND}.items()]
