@@ -53,6 +53,7 @@ def of_gradients(change, pattern):
         (lambda name: name.startswith("encoder."), "all parameters of the encoder"),
         (lambda name: name.startswith("decoder.layers.1."), "all parameters of decoder.layers.1"),
         (lambda name: name.endswith(".kernel") and "cross_attention." in name, "all kernels of cross-attention"),
+        (lambda name: name.endswith(".kernel") and "_attention." in name, "all kernels of attention"),
         (lambda name: name == "source_embedding.table", "source_embedding.table"),
         (lambda name: name != "source_embedding.table", "all parameters but source_embedding.table"),
     ],

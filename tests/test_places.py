@@ -95,7 +95,7 @@ def check_name(case, name, parts, words, shown=()):
     found = diagnose(case, {tap: actual[tap] for tap in shown or actual}, "it")
     assert found.confidence == EXACT, found.sentence
     plain = name.replace(" of all attention blocks", "")
-    assert f"behaves exactly like the reference with {plain}, in {words} only (" in found.sentence
+    assert f"{plain}, in {words} only (" in found.sentence
 
 
 @pytest.mark.parametrize(("case", "name", "parts", "words"), MISTAKES)

@@ -43,6 +43,7 @@ PLACES = {  # the beginning of a parameter's name, in words
     " of the decoder": r"decoder\.",
     " of self-attention": r".*\.self_attention\.",
     " of cross-attention": r".*\.cross_attention\.",
+    " of attention": r".*_attention\.",
     " of feed-forward networks": r".*\.feed_forward\.",
     " of norms": r".*_norm\.",
 }
@@ -140,7 +141,7 @@ def only_the_loss(shown: Differing) -> str:
 def right_loss(shown: Differing) -> str:
     """Say that the loss is right although gradients differ."""
     if shown.case.stage == GRADIENTS and shown.wrong and LOSS in shown.right:
-        return "the loss is right, so the forward pass is too: only the backward pass is wrong"
+        return "the loss is right: only gradients differ"
     return ""
 
 
