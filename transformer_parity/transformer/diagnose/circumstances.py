@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from transformer_parity.transformer.cases.case import DECODE, Case
 
 EVIDENCE = 3  # cases that agree, and do not meet a condition
+EXACTLY = ("a batch size", "a beam_size", "a length_penalty")  # numbers of which one value may matter
 
 
 def circumstances(differ: Sequence[Case], agree: Sequence[Case]) -> str:
@@ -26,7 +27,7 @@ def circumstances(differ: Sequence[Case], agree: Sequence[Case]) -> str:
         return f"exactly the cases with {words}{f' (or {also[0]})' if also else ''} differ"
     if second := [other for other, left in _shared(differ, rest) if not left]:
         return f"exactly the cases with {words} and {second[0]} differ"
-    if len(agree) - len(rest) < EVIDENCE:
+    if len(agree) - len(rest) < EVIDENCE or len(rest) > len(differ) / 2:
         return ""
     others = "one other such case agrees" if len(rest) == 1 else f"{len(rest)} other such cases agree"
     return f"only cases with {words} differ; {others}"
@@ -44,7 +45,7 @@ def _shared(differ: Sequence[Case], agree: Sequence[Case]) -> Iterator[tuple[str
         low, high = min(values), max(values)
         yield f"{name} of at least {low:g}", [case for case in agree if _numbers(case).get(name, -math.inf) >= low]
         yield f"{name} of at most {high:g}", [case for case in agree if _numbers(case).get(name, math.inf) <= high]
-        if low == high:
+        if low == high and name in EXACTLY:
             yield f"{name} of {low:g}", [case for case in agree if _numbers(case).get(name) == low]
 
 
