@@ -9,6 +9,7 @@ from transformer_parity.engine.localization import Evidence
 from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, Diagnosis
+from transformer_parity.transformer.diagnose.kernels import other_kernel
 from transformer_parity.transformer.diagnose.signatures import places, signatures
 
 # How to declare what a port does if it is a convention.
@@ -37,6 +38,8 @@ def of_error(evidence: Evidence, case: Case) -> list[str]:
     config = case.config.in_decoder if "decoder." in name else case.config
     batch = case if name.startswith("of ") else None
     found = signatures(evidence.alone[name], evidence.wanted[name], config, weights, FAR[dtype], batch)
+    if exchanged := other_kernel(name, evidence.alone, evidence.wanted, weights):
+        found = [exchanged, *found]
     return [f"{_at(name)}, {statement}" for statement in found]
 
 

@@ -1,0 +1,47 @@
+"""The kernel that a projection multiplies by, if it is not its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.engine.comparison import Arrays
+
+SAME = 1e-9  # relative
+
+
+def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:
+    """Say which parameter replaces the kernel of a projection, or that its own is transposed; empty if none does.
+
+    Args:
+        name: The tap behind the projection.
+        alone: The port's tensors from right inputs.
+        wanted: The right tensors for the same inputs.
+        weights: The parameters.
+    """
+    own = f"{name}_proj"
+    if f"{own}.kernel" not in weights or np.shape(alone[name]) != wanted[name].shape:
+        return ""
+    kernel, bias = weights[f"{own}.kernel"], weights.get(f"{own}.bias", np.zeros(()))
+    actual, right = _merged(alone[name]), _merged(wanted[name])
+    states = [state for state in map(_merged, wanted.values()) if state.shape == (*right.shape[:2], len(kernel))]
+    read = next((state for state in states if _close(state @ kernel + bias, right)), None)
+    for other, value in weights.items() if read is not None else ():
+        turned = {other: value, f"the transpose of {other}": value.T}
+        for words, matrix in turned.items():
+            if matrix.shape == kernel.shape and words != f"{own}.kernel" and _close(read @ matrix + bias, actual):
+                return f"the kernel is {words}, with the right bias" if bias.ndim else f"the kernel is {words}"
+    return ""
+
+
+def _merged(array: ndarray) -> ndarray:
+    """Return the heads of a tensor side by side [B, L, H * d]."""
+    if array.ndim != 4:
+        return array
+    return array.transpose(0, 2, 1, 3).reshape(array.shape[0], array.shape[2], -1)
+
+
+def _close(actual: ndarray, wanted: ndarray) -> bool:
+    return actual.shape == wanted.shape and bool(np.abs(actual - wanted).max() <= SAME * np.abs(wanted).max())
