@@ -1,58 +1,373 @@
-"""The circumstances in which a port differs, from the cases that differ and those that agree."""
+"""Every command in every circumstance: its exit code, no traceback, nothing half-written, no process left.
+
+No command here has a terminal. A full disk is a limit on the size of files, which ends in the same error; a read-only
+folder is one of the kernel's, in which not even root can write. A user who is not root meets, as another user, a folder
+that is not writable.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from xml.etree import ElementTree
+
+import circumstances
+import psutil
 import pytest
+from conftest import assert_same_bits
+from search_models import lively
+from translate_runs import save
 
-from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, STEPS, tiny
-from transformer_parity.transformer.cases.for_ports import port_cases
-from transformer_parity.transformer.diagnose.circumstances import circumstances
+from reference_numpy import TransformerConfig, init_weights
+from transformer_parity.apps.checkpoints import importer
+from transformer_parity.cli.main import COMMANDS
+from transformer_spec.files import load_weights, save_weights
 
-CASES = port_cases(tiny(d_k=None, d_v=None))
+ROOT = Path(__file__).resolve().parent.parent
+SERVER = Path(circumstances.__file__)
+READ_ONLY = "/sys/kernel"
+PORT = """
+import reference_numpy
+from transformer_parity.transformer.cases import for_ports
+from transformer_parity.plugin import Port
+
+for_ports.SEEDS = 1  # in the port's process too
+
+class One(Port):
+    overrides = {"num_encoder_layers": 1, "num_decoder_layers": 1}
+    dtypes = ("float64",)
+
+    def load(self, config, weights, dtype):
+        self.model = reference_numpy.Transformer.from_weights(config, weights, dtype)
+
+    def forward(self, source_ids, target_ids, tap):
+        return self.model(source_ids, target_ids) * (1 + 1e-15)
+"""
+SMALL = {
+    **{"source_vocab_size": 9, "target_vocab_size": 9, "d_model": 8, "num_heads": 1, "d_ff": 8},
+    **{"num_encoder_layers": 1, "num_decoder_layers": 1},
+}
+MODEL = "--set d_model=8 num_heads=1 d_ff=8 num_encoder_layers=1 num_decoder_layers=1 tokens_per_batch=200"
+# What is cheap to run, and the exit code. {out} is where results go, {have} what there is to read.
+RUNS = {
+    "check": (
+        "check --port one:One --stage activations --dtype float64 --failures {out}/f "
+        "--json {out}/a.json --html {out}/a.html",
+        0,
+    ),
+    "check-distributed": (
+        "check-distributed --port one:One --dtype float64 --json {out}/a.json --html {out}/a.html",
+        3,  # the port does not train
+    ),
+    "init-port": ("init-port --framework other --out {out}/mine.py", 0),
+    "golden": ("golden --dtype float64 --out {out}/golden", 0),
+    "compare": ("compare {have}/truth {have}/mine --stage activations --json {out}/a.json", 0),
+    "selftest": ("selftest --backends torch --part feed-forward --json {out}/a.json", 0),
+    "train": (f"train --task dates --backend numpy --steps 2 {MODEL} --out {{out}}/run", 0),
+    "checkpoint": ("checkpoint {have}/parts --out {out}/checkpoint.safetensors", 0),
+    "evaluate": ("evaluate {have}/model --text {have}/text {have}/text --backend numpy --json {out}/a.json", 0),
+    "translate": ("translate --weights {have}/model --backend numpy --search max_length=9 {have}/text", 0),
+    "import": ("import {have}/hf --out {out}/model.safetensors --backend numpy --json {out}/a.json", 0),
+    "export": ("export {have}/imported.safetensors --format hf --out {out}/hf", 0),
+    "explore": ("explore abc de --weights {have}/model --backends numpy --out {out}/a.html", 0),
+    "bench": (
+        "bench forward --backends numpy --config tiny --batch 1 --source 4 --target 4 --threads 1 --rounds 1 "
+        "--json {out}/a.json",
+        0,
+    ),
+    "info": ("info --names", 0),
+    "source": ("source attention", 0),
+    "show": ("show masks --out {out}/a.png", 0),
+}
+WRITES = {name for name, (arguments, _) in RUNS.items() if "{out}" in arguments}
+STREAMS = {"translate"}  # what its reader does not take is not made
+STOPPED = {"SIGINT": 130, "SIGTERM": 143}  # exit codes of a training run, which saves before it stops
+LATE = 0.6  # of a command's moments: when a signal comes
+EARLY = 0.3  # for the selftest, whose processes make its number of moments vary
 
 
-def said(stage, differs):
-    """Return the sentence about all cases of a stage, of which some differ."""
-    cases = [case for case in CASES if case.stage == stage]
-    differ = [case for case in cases if differs(case)]
-    assert 0 < len(differ) < len(cases)
-    return circumstances(differ, [case for case in cases if not differs(case)])
+def test_every_command_is_here():
+    assert set(RUNS) == set(COMMANDS)
 
 
-@pytest.mark.parametrize(
-    ("stage", "differs", "words"),
-    [
-        (DECODE, lambda case: case.search.beam_size == 4, "a beam_size of at least 4"),
-        (DECODE, lambda case: (case.search.beam_size or 0) > 2, "a beam_size of at least 3"),
-        (DECODE, lambda case: case.search.beam_size is None, "no beam"),
-        (DECODE, lambda case: case.search.max_length > 12, "a max_length of at least 32"),
-        (GRADIENTS, lambda case: len(case.inputs["labels"]) == 1, "a batch size of at most 1"),
-        (STEPS, lambda case: case.training.cooldown_steps, "a cool-down"),
-        (STEPS, lambda case: not case.training.cooldown_steps, "no cool-down"),
-        (STEPS, lambda case: case.training.clip_norm == 0.5, "a clip_norm of at most 0.5"),
-        (STEPS, lambda case: case.restart, "a second start of training"),
-        (
-            DECODE,
-            lambda case: case.search.beam_size and case.search.length_penalty == 0,
-            "a length_penalty of at most 0",
-        ),
-    ],
-)
-def test_a_condition_that_only_cases_that_differ_meet_is_stated(stage, differs, words):
-    """One condition, or two, tell the cases apart."""
-    assert said(stage, differs).startswith(f"exactly the cases with {words}")
+class Server:
+    """Runs commands; see ``circumstances``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.have = folder, folder / "have"
+        self.have.mkdir()
+        (self.have / "one.py").write_text(PORT)
+        (self.have / "text").write_text("abc\nde\n" * 9)
+        save(self.have / "model", *lively())
+        config = TransformerConfig.preset("marian", **SMALL)
+        save_weights(self.have / "imported.safetensors", config, init_weights(config, seed=0))
+        importer.export_checkpoint(importer.load(self.have / "imported.safetensors"), "hf", self.have / "hf")
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(self.have)]),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, str(SERVER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=self.environment,
+        )
+        self.passed: dict[str, int] = {}
+        self.have.chmod(0o755)
+        for command, name in (("golden --for one:One", "truth"), ("golden --port one:One", "mine"), ("train", "run")):
+            command, *options = command.split()
+            case = Case(self, command)
+            case.arguments = [*RUNS[command][0].format(out=case.out, have=self.have).split(), *options]
+            assert case.end("plain") == 0, case.said
+            made = case.out / {"golden": "golden", "train": "run"}[command]
+            shutil.move(made, self.have / name)
+
+    def make_parts(self) -> None:
+        """Write the checkpoint of the run as the parts that PyTorch reads."""
+        if (self.have / "parts").exists():
+            return
+        (path,) = (self.have / "run").glob("checkpoint-*.safetensors")
+        case = Case(self, "checkpoint")
+        case.arguments = ["checkpoint", str(path), "--backend", "torch", "--out", str(self.have / "parts")]
+        assert case.end("plain") == 0, case.said
+
+    def moments(self, command: str) -> int:
+        """Return how much the interpreter does for a command."""
+        if command not in self.passed:
+            case = Case(self, command)
+            assert case.end("plain") == RUNS[command][1], case.said
+            case.check()
+            self.passed[command] = int(case.passed.read_text())
+        return self.passed[command]
 
 
-def test_a_condition_that_other_cases_meet_too_is_stated_with_their_number():
-    """Some cases meet the condition and agree by chance."""
-    by_chance = "decode/many_beam", "decode/port_beam/longest", "decode/port_beam/one_token_each"
-    found = said(DECODE, lambda case: case.search.beam_size and case.name not in by_chance)
-    assert found == "only cases with a beam differ; 3 other such cases agree"
+class Case:
+    """One command in one circumstance."""
+
+    def __init__(self, server: Server, command: str, out: str = "") -> None:
+        self.server, self.command, self.mark = server, command, str(uuid.uuid4())
+        folder = server.folder / self.mark
+        folder.mkdir()
+        self.out, self.temporary, self.passed = folder / "out", folder / "temporary", folder / "passed"
+        self.said = ""
+        self.out.mkdir()
+        self.temporary.mkdir()
+        self.temporary.chmod(0o777)
+        self.arguments = RUNS[command][0].format(out=out or self.out, have=server.have).split()
+
+    def end(self, circumstance: str, at: int = 0) -> int:
+        """Run it, keep what it said on standard error, and return how it ended."""
+        request = {"circumstance": circumstance, "at": at, "arguments": self.arguments, "mark": self.mark}
+        request["stdout"] = "/dev/full" if circumstance == "a full output" else os.devnull
+        request |= {"folder": str(self.out), "temporary": str(self.temporary), "passed": str(self.passed)}
+        self.server.process.stdin.write(json.dumps(request) + "\n")
+        self.server.process.stdin.flush()
+        code, self.said = json.loads(self.server.process.stdout.readline())
+        return code
+
+    def check(self) -> None:
+        """Fail if there is a traceback, half a file, or a process or a temporary file a moment later."""
+        assert "Traceback" not in self.said
+        assert "Exception ignored" not in self.said
+        deadline = time.monotonic() + 5.0
+        while (left := [*self._processes(), *self.temporary.iterdir()]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert left == []
+        for path in self.out.rglob("*"):
+            assert not path.name.startswith("."), path
+            if path.is_file():
+                whole(path)
+
+    def _processes(self) -> list[str]:
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("CIRCUMSTANCE") == self.mark:
+                    found.append(" ".join(process.cmdline()))
+        return found
 
 
-def test_nothing_is_said_if_no_condition_helps():
-    """All cases differ, or none, or too few agree."""
-    cases = [case for case in CASES if case.stage == STEPS]
-    assert circumstances(cases, []) == ""
-    assert circumstances([], cases) == ""
-    assert circumstances(cases[:1], cases[1:3]) == ""  # of two cases, hardly anything does not tell a third apart
+def whole(path: Path) -> None:
+    """Fail unless a file is as it was meant to be."""
+    content = path.read_bytes()
+    if path.suffix == ".json":
+        json.loads(content)
+    elif path.suffix == ".xml":
+        ElementTree.fromstring(content)
+    elif path.suffix == ".html":
+        assert content.rstrip().endswith(b"</html>")
+    elif path.suffix == ".png":
+        assert content.endswith(b"IEND\xaeB`\x82")
+    elif path.suffix == ".py":
+        compile(content, path, "exec")
+    elif path.parent.name == "hf":
+        assert {file.name for file in path.parent.iterdir()} >= {"config.json", "generation_config.json"}
+    elif path.name in ("model.safetensors", "weights.safetensors") or path.name.startswith("checkpoint"):
+        load_weights(path)
+
+
+@pytest.fixture(scope="module")
+def server():
+    temporary = Path(tempfile.gettempdir()).resolve()
+    is_open = all(folder.stat().st_mode & 0o001 for folder in (temporary, *temporary.parents))
+    with tempfile.TemporaryDirectory(dir=None if is_open else "/tmp") as folder:
+        Path(folder).chmod(0o755)  # pytest's own folders let no other user through
+        server = Server(Path(folder))
+        yield server
+        server.process.stdin.close()
+        assert server.process.wait(10) == 0
+        server.process.stdout.close()
+
+
+@pytest.fixture
+def case(server, command):
+    return case_of(server, command)
+
+
+def case_of(server, command, out=""):
+    """Return a case, for which there is what its command reads."""
+    if command == "checkpoint":
+        server.make_parts()
+    return Case(server, command, out)
+
+
+SHOWN = ("check", "golden", "train", "translate")  # what writes, what runs for long, what streams
+
+
+def commands(names):
+    """Return a test's commands: all but a few are extended."""
+    extended, torch = pytest.mark.extended("circumstances"), pytest.mark.only("torch")
+    marks = {name: [extended, torch] if name == "checkpoint" else [extended] for name in names if name not in SHOWN}
+    return pytest.mark.parametrize("command", [pytest.param(name, marks=marks.get(name, ())) for name in names])
+
+
+every, some = commands(RUNS), commands(sorted(WRITES))
+
+
+@every
+def test_a_reader_that_has_left_changes_nothing(case, command):
+    expected = 3 if command in STREAMS else RUNS[command][1]
+    assert case.end("head") == expected
+    assert case.said.count("error") == 0
+    assert bool(list(case.out.iterdir())) == (command in WRITES)
+    case.check()
+
+
+@every
+def test_a_full_output_is_an_error_and_results_are_kept(case, command):
+    assert case.end("a full output") == 3
+    assert "No space left on device" in case.said
+    assert bool(list(case.out.iterdir())) == (command in WRITES)
+    case.check()
+
+
+@every
+def test_a_full_disk(case, command):
+    assert case.end("a full disk") == (3 if command in WRITES else RUNS[command][1])
+    assert ("File too large" in case.said) == (command in WRITES)
+    case.check()
+
+
+@some
+def test_a_read_only_folder(server, command):
+    case = case_of(server, command, READ_ONLY)
+    assert case.end("") == 3
+    assert READ_ONLY in case.said
+    case.check()
+
+
+@commands([name for name in RUNS if name != "checkpoint"])  # who may not read where frameworks are imports none
+def test_another_user(case, command):
+    case.out.chmod(0o555)
+    assert case.end("another user") == (3 if command in WRITES else RUNS[command][1])
+    assert ("Permission denied" in case.said) == (command in WRITES)
+    assert list(case.out.iterdir()) == []
+    case.check()
+
+
+@some
+def test_a_folder_that_may_not_be_entered(case, command):
+    case.out.chmod(0)
+    case.arguments = [argument.replace("/out/", "/out/inner/") for argument in case.arguments]
+    assert case.end("another user") == 3
+    assert "Permission denied" in case.said
+    case.out.chmod(0o755)
+    case.check()
+
+
+@every
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_a_command(case, command, number):
+    late = EARLY if command == "selftest" else LATE
+    code = case.end(number, at=round(late * case.server.moments(command)))
+    assert code in (3, STOPPED[number] if command == "train" else 3)
+    case.check()
+
+
+@every
+def test_kill_leaves_nothing(case, command):
+    late = EARLY if command == "selftest" else LATE
+    assert case.end("SIGKILL", at=round(late * case.server.moments(command))) == -9
+    case.check()
+
+
+LONGER = f"train --task dates --backend numpy --steps 8 {MODEL} save_every=2 keep=2 --out {{out}}/run"
+RESUMED = "train --resume {out}/run --backend numpy"
+ENDED = {"SIGKILL": {-9}, "SIGTERM": {143, 3}, "SIGINT": {130, 3}}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(server):
+    """Return how much the interpreter does for a training run, and the weights that it ends with."""
+    case = Case(server, "train")
+    case.arguments = LONGER.format(out=case.out).split()
+    assert case.end("plain") == 0, case.said
+    return int(case.passed.read_text()), load_weights(case.out / "run" / "model.safetensors")[1]
+
+
+@pytest.mark.extended("moments of training")
+@pytest.mark.parametrize("moment", [0.01, 0.018, 0.02, 0.023, 0.026, 0.03, 0.034])  # most of a run is its picture
+@pytest.mark.parametrize("number", ENDED)
+def test_a_run_that_was_ended_at_any_moment_ends_with_the_same_bits(server, uninterrupted, number, moment):
+    passed, weights = uninterrupted
+    case = Case(server, "train")
+    case.arguments = LONGER.format(out=case.out).split()
+    assert case.end(number, at=round(moment * passed)) in ENDED[number], case.said
+    made = {path.name for path in (case.out / "run").glob("*.safetensors")}
+    if "model.safetensors" not in made:
+        if made:
+            case.arguments = RESUMED.format(out=case.out).split()
+        else:  # it was ended before there was anything to go on from
+            shutil.rmtree(case.out / "run", ignore_errors=True)
+        assert case.end("") == 0, case.said
+    assert_same_bits(load_weights(case.out / "run" / "model.safetensors")[1], weights)
+    case.check()
+
+
+EXTENDED = [pytest.param(command, marks=pytest.mark.extended("commands")) for command in RUNS if command != "check"]
+
+
+@pytest.mark.parametrize("command", ["check", *EXTENDED])
+def test_a_bare_environment(server, case, command):
+    """``python -O``, a system that knows ASCII only, no home and no terminal."""
+    kept = ("PATH", "PYTHONPATH", "OMP_NUM_THREADS")
+    bare = {name: value for name, value in server.environment.items() if name in kept}
+    bare |= {"LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "TMPDIR": str(case.temporary)}
+    asked = [sys.executable, "-O", str(SERVER), *case.arguments]
+    done = subprocess.run(asked, cwd=case.out, env=bare, capture_output=True, check=False, stdin=subprocess.DEVNULL)
+    case.said = done.stderr.decode("ascii")
+    assert done.returncode == RUNS[command][1], shlex.join(asked) + case.said
+    assert done.stdout.isascii()
+    case.check()

@@ -1,4 +1,4 @@
-"""A projection that multiplies by a kernel other than its own."""
+"""Projections that multiply by the kernel of a different projection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the numbers of a port show by themselves."""
+"""Statements that are measured from the numbers of a port."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def diagnosed(added):
 
 
 def test_angles_of_positions_are_measured():
-    """Each channel has an angle of its own, instead of each pair."""
+    """Each channel has a different angle, instead of each pair."""
     channels = np.arange(CONFIG.d_model)
     found = diagnosed(encoding(channels) - encoding(channels // 2 * 2))
     assert found.confidence == LIKELY
@@ -38,5 +38,5 @@ def test_angles_of_positions_are_measured():
 
 
 def test_positions_that_are_no_waves_have_no_angles():
-    """Nothing is said about a constant."""
+    """A constant has no angles."""
     assert "angles" not in diagnosed(0.1).sentence

@@ -43,7 +43,7 @@ def hide_second_of_target(source_ids, target_ids):
 
 
 def test_the_reference_lacks_no_property():
-    """Every token has an effect, and padding has none."""
+    """Every token has an effect, and padding does not."""
     assert lacking(CASE, port(lambda source_ids, target_ids: None), Placement("float64")) == []
 
 

@@ -59,7 +59,7 @@ def print_summary(
 
 
 def print_problems(console: Console, findings: Sequence[Finding], verdict: Verdict, limit: int = 8) -> None:
-    """Print the first tap that failed in a case, once for all cases: what comes later may only have inherited it."""
+    """Print the first tap that failed in each case, once for all cases in which it is the same tap."""
     first: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
         if finding.verdict not in (AGREES, SKIPPED):

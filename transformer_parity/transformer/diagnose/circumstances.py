@@ -1,4 +1,4 @@
-"""The circumstances in which a port differs: what the cases that differ share, and those that agree lack."""
+"""The conditions under which a port differs: cases that differ meet them, and cases that agree do not."""
 
 from __future__ import annotations
 

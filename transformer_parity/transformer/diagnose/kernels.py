@@ -13,12 +13,12 @@ SAME = 1e-9  # relative
 
 
 def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:
-    """Say which parameter replaces the kernel of a projection, or that its own is transposed; empty if none does.
+    """Return a sentence about the parameter that replaces the kernel of a projection; empty if there is none.
 
     Args:
-        name: The tap behind the projection.
-        alone: The port's tensors from right inputs.
-        wanted: The right tensors for the same inputs.
+        name: The tap that the projection computes.
+        alone: The port's tensors, each computed from correct inputs.
+        wanted: The correct tensors for the same inputs.
         weights: The parameters.
     """
     own = f"{name}_proj"

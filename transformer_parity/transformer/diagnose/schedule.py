@@ -1,8 +1,8 @@
 """The learning rate of each step of a port, measured.
 
-The direction of an Adam step does not depend on its learning rate. So if the weights after a step are not shown, the
-loss of the next step tells how far the step went, whatever the schedule is. The rates explain a port only if the
-reference, trained by them, has all its losses and weights.
+The direction of an Adam step does not depend on its learning rate. The weights after a step therefore show its rate, or
+if they are not shown, the loss of the next step does. The rates explain a port only if the reference, trained with these
+rates, reproduces all its losses and weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def measured_rates(case: Case, shown: Arrays) -> list[float]:
         shown: The port's tensors.
     """
     later_weights = [name for name in shown if " weight " in name and not name.startswith("step 1 ")]
-    if case.restart or not later_weights:  # nothing else could refute the rates
+    if case.restart or not later_weights:  # only later weights can refute the rates
         return []
     shapes = {name: array.shape for name, array in case.load_weights().items()}
     if any(np.shape(shown[name]) != shapes.get(name.rpartition(" ")[2]) for name in later_weights):
@@ -124,7 +124,7 @@ def _solved(missed: Callable[[float], float], start: float, tolerance: float) ->
 
 
 def of_schedule(case: Case, rates: Sequence[float]) -> str:
-    """Say how measured learning rates differ from the schedule, in as few numbers as possible; empty without rates.
+    """Return a sentence about measured learning rates, with as few numbers as possible; empty without rates.
 
     Args:
         case: The case of training.

@@ -1,4 +1,4 @@
-"""Weights from before an update: which parameters a method still reads as they were when training began."""
+"""Parameters that a method still reads with their values from before an update."""
 
 from __future__ import annotations
 

@@ -1,0 +1,58 @@
+"""The conditions under which a port differs, read from the cases that differ and the cases that agree."""
+
+from __future__ import annotations
+
+import pytest
+
+from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, STEPS, tiny
+from transformer_parity.transformer.cases.for_ports import port_cases
+from transformer_parity.transformer.diagnose.circumstances import circumstances
+
+CASES = port_cases(tiny(d_k=None, d_v=None))
+
+
+def said(stage, differs):
+    """Return the sentence about all cases of a stage, if some of them differ."""
+    cases = [case for case in CASES if case.stage == stage]
+    differ = [case for case in cases if differs(case)]
+    assert 0 < len(differ) < len(cases)
+    return circumstances(differ, [case for case in cases if not differs(case)])
+
+
+@pytest.mark.parametrize(
+    ("stage", "differs", "words"),
+    [
+        (DECODE, lambda case: case.search.beam_size == 4, "a beam_size of at least 4"),
+        (DECODE, lambda case: (case.search.beam_size or 0) > 2, "a beam_size of at least 3"),
+        (DECODE, lambda case: case.search.beam_size is None, "no beam"),
+        (DECODE, lambda case: case.search.max_length > 12, "a max_length of at least 32"),
+        (GRADIENTS, lambda case: len(case.inputs["labels"]) == 1, "a batch size of at most 1"),
+        (STEPS, lambda case: case.training.cooldown_steps, "a cool-down"),
+        (STEPS, lambda case: not case.training.cooldown_steps, "no cool-down"),
+        (STEPS, lambda case: case.training.clip_norm == 0.5, "a clip_norm of at most 0.5"),
+        (STEPS, lambda case: case.restart, "a second start of training"),
+        (
+            DECODE,
+            lambda case: case.search.beam_size and case.search.length_penalty == 0,
+            "a length_penalty of at most 0",
+        ),
+    ],
+)
+def test_a_condition_that_only_cases_that_differ_meet_is_stated(stage, differs, words):
+    """One condition, or two, tell the cases apart."""
+    assert said(stage, differs).startswith(f"exactly the cases with {words}")
+
+
+def test_a_condition_that_other_cases_meet_too_is_stated_with_their_number():
+    """Some cases meet the condition and agree by chance."""
+    by_chance = "decode/many_beam", "decode/port_beam/longest", "decode/port_beam/one_token_each"
+    found = said(DECODE, lambda case: case.search.beam_size and case.name not in by_chance)
+    assert found == "only cases with a beam differ; 3 other such cases agree"
+
+
+def test_nothing_is_said_if_no_condition_helps():
+    """All cases differ, or none, or too few agree."""
+    cases = [case for case in CASES if case.stage == STEPS]
+    assert circumstances(cases, []) == ""
+    assert circumstances([], cases) == ""
+    assert circumstances(cases[:1], cases[1:3]) == ""  # two cases that agree are too little evidence
