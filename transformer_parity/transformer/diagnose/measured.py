@@ -167,7 +167,7 @@ def float32_positions(trials: Trials, first: str, port: str) -> str:
 
 
 def position_angles(trials: Trials, first: str, port: str) -> str:
-    """Return a sentence about the angles of the position encoding; empty if it does not consist of sines and cosines."""
+    """Return a sentence about the angles of the position encoding; empty if it has no sines and cosines."""
     config, usual, case = trials.case.config, observed(TRUTH, trials.case), trials.case
     side = first.partition("_")[0]
     if not first.endswith("_embedding.output") or usual is None or not _adds_sines(config) or config.position_offset:

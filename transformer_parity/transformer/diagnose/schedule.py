@@ -1,8 +1,8 @@
 """The learning rate of each step of a port, measured.
 
-The direction of an Adam step does not depend on its learning rate. The weights after a step therefore show its rate, or
-if they are not shown, the loss of the next step does. The rates explain a port only if the reference, trained with these
-rates, reproduces all its losses and weights.
+The direction of an Adam step does not depend on its learning rate. The weights after a step therefore show its rate,
+or if they are not shown, the loss of the next step does. The rates explain a port only if the reference, trained with
+these rates, reproduces all its losses and weights.
 """
 
 from __future__ import annotations
