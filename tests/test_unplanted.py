@@ -24,7 +24,7 @@ CASES = {
         case
         for config in CONFIGS
         for case in port_cases(config)
-        if case.stage == stage and case.name.endswith(("/padded", "/one_token"))
+        if case.stage == stage and case.name.endswith(("/padded", "/one_token", "full/longest"))
     ]
     for stage in (ACTIVATIONS, GRADIENTS)
 }

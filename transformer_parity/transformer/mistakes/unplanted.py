@@ -39,6 +39,11 @@ SOURCE_MASKS = {
     "a source mask that ends one token too early, but keeps the first one": (
         "source_mask & ((np.cumsum(source_mask, 1) < lengths) | (np.arange(source_mask.shape[1]) == 0))"
     ),
+    "a source mask that hides the end symbol": "source_mask & (source_ids != self.config.eos_id)",
+    "a source mask that hides the end symbol, except as the first token": (
+        "source_mask & ((source_ids != self.config.eos_id) | (np.arange(source_mask.shape[1]) == 0))"
+    ),
+    "a source mask that hides the start symbol": "source_mask & (source_ids != self.config.bos_id)",
 }
 
 
