@@ -76,3 +76,68 @@ def diagnosed(edits: Sequence[tuple[str, str, str]]) -> Diagnosis:
 def test_other_formulas_of_adam_are_named(edits: Sequence[tuple[str, str]], name: str) -> None:
     found = diagnosed([("optimizer", *edit) for edit in edits])
     assert (found.confidence, found.hypotheses) == (EXACT, (name,))
+
+
+STEP = "round(np.log(1 - correction1) / np.log(settings.beta1))"
+SET_M, SET_V, SET_EPSILON = "(1.0 - settings.beta1)", "(1.0 - settings.beta2)", "settings.epsilon"
+CORRECTIONS = "settings.bias_corrections(self.step + 1)"
+
+
+@pytest.mark.parametrize(
+    ("edits", "name"),
+    [
+        (
+            [
+                ("optimizer", SET_V, "0.0125"),
+                ("training", CORRECTIONS, f"({CORRECTIONS}[0], 1 - 0.9875**(self.step + 1))"),
+            ],
+            "beta2 0.9875 in place of 0.98",
+        ),
+        (
+            [("optimizer", SET_M, "0.3"), ("training", CORRECTIONS, f"(1 - 0.7**(self.step + 1), {CORRECTIONS}[1])")],
+            "beta1 0.7 in place of 0.9",
+        ),
+        ([("optimizer", SET_EPSILON, "3e-5")], "epsilon 3e-05 in place of 1e-09"),
+        ([("optimizer", SET_EPSILON, "1e-9")], "epsilon 1e-09"),
+        (
+            [("training", "clip_factor(norm, settings.clip_norm)", "clip_factor(norm, settings.clip_norm and 0.23)")],
+            "a clip norm of 0.23, where clipping is on",
+        ),
+        (
+            [("optimizer", THETA, f"if name != 'encoder.layers.0.feed_forward.inner_proj.kernel': {THETA}")],
+            "encoder.layers.0.feed_forward.inner_proj.kernel never updated",
+        ),
+        (
+            [
+                (
+                    "optimizer",
+                    THETA,
+                    f"learning_rate = rate / (1 + (name[-5:] == '.bias'))\n            {THETA}",
+                ),
+                (
+                    "optimizer",
+                    "correction1, correction2 = corrections\n",
+                    "correction1, correction2 = corrections\n        rate = learning_rate\n",
+                ),
+            ],
+            "steps of all biases multiplied by 0.5",
+        ),
+        (
+            [
+                (
+                    "optimizer",
+                    "for name, theta in self.parameters.items():",
+                    f"for count, (name, theta) in enumerate(self.parameters.items(), {STEP}):",
+                ),
+                ("optimizer", M_HAT, "m_hat = m / (1 - settings.beta1**count)"),
+                ("optimizer", V_HAT, "v_hat = v / (1 - settings.beta2**count)"),
+            ],
+            "a counter of the bias corrections that increases with every tensor and begins anew with every step",
+        ),
+    ],
+)
+def test_numbers_of_an_optimizer_are_measured(edits: Sequence[tuple[str, str, str]], name: str) -> None:
+    """They hold in all cases, as code that ignores the settings does."""
+    found = diagnosed(edits)
+    assert found.confidence == EXACT
+    assert found.hypotheses[0] == name

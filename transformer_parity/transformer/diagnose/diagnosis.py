@@ -27,6 +27,7 @@ from transformer_parity.transformer.diagnose.measured import (
     rate_hypotheses,
     wavelength_hypotheses,
 )
+from transformer_parity.transformer.diagnose.measured_optimizer import measured_number, optimizer_hypotheses
 from transformer_parity.transformer.diagnose.measured_search import search_hypotheses
 from transformer_parity.transformer.diagnose.places import Place, at_single_places
 from transformer_parity.transformer.diagnose.schedule import measured_rates, of_schedule
@@ -112,14 +113,20 @@ def diagnose(
         return Diagnosis(f"every number that {port} shows here is right", UNKNOWN)
     schedule = of_schedule(case, measured_rates(case, actual))
     rates = rate_hypotheses(case, actual)
+    measured = [*rates, *optimizer_hypotheses(case, actual)]
     known = [*known, *decay_hypotheses(case, actual), *search_hypotheses(case, actual)]
     known += wavelength_hypotheses(case, actual)
-    progress(f"{len(known) + len(rates)} hypotheses")
+    progress(f"{len(known) + len(measured)} hypotheses")
     places = tuple if schedule else partial(at_single_places, case, actual, known)
     if found := _apart_from_loss(trials, known, port, progress, places):
         return found
+    exact, tried = _search(trials, start, [*known, *measured], progress, places, together=False)
+    if not exact and not schedule and (number := measured_number(trials)):
+        exact, schedule = [number], f"it has {number.hypothesis.name}"
     # Several at once take a training each; where the rate is known to be wrong, they would only guess at the schedule.
-    exact, tried = _search(trials, start, [*known, *rates], progress, places, together=not (rates or schedule))
+    if not exact and not (rates or schedule):
+        exact, several = _together(trials, start, tried, known, progress)
+        tried += several
     confirmed = [attempt for attempt in exact if trials.holds_elsewhere(attempt.hypothesis)]
     if confirmed:
         return _exact(port, confirmed, tried)
@@ -136,8 +143,8 @@ def diagnose(
         name = sometimes[0].hypothesis.name
         sentence = f"some cases agree, but in every case that differs, {port} behaves like the reference {_with(name)}"
         return Diagnosis(sentence, LIKELY, error=sometimes[0].worst)
-    for measured in (float32_positions, position_angles):
-        if positions := measured(trials, trials.names[start.matched], port):
+    for positions_of in (float32_positions, position_angles):
+        if positions := positions_of(trials, trials.names[start.matched], port):
             return Diagnosis(positions, LIKELY)
     return _unknown([attempt for attempt in tried if attempt not in exact], start)
 
@@ -200,14 +207,31 @@ def _search(
         progress("single places")
         exact, somewhere = _first_exact(trials, places())
         tried += somewhere
-    if not exact and together:  # variants of a step would be too many to be tried in pairs
-        others = [mistake for mistake in known if mistake.name not in VARIANTS]
-        rest = [attempt for attempt in singles if attempt.hypothesis.name not in VARIANTS]
-        for attempts in combinations(trials, start, rest, others, progress):
-            tried += attempts
-            if exact := simplest([attempt for attempt in attempts if attempt.is_exact]):
-                break
+    if not exact and together:
+        exact, several = _together(trials, start, tried, known, progress)
+        tried += several
     return exact, tried
+
+
+def _together(
+    trials: Trials,
+    start: Attempt,
+    tried: Sequence[Attempt],
+    known: Sequence[Mistake],
+    progress: Callable[[str], None],
+) -> tuple[list[Attempt], list[Attempt]]:
+    """Return which several hypotheses at once reproduce every tensor, and all that were tried.
+
+    Variants of a step are too many to be tried in pairs.
+    """
+    pairs = [mistake for mistake in known if mistake.name not in VARIANTS]
+    singles = [one for one in tried if one.hypothesis.place is None and one.hypothesis.parts[0] in pairs]
+    several: list[Attempt] = []
+    for attempts in combinations(trials, start, singles, pairs, progress):
+        several += attempts
+        if exact := simplest([attempt for attempt in attempts if attempt.is_exact]):
+            return exact, several
+    return [], several
 
 
 def _first_exact(trials: Trials, places: Sequence[tuple[Mistake, Place]]) -> tuple[list[Attempt], list[Attempt]]:
@@ -238,7 +262,9 @@ def _and_another(
         progress(f"{attempt.hypothesis.name} and another")
         elsewhere = Trials.of(*there)
         both = [
-            Hypothesis((*attempt.hypothesis.parts, one)) for one in known if not clash(attempt.hypothesis.parts, one)
+            Hypothesis((*attempt.hypothesis.parts, one))
+            for one in known
+            if one.name not in VARIANTS and not clash(attempt.hypothesis.parts, one)
         ]
         both = [one for one in both if (seen := elsewhere.run(one)) is not None and seen.is_exact]
         fits = [found for one in both if (found := trials.run(one)) and found.is_exact and trials.holds_elsewhere(one)]

@@ -19,6 +19,7 @@ from transformer_parity.transformer.diagnose.trials import TRUTH, Trials, observ
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.mistakes.optimizer import rate
 from transformer_parity.transformer.mistakes.other_optimizers import MATRICES, decoupled
+from transformer_parity.transformer.mistakes.step_variants import reduced_by
 from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_spec.config import TransformerConfig
 
@@ -111,14 +112,17 @@ def decay_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]:
     part = float(np.median(parts[True] or [0.0]))
     if not part > 0.0 or not np.allclose(parts[True], part, DECAYED, 0.0):
         return []
-    value = f"{part / case.training.learning_rate(1, case.config.d_model):.6g}"
-    if value == "0.01":  # the catalog contains this value
-        return []
-    if np.allclose(parts[False], part, 1e-3, 0.0):
-        return [Mistake(f"decoupled weight decay of {value}", "", decoupled(value))]
+    where, but_which = "1.0", ""
     if np.allclose(parts[False], 0.0, 0.0, 1e-3 * part):
-        return [Mistake(f"decoupled weight decay of {value}, not of biases and norms", "", decoupled(value, MATRICES))]
-    return []
+        where, but_which = MATRICES, ", not of biases and norms"
+    elif not np.allclose(parts[False], part, 1e-3, 0.0):
+        return []
+    value = f"{part / case.training.learning_rate(1, case.config.d_model):.6g}"
+    reduced = f"weights reduced by {part:.6g} of themselves in each step{but_which.replace('not of', 'not')}"
+    found = [Mistake(reduced, "", reduced_by(f"{part:.6g}", where))]
+    if value != "0.01":  # the catalog contains this value
+        found.append(Mistake(f"decoupled weight decay of {value}{but_which}", "", decoupled(value, where)))
+    return found
 
 
 def wavelength_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:

@@ -55,6 +55,11 @@ def largest(of: str, corrected_by: str = "1.0", **others: str) -> Edits:
     return formulas(v_hat=f"{LARGEST.replace('{largest}', of)}\nv_hat = kept[name] / {corrected_by}", **others)
 
 
+def reduced_by(value: str, where: str = "1.0") -> Edits:
+    """Return edits that subtract a multiple of the parameter from it, whatever the learning rate is."""
+    return formulas(theta=f"theta *= 1.0 - {value} * {where}\n{{theta}}")
+
+
 def in_trainer(*changes: tuple[str, str]) -> Edits:
     """Return edits of the trainer."""
     return {"numpy": [("training", *change) for change in changes]}
@@ -198,9 +203,7 @@ FORMULAS: dict[str, Edits] = {
     ),
     "decoupled weight decay of 0.01 after the step": formulas(theta="{theta}\ntheta *= 1.0 - learning_rate * 0.01"),
     **{
-        f"weights reduced by {value} of themselves in each step{words}": formulas(
-            theta=f"theta *= 1.0 - {value} * {where}\n{{theta}}"
-        )
+        f"weights reduced by {value} of themselves in each step{words}": reduced_by(value, where)
         for value in ("0.01", "0.0001")
         for words, where in {"": "1.0", ", not biases and norms": MATRICES}.items()
     },
@@ -265,6 +268,11 @@ AROUND: dict[str, Edits] = {
         BEFORE.replace("{first}", "0.0"),
         "gradient = {name: before[name] * count + g for name, g in gradient.items()}",
         HELD,
+    ),
+    "gradients of all steps before, not clipped, are still there when training starts again": of_gradient(
+        BEFORE.replace("{first}", "0.0").replace("self.", "self.model."),
+        "gradient = {name: before[name] * count + g for name, g in gradient.items()}",
+        HELD.replace("self.", "self.model."),
     ),
     "the gradient of the step before": of_gradient(
         BEFORE.replace("{first}", "0.0 * g"), HELD, "gradient = {name: before[name] * count for name in gradient}"

@@ -1,0 +1,231 @@
+"""Numbers of an optimizer, measured: which betas, epsilon or clip norm it has, and how far each tensor moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.diagnose.hypotheses import Hypothesis
+from transformer_parity.transformer.diagnose.patterns import described
+from transformer_parity.transformer.diagnose.trials import TRUTH, Attempt, Trials, observed
+from transformer_parity.transformer.mistakes.mistake import Mistake, instead
+from transformer_parity.transformer.mistakes.optimizer import assumed
+from transformer_parity.transformer.mistakes.other_optimizers import T, formulas
+from transformer_parity.transformer.mistakes.step_variants import of_gradient
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import DEFINITION
+from transformer_parity.transformer.stages.steps import train
+from transformer_parity.transformer.stages.training_stage import LOSS, is_noise
+
+Arrays = Mapping[str, ndarray]
+BETAS = {"beta1": (0.9, 0.95, 0.85, 0.5), "beta2": (0.98, 0.99, 0.999, 0.95)}  # of published recipes
+EPSILONS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-9, 1e-10, 1e-12, 1e-16)  # the catalog contains 1e-8
+SAME = 1e-9  # relative: rounding of the difference between two weights
+CLOSE = 1e-3  # relative: more than epsilon changes, and less than a step more changes a correction
+GROUPS = 3  # different factors that one sentence can list
+COUNTED = 200  # steps of a counter that is found in the first one
+RANGES = {  # of the logarithm of a number, of 1 - beta, or of the part of the first norm that clipping leaves
+    "beta2": (math.log(1e-4), math.log(0.999)),
+    "beta1": (math.log(1e-3), math.log(0.9999)),
+    "epsilon": (math.log(1e-14), math.log(1.0)),
+    "clip_norm": (math.log(1e-6), math.log(1.0)),
+}
+GRID, BISECTIONS, ROOTS = 10, 40, 2
+SOLVED = 1e-15  # relative: a loss that is reached
+MOST = 12  # digits of a measured number
+
+
+def optimizer_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
+    """Return common settings, and the steps of single tensors as the first weights that are shown have them."""
+    if case.settings is None:
+        return []
+    return [*_common_settings(case), *_by_tensor(case, shown)]
+
+
+def _common_settings(case: Case) -> Iterator[Mistake]:
+    """Yield settings that ports write into their code instead of those that are given."""
+    given = case.training
+    betas = [{"beta1": one, "beta2": two} for one, two in product(*BETAS.values())]
+    betas += [{name: value} for name, values in BETAS.items() for value in values]
+    for some in (*betas, *({"epsilon": value} for value in EPSILONS)):
+        if some != {"beta2": 0.999} and any(getattr(given, name) != value for name, value in some.items()):
+            yield Mistake(" and ".join(f"{name} {value:g}" for name, value in some.items()), "", assumed(**some))
+
+
+def _by_tensor(case: Case, shown: Arrays) -> Iterator[Mistake]:
+    """Yield hypotheses about tensors that move farther than others, less far, or not at all."""
+    usual, start = observed(TRUTH, case) or {}, case.load_weights()
+    names = [name for name in start if not is_noise(name)]
+    taps = {name: f"step 1 weight {name}" for name in names}
+    still = {}
+    if not all(tap in shown and tap in usual and shown[tap].shape == usual[tap].shape for tap in taps.values()):
+        last = max((int(name.split()[1]) for name in shown if " weight " in name), default=0)
+        at_end = {name: shown.get(f"step {last} weight {name}") for name in names}
+        still = {
+            name: 0.0 for name, array in at_end.items() if array is not None and np.array_equal(array, start[name])
+        }
+        if still and len(still) < len(names):
+            yield from _multiplied(still, names)
+        return
+    moved = {name: shown[tap] - start[name] for name, tap in taps.items()}
+    right = {name: usual[tap] - start[name] for name, tap in taps.items()}
+    if not all(np.isfinite(move).all() for move in moved.values()):
+        return
+    factors = {name: float(np.vdot(moved[name], x) / max(np.vdot(x, x), 1e-300)) for name, x in right.items()}
+    far = {name: np.linalg.norm(moved[name] - factors[name] * x) for name, x in right.items()}
+    least = {name: 1e-15 * np.linalg.norm(start[name]) for name in names}  # the rounding of weights that move little
+    if all(far[name] <= SAME * np.linalg.norm(right[name]) + least[name] for name in names):
+        other = {name: factor for name, factor in factors.items() if abs(factor - 1.0) > 1e-7}
+        if other and len(other) < len(names):
+            yield from _multiplied(other, names)
+    yield from _counters(case, {name: _median_ratio(moved[name], right[name]) for name in names})
+
+
+def _multiplied(factors: Mapping[str, float], every: list[str]) -> Iterator[Mistake]:
+    """Yield steps of some tensors multiplied by a factor each, zero for tensors that are never updated."""
+    rounded = {name: float(f"{factor:.6g}") for name, factor in factors.items()}
+    groups = {value: [name for name in rounded if rounded[name] == value] for value in rounded.values()}
+    if len(groups) > GROUPS:
+        return
+    of_group = {value: described(names, every) for value, names in groups.items()}
+    words = [
+        f"steps of {some} multiplied by {value:g}" if value else f"{some} never updated"
+        for value, some in of_group.items()
+    ]
+    literal = repr(rounded).replace("{", "{{").replace("}", "}}")
+    yield Mistake(" and ".join(words), "", formulas(theta=f"theta -= {literal}.get(name, 1.0) * step"))
+    if groups.keys() == {0.0}:  # which makes a difference to clipping
+        line = f"gradient = {{name: g * (name not in {list(rounded)!r}) for name, g in gradient.items()}}"
+        yield Mistake(f"{of_group[0.0]} without a gradient in training", "", of_gradient(line))
+
+
+def _median_ratio(moved: ndarray, right: ndarray) -> float:
+    some = np.abs(right) > 0.1 * np.abs(right).max()
+    return float(np.median(moved[some] / right[some])) if some.any() else math.nan
+
+
+def _counters(case: Case, ratios: Mapping[str, float]) -> Iterator[Mistake]:
+    """Yield bias corrections whose step is another one for each tensor, as the first step shows."""
+    beta1, beta2 = case.training.beta1, case.training.beta2
+    steps = np.arange(1, COUNTED)
+    of_steps = (1.0 - beta1) / (1.0 - beta1**steps) * np.sqrt((1.0 - beta2**steps) / (1.0 - beta2))
+    counts = {}
+    for name, ratio in ratios.items():
+        nearest = int(np.abs(of_steps - ratio).argmin()) if math.isfinite(ratio) else 0
+        if not math.isclose(of_steps[nearest], ratio, rel_tol=CLOSE):
+            return
+        counts[name] = nearest + 1
+    if len(set(counts.values())) < GROUPS:
+        return
+    literal = repr(counts).replace("{", "{{").replace("}", "}}")
+    for words, step in {
+        "begins anew with every step": "t - 1",
+        **{
+            f"never begins anew, of {n} tensors": f"(t - 1) * {n}"
+            for n in {max(counts.values()), len(case.load_weights())}
+        },
+    }.items():
+        count = f"{T}\nt = {step} + {literal}.get(name, 1)"
+        yield Mistake(
+            f"a counter of the bias corrections that increases with every tensor and {words}",
+            "",
+            formulas(m_hat=f"{count}\nm_hat = m / (1.0 - beta1**t)", v_hat="v_hat = v / (1.0 - beta2**t)"),
+        )
+
+
+def measured_number(trials: Trials) -> Attempt | None:
+    """Return the one setting of the optimizer that explains every tensor of a case; None if there is none.
+
+    In one case, a larger epsilon may do what a smaller clip norm does: one that holds in all cases is preferred.
+
+    Args:
+        trials: A case of training, and what a port shows of it.
+    """
+    case = trials.case
+    if case.settings is None or case.restart or not any(" weight " in name for name in trials.names):
+        return None
+    wrong = (name for name in trials.differing(TRUTH) if name.endswith(f" {LOSS}"))
+    first = min((int(name.split()[1]) for name in wrong), default=0)
+    names = [name for name in RANGES if getattr(case.training, name) is not None] if first > 1 else []
+    found = [attempt for name in names for attempt in _fitted(trials, name, first)]
+    return next((one for one in found if trials.holds_elsewhere(one.hypothesis)), found[0] if found else None)
+
+
+def _fitted(trials: Trials, name: str, step: int) -> Iterator[Attempt]:
+    """Yield values of a setting by which the loss of a step is that of the port, if they explain all other tensors."""
+    case, truth, loss = trials.case, observed(TRUTH, trials.case) or {}, f"step {step} {LOSS}"
+    norm = float(truth["step 1 norm of the gradient"])
+
+    def number(u: float) -> float:
+        return {"epsilon": math.exp(u), "clip_norm": norm * math.exp(u)}.get(name, 1.0 - math.exp(u))
+
+    def missed(u: float) -> float:
+        other = replace(case, settings=replace(case.training, **{name: number(u)}), calls=())
+        loaded = DEFINITION.load(case.config, case.load_weights(), Placement("float64"))
+        with np.errstate(all="ignore"):
+            return float(train(other, loaded, range(1, step + 1), ())[loss] - trials.actual[loss])
+
+    for u in _roots(missed, *RANGES[name], SOLVED * abs(float(truth[loss]))):
+        if found := _confirmed(trials, name, number(u)):
+            yield found
+
+
+def _confirmed(trials: Trials, name: str, value: float) -> Attempt | None:
+    """Return a measured number in as few digits as explain every tensor; None if it does not explain them.
+
+    Of several hypotheses with it, one that holds in all other cases is preferred.
+    """
+    usual = getattr(trials.case.training, name)
+
+    def rounded(digits: int) -> Hypothesis:
+        other = 1.0 - float(f"{1.0 - value:.{digits}g}") if name.startswith("beta") else float(f"{value:.{digits}g}")
+        other = float(f"{other:.{MOST}g}")
+        return Hypothesis((Mistake(f"{name} {other:.{MOST}g} in place of {usual:g}", "", assumed(**{name: other})),))
+
+    if (attempt := trials.run(rounded(MOST))) is None or not attempt.is_exact:
+        return None
+    attempts = (trials.run(rounded(digits)) for digits in range(1, MOST))
+    attempt = next((one for one in attempts if one and one.is_exact), attempt)
+    choices = [attempt.hypothesis, *_of_clipping(name, value, usual)]
+    return trials.run(next((one for one in choices if trials.holds_elsewhere(one)), attempt.hypothesis))
+
+
+def _of_clipping(name: str, value: float, usual: float) -> Iterator[Hypothesis]:
+    """Yield hypotheses of another clip norm where clipping is on: the same one, or a multiple."""
+    value, multiple = (float(f"{number:.10g}") for number in (value, value / usual))
+    for words, other in (
+        {
+            f"a clip norm of {value:g}, where clipping is on": repr(value),
+            f"a clip norm that is {multiple:g} times as large": f"settings.clip_norm * {multiple!r}",
+        }.items()
+        if name == "clip_norm"
+        else ()
+    ):
+        new = f"type(settings)(**{{**settings.to_dict(), 'clip_norm': settings.clip_norm and {other}}})"
+        edits = instead("training", "self.settings = settings\n", f"self.settings = settings = {new}\n")
+        yield Hypothesis((Mistake(words, "", edits),))
+
+
+def _roots(missed: Callable[[float], float], low: float, high: float, tolerance: float) -> Iterator[float]:
+    """Yield some points where a function changes its sign, by regula falsi with halved ends (Illinois)."""
+    grid = np.linspace(low, high, GRID).tolist()
+    values = [missed(u) for u in grid]
+    brackets = [i for i in range(GRID - 1) if values[i] * values[i + 1] < 0.0]
+    for i in brackets[:ROOTS]:
+        (a, b), (fa, fb), side = grid[i : i + 2], values[i : i + 2], 0
+        for _ in range(BISECTIONS):
+            u = (fa * b - fb * a) / (fa - fb)
+            fu = missed(u)
+            if abs(fu) <= tolerance or abs(b - a) < 1e-14:
+                break
+            if fu * fb > 0.0:
+                b, fb, fa, side = u, fu, fa / 2.0 if side == -1 else fa, -1
+            else:
+                a, fa, fb, side = u, fu, fb / 2.0 if side == 1 else fb, 1
+        yield u
