@@ -30,7 +30,6 @@ def said(stage, differs):
         (STEPS, lambda case: case.training.cooldown_steps, "a cool-down"),
         (STEPS, lambda case: not case.training.cooldown_steps, "no cool-down"),
         (STEPS, lambda case: case.training.clip_norm == 0.5, "a clip_norm of at most 0.5"),
-        (STEPS, lambda case: case.restart, "a second start of training"),
         (
             DECODE,
             lambda case: case.search.beam_size and case.search.length_penalty == 0,
@@ -41,6 +40,13 @@ def said(stage, differs):
 def test_a_condition_that_only_cases_that_differ_meet_is_stated(stage, differs, words):
     """One condition, or two, tell the cases apart."""
     assert said(stage, differs).startswith(f"exactly the cases with {words}")
+
+
+def test_a_single_case_that_differs_is_named_with_one_condition_or_none():
+    """Two conditions tell any case from the others."""
+    found = said(STEPS, lambda case: case.restart)
+    assert found == "only steps/port/changing_slices differs, the only case with a second start of training"
+    assert said(DECODE, lambda case: case.name == "decode/port_beam") == ""
 
 
 def test_a_condition_that_other_cases_meet_too_is_stated_with_their_number():

@@ -24,7 +24,12 @@ def circumstances(differ: Sequence[Case], agree: Sequence[Case]) -> str:
     words, rest = shared[0]
     if not rest:
         also = [other for other, left in shared if not left and not other.startswith(words.partition(" of ")[0])]
-        return f"exactly the cases with {words}{f' (or {also[0]})' if also else ''} differ"
+        words += f" (or {also[0]})" if also else ""
+        if len(differ) == 1:
+            return f"only {differ[0].name} differs, the only case with {words}"
+        return f"exactly the cases with {words} differ"
+    if len(differ) == 1:  # one case and two conditions may be a coincidence
+        return ""
     if second := [other for other, left in _shared(differ, rest) if not left]:
         return f"exactly the cases with {words} and {second[0]} differ"
     if len(agree) - len(rest) < EVIDENCE or len(rest) > len(differ) / 2:
