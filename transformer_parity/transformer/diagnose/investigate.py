@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from transformer_parity.engine.comparison import NAMES, Arrays
-from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, Finding, Kept
+from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, ROUND_TRIP, Finding, Kept
 from transformer_parity.engine.localization import Blame, Evidence
 from transformer_parity.engine.outputs import FAST
 from transformer_parity.engine.tensors import given
@@ -25,6 +27,7 @@ from transformer_parity.transformer.diagnose.diagnosis import (
     diagnose,
     reproducing_output,
 )
+from transformer_parity.transformer.diagnose.exchanged import exchanged
 from transformer_parity.transformer.diagnose.hypotheses import hypotheses
 from transformer_parity.transformer.diagnose.measured import of_learning_rate
 from transformer_parity.transformer.diagnose.own_forward import beside_forward
@@ -178,7 +181,9 @@ class Investigation:
             about = Differing.of(case, findings, shown, truth)
             if found.confidence != EXACT and (nowhere := not_finite(about)):
                 found = replace(with_first(found, [nowhere]), sentence=nowhere)
-            if not forward and found.confidence != EXACT:
+            if found.confidence != EXACT and (others_name := self._exchanged(case, finding, about)):
+                found = replace(found, sentence=others_name, confidence=LIKELY)
+            elif not forward and found.confidence != EXACT:
                 found = self._beside_forward(found, [(case, shown), *others])
                 found = with_first(found, [*patterns(about), *among_cases(findings, case, others)])
         if case.stage not in REPLAYED:
@@ -210,6 +215,23 @@ class Investigation:
             if statement := of_learning_rate(case, tensors or {}):
                 return with_first(found, [statement])
         return found
+
+    def _exchanged(self, case: Case, finding: Finding, about: Differing) -> str:
+        """Say which gradients, or exported weights, are those of other names; empty if that does not explain them."""
+        if finding.tap == ROUND_TRIP:
+            with suppress(Exception):  # a port that cannot be loaded again shows no more
+                right = given(case.load_weights(), finding.dtype)
+                back = self._loaded(case, finding.dtype).export()
+                return exchanged(
+                    back, right, "exported weight", lambda name: not np.array_equal(back[name], right[name])
+                )
+        if case.stage != GRADIENTS or not all(name.startswith("of ") for name in about.wrong):
+            return ""
+        mine, theirs = (
+            {name.removeprefix("of "): x for name, x in arrays.items() if name.startswith("of ")}
+            for arrays in (about.actual, about.truth)
+        )
+        return exchanged(mine, theirs, "gradient", lambda name: f"of {name}" in about.wrong)
 
     def _randomness(self, case: Case, dtype: str) -> str:
         """Say whether two calls on the same input differ; empty if they do not, or where it cannot be told."""

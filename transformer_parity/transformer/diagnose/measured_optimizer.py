@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -166,7 +167,8 @@ def _fitted(trials: Trials, name: str, step: int) -> Iterator[Attempt]:
         return {"epsilon": math.exp(u), "clip_norm": norm * math.exp(u)}.get(name, 1.0 - math.exp(u))
 
     def missed(u: float) -> float:
-        other = replace(case, settings=replace(case.training, **{name: number(u)}), calls=())
+        changed: dict[str, Any] = {name: number(u)}
+        other = replace(case, settings=replace(case.training, **changed), calls=())
         loaded = DEFINITION.load(case.config, case.load_weights(), Placement("float64"))
         with np.errstate(all="ignore"):
             return float(train(other, loaded, range(1, step + 1), ())[loss] - trials.actual[loss])

@@ -104,7 +104,9 @@ def _masked(actual: ndarray, wanted: ndarray) -> Iterator[str]:
 
 def _narrow(actual: ndarray, wanted: ndarray) -> Iterator[str]:
     """Find values that are all of a narrower dtype, where they should not be."""
-    if actual.size < ENOUGH or not np.isfinite(actual).all():
+    # Zeros and rounding noise are numbers of any dtype.
+    telling = np.abs(actual) > FAR * np.abs(wanted).max(initial=0.0, where=np.isfinite(wanted))
+    if telling.sum() < ENOUGH or not np.isfinite(actual).all():
         return
     with np.errstate(over="ignore"):
         for dtype in NARROW:

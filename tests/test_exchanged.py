@@ -1,0 +1,73 @@
+"""Tensors that a port returns under other names."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy import ndarray
+
+from transformer_parity.transformer.cases.case import tiny
+from transformer_parity.transformer.diagnose.exchanged import exchanged
+from transformer_parity.transformer.diagnose.signatures import signatures
+
+RNG = np.random.default_rng(0)
+A, B = "encoder.layers.0.self_attention.", "encoder.layers.1.self_attention."
+RIGHT = {
+    place + name: RNG.normal(size=shape)
+    for place in (A, B)
+    for name, shape in {
+        "query_proj.kernel": (4, 4),
+        "key_proj.kernel": (4, 4),
+        "value_proj.bias": (4,),
+        "query_proj.bias": (4,),
+    }.items()
+} | {f"{place}key_proj.bias": 1e-18 * RNG.normal(size=4) for place in (A, B)}
+
+
+def said(changes: dict[str, ndarray]) -> str:
+    """Return the sentence about a port that returns some other tensors."""
+    return exchanged({**RIGHT, **changes}, RIGHT, "gradient", lambda name: name in changes)
+
+
+def swapped(*names: str) -> dict[str, ndarray]:
+    return dict(zip(names, (RIGHT[name] * (1.0 + 1e-14) for name in reversed(names)), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            swapped(f"{A}query_proj.kernel", f"{A}key_proj.kernel"),
+            f"the gradients of {A}key_proj.kernel and {A}query_proj.kernel are exchanged",
+        ),
+        (
+            swapped(f"{A}key_proj.bias", f"{A}value_proj.bias") | swapped(f"{B}key_proj.bias", f"{B}value_proj.bias"),
+            f"the gradients of key_proj.bias and value_proj.bias are exchanged in {A[:-1]}, {B[:-1]}",
+        ),
+        (
+            {f"{A}query_proj.bias": RIGHT[f"{B}query_proj.bias"]},
+            "the gradient of encoder.layers.0.self_attention.query_proj.bias is that of "
+            "encoder.layers.1.self_attention.query_proj.bias",
+        ),
+        (
+            {f"{A}query_proj.kernel": RIGHT[f"{A}key_proj.kernel"].T},
+            f"the gradient of {A}query_proj.kernel is the transpose of that of {A}key_proj.kernel",
+        ),
+        ({f"{A}query_proj.bias": RNG.normal(size=4)}, ""),
+        ({f"{A}query_proj.bias": np.zeros(4)}, ""),
+        (swapped(f"{A}query_proj.kernel", f"{A}key_proj.kernel") | {f"{A}query_proj.bias": np.ones(4)}, ""),
+    ],
+)
+def test_tensors_of_other_names_are_recognized(changes: dict[str, ndarray], words: str) -> None:
+    """Every wrong tensor must be another one, and zeros or noise are no evidence."""
+    assert said(changes) == words
+
+
+def test_zeros_and_noise_show_no_dtype() -> None:
+    """They are numbers of float32 too."""
+    wanted = RNG.normal(size=16)
+    noise = (1e-18 * RNG.normal(size=16)).astype(np.float32).astype(np.float64)
+    for nothing in (np.zeros(16), noise):
+        assert not any("float" in statement for statement in signatures(nothing, wanted, tiny()))
+    rounded = wanted.astype(np.float32).astype(np.float64)
+    assert any("float32" in statement for statement in signatures(rounded, wanted, tiny()))

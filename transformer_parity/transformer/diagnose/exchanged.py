@@ -1,0 +1,87 @@
+"""Exchanged tensors: gradients or weights that a port returns under the names of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import takewhile
+
+import numpy as np
+from numpy import ndarray
+
+Arrays = Mapping[str, ndarray]
+SAME = 1e-9  # relative: beyond rounding in float64
+LISTED = 3  # places in a sentence
+ENOUGH = 2  # different numbers in a tensor, without which equality with another one is no evidence
+
+
+def exchanged(actual: Arrays, right: Arrays, what: str, wrong: Callable[[str], bool]) -> str:
+    """Say which tensors are those of other names, if that explains all that are wrong; empty if it does not.
+
+    Args:
+        actual: The port's tensors, by the names of parameters.
+        right: The reference's.
+        what: What they are: ``gradient`` or ``exported weight``.
+        wrong: Whether the tensor of a name is wrong.
+    """
+    if actual.keys() != right.keys():
+        return ""
+    largest = max((float(np.abs(array).max(initial=0.0)) for array in right.values()), default=0.0)
+    nothing = {name for name, array in right.items() if np.abs(array).max(initial=0.0) <= SAME * largest}
+
+    def is_same(name: str, source: str, array: ndarray) -> bool:
+        if actual[name].shape != array.shape or not np.isfinite(actual[name]).all():
+            return False
+        measure = largest if source in nothing else float(np.abs(array).max())
+        return bool(np.abs(actual[name] - array).max(initial=0.0) <= SAME * measure)
+
+    sources: dict[str, str] = {}
+    for name in filter(wrong, right):
+        turned = ["", ".T"] if right[name].ndim == 2 else [""]
+        found = [
+            source + turn
+            for source, array in right.items()
+            for turn in turned
+            if source != name and is_same(name, source, array.T if turn else array)
+        ]
+        # Of several zeros, or equal numbers, the one beside it is meant.
+        sources[name] = max(found, key=lambda other: len(_shared(name, other)), default="")
+        if not sources[name]:
+            return ""
+    tell = {source.removesuffix(".T") for source in sources.values()} - nothing
+    if not any(np.unique(right[source]).size >= ENOUGH for source in tell):
+        return ""
+    return _in_words(sources, what)
+
+
+def _shared(name: str, other: str) -> str:
+    """Return the path of the part of the model that holds both parameters."""
+    both = zip(name.split(".")[:-1], other.split(".")[:-1], strict=False)
+    return ".".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both))
+
+
+def _in_words(sources: Mapping[str, str], what: str) -> str:
+    """Describe which tensor is that of which other name, the same in several places once."""
+    places: dict[str, list[str]] = {}
+    done = set()
+    for name, source in sources.items():
+        if name in done:
+            continue
+        turned, source = source.endswith(".T"), source.removesuffix(".T")
+        shared = _shared(name, source)
+        one, other = (text.removeprefix(f"{shared}.") for text in (name, source))
+        if not turned and sources.get(source) == name:
+            done.add(source)
+            one, other = sorted((one, other))
+            said = f"the {what}s of {{place}}{one} and {{place}}{other} are exchanged"
+        else:
+            said = f"the {what} of {{place}}{one} is {'the transpose of ' if turned else ''}that of {{place}}{other}"
+        places.setdefault(said, []).append(shared)
+    sentences = []
+    for said, where in places.items():
+        if len(where) == 1:
+            sentences.append(said.format(place=f"{where[0]}." if where[0] else ""))
+        else:
+            more = f" and {len(where) - LISTED} more" if len(where) > LISTED else ""
+            sentences.append(f"{said.format(place='')} in {', '.join(where[:LISTED])}{more}")
+    more = f" and {len(sentences) - LISTED} more" if len(sentences) > LISTED else ""
+    return "; ".join(sentences[:LISTED]) + more
