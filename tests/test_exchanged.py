@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 from numpy import ndarray
 
+import reference_numpy
 from transformer_parity.transformer.cases.case import tiny
+from transformer_parity.transformer.cases.for_ports import model_cases, port_config
+from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.diagnose.exchanged import exchanged
+from transformer_parity.transformer.diagnose.investigate import Investigation
 from transformer_parity.transformer.diagnose.signatures import signatures
+from transformer_parity.transformer.ports.protocol import Placements
+from transformer_parity.transformer.ports.user import PluginPort, Port
 
 RNG = np.random.default_rng(0)
 A, B = "encoder.layers.0.self_attention.", "encoder.layers.1.self_attention."
@@ -71,3 +77,30 @@ def test_zeros_and_noise_show_no_dtype() -> None:
         assert not any("float" in statement for statement in signatures(nothing, wanted, tiny()))
     rounded = wanted.astype(np.float32).astype(np.float64)
     assert any("float32" in statement for statement in signatures(rounded, wanted, tiny()))
+
+
+class Swaps(Port):
+    """The reference, which exports two kernels under each other's names."""
+
+    def load(self, config, weights, dtype):
+        self.model = reference_numpy.Transformer.from_weights(config, weights, dtype)
+        self.names = [f"encoder.layers.0.self_attention.{kind}_proj.kernel" for kind in ("query", "key")]
+
+    def forward(self, source_ids, target_ids, tap):
+        return self.model(source_ids, target_ids)
+
+    def export_weights(self):
+        weights = {name: np.array(array) for name, array in reference_numpy.get_weights(self.model).items()}
+        return {**weights, **dict(zip(self.names, (weights[name] for name in reversed(self.names)), strict=True))}
+
+
+def test_the_report_names_exchanged_exports() -> None:
+    port, kept = PluginPort(f"{__name__}:Swaps"), {}
+    cases = model_cases(port_config(port))[:1]
+    findings = list(compare(cases, port, Placements(("float64",)), kept=kept))
+    (report,) = Investigation(port, Placements(("float64",)), port.reference).failures(findings, kept, cases)
+    assert report.diagnosis is not None
+    assert report.diagnosis.sentence == (
+        "the exported weights of encoder.layers.0.self_attention.key_proj.kernel and "
+        "encoder.layers.0.self_attention.query_proj.kernel are exchanged"
+    )
