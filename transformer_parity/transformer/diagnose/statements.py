@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+from numpy import ndarray
+
 from transformer_parity.engine.localization import Evidence
 from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import Case
@@ -37,10 +40,23 @@ def of_error(evidence: Evidence, case: Case) -> list[str]:
     weights = given(case.load_weights(), dtype)
     config = case.config.in_decoder if "decoder." in name else case.config
     batch = case if name.startswith("of ") else None
-    found = signatures(evidence.alone[name], evidence.wanted[name], config, weights, FAR[dtype], batch)
-    if exchanged := other_kernel(name, evidence.alone, evidence.wanted, weights):
-        found = [exchanged, *found]
-    return [f"{_at(name)}, {statement}" for statement in found]
+    kernel = other_kernel(name, evidence.alone, evidence.wanted, weights)
+    found = [kernel] if kernel else []
+    for rows in _sentences(case, evidence.wanted[name]):
+        alone, wanted = evidence.alone[name], evidence.wanted[name]
+        if rows is not None and alone.shape == wanted.shape:
+            alone, wanted = alone[rows], wanted[rows]
+        found += signatures(alone, wanted, config, weights, FAR[dtype], batch)
+    return [f"{_at(name)}, {statement}" for statement in dict.fromkeys(found)]
+
+
+def _sentences(case: Case, tensor: ndarray) -> list[ndarray | None]:
+    """Return the rows without padding, and None for all rows: at padding, a port has the reference's values."""
+    ids = [array for name, array in case.inputs.items() if name in ("source_ids", "target_ids")]
+    whole = np.all([(array != case.config.pad_id).all(1) for array in ids], 0) if ids else np.zeros(0, bool)
+    if tensor.shape[:1] != whole.shape or not whole.any() or whole.all():
+        return [None]
+    return [whole, None]
 
 
 def with_statements(found: Diagnosis, statements: Sequence[str], evidence: Evidence) -> Diagnosis:
