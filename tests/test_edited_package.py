@@ -22,11 +22,11 @@ from transformer_parity.transformer.mistakes.catalogue import (
     LOSSES,
     STEP_VARIANTS,
     UNPLANTED,
+    UNPLANTED_SEARCH,
     parts,
 )
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.mistakes.mistake import FOUR, Mistake, instead
-from transformer_parity.transformer.mistakes.search import ONLY_HYPOTHESES
 from transformer_parity.transformer.mistakes.structure import STALE
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
@@ -41,7 +41,7 @@ UNPLANTED_ANYWHERE = [
     *BACKWARD_PATHS,
     *LOSSES,
     *STEP_VARIANTS,
-    *ONLY_HYPOTHESES,
+    *UNPLANTED_SEARCH,
 ]
 EVERY = [*CATALOGUE, *UNPLANTED_ANYWHERE, STALE, *precision.CONTROLS, *optimizer.CONTROLS]
 UNSCALED = Mistake("unscaled", "", instead("attention", "math.sqrt(d_k)", "1.0"))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, STEPS, tiny
+from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, misplaced_weights
 from transformer_parity.transformer.diagnose.trials import TRUTH, Trials, observed
@@ -16,6 +16,7 @@ from transformer_parity.transformer.mistakes.catalogue import (
     LOSSES,
     STEP_VARIANTS,
     UNPLANTED,
+    UNPLANTED_SEARCH,
 )
 
 CONFIGS = [tiny("paper_base", d_k=None, d_v=None), tiny("paper_base", d_k=None, d_v=None, final_norm=True)]
@@ -24,9 +25,10 @@ CASES = {
         case
         for config in CONFIGS
         for case in port_cases(config)
-        if case.stage == stage and case.name.endswith(("/padded", "/one_token", "full/longest"))
+        if case.stage == stage
+        and (stage == DECODE or case.name.endswith(("/padded", "/one_token", "full/longest")))
     ]
-    for stage in (ACTIVATIONS, GRADIENTS)
+    for stage in (ACTIVATIONS, GRADIENTS, DECODE)
 }
 STEP_CASES = {case.name.partition("/")[2]: case for case in port_cases(CONFIGS[0], (STEPS,))}
 CASES[STEPS] = [
@@ -58,3 +60,10 @@ def test_hypotheses_of_the_backward_pass_differ_from_the_reference(mistake):
 def test_hypotheses_of_a_step_differ_from_the_reference(mistake):
     assert all(observed(Hypothesis((mistake,)), case) is not None for case in CASES[STEPS])
     assert differs(mistake, STEPS)
+
+
+@pytest.mark.parametrize("mistake", UNPLANTED_SEARCH, ids=lambda mistake: mistake.name)
+def test_hypotheses_of_searches_differ_from_the_reference(mistake):
+    # A hypothesis of beam search may change nothing in greedy search, but it runs there.
+    assert all(observed(Hypothesis((mistake,)), case) is not None for case in CASES[DECODE])
+    assert differs(mistake, DECODE)

@@ -31,6 +31,7 @@ from transformer_parity.transformer.diagnose.measured_optimizer import measured_
 from transformer_parity.transformer.diagnose.measured_search import search_hypotheses
 from transformer_parity.transformer.diagnose.places import Place, at_single_places
 from transformer_parity.transformer.diagnose.schedule import measured_rates, of_schedule
+from transformer_parity.transformer.diagnose.search_parameters import fitting_parameters
 from transformer_parity.transformer.diagnose.several import PROMISING, clash, combinations, simplest
 from transformer_parity.transformer.diagnose.trials import TRUTH, Attempt, Trials
 from transformer_parity.transformer.mistakes.catalogue import STEP_VARIANTS
@@ -118,7 +119,7 @@ def diagnose(
     known += wavelength_hypotheses(case, actual)
     progress(f"{len(known) + len(measured)} hypotheses")
     places = tuple if schedule else partial(at_single_places, case, actual, known)
-    if found := _apart_from_loss(trials, known, port, progress, places):
+    if found := _apart_from_loss(trials, known, port, progress, places) or _of_search(trials, known, port, progress):
         return found
     exact, tried = _search(trials, start, [*known, *measured], progress, places, together=False)
     if not exact and not schedule and (number := measured_number(trials)):
@@ -179,6 +180,35 @@ def _apart_from_loss(
     if of_both:
         return _exact(port, of_both, tried)
     return replace(_exact(port, confirmed, tried, note), config={})  # in one of the two, no config has this effect
+
+
+def _of_search(
+    trials: Trials, known: Sequence[Mistake], port: str, progress: Callable[[str], None]
+) -> Diagnosis | None:
+    """Name one mistake of a search, or one number in it: in all searches, or else in those of the kind that fails.
+
+    Returns:
+        None if that explains nothing, or no search is compared.
+    """
+    if trials.case.search is None:
+        return None
+    kinds = [trials, *filter(None, [trials.of_one_search()])]
+    tried = [attempt for mistake in known if (attempt := trials.run(Hypothesis((mistake,))))]
+    exact = [attempt for attempt in tried if attempt.is_exact]
+    confirmed = [[one for one in exact if some.holds_elsewhere(one.hypothesis)] for some in kinds]
+    if not any(confirmed):
+        progress("the numbers of a search")
+        confirmed = list(fitting_parameters(trials, kinds))
+    for some, found in zip(kinds, confirmed, strict=True):
+        if found and some is trials:
+            return _exact(port, found, tried)
+        if found:
+            kind = "greedy" if trials.case.options.beam_size is None else "beam"
+            diagnosis = _exact(port, found, tried)
+            names = tuple(f"{name}, in {kind} search only" for name in diagnosis.hypotheses)
+            sentence = f"in {kind} search, {diagnosis.sentence}"
+            return replace(diagnosis, sentence=sentence, hypotheses=names, config={})
+    return None
 
 
 def reproducing_output(case: Case, actual: Arrays, known: Sequence[Mistake]) -> list[Hypothesis]:

@@ -29,10 +29,10 @@ from transformer_parity.transformer.mistakes.catalogue import (
     STRUCTURE,
     TRAINING,
     UNPLANTED,
+    UNPLANTED_SEARCH,
 )
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.mistakes.mistake import Mistake
-from transformer_parity.transformer.mistakes.search import ONLY_HYPOTHESES
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
@@ -124,7 +124,7 @@ def hypotheses(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
     if STAGES[stage].trains:
         parts.append(STEP_VARIANTS)
     if STAGES[stage].searches:
-        parts += [SEARCH, ONLY_HYPOTHESES]
+        parts += [SEARCH, UNPLANTED_SEARCH]
     seen = {content(mistake) for mistake in found}
     for mistake in (mistake for part in parts for mistake in part):
         what = content(mistake)

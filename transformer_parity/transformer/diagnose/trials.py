@@ -122,6 +122,16 @@ class Trials:
         """Return the same with only the other cases in which the port differs."""
         return replace(self, others=[(case, shown) for case, shown in self.others if shown is not None])
 
+    def of_one_search(self) -> Trials | None:
+        """Return the same with only the other cases of the kind of search, greedy or beam; None if both kinds fail."""
+
+        def is_beam(case: Case) -> bool:
+            return case.options.beam_size is not None
+
+        alike = [(case, shown) for case, shown in self.others if is_beam(case) == is_beam(self.case)]
+        failing = [case for case, shown in self.others if shown is not None]
+        return replace(self, others=alike) if all(is_beam(case) == is_beam(self.case) for case in failing) else None
+
 
 def _beginnings(case: Case) -> Iterator[Case]:
     """Yield shorter runs of a case of training, in which most hypotheses are refuted."""

@@ -21,6 +21,7 @@ from transformer_parity.transformer.mistakes import (
     structure,
     training,
     unplanted,
+    unplanted_search,
 )
 from transformer_parity.transformer.mistakes.mistake import Mistake
 
@@ -51,6 +52,7 @@ SEARCH = [*search.CATALOGUE, *reported_training.SEARCH]
 EVERYWHERE = [*layers.EVERYWHERE, *reported.EVERYWHERE]
 UNPLANTED = unplanted.UNPLANTED
 STEP_VARIANTS = step_variants.STEP_VARIANTS
+UNPLANTED_SEARCH = [*search.ONLY_HYPOTHESES, *unplanted_search.SEARCHES]
 BACKWARD_BLOCKS, BACKWARD_PATHS, LOSSES = by_hand.BLOCKS, by_hand.PATHS, by_hand.LOSSES
 
 

@@ -1,0 +1,197 @@
+"""Mistakes of searches and of their caches that are hypotheses and are planted in no port."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from transformer_parity.transformer.mistakes.mistake import Edits, Mistake, changed, together
+from transformer_parity.transformer.mistakes.search import PENALISED, planned, ruled
+
+POSITION, IS_OVER = "cache.positions[n]", "is_over = finished[:, -1] >= attainable"
+SELF_MASK = "self_mask = cache.self_mask[..., : cache.length + 1]"
+TOTALS = "totals = self.alive[:, :, None] +"
+MOST = "best, index = self.top(totals.reshape(batch, -1), 2 * beam_size)  # [B, 2K]"
+LEFT = "alive, rank = self.top(np.where(~ends, best, -inf), beam_size)  # [B, K]"
+FOUND = "ids, scores = state.best()\n"
+IN_STEP = "sentence = np.arange(batch)[:, None]\n"
+NEXT = "    log_probabilities = log_softmax(logits)\n"
+LIKELIEST = "log_probabilities.argmax(-1)"
+POOL = "return self.finished_ids, self.finished"
+UNFINISHED_POOL = """\
+none = self.finished == -inf
+        size = none.shape[1]
+        return np.where(none[:, :, None], self.ids[:, :size], self.finished_ids), self.finished"""
+RESULT = "return search_result(ids, scores, plan.pad_id, plan.num_hypotheses)"
+# How rows of a beam [R], those of one sentence side by side, may read what belongs to sentences [B].
+RIGHT, TILED, FIRST = "x.repeat(copies, 0)", "np.tile(x, (copies, 1, 1, 1))", "x[:1].repeat(copies * len(x), 0)"
+KEPT_IN_PLACE = """\
+        over = (self.ids == plan.eos_id).any(2)
+        stays = np.where(np.arange(vocabulary) == plan.pad_id, 0.0, -inf)
+        going = _next_log_probabilities(logits, self.ids, n, plan).reshape(batch, beam_size, vocabulary)
+        totals = self.alive[:, :, None] + np.where(over[:, :, None], stays, going)
+        lengths = np.where(over, (self.ids != plan.pad_id).sum(2), n)[:, :, None]
+        ranked, index = self.top((totals / {compared}).reshape(batch, -1), beam_size)
+        best = np.take_along_axis(totals.reshape(batch, -1), index, 1)
+        parent, token = index // vocabulary, index % vocabulary
+        ids = self.ids[sentence, parent]
+        ids[:, :, n - 1] = token
+        ended = (ids == plan.eos_id).any(2)
+        is_over = {stop} | (plan.limits == n)
+        lengths = (ids != plan.pad_id).sum(2)
+        found, rank = self.top(best / {final}, pool_size)
+        now = is_over & (self.alive != -inf).any(1)
+        state = self._replace(
+            tokens=token,
+            ids=ids,
+            alive=np.where(is_over[:, None], -inf, best),
+            finished=np.where(now[:, None], found, self.finished),
+            finished_ids=np.where(now[:, None, None], ids[sentence, rank], self.finished_ids),
+        )
+        return state, (sentence * beam_size + parent).reshape(-1)
+"""
+
+
+def in_search(old: str, new: str) -> Edits:
+    """Return an edit of the steps of greedy and beam search."""
+    return changed("search", numpy=(old, new))
+
+
+def returned(line: str) -> Edits:
+    """Return an edit that changes the tokens that a search returns."""
+    return changed("search_loop", numpy=(FOUND, f"{FOUND}    {line}\n"))
+
+
+def seen(where: str) -> Edits:
+    """Return an edit that limits which positions the self-attention of a cached step sees."""
+    return changed("decoder", numpy=(SELF_MASK, f"{SELF_MASK} & ({where})"))
+
+
+def at_position(position: str) -> Edits:
+    """Return an edit that gives each token of a cached step another position."""
+    vectors = f"self.target_position.vectors({position} + 1)[{position}].astype(cache.positions.dtype)"
+    return changed("transformer", numpy=(POSITION, vectors))
+
+
+def read_by_rows(memory: str, mask: str) -> Edits:
+    """Return edits by which the rows of a beam attend to other memories, or under other masks."""
+    lines = f"""{SELF_MASK}
+        copies = len(x) // len(cache.cross_mask)
+        memories = [type(one)(*({memory} for x in one)) for one in cache.memory]
+        cross_mask = next({mask} for x in [cache.cross_mask])"""
+    edits = ((SELF_MASK, lines), ("cache.memory, pasts,", "memories, pasts,"), ("cache.cross_mask,", "cross_mask,"))
+    return together(*(changed("decoder", numpy=edit) for edit in edits))
+
+
+def kept_in_place(stop: str, final: str, compared: str = "1.0") -> Edits:
+    """Return an edit by which ended hypotheses stay in the beam, and take up places of those that go on.
+
+    Args:
+        stop: When the search of a sentence is over, given which hypotheses have ended [B, K].
+        final: What the log-probabilities of the last beam are divided by, to find the best.
+        compared: What those of the candidates are divided by, to choose the beam.
+    """
+    return in_search(IN_STEP, IN_STEP + KEPT_IN_PLACE.format(stop=stop, final=final, compared=compared))
+
+
+# A sentence may be left without a hypothesis, which is an error in the reference.
+MAY_BE_EMPTY = changed(
+    "search_loop", numpy=(RESULT, "return SearchResult(*(x[:, : plan.num_hypotheses] for x in (ids, scores)))")
+)
+ONE_IS_ENOUGH = together(
+    MAY_BE_EMPTY,
+    in_search("return self.unfinished.any()", "return self.unfinished.all()"),
+    in_search("return (self.alive != -inf).any()", "return (self.alive != -inf).any(1).all()"),
+)
+STOPS = {"ended.all(1)": "", "ended[:, 0]": ", until the best one has ended"}
+SCORE = "plan.penalties[lengths]"
+
+SEARCHES = [
+    Mistake(name, "", edits)
+    for name, edits in {
+        "the memory tiled for the beam, so that hypotheses read other sentences": read_by_rows(TILED, RIGHT),
+        "the source's mask tiled for the beam, so that hypotheses have masks of other sentences": read_by_rows(
+            RIGHT, TILED
+        ),
+        "memory and mask tiled for the beam, so that hypotheses read other sentences": read_by_rows(TILED, TILED),
+        "the memory of the first sentence in every cached step": read_by_rows(FIRST, RIGHT),
+        "the source's mask of the first sentence in every cached step": read_by_rows(RIGHT, FIRST),
+        "positions of cached steps one too high": at_position("(n + 1)"),
+        "positions of cached steps one too high, from the second on": at_position("(n + (n > 0))"),
+        "cached steps whose token does not see itself, from the second on": seen(
+            "(np.arange(cache.length + 1) < cache.length) | (cache.length == 0)"
+        ),
+        "stops for all sentences as soon as one is done": ONE_IS_ENOUGH,
+        "stops for all sentences as soon as one is done, with what is unfinished of the others": together(
+            ONE_IS_ENOUGH, in_search(POOL, UNFINISHED_POOL)
+        ),
+        "stops when the best hypothesis of the beam has ended": in_search(IS_OVER, "is_over = ends[:, 0]"),
+        **{
+            f"ended hypotheses keep their places in the beam{words}{ranked}": kept_in_place(stop, final, compared)
+            for (stop, words), (final, compared, ranked) in product(
+                STOPS.items(),
+                (
+                    (SCORE, "1.0", ""),
+                    ("1.0", "1.0", ", and no length penalty"),
+                    (SCORE, SCORE, ", all compared by their scores"),
+                ),
+            )
+        },
+        "an ended hypothesis leaves its place in the beam empty for a step": in_search(
+            MOST, f"{MOST}\n        best = np.where(np.arange(best.shape[1]) < beam_size, best, -inf)"
+        ),
+        "the first hypothesis that ends is kept, not the best": ruled("pool='first'"),
+        "hypotheses at the maximum length do not count": together(
+            MAY_BE_EMPTY, in_search("where(ends, best", "where(token == plan.eos_id, best")
+        ),
+        "hypotheses at the maximum length count only where none has ended before": in_search(
+            "where(ends, best",
+            "where((token == plan.eos_id) | ends & (self.finished == -inf).all(1)[:, None], best",
+        ),
+        "scores of running hypotheses divided by the length penalty in each step": in_search(
+            LEFT, f"{LEFT}\n        alive = alive / plan.penalties[n]"
+        ),
+        "scores of running hypotheses divided by the growth of the length penalty in each step": in_search(
+            TOTALS, "totals = (self.alive * (plan.penalties[n - 1] / plan.penalties[n]))[:, :, None] +"
+        ),
+        "probabilities added up in place of log-probabilities": in_search(
+            NEXT, NEXT.replace("log_softmax(logits)", "np.exp(log_softmax(logits))")
+        ),
+        "the end symbol's log-probability is not added": in_search(
+            PENALISED, PENALISED.replace("best", "np.where(token == plan.eos_id, self.alive[sentence, parent], best)")
+        ),
+        "hypotheses keep the earlier tokens of their places in the beam": in_search(
+            "candidates = self.ids[sentence, parent]",
+            "candidates = self.ids[sentence, np.arange(parent.shape[1]) % beam_size]",
+        ),
+        "the cache is reordered without the sentence's offset": in_search(
+            "(sentence * beam_size + parent)", "(sentence * 0 + parent)"
+        ),
+        "the cache is reordered only until a hypothesis has ended": changed(
+            "search_loop", numpy=("if rows is not None:", "if rows is not None and not (state.finished > -9e9).any():")
+        ),
+        **{
+            f"tokens chosen by {what} rounded to {dtype}": in_search(
+                LIKELIEST, f'{scores}.astype("{dtype}").argmax(-1)'
+            )
+            for (scores, what), dtype in product(
+                {"np.exp(log_probabilities)": "probabilities", "log_probabilities": "log-probabilities"}.items(),
+                ("bfloat16", "float16"),
+            )
+        },
+        "the end symbol is left out of what is returned": returned(
+            "ids = np.where(ids == plan.eos_id, plan.pad_id, ids)"
+        ),
+        "the start symbol is part of what is returned": returned(
+            "ids = np.concatenate([np.full_like(ids[:, :, :1], plan.start_id), ids], 2)"
+        ),
+        **{
+            f"sentences come back in the order of their source lengths, the {which} first": returned(
+                f'ids = ids[np.argsort({sign}source_mask.sum(1), kind="stable")]'
+            )
+            for sign, which in (("", "shortest"), ("-", "longest"))
+        },
+        "sources are cut at the length of the first sentence": planned(
+            "source_mask = source_mask & (__import__('numpy').arange(source_mask.shape[1]) < source_mask[0].sum())"
+        ),
+    }.items()
+]
