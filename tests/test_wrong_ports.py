@@ -18,7 +18,7 @@ import reference_numpy
 from transformer_parity.engine.findings import AGREES, SKIPPED
 from transformer_parity.transformer.cases.for_ports import model_cases, port_cases, port_config
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.diagnose import diagnosis as diagnosis_module
+from transformer_parity.transformer.diagnose import several
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN
 from transformer_parity.transformer.diagnose.investigate import Investigation
 from transformer_parity.transformer.ports.protocol import Placements
@@ -32,7 +32,7 @@ TAPS = {"all": ("**",), "few": ("*.output", "*.layers.*.output"), "none": ()}
 
 @pytest.fixture(autouse=True)
 def few_attempts(monkeypatch):
-    monkeypatch.setattr(diagnosis_module, "ATTEMPTS", 30)  # of several mistakes at once, where none fits
+    monkeypatch.setattr(several, "ATTEMPTS", 30)  # of several mistakes at once, where none fits
 
 
 def reports_of(kind, *stages, **fields):
@@ -399,7 +399,7 @@ def test_a_wrong_schedule_is_named(schedule, name):
 
 @pytest.mark.extended("schedules")
 def test_a_schedule_that_is_not_known_shows_in_how_far_the_weights_move(monkeypatch):
-    monkeypatch.setattr(diagnosis_module, "ATTEMPTS", 10)
+    monkeypatch.setattr(several, "ATTEMPTS", 10)
     (found,) = said_of_schedule("cubic")
     said = " ".join((found.sentence, *found.signatures))
     assert found.confidence == LIKELY

@@ -24,6 +24,7 @@ none = self.finished == -inf
 RESULT = "return search_result(ids, scores, plan.pad_id, plan.num_hypotheses)"
 # How rows of a beam [R], those of one sentence side by side, may read what belongs to sentences [B].
 RIGHT, TILED, FIRST = "x.repeat(copies, 0)", "np.tile(x, (copies, 1, 1, 1))", "x[:1].repeat(copies * len(x), 0)"
+RIGHT_ROWS, TILED_ROWS = "{x}.repeat(beam_size, 0)", "np.concatenate([{x}] * beam_size)"
 KEPT_IN_PLACE = """\
         over = (self.ids == plan.eos_id).any(2)
         stays = np.where(np.arange(vocabulary) == plan.pad_id, 0.0, -inf)
@@ -82,6 +83,17 @@ def read_by_rows(memory: str, mask: str) -> Edits:
     return together(*(changed("decoder", numpy=edit) for edit in edits))
 
 
+def read_without_cache(memory: str, mask: str) -> Edits:
+    """Return edits by which a search without a cache decodes under other memories or masks, each prefix by one."""
+    edits = (
+        ("decoder = model if use_cache else _Uncached(model)", "decoder = _Uncached(model)"),
+        ("source_mask.repeat(beam_size, 0)", f"{mask.format(x='source_mask')}"),
+        (".encode(source_ids, source_mask).repeat(beam_size, 0)", ".encode(source_ids, source_mask)"),
+        ("# [R, S, d_model]\n", f"\n        self.memory = {memory.format(x='self.memory')}\n"),
+    )
+    return together(*(changed("search_loop", numpy=edit) for edit in edits))
+
+
 def kept_in_place(stop: str, final: str, compared: str = "1.0") -> Edits:
     """Return an edit by which ended hypotheses stay in the beam, and take up places of those that go on.
 
@@ -113,6 +125,14 @@ SEARCHES = [
             RIGHT, TILED
         ),
         "memory and mask tiled for the beam, so that hypotheses read other sentences": read_by_rows(TILED, TILED),
+        **{
+            f"{what} tiled for the beam, in a search without a cache": read_without_cache(memory, mask)
+            for what, memory, mask in (
+                ("the memory", TILED_ROWS, RIGHT_ROWS),
+                ("the source's mask", RIGHT_ROWS, TILED_ROWS),
+                ("memory and mask", TILED_ROWS, TILED_ROWS),
+            )
+        },
         "the memory of the first sentence in every cached step": read_by_rows(FIRST, RIGHT),
         "the source's mask of the first sentence in every cached step": read_by_rows(RIGHT, FIRST),
         "positions of cached steps one too high": at_position("(n + 1)"),

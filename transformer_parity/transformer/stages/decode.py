@@ -54,7 +54,7 @@ class DecodeStage(Stage):
         return {**_stepwise(reference.decode_stepwise(*inputs)), OUTPUT: reference.model(*inputs), **searched}
 
     def diagnosed(self, case: Case, tensors: Tensors) -> Tensors:
-        """Return the tensors with tokens in a fixed shape: padding is 0, and any token above.
+        """Return the tensors with tokens in a fixed shape: padding behind a hypothesis is 0, and any token above.
 
         A search that returns no token at all supports no hypothesis and contradicts none, so its tokens are omitted.
         """
@@ -64,7 +64,8 @@ class DecodeStage(Stage):
             return {name: value for name, value in tensors.items() if name != TOKENS}
         ids = tensors[TOKENS]
         wide = np.zeros((*ids.shape[:2], max(case.options.max_length or 0, ids.shape[2])))
-        wide[..., : ids.shape[2]] = ids + 1
+        is_behind = np.logical_and.accumulate((ids == case.config.pad_id)[..., ::-1], axis=2)[..., ::-1]
+        wide[..., : ids.shape[2]] = np.where(is_behind, 0, ids + 1)
         return {**tensors, TOKENS: wide}
 
     def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
