@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tiers import first_alone
 
 import reference_numpy
 from transformer_parity.transformer.cases.case import tiny
@@ -116,8 +117,7 @@ def test_the_plain_search_is_right():
     assert said_of("") == []
 
 
-@pytest.mark.parametrize(
-    ("mistake", "name"),
+NAMES = first_alone(
     [
         ("narrow beam", "a beam of 3 hypotheses at most"),
         ("penalty of zero", "in place of 0"),
@@ -126,19 +126,21 @@ def test_the_plain_search_is_right():
         ("tiled", "the memory tiled for the beam, in a search without a cache"),
         ("one is enough", "stops for all sentences as soon as one is done"),
     ],
+    "searches",
 )
-def test_the_rule_of_a_search_is_named_with_its_number(mistake, name):
+
+
+@pytest.mark.parametrize("named", NAMES)
+def test_the_rule_of_a_search_is_named_with_its_number(named):
+    mistake, name = named
     (found,) = said_of(mistake)
     assert found.confidence == EXACT
     assert any(name in one for one in found.hypotheses), found.hypotheses
 
 
-@pytest.mark.parametrize(
-    ("mistake", "kind"),
-    [("greedy start", "greedy"), ("beam start", "beam")],
-)
-def test_a_mistake_of_one_kind_of_search_is_named_for_it_only(mistake, kind):
-    (found,) = said_of(mistake)
+@pytest.mark.parametrize("kind", first_alone(["greedy", "beam"], "searches"))
+def test_a_mistake_of_one_kind_of_search_is_named_for_it_only(kind):
+    (found,) = said_of(f"{kind} start")
     assert found.confidence == EXACT
     assert f"starts with the end symbol, in {kind} search only" in found.hypotheses
     assert found.sentence.startswith(f"in {kind} search, Wrong behaves exactly like the reference with ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
@@ -37,7 +38,7 @@ class Parameter:
     """
 
     words: str
-    edits: Mapping[float, Edits]
+    edits: Mapping[Any, Edits]
 
     def named(self, values: Sequence[float]) -> Mistake:
         """Return the mistake of all values that are the same here, with the roundest one's edits."""
@@ -56,7 +57,7 @@ def fitting_parameters(trials: Trials, kinds: Sequence[Trials]) -> Iterator[list
         kinds: The same case, with the other cases that a hypothesis has to reproduce.
     """
     exact = [
-        (parameter, {value: found for value in parameter.edits if (found := _reproduced(trials, parameter, value))})
+        (parameter, {value: one for value in parameter.edits if (one := _reproduced(trials, parameter, value))})
         for parameter in parameters(trials.case, trials.actual)
     ]
     for some in kinds:
