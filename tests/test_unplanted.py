@@ -25,8 +25,7 @@ CASES = {
         case
         for config in CONFIGS
         for case in port_cases(config)
-        if case.stage == stage
-        and (stage == DECODE or case.name.endswith(("/padded", "/one_token", "full/longest")))
+        if case.stage == stage and (stage == DECODE or case.name.endswith(("/padded", "/one_token", "full/longest")))
     ]
     for stage in (ACTIVATIONS, GRADIENTS, DECODE)
 }
