@@ -25,15 +25,6 @@ FUSED = {  # which tensors a port may hold as one, by the name of the one
     "kernel and bias of a layer are one": "name.rpartition('.')[0]",
     "all tensors of an encoder or decoder layer are one": "'.'.join(name.split('.')[:3])",
 }
-# torch's float32 arithmetic: a sum with a factor is rounded once, as by a fused multiply-add.
-TORCH = "one = lambda x: np.asarray(x, np.float32).astype(np.float64)"
-OF_TORCH = {
-    "m": f"{TORCH}\ng, given = one(g), g\nm[...] = one(one(m * one(beta1)) + one(1.0 - beta1) * g)",
-    "v": "v[...] = one(one(v * one(beta2)) + one(one(one(1.0 - beta2) * g) * g))",
-    "m_hat": "m_hat = one(m / one(correction1))",
-    "v_hat": "v_hat = one(v / one(correction2))",
-    "step": "step = one(one(one(learning_rate) * m_hat) / one(one(v_hat**0.5) + one(epsilon)))",
-}
 
 
 def corrected(first: str, second: str) -> Edits:
@@ -222,7 +213,6 @@ FORMULAS: dict[str, Edits] = {
             "steps": {"step": "{step}\nstep = step.astype('DTYPE').astype(g.dtype)"},
         }.items()
     },
-    "moments and steps computed in float32": formulas(**OF_TORCH),
 }
 AROUND: dict[str, Edits] = {
     "clipped by the square of the norm": clipped_by("norm**2"),
