@@ -126,17 +126,27 @@ def test_the_first_wrong_token_of_padded_sentences_is_named():
     assert said.endswith("with padding in the source")
 
 
-@pytest.mark.parametrize(("beginning", "part"), [("", "all parameters"), ("encoder.", "the layers of the encoder")])
-def test_weights_from_before_a_step_are_recognized(beginning, part):
-    case, truth = CASES["steps/port"], observed_in("steps/port")
+@pytest.mark.parametrize(
+    ("step", "older", "beginning", "words"),
+    [
+        (1, 0, "", "the weights that all parameters had before the first step"),
+        (1, 0, "encoder.", "the weights that the layers of the encoder had before the first step"),
+        (5, 1, ("source_embedding.", "encoder."), "the weights that the encoder had after step 1"),
+    ],
+)
+def test_weights_from_before_a_step_are_recognized(step, older, beginning, words):
+    config = tiny(d_k=None, d_v=None, tie_embeddings="none")
+    case = next(case for case in port_cases(config) if case.name == "steps/port")
+    truth = dict(observed(TRUTH, case))
     weights = {
-        name: array if name.startswith(beginning) else truth.get(f"step 1 weight {name}", array)
+        name: truth.get(f"step {older if name.startswith(beginning) else step} weight {name}", array)
         for name, array in case.load_weights().items()
     }
-    found = dict(other_calls(case, DEFINITION.load(CONFIG, weights, Placement("float64"))))
-    changed = {f"step 1 {name}": found[name] for name in ("logits", "tokens")}
-    (said,) = [one for one in patterns(shown("steps/port", changed)) if "computed with" in one]
-    assert said.endswith(f"`generate` computed with the weights that {part} had before the step")
+    found = dict(other_calls(case, DEFINITION.load(config, weights, Placement("float64"))))
+    changed = {f"step {step} {name}": found[name] for name in ("logits", "tokens")}
+    differing = Differing(case, tuple(changed), {**truth, **changed}, truth)
+    (said,) = [one for one in patterns(differing) if "computed with" in one]
+    assert said.endswith(words)
 
 
 def test_losses_of_float32_are_recognized():

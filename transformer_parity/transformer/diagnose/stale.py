@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import combinations
 
 import numpy as np
 from numpy import ndarray
@@ -29,7 +30,7 @@ PARTS = {  # beginnings of the names of parameters, in words
 
 
 def stale_weights(case: Case, actual: Arrays, truth: Arrays) -> str:
-    """Say with which weights from before the first step a method's wrong results are right; empty if with none.
+    """Say with which weights of an earlier step a method's wrong results are right; empty if with none.
 
     Args:
         case: A case of training, with calls of other methods between steps.
@@ -37,22 +38,29 @@ def stale_weights(case: Case, actual: Arrays, truth: Arrays) -> str:
         truth: The reference's tensors.
     """
     start = case.load_weights()
-    trained = {name: truth.get(f"step 1 weight {name}", array) for name, array in start.items()}
-    names = [name for name in actual if name.startswith("step 1 ") and name.endswith((" logits", " tokens"))]
-    names = [name for name in names if np.shape(actual[name]) == np.shape(truth[name])]
-    wrong = [name for name in names if relative_error(actual[name], truth[name]) > SAME]
-    if not wrong or all(trained[name] is start[name] for name in start):
-        return ""
-    for part, beginnings in PARTS.items():
-        stale = {name: start[name] if name.startswith(beginnings) else array for name, array in trained.items()}
-        if _reproduces(case, stale, {name: actual[name] for name in wrong}):
-            methods = " and ".join(METHODS[name.split()[2]] for name in wrong)
-            return f"after step 1, {methods} computed with the weights that {part} had before the step"
+    weights = {0: start}
+    for step in case.calls:
+        weights[step] = {name: truth.get(f"step {step} weight {name}", array) for name, array in start.items()}
+    for step, older in combinations(sorted(weights, reverse=True), 2):
+        names = [f"step {step} {result}" for result in METHODS if f"step {step} {result}" in actual]
+        names = [name for name in names if np.shape(actual[name]) == np.shape(truth[name])]
+        wrong = {name: actual[name] for name in names if relative_error(actual[name], truth[name]) > SAME}
+        if not wrong or f"step {step} weight {next(iter(start))}" not in truth:
+            continue
+        for part, beginnings in PARTS.items():
+            stale = {
+                name: weights[older][name] if name.startswith(beginnings) else array
+                for name, array in weights[step].items()
+            }
+            if _reproduces(case, step, stale, wrong):
+                methods = " and ".join(METHODS[name.split()[2]] for name in wrong)
+                since = f"after step {older}" if older else "before the first step"
+                return f"after step {step}, {methods} computed with the weights that {part} had {since}"
     return ""
 
 
-def _reproduces(case: Case, weights: Mapping[str, ndarray], wanted: Arrays) -> bool:
-    """Whether the reference with some weights has the results that a port showed after step 1."""
+def _reproduces(case: Case, step: int, weights: Mapping[str, ndarray], wanted: Arrays) -> bool:
+    """Whether the reference with some weights has the results that a port showed after a step."""
     loaded = DEFINITION.load(case.config, weights, Placement("float64"))
-    found = {f"step 1 {name}": array for name, array in other_calls(case, loaded)}
+    found = {f"step {step} {name}": array for name, array in other_calls(case, loaded)}
     return all(relative_error(array, found[name]) <= SAME for name, array in wanted.items())
