@@ -1,8 +1,9 @@
-"""What a port's numbers show by themselves: its learning rate, its weight decay, and positions in float32.
+"""Numbers that a port's tensors show without a search: learning rate, weight decay, wavelengths and positions.
 
-Adam's first step does not depend on the size of a gradient: where every weight moves the right way, and all by the same
-factor too far, the rate of that step is wrong by this factor. Decoupled weight decay is what the first step subtracts
-beside Adam's update.
+Adam's first step doesn't depend on the size of a gradient. If every weight moves the right way and too far by one
+factor, the learning rate of that step is wrong by this factor. Unlike ``schedule``, which measures every rate and names
+none of its causes, this module names a constant rate, a factor, and a different warm-up. It also measures the first
+step of a port in which something besides the rates is wrong.
 """
 
 from __future__ import annotations
