@@ -241,6 +241,16 @@ LOSSES = mistakes(
         "a loss that doesn't leave out padding, and the right number of tokens": of_loss(
             ("np.where(counted, losses, 0.0)", "losses"), ("target, 0.0)", "target, masked_softmax(logits) - target)")
         ),
+        "averaged by sentence, with sentences without labels in the number": of_loss(
+            (
+                f"np.where(counted, losses, 0.0).sum()), {NUMBER}",
+                "(np.where(counted, losses, 0.0).sum(1) / np.maximum(counted.sum(1), 1)).sum()), np.asarray(len(labels)",
+            ),
+            (
+                "masked_softmax(logits) - target, 0.0)",
+                "masked_softmax(logits) - target, 0.0) / np.maximum(counted.sum(1, keepdims=True), 1)",
+            ),
+        ),
         "labels one position further": other_labels("np.roll(labels, -1, 1)"),
         "labels one position further, padded at the end": other_labels(
             "np.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=config.pad_id)"
