@@ -244,7 +244,8 @@ LOSSES = mistakes(
         "averaged by sentence, with sentences without labels in the number": of_loss(
             (
                 f"np.where(counted, losses, 0.0).sum()), {NUMBER}",
-                "(np.where(counted, losses, 0.0).sum(1) / np.maximum(counted.sum(1), 1)).sum()), np.asarray(len(labels)",
+                "(np.where(counted, losses, 0.0).sum(1) / np.maximum(counted.sum(1), 1)).sum()),"
+                " np.asarray(len(labels)",
             ),
             (
                 "masked_softmax(logits) - target, 0.0)",
