@@ -52,12 +52,12 @@ def swapped(*names: str) -> dict[str, ndarray]:
         ),
         (
             {f"{A}query_proj.bias": RIGHT[f"{B}query_proj.bias"]},
-            "the gradient of encoder.layers.0.self_attention.query_proj.bias is that of "
+            "the gradient of encoder.layers.0.self_attention.query_proj.bias is the gradient of "
             "encoder.layers.1.self_attention.query_proj.bias",
         ),
         (
             {f"{A}query_proj.kernel": RIGHT[f"{A}key_proj.kernel"].T},
-            f"the gradient of {A}query_proj.kernel is the transpose of that of {A}key_proj.kernel",
+            f"the gradient of {A}query_proj.kernel is the transposed gradient of {A}key_proj.kernel",
         ),
         ({f"{A}query_proj.bias": RNG.normal(size=4)}, ""),
         ({f"{A}query_proj.bias": np.zeros(4)}, ""),

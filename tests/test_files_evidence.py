@@ -23,7 +23,7 @@ from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY
 from transformer_parity.transformer.diagnose.files import investigate_files
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses
 from transformer_parity.transformer.diagnose.places import Place
-from transformer_parity.transformer.diagnose.schedule import of_schedule
+from transformer_parity.transformer.diagnose.schedule import schedule_in_words
 from transformer_parity.transformer.diagnose.signatures import signatures
 from transformer_parity.transformer.diagnose.trials import TRUTH, observed
 from transformer_parity.transformer.golden import compare as golden
@@ -36,7 +36,7 @@ from transformer_parity.transformer.stages.training_stage import WHOLE
 CONFIG = tiny("paper_base", d_k=None, d_v=None)
 NAMES = ("full/padded", "full/one_token", "gradients/padded", "gradients/one_token", "steps/port")
 KULLBACK_LEIBLER = "a Kullback-Leibler divergence as loss, which lacks the entropy of the smoothed labels"
-SHIFTED = "the decoder's input shifted right, with the last token in front"
+SHIFTED = "the decoder's input shifted right, with the last token first"
 TRIED = (
     KULLBACK_LEIBLER,
     SHIFTED,
@@ -303,8 +303,8 @@ def test_base_of_wavelengths_is_measured(base):
 def test_learning_rates_of_the_schedule_are_no_diagnosis():
     case = CASES["steps/port"]
     rates = [case.training.learning_rate(step, CONFIG.d_model) for step in range(1, 21)]
-    assert of_schedule(case, rates) == ""
-    assert of_schedule(case, [2.0 * rate for rate in rates])
+    assert schedule_in_words(case, rates) == ""
+    assert schedule_in_words(case, [2.0 * rate for rate in rates])
 
 
 def test_no_learning_rate_is_fitted_to_a_loss_before_the_first_update(monkeypatch):

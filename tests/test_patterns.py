@@ -12,7 +12,7 @@ from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.compare.runner import tensors
-from transformer_parity.transformer.diagnose.measured import of_learning_rate
+from transformer_parity.transformer.diagnose.measured import first_step_in_words
 from transformer_parity.transformer.diagnose.patterns import Differing, among_cases, described, not_finite, patterns
 from transformer_parity.transformer.diagnose.properties import only_float32
 from transformer_parity.transformer.diagnose.trials import TRUTH, observed
@@ -186,7 +186,7 @@ def test_a_factor_that_changes_is_no_learning_rate():
     case = CASES["steps/port"]
     other = replace(case, settings=replace(case.training, beta1=0.5))
     actual = tensors(DEFINITION.load(CONFIG, case.load_weights(), Placement("float64")), other)
-    assert "look at the learning rate" not in of_learning_rate(case, actual)
+    assert "look at the learning rate" not in first_step_in_words(case, actual)
 
 
 def test_float32_everywhere_is_recognized_by_the_values():

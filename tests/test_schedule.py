@@ -13,7 +13,7 @@ from transformer_parity.transformer.cases.case import STEPS, Case, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, diagnose
 from transformer_parity.transformer.diagnose.hypotheses import hypotheses
-from transformer_parity.transformer.diagnose.schedule import measured_rates, of_schedule
+from transformer_parity.transformer.diagnose.schedule import measured_rates, schedule_in_words
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.rates import scheduled
@@ -41,8 +41,8 @@ def trained_by(rate: Callable[[int], float]) -> Tensors:
 @pytest.mark.parametrize(
     ("rate", "words"),
     [
-        (lambda step: usual(step - 1), "step n takes settings.learning_rate(n - 1, d_model)"),
-        (lambda step: usual(step + 1), "step n takes settings.learning_rate(n + 1, d_model)"),
+        (lambda step: usual(step - 1), "step n uses settings.learning_rate(n - 1, d_model)"),
+        (lambda step: usual(step + 1), "step n uses settings.learning_rate(n + 1, d_model)"),
         (lambda step: 1e-3, "its learning rate is 0.001 in steps 1 to 20"),
         (
             lambda step: 1e-4 if step < 8 else 2e-4,
@@ -60,7 +60,7 @@ def test_rates_are_measured_and_described(rate: Callable[[int], float], words: s
     shown = trained_by(rate)
     rates = measured_rates(CASE, shown)
     np.testing.assert_allclose(rates, [rate(step) for step in range(1, 21)], rtol=1e-8, atol=1e-15)
-    assert of_schedule(CASE, rates) == words
+    assert schedule_in_words(CASE, rates) == words
 
 
 def test_a_diagnosis_states_rates_that_no_known_mistake_explains() -> None:

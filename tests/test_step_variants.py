@@ -70,7 +70,10 @@ def diagnosed(edits: Sequence[tuple[str, str, str]]) -> Diagnosis:
             [(M, f"was = m + 0.0\n            {M}"), (M_HAT, "m_hat = was / correction1")],
             "the first moment of the step before",
         ),
-        ([(THETA, f"theta *= 0.99\n            {THETA}")], "weights reduced by 0.01 of themselves in each step"),
+        (
+            [(THETA, f"theta *= 0.99\n            {THETA}")],
+            "weight decay of 0.01 per step, regardless of the learning rate",
+        ),
     ],
 )
 def test_other_formulas_of_adam_are_named(edits: Sequence[tuple[str, str]], name: str) -> None:
@@ -91,17 +94,17 @@ CORRECTIONS = "settings.bias_corrections(self.step + 1)"
                 ("optimizer", SET_V, "0.0125"),
                 ("training", CORRECTIONS, f"({CORRECTIONS}[0], 1 - 0.9875**(self.step + 1))"),
             ],
-            "beta2 0.9875 in place of 0.98",
+            "beta2 0.9875 instead of 0.98",
         ),
         (
             [("optimizer", SET_M, "0.3"), ("training", CORRECTIONS, f"(1 - 0.7**(self.step + 1), {CORRECTIONS}[1])")],
-            "beta1 0.7 in place of 0.9",
+            "beta1 0.7 instead of 0.9",
         ),
-        ([("optimizer", SET_EPSILON, "3e-5")], "epsilon 3e-05 in place of 1e-09"),
+        ([("optimizer", SET_EPSILON, "3e-5")], "epsilon 3e-05 instead of 1e-09"),
         ([("optimizer", SET_EPSILON, "1e-9")], "epsilon 1e-09"),
         (
             [("training", "clip_factor(norm, settings.clip_norm)", "clip_factor(norm, settings.clip_norm and 0.23)")],
-            "a clip norm of 0.23, where clipping is on",
+            "a clip norm of 0.23, if clipping is on",
         ),
         (
             [("optimizer", THETA, f"if name != 'encoder.layers.0.feed_forward.inner_proj.kernel': {THETA}")],
@@ -132,7 +135,7 @@ CORRECTIONS = "settings.bias_corrections(self.step + 1)"
                 ("optimizer", M_HAT, "m_hat = m / (1 - settings.beta1**count)"),
                 ("optimizer", V_HAT, "v_hat = v / (1 - settings.beta2**count)"),
             ],
-            "a counter of the bias corrections that increases with every tensor and begins anew with every step",
+            "a counter of the bias corrections that increases with every tensor and restarts in every step",
         ),
     ],
 )

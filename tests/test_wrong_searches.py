@@ -120,7 +120,7 @@ def test_the_plain_search_is_right():
 NAMES = first_alone(
     [
         ("narrow beam", "a beam of 3 hypotheses at most"),
-        ("penalty of zero", "in place of 0"),
+        ("penalty of zero", "instead of 0"),
         ("capped penalty", "at most"),
         ("limit", "a maximum length of at most the longest source's, plus 1"),
         ("tiled", "the memory tiled for the beam, in a search without a cache"),

@@ -1,8 +1,8 @@
-"""Diagnosis: from a port's numbers to a sentence about what it does.
+"""The search for a change of the reference that reproduces a port's numbers: a mistake, a convention, or a number.
 
-The reference is run under each known mistake and each published convention, and under several at once where each makes
-more of the port's numbers right; one that reproduces all of them is what the port does. Where none does, the answer is
-"unknown"; what else is measured then stands in ``properties`` and ``signatures``.
+``diagnose`` runs the reference with each known mistake and convention, with numbers that are measured, and with several
+changes together. It returns the change that reproduces all numbers of the port, or else "unknown". The package's
+docstring lists all steps of a diagnosis.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformer_parity.transformer.diagnose.measured import (
 from transformer_parity.transformer.diagnose.measured_optimizer import measured_number, optimizer_hypotheses
 from transformer_parity.transformer.diagnose.measured_search import search_hypotheses
 from transformer_parity.transformer.diagnose.places import Place, at_single_places
-from transformer_parity.transformer.diagnose.schedule import measured_rates, of_schedule
+from transformer_parity.transformer.diagnose.schedule import measured_rates, schedule_in_words
 from transformer_parity.transformer.diagnose.search_parameters import fitting_parameters
 from transformer_parity.transformer.diagnose.several import PROMISING, clash, combinations, simplest
 from transformer_parity.transformer.diagnose.trials import TRUTH, Attempt, Trials
@@ -95,8 +95,8 @@ def diagnose(
 ) -> Diagnosis:
     """Find the hypothesis that reproduces every tensor of a port.
 
-    Where none does, the tensors of the kind that differs first are left out, and then all but the output: a tap may
-    show another value than its name stands for.
+    If none does in activations, it omits the tensors of the kind that differs first, and then all except the output,
+    because a tap may show a different value than its name promises.
 
     Args:
         case: What was run.
@@ -112,27 +112,30 @@ def diagnose(
     start = trials.run(TRUTH)
     if start is None or start.is_exact:
         return Diagnosis(f"every number that {port} shows here is right", UNKNOWN)
-    schedule = of_schedule(case, measured_rates(case, actual))
+    # Learning rates, or another number of the optimizer, that explain this case of training.
+    deviation = schedule_in_words(case, measured_rates(case, actual))
     rates = rate_hypotheses(case, actual)
     measured = [*rates, *optimizer_hypotheses(case, actual)]
     known = [*known, *decay_hypotheses(case, actual), *search_hypotheses(case, actual)]
     known += wavelength_hypotheses(case, actual)
     progress(f"{len(known) + len(measured)} hypotheses")
-    places = tuple if schedule else partial(at_single_places, case, actual, known)
-    if found := _apart_from_loss(trials, known, port, progress, places) or _of_search(trials, known, port, progress):
+    places = tuple if deviation else partial(at_single_places, case, actual, known)
+    if found := _apart_from_loss(trials, known, port, progress, places):
+        return found
+    if found := _named_in_search(trials, known, port, progress):
         return found
     exact, tried = _search(trials, start, [*known, *measured], progress, places, together=False)
-    if not exact and not schedule and (number := measured_number(trials)):
-        exact, schedule = [number], f"it has {number.hypothesis.name}"
-    # Several at once take a training each; where the rate is known to be wrong, they would only guess at the schedule.
-    if not exact and not (rates or schedule):
+    if not exact and not deviation and (number := measured_number(trials)):
+        exact, deviation = [number], f"it has {number.hypothesis.name}"
+    # Each set of mistakes takes a training. If the rate is wrong, sets would only guess at the schedule.
+    if not exact and not (rates or deviation):
         exact, several = _together(trials, start, tried, known, progress)
         tried += several
     confirmed = [attempt for attempt in exact if trials.holds_elsewhere(attempt.hypothesis)]
     if confirmed:
         return _exact(port, confirmed, tried)
-    if schedule:
-        return Diagnosis(f"in {case.name}, {port} trains exactly like the reference, except that {schedule}", EXACT)
+    if deviation:
+        return Diagnosis(f"in {case.name}, {port} trains exactly like the reference, except that {deviation}", EXACT)
     if not exact and case.stage == ACTIVATIONS and (found := _by_fewer_tensors(trials, start, known, port, progress)):
         return found
     if pairs := _and_another(trials, exact, known, progress):
@@ -182,17 +185,17 @@ def _apart_from_loss(
     return replace(_exact(port, confirmed, tried, note), config={})  # in one of the two, no config has this effect
 
 
-def _of_search(
+def _named_in_search(
     trials: Trials, known: Sequence[Mistake], port: str, progress: Callable[[str], None]
 ) -> Diagnosis | None:
-    """Name one mistake of a search, or one number in it: in all searches, or else in those of the kind that fails.
+    """Name one mistake or one number of a search: in all searches, or else only in greedy or beam search.
 
     Returns:
-        None if that explains nothing, or no search is compared.
+        None if none explains the tokens, or if the case has no search.
     """
     if trials.case.search is None:
         return None
-    kinds = [trials, *filter(None, [trials.of_one_search()])]
+    kinds = [trials, *filter(None, [trials.for_same_kind_of_search()])]
     tried = [attempt for mistake in known if (attempt := trials.run(Hypothesis((mistake,))))]
     exact = [attempt for attempt in tried if attempt.is_exact]
     confirmed = [[one for one in exact if some.holds_elsewhere(one.hypothesis)] for some in kinds]

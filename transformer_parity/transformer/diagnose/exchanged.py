@@ -8,14 +8,15 @@ from itertools import takewhile
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.transformer.diagnose.closeness import SAME
+
 Arrays = Mapping[str, ndarray]
-SAME = 1e-9  # relative: beyond rounding in float64
 LISTED = 3  # places in a sentence
 ENOUGH = 2  # different numbers in a tensor, without which equality with another one is no evidence
 
 
 def exchanged(actual: Arrays, right: Arrays, what: str, wrong: Callable[[str], bool]) -> str:
-    """Say which tensors are those of other names, if that explains all that are wrong; empty if it does not.
+    """Say which tensors have exchanged names; empty if that doesn't explain all wrong tensors.
 
     Args:
         actual: The port's tensors, by the names of parameters.
@@ -43,12 +44,12 @@ def exchanged(actual: Arrays, right: Arrays, what: str, wrong: Callable[[str], b
             for turn in turned
             if source != name and is_same(name, source, array.T if turn else array)
         ]
-        # Of several zeros, or equal numbers, the one beside it is meant.
+        # If several sources fit, as zeros do, a parameter of the same block is the likeliest.
         sources[name] = max(found, key=lambda other: len(_shared(name, other)), default="")
         if not sources[name]:
             return ""
-    tell = {source.removesuffix(".T") for source in sources.values()} - nothing
-    if not any(np.unique(right[source]).size >= ENOUGH for source in tell):
+    telling = {source.removesuffix(".T") for source in sources.values()} - nothing
+    if not any(np.unique(right[source]).size >= ENOUGH for source in telling):
         return ""
     return _in_words(sources, what)
 
@@ -60,7 +61,7 @@ def _shared(name: str, other: str) -> str:
 
 
 def _in_words(sources: Mapping[str, str], what: str) -> str:
-    """Describe which tensor is that of which other name, the same in several places once."""
+    """Return which tensors a port returns under other names; an exchange in several places is described once."""
     places: dict[str, list[str]] = {}
     done = set()
     for name, source in sources.items():
@@ -74,7 +75,7 @@ def _in_words(sources: Mapping[str, str], what: str) -> str:
             one, other = sorted((one, other))
             said = f"the {what}s of {{place}}{one} and {{place}}{other} are exchanged"
         else:
-            said = f"the {what} of {{place}}{one} is {'the transpose of ' if turned else ''}that of {{place}}{other}"
+            said = f"the {what} of {{place}}{one} is the {'transposed ' if turned else ''}{what} of {{place}}{other}"
         places.setdefault(said, []).append(shared)
     sentences = []
     for said, where in places.items():

@@ -12,7 +12,7 @@ from transformer_parity.transformer.diagnose.blame import REPLAYED, blame_files
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, Diagnosis, diagnose
 from transformer_parity.transformer.diagnose.hypotheses import hypotheses
 from transformer_parity.transformer.diagnose.investigate import FailureReport, first_failures, forward_agrees, shared
-from transformer_parity.transformer.diagnose.measured import of_learning_rate
+from transformer_parity.transformer.diagnose.measured import first_step_in_words
 from transformer_parity.transformer.diagnose.patterns import Differing, among_cases, not_finite, patterns
 from transformer_parity.transformer.diagnose.properties import only_float32
 from transformer_parity.transformer.diagnose.statements import (
@@ -66,8 +66,8 @@ def _report_on_files(
         report = replace(report, blame=evidence.blame)
     if found.confidence != EXACT:
         if nowhere := not_finite(about):
-            found = replace(with_first(found, [nowhere]), sentence=nowhere)
-        if rate := of_learning_rate(case, actual):
+            found = replace(found, sentence=nowhere, confidence=LIKELY)
+        if rate := first_step_in_words(case, actual):
             found = with_first(found, [rate])
         described = [*patterns(about), *among_cases(of_stage, case, others)]
         errors = of_error(evidence, case) if evidence and evidence.blame.introduced else []

@@ -29,7 +29,7 @@ from transformer_parity.transformer.diagnose.diagnosis import (
 )
 from transformer_parity.transformer.diagnose.exchanged import exchanged
 from transformer_parity.transformer.diagnose.hypotheses import hypotheses
-from transformer_parity.transformer.diagnose.measured import of_learning_rate
+from transformer_parity.transformer.diagnose.measured import first_step_in_words
 from transformer_parity.transformer.diagnose.own_forward import beside_forward
 from transformer_parity.transformer.diagnose.patterns import Differing, among_cases, not_finite, patterns
 from transformer_parity.transformer.diagnose.properties import is_random, lacking, of_path, only_float32, rounding
@@ -180,7 +180,7 @@ class Investigation:
                 found = Diagnosis(f"unknown: only {finding.tap} differs, by less than any known mistake", UNKNOWN)
             about = Differing.of(case, findings, shown, truth)
             if found.confidence != EXACT and (nowhere := not_finite(about)):
-                found = replace(with_first(found, [nowhere]), sentence=nowhere)
+                found = replace(found, sentence=nowhere, confidence=LIKELY)
             if found.confidence != EXACT and (others_name := self._exchanged(case, finding, about)):
                 found = replace(found, sentence=others_name, confidence=LIKELY)
             elif not forward and found.confidence != EXACT:
@@ -212,7 +212,7 @@ class Investigation:
                 return with_first(found, [statement])
         with suppress(Exception):  # losses that are missing or infinite show no rate
             case, tensors = shown[0]
-            if statement := of_learning_rate(case, tensors or {}):
+            if statement := first_step_in_words(case, tensors or {}):
                 return with_first(found, [statement])
         return found
 

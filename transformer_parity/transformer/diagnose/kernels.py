@@ -8,8 +8,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.comparison import Arrays
-
-SAME = 1e-9  # relative
+from transformer_parity.transformer.diagnose.closeness import is_close, without_heads
 
 
 def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:
@@ -25,9 +24,9 @@ def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str,
     if f"{own}.kernel" not in weights or np.shape(alone[name]) != wanted[name].shape:
         return ""
     kernel, bias = weights[f"{own}.kernel"], weights.get(f"{own}.bias", np.zeros(()))
-    actual, right = _merged(alone[name]), _merged(wanted[name])
-    states = [state for state in map(_merged, wanted.values()) if state.shape == (*right.shape[:2], len(kernel))]
-    read = next((state for state in states if _close(state @ kernel + bias, right)), None)
+    actual, right = without_heads(alone[name]), without_heads(wanted[name])
+    states = [state for state in map(without_heads, wanted.values()) if state.shape == (*right.shape[:2], len(kernel))]
+    read = next((state for state in states if is_close(state @ kernel + bias, right)), None)
     wrong = (actual != right).any(-1)  # padding has the reference's values
     for other, value in weights.items() if read is not None and wrong.any() else ():
         turned = {other: value, f"the transpose of {other}": value.T}
@@ -35,18 +34,7 @@ def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str,
             if (
                 matrix.shape == kernel.shape
                 and words != f"{own}.kernel"
-                and _close((read @ matrix + bias)[wrong], actual[wrong])
+                and is_close((read @ matrix + bias)[wrong], actual[wrong])
             ):
                 return f"the kernel is {words}, with the right bias" if bias.ndim else f"the kernel is {words}"
     return ""
-
-
-def _merged(array: ndarray) -> ndarray:
-    """Return the heads of a tensor side by side [B, L, H * d]."""
-    if array.ndim != 4:
-        return array
-    return array.transpose(0, 2, 1, 3).reshape(array.shape[0], array.shape[2], -1)
-
-
-def _close(actual: ndarray, wanted: ndarray) -> bool:
-    return actual.shape == wanted.shape and bool(np.abs(actual - wanted).max() <= SAME * np.abs(wanted).max())

@@ -16,6 +16,7 @@ from numpy import ndarray
 
 from reference_numpy.embedding import sinusoidal_encoding
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
+from transformer_parity.transformer.diagnose.closeness import SAME, best_factor
 from transformer_parity.transformer.diagnose.trials import TRUTH, Trials, observed
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.mistakes.optimizer import rate
@@ -25,7 +26,7 @@ from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_spec.config import TransformerConfig
 
 Arrays = Mapping[str, ndarray]
-EXACT, SURE = 1e-9, 1e-4  # relative
+SURE = 1e-4  # relative: a change of a weight this far from rounding in float64
 ROUNDED = 1e-6  # relative: rates of float32 are off by less
 SCHEDULE = "look at the learning rate, which is settings.learning_rate(step, d_model)"
 RATE, FIRST_RATE = (f"settings.learning_rate({step}, config.d_model)" for step in ("n", "1"))
@@ -37,7 +38,7 @@ DIGITS = 12  # of a factor that is measured: rounding leaves so many
 
 def rate_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
     """Return which schedules would yield the rate of the first step; none where it is right, or cannot be measured."""
-    factor = _moved(case, shown)[0]
+    factor = _move_factors(case, shown)[0]
     if not math.isfinite(factor) or factor <= 0.0 or abs(factor - 1.0) <= ROUNDED:
         return []
     settings = case.training
@@ -54,9 +55,9 @@ def rate_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
     return [Mistake(name, "", rate(new)) for new, name in found.items()]
 
 
-def of_learning_rate(case: Case, shown: Arrays) -> str:
+def first_step_in_words(case: Case, shown: Arrays) -> str:
     """Say by which factor the first step is too long; empty if it is not, or if that cannot be measured."""
-    first, *later = _moved(case, shown)
+    first, *later = _move_factors(case, shown)
     if not math.isfinite(first) or abs(first - 1.0) <= ROUNDED:
         return ""
     listed = ", ".join(f"{moved:.2g} after {step}" for step, moved in zip(SNAPSHOTS[1:], later, strict=True))
@@ -67,7 +68,7 @@ def of_learning_rate(case: Case, shown: Arrays) -> str:
     return f"in {case.name}, {factor}: {cause}"
 
 
-def _moved(case: Case, shown: Arrays) -> list[float]:
+def _move_factors(case: Case, shown: Arrays) -> list[float]:
     """Return how many times as far as they should the weights have moved, after each of some steps.
 
     The first is NaN where it is not the same for all weights; the others are means.
@@ -83,11 +84,11 @@ def _moved(case: Case, shown: Arrays) -> list[float]:
             np.concatenate([np.ravel(tensors[tap] - start[name].astype(np.float64)) for name, tap in names.items()])
             for tensors in (shown, usual)
         )
-        factor = float(actual @ expected / max(expected @ expected, 1e-300))
+        factor = best_factor(actual, expected)
         weights = np.concatenate([np.ravel(usual[tap]) for tap in names.values()])
         rounding = np.finfo(np.float64).eps * np.linalg.norm(weights)  # of weights that move little
         far = np.linalg.norm(actual - factor * expected)
-        same = far <= max(EXACT * np.linalg.norm(actual), rounding) and far < SURE * np.linalg.norm(actual)
+        same = far <= max(SAME * np.linalg.norm(actual), rounding) and far < SURE * np.linalg.norm(actual)
         found.append(factor if same or step > 1 else math.nan)
     return found
 
@@ -106,7 +107,7 @@ def decay_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]:
         if tap not in shown or tap not in usual or shown[tap].shape != weight.shape:
             continue
         less = usual[tap] - shown[tap]
-        part = float(np.vdot(less, weight) / max(np.vdot(weight, weight), 1e-300))
+        part = best_factor(less, weight)
         if np.linalg.norm(less - part * weight) > DECAYED * np.linalg.norm(less) + 1e-15 * np.linalg.norm(weight):
             return []
         parts[weight.ndim > 1].append(part)
@@ -119,8 +120,8 @@ def decay_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]:
     elif not np.allclose(parts[False], part, 1e-3, 0.0):
         return []
     value = f"{part / case.training.learning_rate(1, case.config.d_model):.6g}"
-    reduced = f"weights reduced by {part:.6g} of themselves in each step{but_which.replace('not of', 'not')}"
-    found = [Mistake(reduced, "", reduced_by(f"{part:.6g}", where))]
+    per_step = f"weight decay of {part:.6g} per step, regardless of the learning rate{but_which}"
+    found = [Mistake(per_step, "", reduced_by(f"{part:.6g}", where))]
     if value != "0.01":  # the catalog contains this value
         found.append(Mistake(f"decoupled weight decay of {value}{but_which}", "", decoupled(value, where)))
     return found

@@ -12,6 +12,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.diagnose.closeness import SAME, best_factor
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis
 from transformer_parity.transformer.diagnose.patterns import described
 from transformer_parity.transformer.diagnose.trials import TRUTH, Attempt, Trials, observed
@@ -27,7 +28,6 @@ from transformer_parity.transformer.stages.training_stage import LOSS, is_noise
 Arrays = Mapping[str, ndarray]
 BETAS = {"beta1": (0.9, 0.95, 0.85, 0.5), "beta2": (0.98, 0.99, 0.999, 0.95)}  # of published recipes
 EPSILONS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-9, 1e-10, 1e-12, 1e-16)  # the catalog contains 1e-8
-SAME = 1e-9  # relative: rounding of the difference between two weights
 CLOSE = 1e-3  # relative: more than epsilon changes, and less than a step more changes a correction
 GROUPS = 3  # different factors that one sentence can list
 COUNTED = 200  # steps of a counter that is found in the first one
@@ -78,7 +78,7 @@ def _by_tensor(case: Case, shown: Arrays) -> Iterator[Mistake]:
     right = {name: usual[tap] - start[name] for name, tap in taps.items()}
     if not all(np.isfinite(move).all() for move in moved.values()):
         return
-    factors = {name: float(np.vdot(moved[name], x) / max(np.vdot(x, x), 1e-300)) for name, x in right.items()}
+    factors = {name: best_factor(moved[name], x) for name, x in right.items()}
     far = {name: np.linalg.norm(moved[name] - factors[name] * x) for name, x in right.items()}
     least = {name: 1e-15 * np.linalg.norm(start[name]) for name in names}  # the rounding of weights that move little
     if all(far[name] <= SAME * np.linalg.norm(right[name]) + least[name] for name in names):
@@ -126,9 +126,9 @@ def _counters(case: Case, ratios: Mapping[str, float]) -> Iterator[Mistake]:
         return
     literal = repr(counts).replace("{", "{{").replace("}", "}}")
     for words, step in {
-        "begins anew with every step": "t - 1",
+        "restarts in every step": "t - 1",
         **{
-            f"never begins anew, of {n} tensors": f"(t - 1) * {n}"
+            f"never restarts, with {n} tensors": f"(t - 1) * {n}"
             for n in {max(counts.values()), len(case.load_weights())}
         },
     }.items():
@@ -188,7 +188,7 @@ def _confirmed(trials: Trials, name: str, value: float) -> Attempt | None:
     def rounded(digits: int) -> Hypothesis:
         other = 1.0 - float(f"{1.0 - value:.{digits}g}") if name.startswith("beta") else float(f"{value:.{digits}g}")
         other = float(f"{other:.{MOST}g}")
-        return Hypothesis((Mistake(f"{name} {other:.{MOST}g} in place of {usual:g}", "", assumed(**{name: other})),))
+        return Hypothesis((Mistake(f"{name} {other:.{MOST}g} instead of {usual:g}", "", assumed(**{name: other})),))
 
     if (attempt := trials.run(rounded(MOST))) is None or not attempt.is_exact:
         return None
@@ -203,7 +203,7 @@ def _of_clipping(name: str, value: float, usual: float) -> Iterator[Hypothesis]:
     value, multiple = (float(f"{number:.10g}") for number in (value, value / usual))
     for words, other in (
         {
-            f"a clip norm of {value:g}, where clipping is on": repr(value),
+            f"a clip norm of {value:g}, if clipping is on": repr(value),
             f"a clip norm that is {multiple:g} times as large": f"settings.clip_norm * {multiple!r}",
         }.items()
         if name == "clip_norm"

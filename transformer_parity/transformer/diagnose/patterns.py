@@ -19,13 +19,13 @@ from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.transformer.diagnose.circumstances import circumstances
+from transformer_parity.transformer.diagnose.closeness import SAME, best_factor
 from transformer_parity.transformer.diagnose.factors import factor_in_words
 from transformer_parity.transformer.diagnose.stale import stale_weights
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE, is_noise
 
-SAME = 1e-9  # relative: beyond rounding in float64
 PROJECTIONS = ("query", "key", "value", "inner", "output")
 KINDS = {  # the end of a parameter's name, in words
     "parameters": "",
@@ -320,8 +320,7 @@ def _padded_only(rows: ndarray, padded: ndarray, side: str) -> str:
 
 def _factor(actual: ndarray, truth: ndarray, same: float = SAME) -> float:
     """Return the factor between two tensors; NaN if there is none."""
-    size = float(np.vdot(truth, truth))
-    factor = float(np.vdot(truth, actual)) / size if size else np.nan
+    factor = best_factor(actual, truth)
     return factor if np.linalg.norm(actual - factor * truth) <= same * np.linalg.norm(truth) else np.nan
 
 

@@ -17,11 +17,12 @@ from numpy import ndarray
 from reference_numpy.training import Trainer, cross_entropy
 from reference_numpy.transformer import Transformer
 from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.diagnose.closeness import best_factor
 from transformer_parity.transformer.stages.steps import shifted
 from transformer_spec.names import find
 
 Arrays = Mapping[str, ndarray]
-SAME = 1e-8  # relative: losses and weights that agree, after the rounding of the measured rates
+FITTED = 1e-8  # relative: losses and weights that agree, after the rounding of the measured rates
 SOLVED = 1e-14  # relative: a loss that is reached
 TRIES = 40  # of a rate
 FLOAT32 = 1e-6  # relative: rates that only rounding distinguishes
@@ -67,11 +68,11 @@ def _fitted(case: Case, shown: Arrays, usual: Sequence[float], guess: Callable[[
     for step, rate in enumerate(usual, 1):
         before = {name: array.copy() for name, array in parameters.items()}
         loss = trainer.train_step(**batches[step % len(batches)]).loss
-        if not math.isclose(loss, shown.get(f"step {step} loss", math.nan), rel_tol=SAME):
+        if not math.isclose(loss, shown.get(f"step {step} loss", math.nan), rel_tol=FITTED):
             return []
         moves = {name: array - before[name] for name, array in parameters.items()}
 
-        def go(factor: float, before: Arrays = before, moves: Arrays = moves) -> None:
+        def move(factor: float, before: Arrays = before, moves: Arrays = moves) -> None:
             for name, array in parameters.items():
                 array[...] = before[name] + factor * moves[name]
 
@@ -82,15 +83,15 @@ def _fitted(case: Case, shown: Arrays, usual: Sequence[float], guess: Callable[[
             batch, wanted = batches[(step + 1) % len(batches)], float(shown.get(f"step {step + 1} loss", math.nan))
 
             def missed(factor: float, batch: Arrays = batch, wanted: float = wanted) -> float:
-                go(factor)
+                move(factor)
                 return _loss(model, batch) - wanted
 
             factor = _solved(missed, guess(rates) / rate if rates else 1.0, SOLVED * abs(wanted))
         if not math.isfinite(factor):
             return []
-        go(factor)
+        move(factor)
         if any(
-            np.linalg.norm(parameters[name] - array) > SAME * np.linalg.norm(array) for name, array in after.items()
+            np.linalg.norm(parameters[name] - array) > FITTED * np.linalg.norm(array) for name, array in after.items()
         ):
             return []
         rates.append(factor * rate)
@@ -100,7 +101,7 @@ def _fitted(case: Case, shown: Arrays, usual: Sequence[float], guess: Callable[[
 def _projected(moved: Arrays, moves: Arrays) -> float:
     """Return by which factor all weights moved farther than in some moves."""
     ours, theirs = (np.concatenate([np.ravel(one[name]) for name in moved]) for one in (moves, moved))
-    return float(ours @ theirs / (ours @ ours)) if ours.any() and ours.shape == theirs.shape else math.nan
+    return best_factor(theirs, ours) if ours.any() and ours.shape == theirs.shape else math.nan
 
 
 def _loss(model: Transformer, batch: Arrays) -> float:
@@ -123,7 +124,7 @@ def _solved(missed: Callable[[float], float], start: float, tolerance: float) ->
     return math.nan
 
 
-def of_schedule(case: Case, rates: Sequence[float]) -> str:
+def schedule_in_words(case: Case, rates: Sequence[float]) -> str:
     """Return a sentence about measured learning rates, with as few numbers as possible; empty without rates.
 
     Args:
@@ -144,7 +145,7 @@ def of_schedule(case: Case, rates: Sequence[float]) -> str:
         moved = [usual(step + shift) for step in steps]
         if np.allclose(rates, moved, FLOAT32, rounding):
             sign = "-" if shift < 0 else "+"
-            return f"step n takes settings.learning_rate(n {sign} {abs(shift)}, d_model)"
+            return f"step n uses settings.learning_rate(n {sign} {abs(shift)}, d_model)"
     by_factor = _runs([rate / usual(step) for step, rate in zip(steps, rates, strict=True)])
     by_rate = _runs(rates)
     if len(by_rate) < len(by_factor):

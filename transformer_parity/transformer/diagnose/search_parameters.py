@@ -21,8 +21,8 @@ WIDEST = 10  # hypotheses of a beam whose size is a constant
 ALPHAS = [tenths / 10 for tenths in range(1, 21)]
 PENALTIES = {"gnmt": "((5.0 + {n}) / 6.0) ** {alpha}", "power": "(1.0 * {n}) ** {alpha}"}
 LENGTHS = {
-    "counted without the end symbol": "__import__('numpy').maximum(n - 1, 1)",
-    "counted with the start symbol": "(n + 1)",
+    "n without the end symbol": "__import__('numpy').maximum(n - 1, 1)",
+    "n with the start symbol": "(n + 1)",
 }
 MOST = "__import__('numpy').minimum(plan.limits, {})"
 PADDED, SOURCES = "source_mask.shape[1]", "source_mask.sum(1)"
@@ -30,11 +30,11 @@ PADDED, SOURCES = "source_mask.shape[1]", "source_mask.sum(1)"
 
 @dataclass(frozen=True)
 class Parameter:
-    """One number that a port may have in place of the right one.
+    """A number of a search that a port may have replaced.
 
     Attributes:
-        words: What the number is, with a place for it.
-        edits: What each value of it changes in the reference, in rising order of the values.
+        words: The name of the mistake, with braces for the number.
+        edits: The edits of the reference for each value, in rising order of the values.
     """
 
     words: str
@@ -92,7 +92,7 @@ def _beams(size: int) -> Iterator[Parameter]:
     capped = {value: sized(f"min(plan.beam_size, {value})") for value in range(2, size)}
     yield Parameter("a beam of {} hypotheses at most", capped)
     fixed = {value: sized(f"{value}") for value in range(2, WIDEST + 1) if value != size}
-    yield Parameter("a beam of {} hypotheses, whatever size is asked for", fixed)
+    yield Parameter("a beam of {} hypotheses, regardless of beam_size", fixed)
     yield Parameter("a beam of {} times its size", {value: sized(f"{value} * plan.beam_size") for value in (2, 3)})
     yield Parameter("a beam wider by {}", {value: sized(f"plan.beam_size + {value}") for value in (1, 2)})
 
@@ -101,10 +101,10 @@ def _penalties(alpha: float) -> Iterator[Parameter]:
     for kind, formula in PENALTIES.items():
         about = f"a length penalty {'n^alpha ' if kind == 'power' else ''}with an alpha of {{}}"
         fixed = {value: penalised(formula.format(n="n", alpha=value)) for value in ALPHAS if value != alpha}
-        yield Parameter(f"{about}, whatever is asked for", fixed)
+        yield Parameter(f"{about}, regardless of length_penalty", fixed)
         if alpha == 0.0:
             instead = {value: penalised(formula.format(n="n", alpha=f"(alpha or {value})")) for value in ALPHAS}
-            yield Parameter(f"{about} in place of 0", instead)
+            yield Parameter(f"{about} instead of 0", instead)
         capped = {value: penalised(formula.format(n="n", alpha=f"min(alpha, {value})")) for value in ALPHAS}
         yield Parameter(f"{about} at most", {value: edits for value, edits in capped.items() if value < alpha})
     for words, n in LENGTHS.items():
@@ -114,7 +114,7 @@ def _penalties(alpha: float) -> Iterator[Parameter]:
 
 
 def limited(limits: str) -> Edits:
-    """Return edits by which a search has other maximum lengths: an expression."""
+    """Return edits that replace the maximum lengths of a search by an expression."""
     return planned(
         f"limits = __import__('numpy').maximum({limits}, 1)",
         "plan = plan._replace(limits=limits, penalties=search._penalties(int(limits.max())))",

@@ -16,10 +16,10 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.diagnose.closeness import SAME, is_close, without_heads
 from transformer_parity.transformer.diagnose.factors import factor_in_words
 from transformer_spec.config import TransformerConfig
 
-FAR = 1e-9  # relative: beyond rounding in float64
 ENOUGH = 8  # numbers, from which on a pattern in them is no accident
 NARROW = ("bfloat16", "float16", "float32")
 SMALLEST_RATE = 0.005  # of dropout
@@ -31,7 +31,7 @@ def signatures(
     wanted: ndarray,
     config: TransformerConfig,
     weights: Mapping[str, ndarray] | None = None,
-    far: float = FAR,
+    far: float = SAME,
     case: Case | None = None,
 ) -> list[str]:
     """Return what the error of a tensor is like, the most telling first; none if nothing stands out.
@@ -59,7 +59,7 @@ def signatures(
     return [*found, *_offset(actual, wanted, far, weights or {}), *_permuted(actual, wanted, far), *narrow]
 
 
-def places(actual: ndarray, wanted: ndarray, far: float = FAR) -> list[str]:
+def places(actual: ndarray, wanted: ndarray, far: float = SAME) -> list[str]:
     """Return which sentences, heads and positions of a tensor are wrong, where others are right."""
     if actual.shape != wanted.shape or actual.ndim < 3:
         return []
@@ -105,7 +105,7 @@ def _masked(actual: ndarray, wanted: ndarray) -> Iterator[str]:
 def _narrow(actual: ndarray, wanted: ndarray) -> Iterator[str]:
     """Find values that are all of a narrower dtype, where they should not be."""
     # Zeros and rounding noise are numbers of any dtype.
-    telling = np.abs(actual) > FAR * np.abs(wanted).max(initial=0.0, where=np.isfinite(wanted))
+    telling = np.abs(actual) > SAME * np.abs(wanted).max(initial=0.0, where=np.isfinite(wanted))
     if telling.sum() < ENOUGH or not np.isfinite(actual).all():
         return
     with np.errstate(over="ignore"):
@@ -169,7 +169,7 @@ def _factor(
         return
     large = np.abs(wanted) > 1e-3 * np.abs(wanted).max()
     ratio = float(np.median(actual[large] / wanted[large])) if large.any() else 1.0
-    if abs(ratio - 1.0) > far and _close(actual, ratio * wanted, far):
+    if abs(ratio - 1.0) > far and is_close(actual, ratio * wanted, far):
         yield f"everything is {ratio:.6g} times what it should be{factor_in_words(ratio, config, case)}"
 
 
@@ -178,15 +178,14 @@ def _offset(actual: ndarray, wanted: ndarray, far: float, weights: Mapping[str, 
     difference = actual - wanted
     if difference.ndim < 2 or difference.shape[-1] == difference.size:
         return
-    if difference.ndim == 4:  # heads side by side again
-        difference = difference.transpose(0, 2, 1, 3).reshape(difference.shape[0], difference.shape[2], -1)
+    difference = without_heads(difference)
     vector = difference.reshape(-1, difference.shape[-1])[0]
-    if not np.abs(vector).any() or not _close(difference, np.broadcast_to(vector, difference.shape), far):
+    if not np.abs(vector).any() or not is_close(difference, np.broadcast_to(vector, difference.shape), far):
         return
     for parameter, value in weights.items():
         if value.shape == vector.shape:
             for sign, word in ((1.0, "added once too often"), (-1.0, "missing")):
-                if _close(vector, sign * value.astype(np.float64), max(far, 1e-6)):
+                if is_close(vector, sign * value.astype(np.float64), max(far, 1e-6)):
                     yield f"{parameter} is {word}"
                     return
     yield "the same vector is added at every position"
@@ -200,7 +199,7 @@ def _permuted(actual: ndarray, wanted: ndarray, far: float) -> Iterator[str]:
         yield f"the last axis is permuted: {_shortened(order)}"
     elif actual.ndim >= 3 and (order := _matching(actual, wanted, actual.ndim - 2, far)):
         yield f"the positions are in the order {_shortened(order)}"
-    elif _close(np.sort(actual, axis=None), np.sort(wanted, axis=None), far):
+    elif is_close(np.sort(actual, axis=None), np.sort(wanted, axis=None), far):
         yield "the values are right, in other places: as after a reshape without a transpose"
 
 
@@ -210,13 +209,9 @@ def _matching(actual: ndarray, wanted: ndarray, axis: int, far: float) -> list[i
     if len(mine) > 512:
         return []
     order = [int(np.abs(theirs - row).max(1).argmin()) for row in mine]
-    if order == sorted(order) or len(set(order)) != len(order) or not _close(mine, theirs[order], far):
+    if order == sorted(order) or len(set(order)) != len(order) or not is_close(mine, theirs[order], far):
         return []
     return order
-
-
-def _close(first: ndarray, second: ndarray, far: float) -> bool:
-    return bool(np.abs(first - second).max(initial=0.0) <= far * max(float(np.abs(second).max(initial=0.0)), 1e-300))
 
 
 def _shortened(numbers: list[int]) -> str:

@@ -11,11 +11,11 @@ from numpy import ndarray
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.tensors import relative_error
 from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.diagnose.closeness import SAME
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.steps import other_calls
 
-SAME = 1e-9  # relative
 METHODS = {"logits": "`forward`", "tokens": "`generate`"}
 PARTS = {  # beginnings of the names of parameters, in words
     "all parameters": ("",),

@@ -11,17 +11,18 @@ from numpy import ndarray
 from transformer_parity.engine.localization import Evidence
 from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.diagnose.closeness import SAME
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, Diagnosis
 from transformer_parity.transformer.diagnose.kernels import other_kernel
 from transformer_parity.transformer.diagnose.signatures import places, signatures
 
 # How to declare what a port does if it is a convention.
-IN_PORT = "mend it; or if you mean it, declare it in the port: overrides = {!r}"
+IN_PORT = "fix it or, if it is intentional, declare it in the port: overrides = {!r}"
 IN_FILES = (
     "fix it or, if it is intentional, write A for this convention, which is then in the config of its manifest: "
     "`parity golden --for module:Class --out A`, for a class with overrides = {!r}"
 )
-FAR = {"float64": 1e-9, "float32": 1e-5}  # relative: more than rounding
+FAR = {"float64": SAME, "float32": 1e-5}  # relative: more than rounding
 
 
 def of_names(found: Diagnosis, detail: str) -> Diagnosis:

@@ -122,7 +122,7 @@ class Trials:
         """Return the same with only the other cases in which the port differs."""
         return replace(self, others=[(case, shown) for case, shown in self.others if shown is not None])
 
-    def of_one_search(self) -> Trials | None:
+    def for_same_kind_of_search(self) -> Trials | None:
         """Return the same with only the other cases of the kind of search, greedy or beam; None if both kinds fail."""
 
         def is_beam(case: Case) -> bool:

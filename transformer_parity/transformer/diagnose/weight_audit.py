@@ -16,6 +16,7 @@ from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.blame import distance
+from transformer_parity.transformer.diagnose.closeness import SAME
 from transformer_parity.transformer.diagnose.hypotheses import Hypothesis
 from transformer_parity.transformer.diagnose.properties import CALLS
 from transformer_parity.transformer.mistakes.mistake import Mistake
@@ -33,7 +34,6 @@ USED, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL, HIDDEN, RANDOM, OVERWRIT
     "overwritten",
 )
 WRONG = (OVERWRITTEN, RANDOM, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL)
-SAME = 1e-9  # relative: two runs of which one is right
 CHANGED = {"float64": 1e-11, "float32": 1e-5}  # relative: more than rounding
 Weights = Mapping[str, ndarray]
 

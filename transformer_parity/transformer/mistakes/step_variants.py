@@ -194,9 +194,9 @@ FORMULAS: dict[str, Edits] = {
     ),
     "decoupled weight decay of 0.01 after the step": formulas(theta="{theta}\ntheta *= 1.0 - learning_rate * 0.01"),
     **{
-        f"weights reduced by {value} of themselves in each step{words}": reduced_by(value, where)
+        f"weight decay of {value} per step, regardless of the learning rate{words}": reduced_by(value, where)
         for value in ("0.01", "0.0001")
-        for words, where in {"": "1.0", ", not biases and norms": MATRICES}.items()
+        for words, where in {"": "1.0", ", not of biases and norms": MATRICES}.items()
     },
     **{
         f"{words} rounded to {dtype}": formulas(**{key: text.replace("DTYPE", dtype) for key, text in new.items()})
@@ -236,8 +236,8 @@ AROUND: dict[str, Edits] = {
         )
         for side in ("encoder", "decoder")
     },
-    "every tensor clipped for itself, where clipping is on": clipped_in_groups("name"),
-    **{f"every tensor clipped for itself, where {words}": clipped_in_groups(key) for words, key in FUSED.items()},
+    "every tensor clipped by its own norm, if clipping is on": clipped_in_groups("name"),
+    **{f"every tensor clipped by its own norm, if {words}": clipped_in_groups(key) for words, key in FUSED.items()},
     "every slice clipped before the sum, and the sum clipped too": clipped_slices(BATCH_TOKENS),
     "every slice clipped before the sum": clipped_slices(BATCH_TOKENS, "1.0", (SCALE, "scale = 1.0 / count")),
     "every slice clipped by the norm per its own token, and their mean": clipped_slices(

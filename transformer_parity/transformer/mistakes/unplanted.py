@@ -25,13 +25,13 @@ ENCODED = "memory = self._encode(source_ids, source_mask, tap, rng)\n        ret
 STACK = 'x = layer(x, mask, within(tap, f"layers.{i}"), rng)'
 MEMORY = 'x = self.final_norm(x)\n        return tap("output", x)'
 SHIFTED = {
-    "right, with the start symbol in front": (
+    "right, with the start symbol first": (
         "np.pad(target_ids[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.bos_id)"
     ),
-    "right, with padding in front": "np.pad(target_ids[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.pad_id)",
-    "right, with the last token in front": "np.roll(target_ids, 1, 1)",
-    "left, with padding at the end": "np.pad(target_ids[:, 1:], ((0, 0), (0, 1)), constant_values=self.config.pad_id)",
-    "left, with the first token at the end": "np.roll(target_ids, -1, 1)",
+    "right, with padding first": "np.pad(target_ids[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.pad_id)",
+    "right, with the last token first": "np.roll(target_ids, 1, 1)",
+    "left, with padding last": "np.pad(target_ids[:, 1:], ((0, 0), (0, 1)), constant_values=self.config.pad_id)",
+    "left, with the first token last": "np.roll(target_ids, -1, 1)",
 }
 SOURCE_MASKS = {
     "the source's padding mask negated, in encoder and cross-attention": "~source_mask",
