@@ -65,7 +65,7 @@ def swapped(*names: str) -> dict[str, ndarray]:
     ],
 )
 def test_tensors_of_other_names_are_recognized(changes: dict[str, ndarray], words: str) -> None:
-    """Every wrong tensor must be another one, and zeros or noise are no evidence."""
+    """Every wrong tensor must equal a tensor of another name; zeros and noise don't prove that."""
     assert said(changes) == words
 
 

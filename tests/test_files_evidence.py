@@ -103,7 +103,7 @@ def in_gradients(change):
 
 
 def from_mistake(name, keep=lambda tap: True, *parts):
-    """Return a change: the tensors of a mistake, of those taps that are kept."""
+    """Return a function that returns the tensors of a mistake at the taps to keep."""
     return lambda case: {tap: x for tap, x in with_mistake(name, case, *parts).items() if keep(tap)}
 
 
@@ -114,12 +114,8 @@ def test_loss_in_bits_is_named_next_to_right_gradients():
 
 
 def test_kullback_leibler_divergence_is_named():
-    (report,) = reports(
-        in_gradients(
-            from_mistake("a Kullback-Leibler divergence as loss, which lacks the entropy of the smoothed labels")
-        )
-    )
-    assert report.diagnosis.hypotheses[0].startswith("a Kullback-Leibler divergence")
+    (report,) = reports(in_gradients(from_mistake(KULLBACK_LEIBLER)))
+    assert report.diagnosis.hypotheses[0] == KULLBACK_LEIBLER
 
 
 def test_gradient_without_smoothing_is_named_next_to_a_right_loss():
@@ -239,6 +235,7 @@ def test_cases_that_agree_do_not_refute_a_mistake_of_those_that_differ():
     }
     (report,) = reports(files)
     assert report.diagnosis.confidence in (EXACT, LIKELY)
+    assert name in report.diagnosis.sentence
 
 
 @pytest.mark.parametrize(

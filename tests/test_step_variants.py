@@ -1,4 +1,4 @@
-"""Ports whose optimizer differs, written in other words than the hypotheses that name them."""
+"""Ports with a different optimizer, whose code differs from the hypotheses that name it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hypotheses that are planted in no port: each changes the numbers in a way of its own."""
+"""Hypotheses that are planted in no port: each changes the numbers in a different way."""
 
 from __future__ import annotations
 
@@ -37,15 +37,14 @@ CASES[STEPS] = [
 
 
 def differs(mistake, stage):
-    """Whether some case shows a mistake; it must run in all of them."""
+    """Whether some case in which a mistake runs shows it."""
     hypothesis = Hypothesis((mistake,))
-    found = [Trials.of(case, observed(TRUTH, case)).differing(hypothesis) for case in CASES[stage]]
-    return any(found)
+    cases = [case for case in CASES[stage] if observed(hypothesis, case) is not None]
+    return any(Trials.of(case, observed(TRUTH, case)).differing(hypothesis) for case in cases)
 
 
 @pytest.mark.parametrize("mistake", [*UNPLANTED, *misplaced_weights(0)], ids=lambda mistake: mistake.name)
 def test_hypotheses_of_the_forward_pass_differ_from_the_reference(mistake):
-    assert any(observed(Hypothesis((mistake,)), case) is not None for case in CASES[ACTIVATIONS])
     assert differs(mistake, ACTIVATIONS)
 
 

@@ -32,7 +32,7 @@ TAPS = {"all": ("**",), "few": ("*.output", "*.layers.*.output"), "none": ()}
 
 @pytest.fixture(autouse=True)
 def few_attempts(monkeypatch):
-    monkeypatch.setattr(several, "ATTEMPTS", 30)  # of several mistakes at once, where none fits
+    monkeypatch.setattr(several, "ATTEMPTS", 30)  # fewer sets of mistakes to try if none fits
 
 
 def reports_of(kind, *stages, **fields):

@@ -1,4 +1,4 @@
-"""What is said of ports whose model is right and whose search is not: the rule, its number, and which kind of search.
+"""Diagnoses of ports with a right model and a wrong search: the rule, its number, and the kind of search.
 
 One plain search in NumPy, without a cache and without a look at the reference's, with a mistake at a time.
 """
@@ -30,7 +30,7 @@ SETTING = Placements(("float64",))
 
 @pytest.fixture(autouse=True)
 def few_attempts(monkeypatch):
-    monkeypatch.setattr(several, "ATTEMPTS", 30)  # of several mistakes at once, where none fits
+    monkeypatch.setattr(several, "ATTEMPTS", 30)  # fewer sets of mistakes to try if none fits
 
 
 class Searching(Port):

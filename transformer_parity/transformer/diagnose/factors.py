@@ -1,4 +1,4 @@
-"""Factors: which size of a model or a batch a measured factor is made of."""
+"""Factors: which size of a model or a batch a measured factor is equal to."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _sizes(config: TransformerConfig) -> dict[str, float]:
 
 
 def _counts(case: Case) -> dict[str, int]:
-    """Return what can be counted in a batch; positions include padding, tokens and labels don't."""
+    """Return the counts of a batch: positions include padding, tokens and labels don't."""
     found = {"sentences": len(case.inputs["source_ids"])}
     for name, plural in (("source_ids", "source"), ("target_ids", "target")):
         if name in case.inputs:

@@ -1,4 +1,4 @@
-"""Reports on the failures of tensors from files, whose program can't be run again."""
+"""Failure reports on tensors from files, for which there is no port to run."""
 
 from __future__ import annotations
 

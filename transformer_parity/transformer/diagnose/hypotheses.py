@@ -57,7 +57,7 @@ MATHEMATICS = (
     "label_smoothing_kind",
 )
 SWITCHED = ("final_norm", "embedding_norm", "skip_first_self_attention", "scale_embedding")  # on or off
-Renames = Mapping[str, str | Callable[[re.Match[str]], str]]  # what is in place of a pattern in a name
+Renames = Mapping[str, str | Callable[[re.Match[str]], str]]  # patterns in names, with their replacements
 LOSS_FIELDS = ("label_smoothing", "label_smoothing_kind")
 
 

@@ -217,9 +217,9 @@ class Investigation:
         return found
 
     def _exchanged(self, case: Case, finding: Finding, about: Differing) -> str:
-        """Say which gradients, or exported weights, are those of other names; empty if that does not explain them."""
+        """Say which gradients or exported weights have exchanged names; empty if that leaves wrong ones unexplained."""
         if finding.tap == ROUND_TRIP:
-            with suppress(Exception):  # a port that cannot be loaded again shows no more
+            with suppress(Exception):  # if the port can't be loaded, there are no weights to compare
                 right = given(case.load_weights(), finding.dtype)
                 back = self._loaded(case, finding.dtype).export()
                 return exchanged(
@@ -293,8 +293,8 @@ def shared(case: Case) -> tuple[object, ...]:
 def first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> list[Finding]:
     """Return the first failure of each stage in float64, or else in float32.
 
-    If activations fail, only theirs, and if gradients fail, none of the optimizer steps: they follow from these. Nor if
-    searches fail, and nothing but searches between two steps.
+    If activations fail, it returns only their failure, because all others follow from it. It omits optimizer steps if
+    gradients fail, or if searches fail and only the searches between two steps differ.
     """
     failures = [f for f in findings if f.verdict in (DIVERGES, IMPRECISE, FAILED) and f.case in cases]
     for dtype in ("float64", "float32"):

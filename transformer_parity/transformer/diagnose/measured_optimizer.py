@@ -30,15 +30,15 @@ BETAS = {"beta1": (0.9, 0.95, 0.85, 0.5), "beta2": (0.98, 0.99, 0.999, 0.95)}  #
 EPSILONS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-9, 1e-10, 1e-12, 1e-16)  # the catalog contains 1e-8
 CLOSE = 1e-3  # relative: more than epsilon changes, and less than a step more changes a correction
 GROUPS = 3  # different factors that one sentence can list
-COUNTED = 200  # steps of a counter that is found in the first one
-RANGES = {  # of the logarithm of a number, of 1 - beta, or of the part of the first norm that clipping leaves
+COUNTED = 200  # largest value of a step counter that is recognized
+RANGES = {  # logarithms: of a number, of 1 - beta, or of the fraction of the first norm that clipping leaves
     "beta2": (math.log(1e-4), math.log(0.999)),
     "beta1": (math.log(1e-3), math.log(0.9999)),
     "epsilon": (math.log(1e-14), math.log(1.0)),
     "clip_norm": (math.log(1e-6), math.log(1.0)),
 }
 GRID, BISECTIONS, ROOTS = 10, 40, 2
-SOLVED = 1e-15  # relative: a loss that is reached
+SOLVED = 1e-15  # relative error of a loss at which its root is found
 MOST = 12  # digits of a measured number
 
 
@@ -101,7 +101,7 @@ def _multiplied(factors: Mapping[str, float], every: list[str]) -> Iterator[Mist
     ]
     literal = repr(rounded).replace("{", "{{").replace("}", "}}")
     yield Mistake(" and ".join(words), "", formulas(theta=f"theta -= {literal}.get(name, 1.0) * step"))
-    if groups.keys() == {0.0}:  # which makes a difference to clipping
+    if groups.keys() == {0.0}:  # a missing gradient changes the norm too, and with it clipping
         line = f"gradient = {{name: g * (name not in {list(rounded)!r}) for name, g in gradient.items()}}"
         yield Mistake(f"{of_group[0.0]} without a gradient in training", "", of_gradient(line))
 
@@ -112,7 +112,7 @@ def _median_ratio(moved: ndarray, right: ndarray) -> float:
 
 
 def _counters(case: Case, ratios: Mapping[str, float]) -> Iterator[Mistake]:
-    """Yield bias corrections whose step is another one for each tensor, as the first step shows."""
+    """Yield bias corrections with a different step for each tensor, as the first step shows."""
     beta1, beta2 = case.training.beta1, case.training.beta2
     steps = np.arange(1, COUNTED)
     of_steps = (1.0 - beta1) / (1.0 - beta1**steps) * np.sqrt((1.0 - beta2**steps) / (1.0 - beta2))
@@ -146,7 +146,7 @@ def measured_number(trials: Trials) -> Attempt | None:
     In one case, a larger epsilon may do what a smaller clip norm does: one that holds in all cases is preferred.
 
     Args:
-        trials: A case of training, and what a port shows of it.
+        trials: A case of training, with the port's tensors.
     """
     case = trials.case
     if case.settings is None or case.restart or not any(" weight " in name for name in trials.names):
@@ -159,7 +159,7 @@ def measured_number(trials: Trials) -> Attempt | None:
 
 
 def _fitted(trials: Trials, name: str, step: int) -> Iterator[Attempt]:
-    """Yield values of a setting by which the loss of a step is that of the port, if they explain all other tensors."""
+    """Yield values of a setting that lead to the port's loss in a step, if they explain all other tensors."""
     case, truth, loss = trials.case, observed(TRUTH, trials.case) or {}, f"step {step} {LOSS}"
     norm = float(truth["step 1 norm of the gradient"])
 
@@ -181,7 +181,7 @@ def _fitted(trials: Trials, name: str, step: int) -> Iterator[Attempt]:
 def _confirmed(trials: Trials, name: str, value: float) -> Attempt | None:
     """Return a measured number in as few digits as explain every tensor; None if it does not explain them.
 
-    Of several hypotheses with it, one that holds in all other cases is preferred.
+    If several hypotheses contain the number, one that holds in all other cases is preferred.
     """
     usual = getattr(trials.case.training, name)
 

@@ -22,9 +22,9 @@ from transformer_parity.transformer.stages.steps import shifted
 from transformer_spec.names import find
 
 Arrays = Mapping[str, ndarray]
-FITTED = 1e-8  # relative: losses and weights that agree, after the rounding of the measured rates
-SOLVED = 1e-14  # relative: a loss that is reached
-TRIES = 40  # of a rate
+FITTED = 1e-8  # relative error of losses and weights that rounding of the measured rates stays below
+SOLVED = 1e-14  # relative error of a loss at which its rate is found
+TRIES = 40  # iterations of the secant method
 FLOAT32 = 1e-6  # relative: rates that only rounding distinguishes
 LISTED = 5  # rates, or factors, in a sentence
 

@@ -13,8 +13,8 @@ from transformer_spec.config import TransformerConfig
 
 DEPTH = 3  # mistakes at once
 PROMISING = 6  # hypotheses that are tried together with every other
-BEAM = 4  # sets of hypotheses that are changed further, where no tap shows the way
-ATTEMPTS = 1000  # at that; a second for a hundred
+BEAM = 4  # sets of hypotheses that are changed further in cases without taps
+ATTEMPTS = 1000  # changed sets of hypotheses; a hundred take a second
 
 
 def combinations(
@@ -24,7 +24,7 @@ def combinations(
     known: Sequence[Mistake],
     progress: Callable[[str], None],
 ) -> Iterator[list[Attempt]]:
-    """Yield what becomes of several hypotheses at once, each of which makes more tensors right than those before."""
+    """Yield the attempts with several hypotheses at once, as long as each one makes more tensors right."""
     frontier = _promising(singles, start.matched)
     if not frontier and start.of <= 2:  # published ports differ in conventions: these come first
         for some in ([mistake for mistake in known if is_convention(mistake)], known):
@@ -54,9 +54,9 @@ def _closer(
     known: Sequence[Mistake],
     progress: Callable[[str], None],
 ) -> Iterator[list[Attempt]]:
-    """Yield what becomes of several hypotheses at once where no tap shows the way: of the closest, every change.
+    """Yield the attempts with every change of the closest hypotheses, for cases without taps.
 
-    Whatever else is wrong, a hypothesis that is right mostly leaves a smaller error than one that is not. A change is
+    Even if something else is wrong too, a right hypothesis mostly leaves a smaller error than a wrong one. A change is
     one mistake more, or another convention, the config's own among them.
     """
     fields = sorted({name for mistake in known if is_convention(mistake) for name in mistake.config})
@@ -100,7 +100,7 @@ def _names(parts: Sequence[Mistake]) -> frozenset[str]:
 def _changed(
     parts: Sequence[Mistake], mistake: Mistake, known: Sequence[Mistake], config: TransformerConfig
 ) -> tuple[Mistake, ...]:
-    """Return some hypotheses with one more; what it says about a convention holds, whatever they have said before."""
+    """Return some hypotheses with one more, whose fields of the config replace theirs."""
     others = [part for part in parts if not is_convention(part)]
     fields: dict[str, Any] = {}
     for part in (*parts, mistake):

@@ -22,8 +22,8 @@ from transformer_spec.config import TransformerConfig
 
 ENOUGH = 8  # numbers, from which on a pattern in them is no accident
 NARROW = ("bfloat16", "float16", "float32")
-SMALLEST_RATE = 0.005  # of dropout
-LEAST = 0.02  # of all values or vectors, that are dropped and that are not
+SMALLEST_RATE = 0.005  # smallest dropout rate that is recognized
+LEAST = 0.02  # smallest fraction of values or vectors that dropout drops, or keeps
 
 
 def signatures(

@@ -1,4 +1,4 @@
-"""Statements: what was measured beside the search for a hypothesis, in the order of its strength."""
+"""Statements that describe a difference and its evidence, the strongest first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAR = {"float64": SAME, "float32": 1e-5}  # relative: more than rounding
 
 
 def of_names(found: Diagnosis, detail: str) -> Diagnosis:
-    """Say first that the tensors themselves are not those that were promised."""
+    """Say first that the port shows different tensors than it declared."""
     promise = f"what is shown is not what was promised: {detail}"
     if found.confidence == EXACT:
         return replace(found, signatures=(promise, *found.signatures))
@@ -34,7 +34,7 @@ def of_names(found: Diagnosis, detail: str) -> Diagnosis:
 
 
 def of_error(evidence: Evidence, case: Case) -> list[str]:
-    """Return what the error of the first wrong block is like."""
+    """Return statements about the error of the first wrong block."""
     name, dtype = evidence.blame.introduced[0], evidence.blame.dtype
     if name not in evidence.alone or name not in evidence.wanted:
         return []
@@ -61,9 +61,9 @@ def _sentences(case: Case, tensor: ndarray) -> list[ndarray | None]:
 
 
 def with_statements(found: Diagnosis, statements: Sequence[str], evidence: Evidence) -> Diagnosis:
-    """Rank what was found: a hypothesis, what was measured beside it, and the places that are wrong.
+    """Add statements to a diagnosis, followed by the places that are wrong.
 
-    Where no hypothesis was found, the first that was measured is the diagnosis. Places alone are none.
+    If no hypothesis was found, the first statement becomes the diagnosis. A place never does.
     """
     found = with_first(found, statements, evidence.blame.dtype)
     return replace(found, signatures=(*found.signatures, *wrong_places(evidence)))
@@ -90,7 +90,7 @@ def if_it_is_meant(found: Diagnosis, remedy: str) -> Diagnosis:
 
 
 def with_first(found: Diagnosis, statements: Sequence[str], dtype: str = "float64") -> Diagnosis:
-    """Add statements with evidence: the first is the diagnosis where no hypothesis was found."""
+    """Add statements: if no hypothesis was found, the first one becomes the diagnosis."""
     if found.confidence == UNKNOWN and statements:
         first, *rest = statements
         closer = [found.sentence.partition(". ")[2]] if ". With " in found.sentence else []

@@ -21,7 +21,7 @@ from transformer_parity.transformer.stages.training_stage import WHOLE
 
 Arrays = Mapping[str, ndarray]
 OBSERVATIONS = 400  # results of hypotheses, kept in memory: some hundred kilobytes each
-BEGINNINGS = (1, 3)  # steps: the second loss shows the first update, and the third the moments
+BEGINNINGS = (1, 3)  # numbers of steps: the second loss shows the first update, and the third shows the moments
 TRUTH = Hypothesis(())
 
 
@@ -82,13 +82,13 @@ class Trials:
             compared = names if case is self.case else [name for name in names if name in found]
             attempt = self._compared(hypothesis, found, compared)
             if not attempt.is_exact:
-                # A beginning shows no results of other calls between two steps: they follow from what it does show.
+                # A beginning has no results of other calls between two steps. They follow from its other tensors.
                 missing = next((number for number, name in enumerate(names) if name not in compared), len(names))
                 return replace(attempt, matched=min(missing, names.index(compared[attempt.matched])), of=len(names))
         return attempt
 
     def _compared(self, hypothesis: Hypothesis, found: Arrays, names: Sequence[str]) -> Attempt:
-        """Compare some tensors with what a hypothesis computes."""
+        """Compare some tensors with the tensors of a hypothesis."""
         tolerance, worst = STAGES[self.case.stage].reproduces, 0.0
         for matched, name in enumerate(names):
             worst = max(worst, error := distance(name, self.actual, found))

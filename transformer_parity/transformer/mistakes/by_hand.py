@@ -118,7 +118,7 @@ ATTENTIONS = {
     "the decoder's self-attention": '"decoder" in trace.path and "self" in trace.path',
     "all attention": "True",
 }
-INPUTS = {  # of attention, by the lines that compute their gradients
+INPUTS = {  # inputs of attention, with the lines that compute their gradients
     "queries": ("dquery = attention.query_proj.backward(", "dquery = {0} * attention.query_proj.backward("),
     "keys": ("dmemory = attention.key_proj.backward(", "dmemory = {0} * attention.key_proj.backward("),
     "values": ("dmemory + attention.value_proj.backward(", "dmemory + {0} * attention.value_proj.backward("),
@@ -194,7 +194,7 @@ ENTROPY = """\
         right_share = 1.0 - smoothing + (share if is_uniform else 0.0)
         losses = losses + right_share * np.log(right_share) + (classes - is_uniform) * share * np.log(share)
 """
-# Labels that a loss doesn't count, as a condition on ``labels`` [B, T].
+# Labels that a loss omits, with a condition on ``labels`` [B, T] for all others.
 OMITTED = {
     "the end symbol": "(labels != config.eos_id)",
     "the first label": "(np.arange(labels.shape[1]) > 0)",

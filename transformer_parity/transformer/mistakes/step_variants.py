@@ -12,7 +12,7 @@ MEAN_OF_PARTS = "total, tokens = total + part_total, tokens + part_tokens"
 SCALE = "scale = clip_factor(norm, settings.clip_norm) / count"
 NORM = "norm = global_norm(gradient) / count\n"
 MULTIPLIED = "{{name: {factor} * array for name, array in of_parameters.items()}}"
-FUSED = {  # which tensors a port may hold as one, by the name of the one
+FUSED = {  # tensors that a port may fuse, with an expression for the name of the fused tensor
     "queries, keys and values of self-attention, and keys and values of cross-attention, are one": (
         r"__import__('re').sub(r'(self_attention\.)(query|key|value)|(cross_attention\.)(key|value)', r'\1\3', name)"
     ),
@@ -28,14 +28,14 @@ FUSED = {  # which tensors a port may hold as one, by the name of the one
 
 
 def corrected(first: str, second: str) -> Edits:
-    """Return edits that correct the moments as if this were some other step, each an expression of the step ``t``."""
+    """Return edits that correct the moments with different steps, which are expressions of the step ``t``."""
     return formulas(
         m_hat=f"{T}\nm_hat = m / (1.0 - beta1 ** ({first}))", v_hat=f"v_hat = v / (1.0 - beta2 ** ({second}))"
     )
 
 
 def first_gradient(*moments: str, **others: str) -> Edits:
-    """Return edits after which some moments begin at the first gradient, or its square."""
+    """Return edits that initialize some moments with the first gradient, or its square."""
     values = {"m": "g", "v": "g * g"}
     lines = "".join(f"\n    {moment}[...] = {values[moment]}" for moment in moments)
     return formulas(m=f"{T}\nif t == 1:{lines}\n{{m}}", **others)
@@ -47,7 +47,7 @@ def largest(of: str, corrected_by: str = "1.0", **others: str) -> Edits:
 
 
 def reduced_by(value: str, where: str = "1.0") -> Edits:
-    """Return edits that subtract a multiple of the parameter from it, whatever the learning rate is."""
+    """Return edits that subtract a multiple of each parameter from it, regardless of the learning rate."""
     return formulas(theta=f"theta *= 1.0 - {value} * {where}\n{{theta}}")
 
 
@@ -57,7 +57,7 @@ def in_trainer(*changes: tuple[str, str]) -> Edits:
 
 
 def clipped_by(norm: str) -> Edits:
-    """Return edits that take another number than the norm for clipping: an expression."""
+    """Return edits that clip by an expression instead of the norm."""
     return in_trainer((SCALE, SCALE.replace("(norm", f"({norm}")))
 
 
@@ -88,7 +88,7 @@ def clipped_slices(tokens: str, divisor: str = "1.0", *more: tuple[str, str]) ->
 
 
 def kept_on_the_model(what: str) -> list[tuple[str, str]]:
-    """Return changes after which a new trainer goes on with the step, or the moments, of the one before."""
+    """Return changes after which a new trainer continues with the step or the moments of the previous one."""
     if what == "step":
         return [
             ("self.step = 0  #", "self.step = model.__dict__.get('kept_step', 0)  #"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformer_parity.transformer.mistakes.mistake import Edits, Mistake, changed
 
-# What may be in place of the ReLU, as a function of ``x``.
+# Functions of ``x`` that may replace the ReLU.
 ACTIVATIONS = {
     "leaky ReLU with slope 0.01": "np.where(x > 0.0, x, 0.01 * x)",
     "leaky ReLU with slope 0.1": "np.where(x > 0.0, x, 0.1 * x)",

@@ -22,7 +22,7 @@ none = self.finished == -inf
         size = none.shape[1]
         return np.where(none[:, :, None], self.ids[:, :size], self.finished_ids), self.finished"""
 RESULT = "return search_result(ids, scores, plan.pad_id, plan.num_hypotheses)"
-# How rows of a beam [R], those of one sentence side by side, may read what belongs to sentences [B].
+# How the rows of a beam [R], in which a sentence's rows are adjacent, may read the tensors of sentences [B].
 RIGHT, TILED, FIRST = "x.repeat(copies, 0)", "np.tile(x, (copies, 1, 1, 1))", "x[:1].repeat(copies * len(x), 0)"
 RIGHT_ROWS, TILED_ROWS = "{x}.repeat(beam_size, 0)", "np.concatenate([{x}] * beam_size)"
 KEPT_IN_PLACE = """\
@@ -57,7 +57,7 @@ def in_search(old: str, new: str) -> Edits:
     return changed("search", numpy=(old, new))
 
 
-def returned(line: str) -> Edits:
+def with_result(line: str) -> Edits:
     """Return an edit that changes the tokens that a search returns."""
     return changed("search_loop", numpy=(FOUND, f"{FOUND}    {line}\n"))
 
@@ -95,17 +95,17 @@ def read_without_cache(memory: str, mask: str) -> Edits:
 
 
 def kept_in_place(stop: str, final: str, compared: str = "1.0") -> Edits:
-    """Return an edit by which ended hypotheses stay in the beam, and take up places of those that go on.
+    """Return an edit that keeps ended hypotheses in the beam, so that fewer places are left for unfinished ones.
 
     Args:
         stop: When the search of a sentence is over, given which hypotheses have ended [B, K].
-        final: What the log-probabilities of the last beam are divided by, to find the best.
-        compared: What those of the candidates are divided by, to choose the beam.
+        final: The divisor of log-probabilities in the last beam, by which the best is found.
+        compared: The divisor of log-probabilities of candidates, by which the beam is chosen.
     """
     return in_search(IN_STEP, IN_STEP + KEPT_IN_PLACE.format(stop=stop, final=final, compared=compared))
 
 
-# A sentence may be left without a hypothesis, which is an error in the reference.
+# A sentence may end up without a hypothesis, which is an error in the reference.
 MAY_BE_EMPTY = changed(
     "search_loop", numpy=(RESULT, "return SearchResult(*(x[:, : plan.num_hypotheses] for x in (ids, scores)))")
 )
@@ -198,14 +198,12 @@ SEARCHES = [
                 ("bfloat16", "float16"),
             )
         },
-        "the end symbol is left out of what is returned": returned(
-            "ids = np.where(ids == plan.eos_id, plan.pad_id, ids)"
-        ),
-        "the start symbol is part of what is returned": returned(
+        "returned tokens without the end symbol": with_result("ids = np.where(ids == plan.eos_id, plan.pad_id, ids)"),
+        "returned tokens that begin with the start symbol": with_result(
             "ids = np.concatenate([np.full_like(ids[:, :, :1], plan.start_id), ids], 2)"
         ),
         **{
-            f"sentences come back in the order of their source lengths, the {which} first": returned(
+            f"sentences returned in the order of their source lengths, the {which} first": with_result(
                 f'ids = ids[np.argsort({sign}source_mask.sum(1), kind="stable")]'
             )
             for sign, which in (("", "shortest"), ("-", "longest"))

@@ -54,7 +54,7 @@ class DecodeStage(Stage):
         return {**_stepwise(reference.decode_stepwise(*inputs)), OUTPUT: reference.model(*inputs), **searched}
 
     def diagnosed(self, case: Case, tensors: Tensors) -> Tensors:
-        """Return the tensors with tokens in a fixed shape: padding behind a hypothesis is 0, and any token above.
+        """Return the tensors with tokens in a fixed shape: padding after a hypothesis is 0, and tokens are positive.
 
         A search that returns no token at all supports no hypothesis and contradicts none, so its tokens are omitted.
         """
