@@ -89,15 +89,26 @@ def test_a_mistake_in_fast_code_is_caught(name, case, edit):
         {"min_length": 1},
         {"min_length": 3},
         {"min_length": 5},
+        {"start_id": None},
     ],
     ids=str,
 )
 def test_each_rule_of_a_greedy_search_decides_something(changed):
     case = CASES["decode/other_decoder_greedy"]
     assert case.options.beam_size is None
-    rules = {name: value for name, value in changed.items() if name != "min_length"}
-    others = {name: value for name, value in changed.items() if name == "min_length"}
-    search = replace(case.options, rules=replace(case.options.rules, **rules), **others)
+    options = {name: value for name, value in changed.items() if name in ("min_length", "start_id")}
+    rules = {name: value for name, value in changed.items() if name not in options}
+    assert_decides(case, replace(case.options, rules=replace(case.options.rules, **rules), **options))
+
+
+@pytest.mark.parametrize("changed", [{"min_length": 1}, {"start_id": None}], ids=str)
+def test_shortest_length_and_start_symbol_of_a_beam_search_decide_something(changed):
+    case = CASES["decode/other_decoder_beam"]
+    assert_decides(case, replace(case.options, **changed))
+
+
+def assert_decides(case, search):
+    """Check that the reference finds other tokens by this search than by the one of the case."""
     model = DEFINITION.load(case.config, case.load_weights(), Placement("float64"))
     expected, found = (model.search(case.inputs["source_ids"], options) for options in (case.options, search))
     assert not np.array_equal(found.nbest_ids, expected.nbest_ids)

@@ -121,3 +121,11 @@ def test_a_search_with_a_compiled_model(port):
     model, plain = dropped_out(port)
     found = port.package.greedy_search(torch.compile(model, backend="eager"), SOURCE, max_length=6)
     np.testing.assert_array_equal(found.ids, port.package.greedy_search(plain, SOURCE, max_length=6).ids)
+
+
+def test_a_search_with_a_module_that_was_taken_away(port):
+    """PyTorch then keeps a child that is None."""
+    model, plain = build(port), build(port)
+    model.encoder.register_module("adapter", None)
+    found, expected = (port.package.greedy_search(each, SOURCE, max_length=6) for each in (model, plain))
+    np.testing.assert_array_equal(found.ids, expected.ids)

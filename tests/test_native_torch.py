@@ -44,6 +44,20 @@ def test_a_tied_table_is_one_parameter_in_two_places(port, tie, way):
     assert table.grad.abs().sum() > 0
 
 
+def test_a_new_model_without_ties_has_two_tables_and_a_matrix(port):
+    """Loading weights would make new parameters, so this model has the initial values."""
+    model = port.package.Transformer(tiny_config(tie_embeddings="none"))
+    assert model.output_proj.weight is not model.target_embedding.table
+    assert sum(p.numel() for p in model.parameters()) == ref.count_parameters(model.config)
+
+
+def test_a_layer_that_is_reset_has_a_bias_of_zero(port):
+    layer = port.package.layers.Linear(3, 2, bias=True)
+    torch.nn.init.ones_(layer.bias)
+    layer.reset_parameters()
+    assert not layer.bias.any()
+
+
 def test_a_tied_table_of_a_model_on_the_meta_device(port):
     """Shapes first, memory then, values last: the way large models are built."""
     with torch.device("meta"):

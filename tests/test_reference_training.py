@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import tiers
-from conftest import assert_same_bits, tiny_config
+from conftest import assert_same_bits, random_weights, tiny_config
 from finite_differences import RATES, tiny_batch, tiny_model
 
 import reference_numpy as ref
@@ -35,6 +35,14 @@ def trained(settings, steps, seed=0, **overrides):
     trainer = ref.Trainer(tiny_model(**overrides), settings, seed)
     results = [trainer.train_step(*tiny_batch(trainer.model.config, seed=step)) for step in range(steps)]
     return trainer, results
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_step_stays_in_the_dtype_of_the_model(fast):
+    """A float32 number times an integer of NumPy would be a float64 number."""
+    config = tiny_model().config
+    model = ref.Transformer.from_weights(config, random_weights(config), "float32", fast=fast)
+    assert ref.Trainer(model, ref.TrainingConfig()).train_step(*tiny_batch(config)).loss.dtype == np.float32
 
 
 def test_adam_is_algorithm_1():

@@ -17,6 +17,7 @@ from transformer_parity.transformer.ports.registry import PORTS
 CASES = {case.name: case for case in standard_cases()}
 STEPWISE, BEAM = "decode/other_decoder_greedy", "decode/ends_apart_beam"
 STEPS, GRADIENTS = "steps/pre", "gradients/padded"
+DEFAULTS, LIMITS = "decode/paper_base_beam", "decode/other_decoder_beam"
 MISTAKES = {  # by name: case, module, text, and the text in its place; the same for NumPy and PyTorch unless listed
     "taps of a cached step": (STEPWISE, "transformer", 'x), cache, within(tap, "decoder"))', "x), cache, tap)"),
     "a tap of a cached step is not called": (
@@ -35,12 +36,42 @@ MISTAKES = {  # by name: case, module, text, and the text in its place; the same
         "where((alive != -inf)[:, :, None], candidates[sentence, rank], plan.pad_id)",
         "where((alive == alive)[:, :, None], candidates[sentence, rank], plan.pad_id)",
     ),
+    "another default length penalty": (
+        DEFAULTS,
+        "search",
+        "length_penalty: float = 0.6",
+        "length_penalty: float = 1.6",
+    ),
+    "rules that are not given": (
+        "decode/paper_base_greedy",
+        "search",
+        "rules=SearchRules() if rules is None else rules,\n    )\n    return run_search(Greedy,",
+        "rules=rules,\n    )\n    return run_search(Greedy,",
+    ),
+    "the start symbol of a greedy search": (
+        STEPWISE,
+        "search",
+        "max_length=max_length,\n        min_length=min_length,\n        start_id=start_id,\n",
+        "max_length=max_length,\n        min_length=min_length,\n",
+    ),
+    "the shortest length of a beam search": (
+        LIMITS,
+        "search",
+        "length_penalty_kind=length_penalty_kind,\n        min_length=min_length,\n",
+        "length_penalty_kind=length_penalty_kind,\n",
+    ),
     "smoothing in an evaluation": (STEPS, "training", "label_smoothing=0.0", "label_smoothing=0.2"),
     "the exported state has no step": (STEPS, "training", "State(self.step, self.seed,", "State(0, self.seed,"),
     "the step is not loaded": (STEPS, "training", "self.step, self.seed = state.step, state", "self.seed = state"),
 }
 OF_A_PACKAGE = {
     "numpy": {
+        "channels are counted instead of queries": (
+            "attention/many_padded_queries",
+            "fast",
+            "query.shape[2] > QUERY_BLOCK",
+            "query.shape[3] > QUERY_BLOCK",
+        ),
         "a moment is not loaded": (STEPS, "training", "[...] = state.second_moment[name]", "[...] *= 1.0"),
         "the trainer's gradient": (
             STEPS,
@@ -56,6 +87,12 @@ OF_A_PACKAGE = {
         ),
     },
     "torch": {
+        "trained parameters are called frozen": (
+            GRADIENTS,
+            "training",
+            "if name not in trained)",
+            "if name in trained)",
+        ),
         "a moment is not loaded": (
             STEPS,
             "training",
@@ -100,7 +137,7 @@ def test_right_tokens_after_wrong_steps_are_diagnosed():
     assert "different tokens" not in report.diagnosis.sentence
 
 
-@pytest.mark.parametrize("case", [STEPWISE, BEAM, STEPS, GRADIENTS])
+@pytest.mark.parametrize("case", [STEPWISE, BEAM, STEPS, GRADIENTS, DEFAULTS, LIMITS])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.only(name)) for name in ("numpy", "torch")])
 def test_the_packages_agree_without_a_mistake(name, case):
     findings = compare([CASES[case]], PORTS[name], Placements(("float64",)))

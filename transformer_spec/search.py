@@ -165,21 +165,13 @@ class Search:
         return found
 
     def run(self, package: Any, model: Any, source_ids: Any, on_step: OnStep | None = None) -> SearchResult:
-        """Run this search in one of the four packages."""
-        common = {"max_length": self.max_length, "min_length": self.min_length, "start_id": self.start_id}
-        if self.beam_size is None:
-            return package.greedy_search(model, source_ids, on_step=on_step, rules=self.rules, **common)
-        return package.beam_search(
-            model,
-            source_ids,
-            self.beam_size,
-            self.length_penalty,
-            num_hypotheses=self.num_hypotheses,
-            length_penalty_kind=self.length_penalty_kind,
-            on_step=on_step,
-            rules=self.rules,
-            **common,
-        )
+        """Run this search in one of the four packages, which supplies the default values."""
+        usual = Search()
+        given = {name: value for name, value in vars(self).items() if value != getattr(usual, name)}
+        if self.beam_size is not None:
+            return package.beam_search(model, source_ids, on_step=on_step, **given)
+        of_greedy = given.keys() & {"max_length", "min_length", "start_id", "rules"}
+        return package.greedy_search(model, source_ids, on_step=on_step, **{name: given[name] for name in of_greedy})
 
     def plan(self, config: TransformerConfig, source_mask: Bool[ndarray, "B S"]) -> SearchPlan:
         """Return the numbers that this search needs for some sentences; errors as in ``beam_search``."""

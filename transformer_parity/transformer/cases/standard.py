@@ -38,6 +38,7 @@ LONGEST, MOST = 12, 32  # tokens of a hypothesis; the most are the maximum lengt
 STEPWISE = 4  # positions that are decoded one after another
 LONG = 5001  # positions; where angles in float32 are wrong in the fourth digit
 QUERIES = 300  # of a head; more than a package takes at a time
+CHANNELS = 260  # of a head; a package would divide as many queries into blocks
 OTHER_DECODER: dict[str, Any] = {  # of which no shape of a parameter of attention tells
     "decoder_num_heads": 2,
     "decoder_d_k": 12,
@@ -135,20 +136,20 @@ def _components() -> Iterator[Case]:
 
 
 def _many_queries(config: TransformerConfig) -> Iterator[Case]:
-    """Yield attention with few channels and more queries than a package may take at a time.
+    """Yield attention with more queries than a package may take at a time, with few channels and with many.
 
     The mask has a row for each query, or one row for all queries, and is the same for all heads.
     """
     batch, heads, keys = 2, 2, 6
-    inputs = {
-        "query": normal_floats("query", batch, heads, QUERIES, 4),
-        "key": normal_floats("key", batch, heads, keys, 4),
-        "value": normal_floats("value", batch, heads, keys, 5),
-    }
-    for name, rows in (("many_queries", QUERIES), ("many_padded_queries", 1)):
-        mask = generator("mask").random((batch, 1, rows, keys)) < 0.6
+    for name, rows, d_k in (("many_queries", QUERIES, 4), ("many_padded_queries", 1, CHANNELS)):
+        inputs = {
+            "query": normal_floats("query", batch, heads, QUERIES, d_k),
+            "key": normal_floats("key", batch, heads, keys, d_k),
+            "value": normal_floats("value", batch, heads, keys, 5),
+            "mask": generator("mask").random((batch, 1, rows, keys)) < 0.6,
+        }
         dtypes = ("float64", "float32") if rows > 1 else ("float64",)
-        yield Case(f"attention/{name}", "attention", config, ATTENTION, {**inputs, "mask": mask}, dtypes=dtypes)
+        yield Case(f"attention/{name}", "attention", config, ATTENTION, inputs, dtypes=dtypes)
 
 
 def _full_models() -> Iterator[Case]:
@@ -283,7 +284,9 @@ def _searches() -> Iterator[Case]:
     other = tiny(**OTHER_DECODER, skip_first_self_attention=True, embedding_norm=True)
     greedy, beam = searches("other_decoder", other, dtypes=("float64",), seed=140)  # every rule decides something
     rules = SearchRules(no_repeat_ngram_size=3, banned_ids=(10,), at_limit="scored")
-    yield from (replace(greedy, search=replace(greedy.options, min_length=4, rules=rules)), beam)
+    limits: dict[str, Any] = {"min_length": 4, "start_id": 3}
+    yield replace(greedy, search=replace(greedy.options, rules=rules, **limits))
+    yield replace(beam, search=replace(beam.options, **limits))
     yield from searches("ends_apart", config, dtypes, seed=58, length_penalty=1.5, limit=MOST)
     yield _search_in_blocks()
     yield from _searches_by_rules(config)

@@ -73,6 +73,8 @@ class LoadedPackage:
         found = self.package.gradients(self.model, **inputs)
         if not found.taps:
             raise ValueError("gradients must hold one array per tap: got none")
+        if found.frozen:
+            raise ValueError(f"gradients must name no frozen parameter, because all are trained: got {found.frozen[0]}")
         return found
 
     def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> Result:
