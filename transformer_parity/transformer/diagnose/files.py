@@ -59,17 +59,17 @@ def _report_on_files(
     hypothetical = hypotheses(case.config, case.stage, forward_agrees=forward_agrees(findings))
     found = if_it_is_meant(diagnose(case, actual, backend, known=hypothetical, others=others), IN_FILES)
     of_stage = [f for f in findings if f.dtype == "float64" and f.stage == case.stage]
-    about, evidence = Differing.of(case, of_stage, actual, truth), None
+    differing, evidence = Differing.of(case, of_stage, actual, truth), None
     if case.stage in REPLAYED:
         reference = DEFINITION.load(case.config, case.load_weights(), Placement("float64"))
         evidence = blame_files(case, actual, reference, backend)
         report = replace(report, blame=evidence.blame)
     if found.confidence != EXACT:
-        if nowhere := not_finite(about):
+        if nowhere := not_finite(differing):
             found = replace(found, sentence=nowhere, confidence=LIKELY)
         if rate := first_step_in_words(case, actual):
             found = with_first(found, [rate])
-        described = [*patterns(about), *among_cases(of_stage, case, others)]
+        described = [*patterns(differing), *among_cases(of_stage, case, others)]
         errors = of_error(evidence, case) if evidence and evidence.blame.introduced else []
         where = wrong_places(evidence)
         # In activations, patterns have many causes.

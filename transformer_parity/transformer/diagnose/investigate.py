@@ -168,24 +168,13 @@ class Investigation:
         if not shown:
             return report
         known = [*hypothetical, *([self.suspect] if self.suspect else [])]
-        found = unknown
+        found, differing = unknown, None
         if dtype == "float64":
             truth = observed(TRUTH, case) or {}
             if precision := only_float32(case, shown, truth):
                 return replace(report, diagnosis=Diagnosis(precision, LIKELY))
-            found = if_it_is_meant(diagnose(case, shown, self.port.name, self.progress, known, others), IN_PORT)
-            if finding.tap == NAMES:
-                found = of_names(found, finding.detail)
-            elif not Trials.of(case, shown).differing(TRUTH):
-                found = Diagnosis(f"unknown: only {finding.tap} differs, by less than any known mistake", UNKNOWN)
-            about = Differing.of(case, findings, shown, truth)
-            if found.confidence != EXACT and (nowhere := not_finite(about)):
-                found = replace(found, sentence=nowhere, confidence=LIKELY)
-            if found.confidence != EXACT and (others_name := self._exchanged(case, finding, about)):
-                found = replace(found, sentence=others_name, confidence=LIKELY)
-            elif not forward and found.confidence != EXACT:
-                found = self._beside_forward(found, [(case, shown), *others])
-                found = with_first(found, [*patterns(about), *among_cases(findings, case, others)])
+            differing = Differing.of(case, findings, shown, truth)
+            found = self._explained(case, findings, shown, others, known, differing)
         if case.stage not in REPLAYED:
             return replace(report, diagnosis=found)
         subject = Subject.of(case, self.port.name, dtype)
@@ -199,24 +188,51 @@ class Investigation:
             if forward:
                 statements = self._measurements(case, evidence, statements)
             found = with_statements(found, statements, evidence)
-            if forward and dtype == "float64":  # these have many causes
-                more = (*patterns(about), *among_cases(findings, case, others))
+            if forward and differing is not None:  # in activations, patterns have many causes
+                more = (*patterns(differing), *among_cases(findings, case, others))
                 found = replace(found, signatures=(*found.signatures, *more))
         report = replace(report, blame=evidence.blame, diagnosis=found, folder=self._saved(evidence, case))
         return replace(report, view=self.view(evidence, subject)) if self.view and case.is_forward else report
 
+    def _explained(
+        self,
+        case: Case,
+        findings: Sequence[Finding],
+        shown: Arrays,
+        others: Sequence[tuple[Case, Arrays | None]],
+        known: Sequence[Mistake],
+        differing: Differing,
+    ) -> Diagnosis:
+        """Return the hypothesis that explains every tensor of float64, or else the strongest evidence."""
+        finding = findings[0]
+        found = if_it_is_meant(diagnose(case, shown, self.port.name, self.progress, known, others), IN_PORT)
+        if finding.tap == NAMES:
+            found = of_names(found, finding.detail)
+        elif not Trials.of(case, shown).differing(TRUTH):
+            found = Diagnosis(f"unknown: only {finding.tap} differs, by less than any known mistake", UNKNOWN)
+        if found.confidence == EXACT:
+            return found
+        if nowhere := not_finite(differing):
+            found = replace(found, sentence=nowhere, confidence=LIKELY)
+        if names := self._exchanged(case, finding, differing):
+            return replace(found, sentence=names, confidence=LIKELY)
+        if case.stage == ACTIVATIONS:  # the error of the first wrong block says more
+            return found
+        found = self._beside_forward(found, [(case, shown), *others])
+        return with_first(found, [*patterns(differing), *among_cases(findings, case, others)])
+
     def _beside_forward(self, found: Diagnosis, shown: Sequence[tuple[Case, Arrays | None]]) -> Diagnosis:
-        """Add what the port's own forward shows where its gradients, steps or searches differ."""
-        with suppress(Exception):  # where it cannot be run, the rest of the report stands
+        """Add evidence from the port's own ``forward`` and its first step, if gradients, steps or searches differ."""
+        with suppress(Exception):  # the report needs no port that can be run again
             if statement := beside_forward(self.port, self.setting.placement("float64"), shown):
                 return with_first(found, [statement])
-        with suppress(Exception):  # losses that are missing or infinite show no rate
+        with suppress(Exception):  # missing or infinite weights show no rate
             case, tensors = shown[0]
             if statement := first_step_in_words(case, tensors or {}):
                 return with_first(found, [statement])
         return found
 
-    def _exchanged(self, case: Case, finding: Finding, about: Differing) -> str:
+    def _exchanged(self, case: Case, finding: Finding, differing: Differing) -> str:
         """Say which gradients or exported weights have exchanged names; empty if that leaves wrong ones unexplained."""
         if finding.tap == ROUND_TRIP:
             with suppress(Exception):  # if the port can't be loaded, there are no weights to compare
@@ -225,13 +241,13 @@ class Investigation:
                 return exchanged(
                     back, right, "exported weight", lambda name: not np.array_equal(back[name], right[name])
                 )
-        if case.stage != GRADIENTS or not all(name.startswith("of ") for name in about.wrong):
+        if case.stage != GRADIENTS or not all(name.startswith("of ") for name in differing.wrong):
             return ""
         mine, theirs = (
             {name.removeprefix("of "): x for name, x in arrays.items() if name.startswith("of ")}
-            for arrays in (about.actual, about.truth)
+            for arrays in (differing.actual, differing.truth)
         )
-        return exchanged(mine, theirs, "gradient", lambda name: f"of {name}" in about.wrong)
+        return exchanged(mine, theirs, "gradient", lambda name: f"of {name}" in differing.wrong)
 
     def _randomness(self, case: Case, dtype: str) -> str:
         """Say whether two calls on the same input differ; empty if they do not, or where it cannot be told."""
