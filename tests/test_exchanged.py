@@ -9,8 +9,9 @@ from numpy import ndarray
 import reference_numpy
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import model_cases, port_config
+from transformer_parity.transformer.cases.inputs import hard_weights
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.diagnose.exchanged import exchanged
+from transformer_parity.transformer.diagnose.exchanged import exchanged, returned_in_words
 from transformer_parity.transformer.diagnose.investigate import Investigation
 from transformer_parity.transformer.diagnose.signatures import signatures
 from transformer_parity.transformer.ports.protocol import Placements
@@ -104,3 +105,19 @@ def test_the_report_names_exchanged_exports() -> None:
         "the exported weights of encoder.layers.0.self_attention.key_proj.kernel and "
         "encoder.layers.0.self_attention.query_proj.kernel are exchanged"
     )
+
+
+def test_an_exported_weight_in_another_form_is_described():
+    """The shape of the export is right, and its values or its dtype are not."""
+    config = tiny(d_k=None, d_v=None)
+    weights = {name: np.asarray(array, np.float64) for name, array in hard_weights(config).items()}
+    name = "encoder.layers.0.feed_forward.inner_proj.kernel"
+    reshaped = {**weights, name: weights[name].T.reshape(weights[name].shape)}
+    found = returned_in_words(reshaped, weights, config)
+    assert (
+        found
+        == f"in the exported {name}, the values are right, in other places: as after a reshape without a transpose"
+    )
+    rounded = {one: array.astype(np.float32) for one, array in weights.items()}
+    assert returned_in_words(rounded, weights, config) == "exported weights are in float32 instead of float64"
+    assert returned_in_words(weights, weights, config) == ""

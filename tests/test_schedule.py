@@ -63,6 +63,21 @@ def test_rates_are_measured_and_described(rate: Callable[[int], float], words: s
     assert schedule_in_words(CASE, rates) == words
 
 
+def test_rates_are_measured_across_a_second_start() -> None:
+    """The optimizer is replaced after step 7, and its steps count from 1."""
+    case = next(one for one in port_cases(tiny(d_k=None, d_v=None), (STEPS,)) if one.restart)
+    rates = measured_rates(case, trained(scheduled(case, (0.9,) * 20)))
+    words = "its learning rate is settings.learning_rate(n, d_model) times 0.9 in steps 1 to 20"
+    assert schedule_in_words(case, rates) == words
+
+
+def test_a_schedule_that_counts_slices_is_named() -> None:
+    """Two slices for each step."""
+    case = replace(CASE, settings=replace(CASE.training, accumulation_steps=2))
+    rates = [CASE.training.learning_rate(2 * step, CASE.config.d_model) for step in range(1, 21)]
+    assert schedule_in_words(case, rates) == "step n uses settings.learning_rate(2 * n, d_model)"
+
+
 def test_a_diagnosis_states_rates_that_no_known_mistake_explains() -> None:
     """The sentence says in which case they were measured."""
     shown = trained_by(lambda step: usual(step) * (1.0 if step <= 10 else 0.5))

@@ -62,7 +62,6 @@ def _numbers(case: Case) -> Mapping[str, float]:
         found["a target length"] = case.inputs["target_ids"].shape[1]
     elif search is not None:
         found |= {"a max_length": search.max_length or math.inf, "a beam_size": search.beam_size or 1}
-        found["a max_length minus source length"] = found["a max_length"] - source_length
         if search.beam_size is not None:
             found["a length_penalty"] = search.length_penalty
     if settings is not None:

@@ -1,4 +1,4 @@
-"""Exchanged tensors: gradients or weights that a port returns under the names of others."""
+"""Gradients and weights that a port returns under other names, and weights that it exports in another form."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.transformer.diagnose.closeness import SAME
+from transformer_parity.transformer.diagnose.signatures import signatures
+from transformer_spec.config import TransformerConfig
 
 Arrays = Mapping[str, ndarray]
 LISTED = 3  # places in a sentence
@@ -52,6 +54,25 @@ def exchanged(actual: Arrays, right: Arrays, what: str, wrong: Callable[[str], b
     if not any(np.unique(right[source]).size >= ENOUGH for source in telling):
         return ""
     return _in_words(sources, what)
+
+
+def returned_in_words(back: Arrays, given: Arrays, config: TransformerConfig) -> str:
+    """Say which weights a port exports wrongly, and what is wrong with the first; empty if that can't be told.
+
+    Args:
+        back: The exported weights, by the names of parameters.
+        given: The weights that the port was given.
+        config: The config of the model.
+    """
+    known = [name for name in given if name in back]
+    if dtypes := {back[name].dtype.name for name in known} - {given[name].dtype.name for name in known}:
+        return f"exported weights are in {', '.join(sorted(dtypes))} instead of {given[known[0]].dtype.name}"
+    wrong = [name for name in known if not np.array_equal(back[name], given[name])]
+    found = signatures(back[wrong[0]], given[wrong[0]], config) if wrong else []
+    if not found:
+        return ""
+    others = f", and {len(wrong) - 1} others are wrong" if len(wrong) > 1 else ""
+    return f"in the exported {wrong[0]}, {found[0]}{others}"
 
 
 def _shared(name: str, other: str) -> str:

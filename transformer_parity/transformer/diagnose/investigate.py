@@ -27,7 +27,7 @@ from transformer_parity.transformer.diagnose.diagnosis import (
     diagnose,
     reproducing_output,
 )
-from transformer_parity.transformer.diagnose.exchanged import exchanged
+from transformer_parity.transformer.diagnose.exchanged import exchanged, returned_in_words
 from transformer_parity.transformer.diagnose.hypotheses import hypotheses
 from transformer_parity.transformer.diagnose.measured import first_step_in_words
 from transformer_parity.transformer.diagnose.own_forward import beside_forward
@@ -233,14 +233,15 @@ class Investigation:
         return found
 
     def _exchanged(self, case: Case, finding: Finding, differing: Differing) -> str:
-        """Say which gradients or exported weights have exchanged names; empty if that leaves wrong ones unexplained."""
+        """Say which gradients or weights have exchanged names, or how exported weights changed; else empty."""
         if finding.tap == ROUND_TRIP:
             with suppress(Exception):  # if the port can't be loaded, there are no weights to compare
                 right = given(case.load_weights(), finding.dtype)
                 back = self._loaded(case, finding.dtype).export()
-                return exchanged(
+                names = exchanged(
                     back, right, "exported weight", lambda name: not np.array_equal(back[name], right[name])
                 )
+                return names or returned_in_words(back, right, case.config)
         if case.stage != GRADIENTS or not all(name.startswith("of ") for name in differing.wrong):
             return ""
         mine, theirs = (

@@ -40,13 +40,13 @@ def measured_rates(case: Case, shown: Arrays) -> list[float]:
         shown: The port's tensors.
     """
     later_weights = [name for name in shown if " weight " in name and not name.startswith("step 1 ")]
-    if case.restart or not later_weights:  # only later weights can refute the rates
+    if not later_weights:  # only later weights can refute the rates
         return []
     shapes = {name: array.shape for name, array in case.load_weights().items()}
     if any(np.shape(shown[name]) != shapes.get(name.rpartition(" ")[2]) for name in later_weights):
         return []
     last = max(int(name.split()[1]) for name in shown if name.startswith("step "))
-    usual = [case.training.learning_rate(step, case.config.d_model) for step in range(1, last + 1)]
+    usual = [_usual(case, step) for step in range(1, last + 1)]
 
     def same_multiple(rates: list[float]) -> float:
         return rates[-1] / usual[len(rates) - 1] * usual[len(rates)]
@@ -66,6 +66,8 @@ def _fitted(case: Case, shown: Arrays, usual: Sequence[float], guess: Callable[[
     trainer, parameters = Trainer(model, case.training), {name: find(model, name) for name in weights}
     batches, rates = shifted(case.inputs, case.rows), list[float]()
     for step, rate in enumerate(usual, 1):
+        if case.restart and step == case.restart + 1:
+            trainer = Trainer(model, case.training)
         before = {name: array.copy() for name, array in parameters.items()}
         loss = trainer.train_step(**batches[step % len(batches)]).loss
         if not math.isclose(loss, shown.get(f"step {step} loss", math.nan), rel_tol=FITTED):
@@ -124,6 +126,13 @@ def _solved(missed: Callable[[float], float], start: float, tolerance: float) ->
     return math.nan
 
 
+def _usual(case: Case, step: int, factor: int = 1, shift: int = 0) -> float:
+    """Return the learning rate of step ``factor * n + shift``, for n = step; a second start counts from 1."""
+    n = step - case.restart if case.restart and step > case.restart else step
+    number = factor * n + shift
+    return case.training.learning_rate(number, case.config.d_model) if number > 0 else 0.0
+
+
 def schedule_in_words(case: Case, rates: Sequence[float]) -> str:
     """Return a sentence about measured learning rates, with as few numbers as possible; empty without rates.
 
@@ -131,22 +140,18 @@ def schedule_in_words(case: Case, rates: Sequence[float]) -> str:
         case: The case of training.
         rates: The rate of each step.
     """
-
-    def usual(step: int) -> float:
-        return case.training.learning_rate(step, case.config.d_model) if step > 0 else 0.0
-
-    steps = range(1, len(rates) + 1)
     if not rates:
         return ""
-    rounding = FLOAT32 * max(rates)
-    if np.allclose(rates, [usual(step) for step in steps], FLOAT32, rounding):  # something else differs
-        return ""
-    for shift in (-2, -1, 1, 2):
-        moved = [usual(step + shift) for step in steps]
-        if np.allclose(rates, moved, FLOAT32, rounding):
-            sign = "-" if shift < 0 else "+"
-            return f"step n uses settings.learning_rate(n {sign} {abs(shift)}, d_model)"
-    by_factor = _runs([rate / usual(step) for step, rate in zip(steps, rates, strict=True)])
+    slices, rounding = case.training.accumulation_steps, FLOAT32 * max(rates)
+    numbers = {"n": (1, 0), "n - 1": (1, -1), "n + 1": (1, 1), "n - 2": (1, -2), "n + 2": (1, 2)}
+    numbers |= {f"{slices} * n": (slices, 0), f"{slices} * (n - 1)": (slices, -slices)}
+    numbers |= {f"{slices} * (n - 1) + 1": (slices, 1 - slices)}
+    for words, (factor, shift) in numbers.items():
+        expected = [_usual(case, step, factor, shift) for step in range(1, len(rates) + 1)]
+        if np.allclose(rates, expected, FLOAT32, rounding):
+            # If the rates are right, something else differs.
+            return "" if words == "n" else f"step n uses settings.learning_rate({words}, d_model)"
+    by_factor = _runs([rate / _usual(case, step) for step, rate in enumerate(rates, 1)])
     by_rate = _runs(rates)
     if len(by_rate) < len(by_factor):
         return "its learning rate is " + _listed(by_rate)
