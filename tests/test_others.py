@@ -29,12 +29,12 @@ SEEDS = range(20)
 
 # What nobody has published, in our own port.
 UNHEARD_OF: dict[str, Edits] = {
-    "ELU for ReLU": {
+    "ReLU from 0.1 on": {
         "torch": [
             (
                 "feed_forward",
                 "ACTIVATIONS[self.activation](self.inner_proj(x))",
-                "nn.functional.elu(self.inner_proj(x))",
+                "nn.functional.threshold(self.inner_proj(x), 0.1, 0.0)",
             )
         ]
     },

@@ -161,6 +161,7 @@ def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
     with np.errstate(all="ignore"):
         transformer_backward(model, source_ids, target_ids, of_logits, recorded, found)
     wanted = {name: found.get(name.partition(" ")[2], value) for name, value in expected.items()}
+    wanted = Read.of(subject.case, everything).combine(wanted, actual)
     names = [name for name in expected if name not in (LOSS, WHOLE)]
     wanted[WHOLE] = everything[WHOLE]  # the measure of what should be zero
     replay = subject.replay

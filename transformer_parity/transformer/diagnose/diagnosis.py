@@ -150,7 +150,7 @@ def diagnose(
     for positions_of in (float32_positions, position_angles):
         if positions := positions_of(trials, trials.names[start.matched], port):
             return Diagnosis(positions, LIKELY)
-    return _unknown([attempt for attempt in tried if attempt not in exact], start)
+    return _unknown([attempt for attempt in tried if attempt not in exact], start, case.stage == ACTIVATIONS)
 
 
 def _apart_from_loss(
@@ -363,13 +363,13 @@ def _convention(hypothesis: Hypothesis) -> dict[str, Any]:
     return {name: value for part in hypothesis.parts for name, value in part.config.items()}
 
 
-def _unknown(tried: Sequence[Attempt], start: Attempt) -> Diagnosis:
-    """Say that nothing reproduces the numbers, and how far the best hypotheses come."""
+def _unknown(tried: Sequence[Attempt], start: Attempt, in_order: bool) -> Diagnosis:
+    """Say that nothing reproduces the numbers; if each tensor follows from those before, also which come closest."""
     runner_up = _best(tried)
     name, left = (runner_up.hypothesis.name, runner_up.worst) if runner_up else ("", math.inf)
     sentence = "unknown: no known mistake or convention, nor several of them together, reproduces these numbers"
     further = max(tried, key=lambda attempt: attempt.matched, default=None)
-    if further is not None and further.matched > start.matched:
+    if in_order and further is not None and further.matched > start.matched:
         more = further.matched - start.matched
         right = "one more tensor is right" if more == 1 else f"{more} more tensors are right"
         sentence += f". With {further.hypothesis.name}, {right}"

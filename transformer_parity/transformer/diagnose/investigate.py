@@ -1,4 +1,26 @@
-"""Failure reports: where a difference starts, what it amounts to, and the inputs of that block on disk."""
+"""Failure reports: where a difference starts, its cause, and the inputs of that block on disk.
+
+A diagnosis has the following steps. Each step that finds a cause with certainty ends it.
+
+1. ``investigate`` (a port) or ``files`` (tensors from files) selects the first failure of each stage, and omits stages
+   that only follow from it.
+2. Only a port can be run again: ``investigate`` and ``properties`` test whether it writes to its inputs, is random, has
+   state between calls, or differs only without taps. ``properties`` recognizes float32 in the tensors of both.
+3. ``diagnosis.diagnose`` looks for a change of the NumPy reference that reproduces every tensor of the case, and of the
+   other cases of the model:
+   a. the catalog and the conventions (``hypotheses``), with numbers read off the tensors (``measured*``);
+   b. for searches, their numbers (``search_parameters``);
+   c. a mistake in some blocks only (``places``);
+   d. for training, the learning rate of each step (``schedule``) or a number of the optimizer (``measured_optimizer``);
+   e. two or three mistakes together (``several``);
+   f. for activations, a mistake that reproduces all tensors except taps of one kind, or only the output.
+   ``trials`` runs and caches the changed references.
+4. If no change is exact, statements describe the difference, the strongest first: NaN or infinity (``patterns``),
+   exchanged names (``exchanged``), the port's own ``forward`` and its first step (``own_forward``, ``measured``), which
+   tensors and cases differ (``patterns``, ``circumstances``, ``stale``).
+5. ``blame`` replays the case and finds the block that introduces the difference. ``statements`` describes its error
+   (``signatures``, ``factors``, ``kernels``), and ``reproduce`` saves the inputs of the block.
+"""
 
 from __future__ import annotations
 
@@ -279,7 +301,8 @@ class Investigation:
         with suppress(Exception):  # a port need not take other weights
             rounded, noise = rounding(case, self.port, placement)
         properties = lacking(case, self.port, placement, noise)
-        return [*filter(None, [rounded]), *properties, *of_error]
+        here = [statement for statement in of_error if "is rounded to" in statement]
+        return [*here, *filter(None, [rounded]), *properties, *(one for one in of_error if one not in here)]
 
     def _blame(self, subject: Subject) -> Evidence:
         return blame(self._loaded(subject.case, subject.dtype), subject)

@@ -62,7 +62,7 @@ def first_step_in_words(case: Case, shown: Arrays) -> str:
         return ""
     listed = ", ".join(f"{moved:.2g} after {step}" for step, moved in zip(SNAPSHOTS[1:], later, strict=True))
     factor = f"step 1 moves every weight the right way and {first:.6g} times as far as it should (about {listed} steps)"
-    cause = "this is no constant factor of the learning rate: look at momentum, bias corrections, and the step counter"
+    cause = "the learning rate has no constant factor"
     if all(math.isclose(moved, first, rel_tol=0.2) for moved in later):
         cause = SCHEDULE
     return f"in {case.name}, {factor}: {cause}"
@@ -195,4 +195,6 @@ def position_angles(trials: Trials, first: str, port: str) -> str:
     exponents, usually = (np.abs((-np.log(one) / np.log(10000.0) * config.d_model).round(6)) for one in (angles, right))
     listed, instead = (", ".join(f"{exponent:.3g}" for exponent in one[:ANGLES]) for one in (exponents, usually))
     found = f"the positions n that {port} adds at {first} have the angles n / 10000^(k / d_model)"
-    return f"{found}, with k = {listed}, ... in place of {instead}, ..." if listed != instead else ""
+    if np.ptp(exponents - usually) < 1e-6:  # positions that are multiplied have other causes
+        return ""
+    return f"{found}, with k = {listed}, ... in place of {instead}, ..."

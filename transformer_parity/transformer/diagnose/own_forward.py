@@ -24,7 +24,7 @@ from transformer_spec.config import TransformerConfig
 
 ROUNDING = 1e-9  # nats, and relative: what rounding may turn in float64
 FIRST = "compare it first, with --stage activations"
-EMPTY = "a cache is still empty there, so the start symbol, the memory and the masks remain"
+EMPTY = "a cache of previous tokens is still empty there"
 FULL = (
     "The first token of every sentence follows it, and no known rule (repeated n-grams, ends) explains the others: "
     "compare the logits of the search with those of `forward`: they differ if the cache is wrong"

@@ -112,7 +112,8 @@ def not_finite(shown: Differing) -> str:
             first = np.argwhere(bad)[0].tolist()
             kind = "NaN" if np.isnan(value).any() else "infinite"
             where = f", the first at index {first}" if value.ndim else ""
-            return f"{name} has {int(bad.sum())} {kind} values of {bad.size}{where}: look for it before anything else"
+            tensor = f"the gradient {name}" if name.startswith(("of ", "at ")) else name
+            return f"{tensor} has {int(bad.sum())} {kind} values of {bad.size}{where}: look for it before anything else"
     return ""
 
 
@@ -166,12 +167,14 @@ def transformed_gradients(shown: Differing) -> str:
 
 
 def wrong_parameters(shown: Differing) -> str:
-    """Say which gradients differ, and which of them the backward pass computes first."""
-    names = _parameters(shown)
-    if not names or len(names) == len([name for name in shown.truth if name.startswith("of ")]):
+    """Say which gradients differ, and with post-norm also which of them the backward pass computes first."""
+    names = [name for name in _parameters(shown) if not is_noise(name)]
+    agree = [name for name in shown.right if name.startswith("of ") and not is_noise(name)]
+    if not names or not agree:
         return ""
-    before = [name for name in shown.right if name.startswith("of ")]
-    sentence = f"the gradients of {shown.group(names, 'of ')} differ, and {len(before)} agree"
+    sentence = f"the gradients of {shown.group(names, 'of ')} differ, and {len(agree)} agree"
+    if shown.case.config.norm_order != "post":  # the names are then in another order
+        return sentence
     return f"{sentence}; the backward pass computes {names[0].removeprefix('of ')} first of those that differ"
 
 
@@ -188,7 +191,7 @@ def first_wrong_step(shown: Differing) -> str:
                 f"{sentence}: its batch has a different number of sentences, or the update of step {first - 1} is wrong"
             )
         return f"{sentence}, so the update of step {first - 1} is the first wrong one"
-    return "the loss differs before the first update: compare gradients first" if first else ""
+    return "the loss differs before the first update" if first else ""
 
 
 def only_between_steps(shown: Differing) -> str:
