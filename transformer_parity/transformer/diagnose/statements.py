@@ -47,9 +47,8 @@ def of_error(evidence: Evidence, case: Case) -> list[str]:
         alone, wanted = evidence.alone[name], evidence.wanted[name]
         if rows is not None and alone.shape == wanted.shape:
             alone, wanted = alone[rows], wanted[rows]
-        new = signatures(alone, wanted, config, weights, FAR[dtype], batch)
-        found += [statement for statement in new if rows is not None or not found or "mask" in statement]
-    return [f"{_at(name)}, {statement}" for statement in dict.fromkeys(found)]
+        found = found or signatures(alone, wanted, config, weights, FAR[dtype], batch)
+    return [f"{_at(name)}, {statement}" for statement in found]
 
 
 def _sentences(case: Case, tensor: ndarray) -> list[ndarray | None]:
