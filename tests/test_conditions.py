@@ -6,7 +6,7 @@ import pytest
 
 from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, STEPS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
-from transformer_parity.transformer.diagnose.circumstances import circumstances
+from transformer_parity.transformer.diagnose.evidence.circumstances import circumstances
 
 CASES = port_cases(tiny(d_k=None, d_v=None))
 

@@ -12,9 +12,9 @@ from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose
 from transformer_parity.transformer.diagnose.files import investigate_files
-from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses
-from transformer_parity.transformer.diagnose.places import Place
-from transformer_parity.transformer.diagnose.trials import TRUTH
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, hypotheses
+from transformer_parity.transformer.diagnose.hypotheses.places import Place
+from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH
 from transformer_parity.transformer.mistakes.catalogue import FORWARD
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.mistakes.other_optimizers import MATRICES, decoupled

@@ -18,14 +18,14 @@ from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose import diagnosis
 from transformer_parity.transformer.diagnose import files as files_module
-from transformer_parity.transformer.diagnose.blame import distance
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY
+from transformer_parity.transformer.diagnose.evidence.blame import distance
+from transformer_parity.transformer.diagnose.evidence.signatures import signatures
 from transformer_parity.transformer.diagnose.files import investigate_files
-from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses
-from transformer_parity.transformer.diagnose.places import Place
-from transformer_parity.transformer.diagnose.schedule import schedule_in_words
-from transformer_parity.transformer.diagnose.signatures import signatures
-from transformer_parity.transformer.diagnose.trials import TRUTH, observed
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, hypotheses
+from transformer_parity.transformer.diagnose.hypotheses.places import Place
+from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
+from transformer_parity.transformer.diagnose.measured.schedule import schedule_in_words
 from transformer_parity.transformer.golden import compare as golden
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.protocol import Placements

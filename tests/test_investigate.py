@@ -21,13 +21,13 @@ from transformer_parity.transformer.cases.for_ports import model_cases, port_con
 from transformer_parity.transformer.cases.standard import gradient_case, standard_cases
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.compare.runner import tensors
-from transformer_parity.transformer.diagnose import hypotheses as hypotheses_module
 from transformer_parity.transformer.diagnose import reproduce
-from transformer_parity.transformer.diagnose.blame import Subject, blame, blame_files, distance
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose
-from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, content, hypotheses
+from transformer_parity.transformer.diagnose.evidence.blame import Subject, blame, blame_files, distance
+from transformer_parity.transformer.diagnose.evidence.properties import is_random
+from transformer_parity.transformer.diagnose.hypotheses import hypothesis as hypothesis_module
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, content, hypotheses
 from transformer_parity.transformer.diagnose.investigate import Investigation
-from transformer_parity.transformer.diagnose.properties import is_random
 from transformer_parity.transformer.explore.view import view_of_case
 from transformer_parity.transformer.mistakes.catalogue import FORWARD, TRAINING
 from transformer_parity.transformer.mistakes.mistake import Mistake, instead, together
@@ -196,7 +196,7 @@ def test_a_known_mistake_is_named(name):
 )
 def test_weights_that_a_converter_mixes_up_are_named(convert, name):
     case = model_cases(tiny(d_v=8))[0]
-    mixed = hypotheses_module._reordered if isinstance(convert, dict) else hypotheses_module._turned
+    mixed = hypothesis_module._reordered if isinstance(convert, dict) else hypothesis_module._turned
     weights = mixed(convert, case.load_weights())
     loaded = PORTS["numpy"].load(case.config, weights, Placement("float64"))
     found = diagnose(case, tensors(loaded, case), "it")

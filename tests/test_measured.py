@@ -7,8 +7,8 @@ import numpy as np
 from transformer_parity.transformer.cases.case import Case, tiny
 from transformer_parity.transformer.cases.inputs import token_ids
 from transformer_parity.transformer.diagnose.diagnosis import LIKELY, diagnose
-from transformer_parity.transformer.diagnose.hypotheses import hypotheses
-from transformer_parity.transformer.diagnose.trials import TRUTH, observed
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import hypotheses
+from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
 
 CONFIG = tiny(d_k=None, d_v=None)
 CASE = Case("full/padded", "full model", CONFIG, "", token_ids(CONFIG))

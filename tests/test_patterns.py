@@ -12,10 +12,16 @@ from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.compare.runner import tensors
-from transformer_parity.transformer.diagnose.measured import first_step_in_words
-from transformer_parity.transformer.diagnose.patterns import Differing, among_cases, described, not_finite, patterns
-from transformer_parity.transformer.diagnose.properties import only_float32
-from transformer_parity.transformer.diagnose.trials import TRUTH, observed
+from transformer_parity.transformer.diagnose.evidence.patterns import (
+    Differing,
+    among_cases,
+    described,
+    not_finite,
+    patterns,
+)
+from transformer_parity.transformer.diagnose.evidence.properties import only_float32
+from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
+from transformer_parity.transformer.diagnose.measured.step import first_step_in_words
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.steps import other_calls

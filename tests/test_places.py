@@ -13,9 +13,9 @@ from transformer_parity.transformer.cases.standard import gradient_case, standar
 from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose import diagnosis
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, UNKNOWN, diagnose
-from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses
-from transformer_parity.transformer.diagnose.places import Place, intervals, placed
-from transformer_parity.transformer.diagnose.trials import Trials
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, hypotheses
+from transformer_parity.transformer.diagnose.hypotheses.places import Place, intervals, placed
+from transformer_parity.transformer.diagnose.hypotheses.trials import Trials
 from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION

@@ -9,9 +9,9 @@ from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.compare.runner import tensors
-from transformer_parity.transformer.diagnose.blame import distance
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, diagnose
-from transformer_parity.transformer.diagnose.hypotheses import Hypothesis
+from transformer_parity.transformer.diagnose.evidence.blame import distance
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
 from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, SEARCH, STRUCTURE, TRAINING
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS

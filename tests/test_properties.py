@@ -8,7 +8,7 @@ import pytest
 
 from transformer_parity.transformer.cases.case import Case, tiny
 from transformer_parity.transformer.cases.inputs import token_ids
-from transformer_parity.transformer.diagnose.properties import lacking
+from transformer_parity.transformer.diagnose.evidence.properties import lacking
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 

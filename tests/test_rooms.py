@@ -29,14 +29,15 @@ MOST_FILES = 10
 LARGE_FOLDERS = {
     "cli": 20,  # a file for each command or two, for long lists of options, and for what comes before any import
     "transformer/ports": 12,  # the protocol, the four packages, the user's ports, their products and their source
-    "transformer/diagnose": 26,  # one file for each kind of evidence
-    "transformer/mistakes": 18,  # one file of data for each part of the catalogue
+    "transformer/mistakes": 14,  # one file of data for each part of the catalogue
     "apps/checkpoints": 11,
     "apps/checkpoints/formats": 14,  # one file for each format, or for its settings
 }
 FOLDERS = [
     *ROOMS,
     *(f"{room}/{name}" for room, names in ROOMS.items() for name in names if name),
+    *("transformer/diagnose/evidence", "transformer/diagnose/hypotheses", "transformer/diagnose/measured"),
+    "transformer/mistakes/unplanted",
     "apps/checkpoints/formats",
 ]
 

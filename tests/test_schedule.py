@@ -12,8 +12,8 @@ from transformer_parity.engine.tensors import Tensors
 from transformer_parity.transformer.cases.case import STEPS, Case, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, diagnose
-from transformer_parity.transformer.diagnose.hypotheses import hypotheses
-from transformer_parity.transformer.diagnose.schedule import measured_rates, schedule_in_words
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import hypotheses
+from transformer_parity.transformer.diagnose.measured.schedule import measured_rates, schedule_in_words
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.rates import scheduled

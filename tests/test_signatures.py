@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from transformer_parity.transformer.cases.case import tiny
-from transformer_parity.transformer.diagnose.signatures import places, signatures
+from transformer_parity.transformer.diagnose.evidence.signatures import places, signatures
 
 CONFIG = tiny()  # d_model 24, three heads, d_k 8, d_v 10
 RNG = np.random.default_rng(0)

@@ -9,8 +9,8 @@ import pytest
 
 from transformer_parity.transformer.cases.case import Case, tiny
 from transformer_parity.transformer.cases.inputs import token_ids
+from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
 from transformer_parity.transformer.diagnose.statements import of_error
-from transformer_parity.transformer.diagnose.trials import TRUTH, observed
 from transformer_parity.transformer.stages.padding import Read
 
 CONFIG = tiny(d_k=None, d_v=None)

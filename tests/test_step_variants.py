@@ -9,8 +9,8 @@ import pytest
 from transformer_parity.transformer.cases.case import STEPS, Case, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, Diagnosis, diagnose
-from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses
-from transformer_parity.transformer.diagnose.trials import TRUTH, Trials, observed
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, hypotheses
+from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Trials, observed
 from transformer_parity.transformer.mistakes.mistake import Mistake
 
 CASES = {case.name: case for case in port_cases(tiny(d_k=None, d_v=None), (STEPS,))}

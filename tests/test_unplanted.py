@@ -8,8 +8,8 @@ import pytest
 
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
-from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, misplaced_weights
-from transformer_parity.transformer.diagnose.trials import TRUTH, Trials, observed
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, misplaced_weights
+from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Trials, observed
 from transformer_parity.transformer.mistakes.catalogue import (
     BACKWARD_BLOCKS,
     BACKWARD_PATHS,

@@ -15,12 +15,12 @@ from transformer_parity.transformer.cases.for_ports import port_cases, port_conf
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.diagnose import several
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, diagnose
-from transformer_parity.transformer.diagnose.hypotheses import Hypothesis
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
+from transformer_parity.transformer.diagnose.hypotheses.trials import observed
 from transformer_parity.transformer.diagnose.investigate import Investigation
-from transformer_parity.transformer.diagnose.search_parameters import Parameter
-from transformer_parity.transformer.diagnose.trials import observed
+from transformer_parity.transformer.diagnose.measured.search_parameters import Parameter
 from transformer_parity.transformer.mistakes.mistake import Mistake
-from transformer_parity.transformer.mistakes.unplanted_search import seen
+from transformer_parity.transformer.mistakes.unplanted.search import seen
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.user import PluginPort, Port
 from transformer_parity.transformer.stages.registry import STAGES

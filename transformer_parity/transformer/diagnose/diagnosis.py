@@ -19,21 +19,21 @@ from numpy import ndarray
 
 from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, Case
-from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, hypotheses, is_convention
-from transformer_parity.transformer.diagnose.measured import (
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, hypotheses, is_convention
+from transformer_parity.transformer.diagnose.hypotheses.places import Place, at_single_places
+from transformer_parity.transformer.diagnose.hypotheses.several import PROMISING, clash, combinations, simplest
+from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Attempt, Trials
+from transformer_parity.transformer.diagnose.measured.optimizer import measured_number, optimizer_hypotheses
+from transformer_parity.transformer.diagnose.measured.schedule import measured_rates, schedule_in_words
+from transformer_parity.transformer.diagnose.measured.search import search_hypotheses
+from transformer_parity.transformer.diagnose.measured.search_parameters import fitting_parameters
+from transformer_parity.transformer.diagnose.measured.step import (
     decay_hypotheses,
     float32_positions,
     position_angles,
     rate_hypotheses,
     wavelength_hypotheses,
 )
-from transformer_parity.transformer.diagnose.measured_optimizer import measured_number, optimizer_hypotheses
-from transformer_parity.transformer.diagnose.measured_search import search_hypotheses
-from transformer_parity.transformer.diagnose.places import Place, at_single_places
-from transformer_parity.transformer.diagnose.schedule import measured_rates, schedule_in_words
-from transformer_parity.transformer.diagnose.search_parameters import fitting_parameters
-from transformer_parity.transformer.diagnose.several import PROMISING, clash, combinations, simplest
-from transformer_parity.transformer.diagnose.trials import TRUTH, Attempt, Trials
 from transformer_parity.transformer.mistakes.catalogue import STEP_VARIANTS
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.stages.decode import TOKENS

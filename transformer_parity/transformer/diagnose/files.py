@@ -8,13 +8,14 @@ from dataclasses import replace
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import AGREES, SKIPPED, Finding
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
-from transformer_parity.transformer.diagnose.blame import REPLAYED, blame_files
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, Diagnosis, diagnose
-from transformer_parity.transformer.diagnose.hypotheses import hypotheses
+from transformer_parity.transformer.diagnose.evidence.blame import REPLAYED, blame_files
+from transformer_parity.transformer.diagnose.evidence.patterns import Differing, among_cases, not_finite, patterns
+from transformer_parity.transformer.diagnose.evidence.properties import only_float32
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import hypotheses
+from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
 from transformer_parity.transformer.diagnose.investigate import FailureReport, first_failures, forward_agrees, shared
-from transformer_parity.transformer.diagnose.measured import first_step_in_words
-from transformer_parity.transformer.diagnose.patterns import Differing, among_cases, not_finite, patterns
-from transformer_parity.transformer.diagnose.properties import only_float32
+from transformer_parity.transformer.diagnose.measured.step import first_step_in_words
 from transformer_parity.transformer.diagnose.statements import (
     IN_FILES,
     if_it_is_meant,
@@ -22,7 +23,6 @@ from transformer_parity.transformer.diagnose.statements import (
     with_first,
     wrong_places,
 )
-from transformer_parity.transformer.diagnose.trials import TRUTH, observed
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 

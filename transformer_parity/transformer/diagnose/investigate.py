@@ -4,22 +4,23 @@ A diagnosis has the following steps. Each step that finds a cause with certainty
 
 1. ``investigate`` (a port) or ``files`` (tensors from files) selects the first failure of each stage, and omits stages
    that only follow from it.
-2. Only a port can be run again: ``investigate`` and ``properties`` test whether it writes to its inputs, is random, has
-   state between calls, or differs only without taps. ``properties`` recognizes float32 in the tensors of both.
+2. Only a port can be run again: ``investigate`` and ``evidence.properties`` test whether it writes to its inputs, is random, has
+   state between calls, or differs only without taps. ``evidence.properties`` recognizes float32 in the tensors of both.
 3. ``diagnosis.diagnose`` looks for a change of the NumPy reference that reproduces every tensor of the case, and of the
    other cases of the model:
-   a. the catalog and the conventions (``hypotheses``), with numbers read off the tensors (``measured*``);
-   b. for searches, their numbers (``search_parameters``);
-   c. a mistake in some blocks only (``places``);
-   d. for training, the learning rate of each step (``schedule``) or a number of the optimizer (``measured_optimizer``);
-   e. two or three mistakes together (``several``);
+   a. the catalog and the conventions (``hypotheses``), with numbers read off the tensors (``measured.step``);
+   b. for searches, their numbers (``measured.search_parameters``);
+   c. a mistake in some blocks only (``hypotheses.places``);
+   d. for training, the learning rate of each step (``measured.schedule``) or a number of the optimizer
+      (``measured.optimizer``);
+   e. two or three mistakes together (``hypotheses.several``);
    f. for activations, a mistake that reproduces all tensors except taps of one kind, or only the output.
-   ``trials`` runs and caches the changed references.
-4. If no change is exact, statements describe the difference, the strongest first: NaN or infinity (``patterns``),
-   exchanged names (``exchanged``), the port's own ``forward`` and its first step (``own_forward``, ``measured``), which
-   tensors and cases differ (``patterns``, ``circumstances``, ``stale``).
-5. ``blame`` replays the case and finds the block that introduces the difference. ``statements`` describes its error
-   (``signatures``, ``factors``, ``kernels``), and ``reproduce`` saves the inputs of the block.
+   ``hypotheses.trials`` runs and caches the changed references.
+4. If no change is exact, statements describe the difference, the strongest first: NaN or infinity, exchanged names, the
+   port's own ``forward`` (``own_forward``) and its first step (``measured.step``), which tensors and cases differ. Most
+   statements come from the modules of ``evidence``.
+5. ``evidence.blame`` replays the case and finds the block that introduces the difference. ``statements`` describes its
+   error, and ``reproduce`` saves the inputs of the block.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.transformer.compare.runner import call_before, tensors
 from transformer_parity.transformer.diagnose import reproduce
-from transformer_parity.transformer.diagnose.blame import REPLAYED, Subject, blame, explained_by
 from transformer_parity.transformer.diagnose.diagnosis import (
     EXACT,
     LIKELY,
@@ -49,12 +49,20 @@ from transformer_parity.transformer.diagnose.diagnosis import (
     diagnose,
     reproducing_output,
 )
-from transformer_parity.transformer.diagnose.exchanged import exchanged, returned_in_words
-from transformer_parity.transformer.diagnose.hypotheses import hypotheses
-from transformer_parity.transformer.diagnose.measured import first_step_in_words
+from transformer_parity.transformer.diagnose.evidence.blame import REPLAYED, Subject, blame, explained_by
+from transformer_parity.transformer.diagnose.evidence.exchanged import exchanged, returned_in_words
+from transformer_parity.transformer.diagnose.evidence.patterns import Differing, among_cases, not_finite, patterns
+from transformer_parity.transformer.diagnose.evidence.properties import (
+    is_random,
+    lacking,
+    of_path,
+    only_float32,
+    rounding,
+)
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import hypotheses
+from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Trials, observed
+from transformer_parity.transformer.diagnose.measured.step import first_step_in_words
 from transformer_parity.transformer.diagnose.own_forward import beside_forward
-from transformer_parity.transformer.diagnose.patterns import Differing, among_cases, not_finite, patterns
-from transformer_parity.transformer.diagnose.properties import is_random, lacking, of_path, only_float32, rounding
 from transformer_parity.transformer.diagnose.statements import (
     IN_PORT,
     if_it_is_meant,
@@ -63,7 +71,6 @@ from transformer_parity.transformer.diagnose.statements import (
     with_first,
     with_statements,
 )
-from transformer_parity.transformer.diagnose.trials import TRUTH, Trials, observed
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placements
 from transformer_parity.transformer.stages.registry import STAGES

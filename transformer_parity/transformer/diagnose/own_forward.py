@@ -15,9 +15,9 @@ from numpy import ndarray
 from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.decoding.prefixes import searched_log_probabilities
-from transformer_parity.transformer.diagnose.blame import distance
-from transformer_parity.transformer.diagnose.measured_search import before_the_end, facts, read_before, returned
-from transformer_parity.transformer.diagnose.properties import SAME, output
+from transformer_parity.transformer.diagnose.evidence.blame import distance
+from transformer_parity.transformer.diagnose.evidence.properties import SAME, output
+from transformer_parity.transformer.diagnose.measured.search import before_the_end, facts, read_before, returned
 from transformer_parity.transformer.ports.protocol import Implementation, Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_spec.config import TransformerConfig

@@ -25,7 +25,7 @@ from transformer_parity.engine.localization import Evidence
 from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.diagnose.blame import distance
+from transformer_parity.transformer.diagnose.evidence.blame import distance
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION, PORTS

@@ -15,10 +15,10 @@ from numpy import ndarray
 from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.diagnose.blame import distance
-from transformer_parity.transformer.diagnose.closeness import SAME
-from transformer_parity.transformer.diagnose.hypotheses import Hypothesis
-from transformer_parity.transformer.diagnose.properties import CALLS
+from transformer_parity.transformer.diagnose.evidence.blame import distance
+from transformer_parity.transformer.diagnose.evidence.closeness import SAME
+from transformer_parity.transformer.diagnose.evidence.properties import CALLS
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placement
 

@@ -16,7 +16,7 @@ from transformer_parity.engine.tensors import structure_problem
 from transformer_parity.engine.tolerances import tolerance
 from transformer_parity.engine.verdict import Author, Verdict
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
-from transformer_parity.transformer.diagnose.blame import Subject, blame
+from transformer_parity.transformer.diagnose.evidence.blame import Subject, blame
 from transformer_parity.transformer.ports.exceptions import described
 from transformer_parity.transformer.ports.protocol import Implementation, Placement
 from transformer_parity.transformer.ports.registry import DEFINITION

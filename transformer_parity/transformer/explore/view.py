@@ -16,7 +16,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.localization import Evidence
-from transformer_parity.transformer.diagnose.blame import Subject
+from transformer_parity.transformer.diagnose.evidence.blame import Subject
 from transformer_parity.transformer.explore.recording import Recorded, Recording, recording_of
 
 ATTENTION = ("scores", "weights")

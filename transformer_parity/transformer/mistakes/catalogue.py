@@ -9,7 +9,6 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.mistakes import (
     attention,
-    by_hand,
     layers,
     optimizer,
     other_optimizers,
@@ -17,13 +16,12 @@ from transformer_parity.transformer.mistakes import (
     reported,
     reported_training,
     search,
-    step_variants,
     structure,
     training,
-    unplanted,
-    unplanted_search,
 )
 from transformer_parity.transformer.mistakes.mistake import Mistake
+from transformer_parity.transformer.mistakes.unplanted import by_hand, forward, step_variants
+from transformer_parity.transformer.mistakes.unplanted import search as unplanted_search
 
 Parts = Mapping[str, list[Mistake]]
 
@@ -50,7 +48,7 @@ TRAINING = merged(training.CATALOGUE, optimizer.CATALOGUE, reported_training.CAT
 SEARCH = [*search.CATALOGUE, *reported_training.SEARCH]
 # Only hypotheses, which are planted in no port:
 EVERYWHERE = [*layers.EVERYWHERE, *reported.EVERYWHERE]
-UNPLANTED = unplanted.UNPLANTED
+UNPLANTED = forward.UNPLANTED
 STEP_VARIANTS = step_variants.STEP_VARIANTS
 UNPLANTED_SEARCH = [*search.ONLY_HYPOTHESES, *unplanted_search.SEARCHES]
 BACKWARD_BLOCKS, BACKWARD_PATHS, LOSSES = by_hand.BLOCKS, by_hand.PATHS, by_hand.LOSSES

@@ -21,9 +21,9 @@ from transformer_parity.engine.system.machine import free_bytes, processors
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.check.processes import SILENCE
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.diagnose.blame import REPLAYED, blame_files
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, Diagnosis, diagnose
-from transformer_parity.transformer.diagnose.hypotheses import content, hypotheses
+from transformer_parity.transformer.diagnose.evidence.blame import REPLAYED, blame_files
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import content, hypotheses
 from transformer_parity.transformer.mistakes import training
 from transformer_parity.transformer.mistakes.catalogue import TRAINING, cases, parts
 from transformer_parity.transformer.mistakes.mistake import Mistake

@@ -17,7 +17,7 @@ from numpy import ndarray
 from reference_numpy.training import Trainer, cross_entropy
 from reference_numpy.transformer import Transformer
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.diagnose.closeness import best_factor
+from transformer_parity.transformer.diagnose.evidence.closeness import best_factor
 from transformer_parity.transformer.stages.steps import shifted
 from transformer_spec.names import find
 

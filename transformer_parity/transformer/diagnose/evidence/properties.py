@@ -18,8 +18,8 @@ from numpy import ndarray
 from transformer_parity.engine.tensors import given, relative_error
 from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.diagnose.blame import distance
-from transformer_parity.transformer.diagnose.signatures import ENOUGH, is_of
+from transformer_parity.transformer.diagnose.evidence.blame import distance
+from transformer_parity.transformer.diagnose.evidence.signatures import ENOUGH, is_of
 from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.padding import Read, before_padding

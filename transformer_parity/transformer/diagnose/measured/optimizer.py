@@ -12,14 +12,14 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.diagnose.closeness import SAME, best_factor
-from transformer_parity.transformer.diagnose.hypotheses import Hypothesis
-from transformer_parity.transformer.diagnose.patterns import described
-from transformer_parity.transformer.diagnose.trials import TRUTH, Attempt, Trials, observed
+from transformer_parity.transformer.diagnose.evidence.closeness import SAME, best_factor
+from transformer_parity.transformer.diagnose.evidence.patterns import described
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
+from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Attempt, Trials, observed
 from transformer_parity.transformer.mistakes.mistake import Mistake, instead
 from transformer_parity.transformer.mistakes.optimizer import assumed
 from transformer_parity.transformer.mistakes.other_optimizers import T, formulas
-from transformer_parity.transformer.mistakes.step_variants import of_gradient
+from transformer_parity.transformer.mistakes.unplanted.step_variants import of_gradient
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.steps import train

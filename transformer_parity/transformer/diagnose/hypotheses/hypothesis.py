@@ -17,7 +17,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.transformer.cases.case import GRADIENTS
-from transformer_parity.transformer.diagnose.places import Place
+from transformer_parity.transformer.diagnose.hypotheses.places import Place
 from transformer_parity.transformer.mistakes.catalogue import (
     BACKWARD_BLOCKS,
     BACKWARD_PATHS,

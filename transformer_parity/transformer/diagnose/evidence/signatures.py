@@ -16,8 +16,8 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.diagnose.closeness import SAME, is_close, without_heads
-from transformer_parity.transformer.diagnose.factors import factor_in_words
+from transformer_parity.transformer.diagnose.evidence.closeness import SAME, is_close, without_heads
+from transformer_parity.transformer.diagnose.evidence.factors import factor_in_words
 from transformer_spec.config import TransformerConfig
 
 ENOUGH = 8  # numbers, from which on a pattern in them is no accident

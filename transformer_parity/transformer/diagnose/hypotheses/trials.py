@@ -12,8 +12,8 @@ from numpy import ndarray
 
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.compare.runner import tensors
-from transformer_parity.transformer.diagnose.blame import distance
-from transformer_parity.transformer.diagnose.hypotheses import Hypothesis
+from transformer_parity.transformer.diagnose.evidence.blame import distance
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
 from transformer_parity.transformer.stages.padding import Read
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.steps import SNAPSHOTS

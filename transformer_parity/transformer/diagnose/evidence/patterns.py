@@ -18,10 +18,10 @@ from numpy import ndarray
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
-from transformer_parity.transformer.diagnose.circumstances import circumstances
-from transformer_parity.transformer.diagnose.closeness import SAME, best_factor
-from transformer_parity.transformer.diagnose.factors import factor_in_words
-from transformer_parity.transformer.diagnose.stale import stale_weights
+from transformer_parity.transformer.diagnose.evidence.circumstances import circumstances
+from transformer_parity.transformer.diagnose.evidence.closeness import SAME, best_factor
+from transformer_parity.transformer.diagnose.evidence.factors import factor_in_words
+from transformer_parity.transformer.diagnose.evidence.stale import stale_weights
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE, is_noise

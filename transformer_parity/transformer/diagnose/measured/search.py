@@ -10,7 +10,7 @@ from numpy import ndarray
 from reference_numpy.functional import log_softmax
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.decoding.prefixes import searched_log_probabilities
-from transformer_parity.transformer.diagnose.properties import output
+from transformer_parity.transformer.diagnose.evidence.properties import output
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.mistakes.search import NGRAMS, planned, repetition_penalty
 from transformer_parity.transformer.ports.protocol import Placement

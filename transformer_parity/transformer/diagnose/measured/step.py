@@ -16,12 +16,12 @@ from numpy import ndarray
 
 from reference_numpy.embedding import sinusoidal_encoding
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
-from transformer_parity.transformer.diagnose.closeness import SAME, best_factor
-from transformer_parity.transformer.diagnose.trials import TRUTH, Trials, observed
+from transformer_parity.transformer.diagnose.evidence.closeness import SAME, best_factor
+from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Trials, observed
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.mistakes.optimizer import rate
 from transformer_parity.transformer.mistakes.other_optimizers import MATRICES, decoupled
-from transformer_parity.transformer.mistakes.step_variants import reduced_by
+from transformer_parity.transformer.mistakes.unplanted.step_variants import reduced_by
 from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_spec.config import TransformerConfig
 

@@ -11,7 +11,7 @@ from numpy import ndarray
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.tensors import relative_error
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.diagnose.closeness import SAME
+from transformer_parity.transformer.diagnose.evidence.closeness import SAME
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.steps import other_calls

@@ -8,8 +8,8 @@ from itertools import takewhile
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.transformer.diagnose.closeness import SAME
-from transformer_parity.transformer.diagnose.signatures import signatures
+from transformer_parity.transformer.diagnose.evidence.closeness import SAME
+from transformer_parity.transformer.diagnose.evidence.signatures import signatures
 from transformer_spec.config import TransformerConfig
 
 Arrays = Mapping[str, ndarray]

@@ -10,12 +10,12 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.diagnose.hypotheses import Hypothesis
-from transformer_parity.transformer.diagnose.measured_search import returned
-from transformer_parity.transformer.diagnose.trials import TRUTH, Attempt, Trials, observed
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
+from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Attempt, Trials, observed
+from transformer_parity.transformer.diagnose.measured.search import returned
 from transformer_parity.transformer.mistakes.mistake import Edits, Mistake
 from transformer_parity.transformer.mistakes.search import penalised, planned
-from transformer_parity.transformer.mistakes.unplanted_search import seen
+from transformer_parity.transformer.mistakes.unplanted.search import seen
 
 WIDEST = 10  # hypotheses of a beam whose size is a constant
 ALPHAS = [tenths / 10 for tenths in range(1, 21)]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.comparison import Arrays
-from transformer_parity.transformer.diagnose.closeness import is_close, without_heads
+from transformer_parity.transformer.diagnose.evidence.closeness import is_close, without_heads
 
 
 def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:

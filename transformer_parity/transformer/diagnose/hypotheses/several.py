@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from transformer_parity.transformer.diagnose.hypotheses import Hypothesis, is_convention
-from transformer_parity.transformer.diagnose.trials import Attempt, Trials
+from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, is_convention
+from transformer_parity.transformer.diagnose.hypotheses.trials import Attempt, Trials
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_spec.config import TransformerConfig
 

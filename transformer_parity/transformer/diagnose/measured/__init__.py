@@ -1,0 +1,1 @@
+"""Numbers that are measured from a port instead of searched for: rates, moments, and the limits of searches."""

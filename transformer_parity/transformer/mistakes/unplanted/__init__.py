@@ -1,0 +1,1 @@
+"""Mistakes that are planted in no package and only serve as hypotheses."""
