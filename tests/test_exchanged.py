@@ -118,6 +118,11 @@ def test_an_exported_weight_in_another_form_is_described():
         found
         == f"in the exported {name}, the values are right, in other places: as after a reshape without a transpose"
     )
-    rounded = {one: array.astype(np.float32) for one, array in weights.items()}
-    assert returned_in_words(rounded, weights, config) == "exported weights are in float32 instead of float64"
+    more = {one: array / 3.0 for one, array in weights.items()}
+    rounded = {one: array.astype(np.float32) for one, array in more.items()}
+    assert returned_in_words(rounded, more, config) == "exported weights are in float32 instead of float64"
     assert returned_in_words(weights, weights, config) == ""
+    # Right values in another dtype are no difference, so the dtype isn't the cause of a wrong value.
+    narrow = {one: array.astype(np.float32) for one, array in weights.items()}
+    wide = {one: array.astype(np.float64) for one, array in narrow.items()}
+    assert returned_in_words({**wide, name: reshaped[name]}, narrow, config).startswith(f"in the exported {name}, ")

@@ -146,7 +146,7 @@ def test_places_of_gradients_read_well():
         return {"at logits": wrong}
 
     (report,) = reports(in_gradients(change))
-    assert "in the gradient at logits, positions 0 of" in said(report)
+    assert "in the gradient at logits, of positions 0 to" in said(report)
     assert "at at" not in said(report)
     assert "the loss is right" in said(report)
 

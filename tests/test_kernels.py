@@ -7,7 +7,7 @@ import pytest
 
 from transformer_parity.transformer.cases.case import Case, tiny
 from transformer_parity.transformer.cases.inputs import token_ids
-from transformer_parity.transformer.diagnose.evidence.kernels import other_kernel
+from transformer_parity.transformer.diagnose.evidence.signatures import other_kernel
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION

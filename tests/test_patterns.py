@@ -12,13 +12,8 @@ from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.compare.runner import tensors
-from transformer_parity.transformer.diagnose.evidence.patterns import (
-    Differing,
-    among_cases,
-    described,
-    not_finite,
-    patterns,
-)
+from transformer_parity.transformer.diagnose.evidence.differing import Differing, described
+from transformer_parity.transformer.diagnose.evidence.patterns import among_cases, not_finite, patterns
 from transformer_parity.transformer.diagnose.evidence.properties import only_float32
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
 from transformer_parity.transformer.diagnose.measured.step import first_step_in_words
@@ -104,8 +99,48 @@ def test_the_first_wrong_step_and_the_weights_that_move_too_far_are_named():
             begun = start[name.split(" weight ")[1]].astype(np.float64)
             changed[name] = begun + 0.5 * (value - begun)
     said = patterns(shown("steps/port", changed))
-    assert any("scales of norms have moved 0.5 times as far" in words for words in said)
+    assert any("scales of norms moved 0.5 times as far" in words for words in said)
     assert any("agree up to step 6 and differ from step 7 on, so the update of step 6 is" in words for words in said)
+
+
+def test_returned_weights_are_not_taken_for_a_wrong_learning_rate():
+    """A port that trains correctly and returns an average of its weights has right losses."""
+    case, truth = CASES["steps/port"], observed_in("steps/port")
+    start = case.load_weights()
+    changed = {}
+    for name, value in truth.items():
+        if " weight " in name:
+            begun = start[name.split(" weight ")[1]].astype(np.float64)
+            changed[name] = begun + 0.1 * (value - begun)
+    assert first_step_in_words(case, {**truth, **changed}) == ""
+    said = patterns(shown("steps/port", changed))
+    assert any(words.startswith("all 20 losses agree, so the training is right") for words in said)
+    losses = {name: value + 0.1 for name, value in truth.items() if name.endswith(" loss")}
+    assert "0.1 times as far" in first_step_in_words(case, {**truth, **changed, **losses})
+    few = {name: value for name, value in changed.items() if name.endswith(".scale")}
+    assert not any("training is right" in words for words in patterns(shown("steps/port", few)))
+
+
+def test_weights_that_went_through_float32_are_named():
+    truth = observed_in("steps/port")
+    changed = {name: value.astype(np.float32).astype(np.float64) for name, value in truth.items() if " weight " in name}
+    said = patterns(shown("steps/port", changed))
+    assert said[0] == "every weight that is returned after a step is a number of float32"
+    shifted = {name: value + 1e-7 for name, value in changed.items()}
+    assert not any("number of float32" in words for words in patterns(shown("steps/port", shifted)))
+
+
+def test_errors_of_the_size_of_rounding_to_float32_are_called_so():
+    truth = observed_in("gradients/padded")
+    rng = np.random.default_rng(0)
+    for size, said in ((1e-7, True), (1e-12, False), (1e-3, False)):
+        changed = {
+            name: value * (1.0 + size * rng.normal(size=np.shape(value)))
+            for name, value in truth.items()
+            if name.startswith("of ")
+        }
+        words = patterns(shown("gradients/padded", changed))
+        assert any("rounding to float32 has errors of this size" in one for one in words) == said
 
 
 def test_a_step_is_not_blamed_for_a_batch_of_another_size_or_a_second_start():

@@ -12,7 +12,8 @@ from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, diagnose
 from transformer_parity.transformer.diagnose.evidence.blame import distance
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
-from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, SEARCH, STRUCTURE, TRAINING
+from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, SEARCH, STEP_VARIANTS, STRUCTURE, TRAINING
+from transformer_parity.transformer.mistakes.unplanted.step_variants import LIMIT_OF_A_SUM
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 
@@ -82,6 +83,17 @@ def test_the_cases_for_ports_show_how_a_port_searches():
 
 
 SCALED_UP = "small gradients are scaled up to the limit"
+
+
+def test_the_cases_for_ports_have_a_limit_between_a_gradient_and_its_sum_over_tokens():
+    """The gradients of models differ by a factor of 100, and with one limit for all it would be above both or below."""
+    (sum_is_clipped,) = (one for one in STEP_VARIANTS if one.name == LIMIT_OF_A_SUM)
+    for config in (CONFIG, tiny(d_k=None, d_v=None), tiny("paper_base", d_k=None, d_v=None)):
+        (case,) = (case for case in port_cases(config) if case.name == "steps/port/small_gradient")
+        wrong, right = (
+            tensors(Hypothesis(parts).load(case.config, case.load_weights()), case) for parts in ((sum_is_clipped,), ())
+        )
+        assert max(distance(tensor, wrong, right) for tensor in right) > 1e-6
 
 
 @pytest.mark.parametrize("name", ["ids in int16", *(mistake.name for part in CLIPPED for mistake in TRAINING[part])])

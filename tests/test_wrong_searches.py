@@ -13,8 +13,8 @@ import reference_numpy
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.diagnose import several
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, diagnose
+from transformer_parity.transformer.diagnose.hypotheses import several
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
 from transformer_parity.transformer.diagnose.hypotheses.trials import observed
 from transformer_parity.transformer.diagnose.investigate import Investigation

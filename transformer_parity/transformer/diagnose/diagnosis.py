@@ -146,7 +146,7 @@ def diagnose(
     if sometimes:
         name = sometimes[0].hypothesis.name
         sentence = f"some cases agree, but in every case that differs, {port} behaves like the reference {_with(name)}"
-        return Diagnosis(sentence, LIKELY, error=sometimes[0].worst)
+        return Diagnosis(sentence, LIKELY, (name,), sometimes[0].worst)
     for positions_of in (float32_positions, position_angles):
         if positions := positions_of(trials, trials.names[start.matched], port):
             return Diagnosis(positions, LIKELY)

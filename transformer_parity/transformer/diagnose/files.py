@@ -10,7 +10,8 @@ from transformer_parity.engine.findings import AGREES, SKIPPED, Finding
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, Diagnosis, diagnose
 from transformer_parity.transformer.diagnose.evidence.blame import REPLAYED, blame_files
-from transformer_parity.transformer.diagnose.evidence.patterns import Differing, among_cases, not_finite, patterns
+from transformer_parity.transformer.diagnose.evidence.differing import Differing
+from transformer_parity.transformer.diagnose.evidence.patterns import among_cases, not_finite, patterns
 from transformer_parity.transformer.diagnose.evidence.properties import only_float32
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import hypotheses
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed

@@ -4,8 +4,9 @@ A diagnosis has the following steps. Each step that finds a cause with certainty
 
 1. ``investigate`` (a port) or ``files`` (tensors from files) selects the first failure of each stage, and omits stages
    that only follow from it.
-2. Only a port can be run again: ``investigate`` and ``evidence.properties`` test whether it writes to its inputs, is random, has
-   state between calls, or differs only without taps. ``evidence.properties`` recognizes float32 in the tensors of both.
+2. Only a port can be run again: ``investigate`` and ``evidence.properties`` test whether it writes to its inputs, is
+   random, has state between calls, or differs only without taps. ``evidence.properties`` recognizes float32 in the
+   tensors of both.
 3. ``diagnosis.diagnose`` looks for a change of the NumPy reference that reproduces every tensor of the case, and of the
    other cases of the model:
    a. the catalog and the conventions (``hypotheses``), with numbers read off the tensors (``measured.step``);
@@ -50,8 +51,9 @@ from transformer_parity.transformer.diagnose.diagnosis import (
     reproducing_output,
 )
 from transformer_parity.transformer.diagnose.evidence.blame import REPLAYED, Subject, blame, explained_by
+from transformer_parity.transformer.diagnose.evidence.differing import Differing
 from transformer_parity.transformer.diagnose.evidence.exchanged import exchanged, returned_in_words
-from transformer_parity.transformer.diagnose.evidence.patterns import Differing, among_cases, not_finite, patterns
+from transformer_parity.transformer.diagnose.evidence.patterns import among_cases, not_finite, patterns
 from transformer_parity.transformer.diagnose.evidence.properties import (
     is_random,
     lacking,
@@ -212,7 +214,7 @@ class Investigation:
             weights = case.load_weights()
             alike = [one.load(case.config, weights) for one in reproducing_output(case, shown, known)]
             evidence = explained_by(evidence, alike, subject)
-        if evidence.blame.introduced and found.confidence != EXACT:
+        if evidence.blame.introduced and found.confidence != EXACT and not found.hypotheses:
             statements = of_error(evidence, case)
             if forward:
                 statements = self._measurements(case, evidence, statements)

@@ -24,7 +24,7 @@ from transformer_spec.config import TransformerConfig
 
 ROUNDING = 1e-9  # nats, and relative: what rounding may turn in float64
 FIRST = "compare it first, with --stage activations"
-EMPTY = "a cache of previous tokens is still empty there"
+EMPTY = "at token 1, no previous token is cached yet"
 FULL = (
     "The first token of every sentence follows it, and no known rule (repeated n-grams, ends) explains the others: "
     "compare the logits of the search with those of `forward`: they differ if the cache is wrong"
@@ -90,7 +90,8 @@ def _departure(case: Case, logits: ndarray, ids: ndarray) -> str:
     departs &= departs.cumsum(1) == 1
     if not departs.any():
         return ""
-    sentence, step = np.argwhere(departs)[0].tolist()
+    step = int(np.flatnonzero(departs.any(0))[0])
+    sentence = int(np.flatnonzero(departs[:, step])[0])  # of those that depart first
     said, right = ids[sentence, step], best[sentence, step]
     found = (
         f"from token {step + 1} of sentence {sentence} on, it has {_named(said, config)}, where `forward` prefers "
@@ -98,7 +99,7 @@ def _departure(case: Case, logits: ndarray, ids: ndarray) -> str:
     )
     if known := facts(case, ids, best, departs):
         return f"{found}: {'; '.join(known)}"
-    return f"{found}: {EMPTY}" if departs[:, 0].any() else f"{found}. {FULL}"
+    return f"{found}: {EMPTY}" if step == 0 else f"{found}. {FULL}"
 
 
 def _named(token: int, config: TransformerConfig) -> str:

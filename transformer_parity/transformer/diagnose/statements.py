@@ -13,8 +13,7 @@ from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, Diagnosis
 from transformer_parity.transformer.diagnose.evidence.closeness import SAME
-from transformer_parity.transformer.diagnose.evidence.kernels import other_kernel
-from transformer_parity.transformer.diagnose.evidence.signatures import places, signatures
+from transformer_parity.transformer.diagnose.evidence.signatures import other_kernel, places, signatures
 
 # How to declare what a port does if it is a convention.
 IN_PORT = "fix it or, if it is intentional, declare it in the port: overrides = {!r}"

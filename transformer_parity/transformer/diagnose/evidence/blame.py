@@ -86,9 +86,10 @@ class Subject:
         )
 
     def run(self, loaded: LoadedPort, given: Arrays) -> Tensors:
-        """Return the tensors of a run that continues with given values at some taps."""
+        """Return the tensors of a run that continues with given values at some taps, which keep what nothing reads."""
         result = loaded.run(self.case.block, self.inputs, taps=True, given=given)
-        return {**result.taps, OUTPUT: result.output}
+        tensors = {**result.taps, OUTPUT: result.output}
+        return Read.of(self.case, tensors).combine(tensors, given)
 
 
 def blame(loaded: LoadedPort, subject: Subject) -> Evidence:

@@ -65,9 +65,10 @@ def returned_in_words(back: Arrays, given: Arrays, config: TransformerConfig) ->
         config: The config of the model.
     """
     known = [name for name in given if name in back]
-    if dtypes := {back[name].dtype.name for name in known} - {given[name].dtype.name for name in known}:
-        return f"exported weights are in {', '.join(sorted(dtypes))} instead of {given[known[0]].dtype.name}"
     wrong = [name for name in known if not np.array_equal(back[name], given[name])]
+    dtypes = {back[name].dtype.name for name in wrong} - {given[name].dtype.name for name in wrong}
+    if dtypes and all(np.array_equal(back[name], given[name].astype(back[name].dtype)) for name in wrong):
+        return f"exported weights are in {', '.join(sorted(dtypes))} instead of {given[wrong[0]].dtype.name}"
     found = signatures(back[wrong[0]], given[wrong[0]], config) if wrong else []
     if not found:
         return ""

@@ -15,6 +15,7 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.engine.comparison import Arrays
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.evidence.closeness import SAME, is_close, without_heads
 from transformer_parity.transformer.diagnose.evidence.factors import factor_in_words
@@ -59,6 +60,35 @@ def signatures(
     return [*found, *_offset(actual, wanted, far, weights or {}), *_permuted(actual, wanted, far), *narrow]
 
 
+def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:
+    """Return a sentence about the parameter that replaces the kernel of a projection; empty if there is none.
+
+    Args:
+        name: The tap that the projection computes.
+        alone: The port's tensors, each computed from correct inputs.
+        wanted: The correct tensors for the same inputs.
+        weights: The parameters.
+    """
+    own = f"{name}_proj"
+    if f"{own}.kernel" not in weights or np.shape(alone[name]) != wanted[name].shape:
+        return ""
+    kernel, bias = weights[f"{own}.kernel"], weights.get(f"{own}.bias", np.zeros(()))
+    actual, right = without_heads(alone[name]), without_heads(wanted[name])
+    states = [state for state in map(without_heads, wanted.values()) if state.shape == (*right.shape[:2], len(kernel))]
+    read = next((state for state in states if is_close(state @ kernel + bias, right)), None)
+    wrong = (actual != right).any(-1)  # padding has the reference's values
+    for other, value in weights.items() if read is not None and wrong.any() else ():
+        turned = {other: value, f"the transpose of {other}": value.T}
+        for words, matrix in turned.items():
+            if (
+                matrix.shape == kernel.shape
+                and words != f"{own}.kernel"
+                and is_close((read @ matrix + bias)[wrong], actual[wrong])
+            ):
+                return f"the kernel is {words}, with the right bias" if bias.ndim else f"the kernel is {words}"
+    return ""
+
+
 def places(actual: ndarray, wanted: ndarray, far: float = SAME) -> list[str]:
     """Return which sentences, heads and positions of a tensor are wrong, where others are right."""
     if actual.shape != wanted.shape or actual.ndim < 3:
@@ -72,7 +102,7 @@ def places(actual: ndarray, wanted: ndarray, far: float = SAME) -> list[str]:
         of_axis = np.asarray(wrong.any(axis=tuple(other for other in range(wrong.ndim) if other != axis)))
         if of_axis.any() and not of_axis.all():
             listed = _shortened(np.flatnonzero(of_axis).tolist())
-            found.append(f"{what} {listed} of {len(of_axis)} are wrong, and no others")
+            found.append(f"of {what} 0 to {len(of_axis) - 1}, only {listed} differ{'s' * int(of_axis.sum() == 1)}")
     return found
 
 

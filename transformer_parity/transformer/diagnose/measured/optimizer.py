@@ -13,7 +13,7 @@ from numpy import ndarray
 
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.evidence.closeness import SAME, best_factor
-from transformer_parity.transformer.diagnose.evidence.patterns import described
+from transformer_parity.transformer.diagnose.evidence.differing import described
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Attempt, Trials, observed
 from transformer_parity.transformer.mistakes.mistake import Mistake, instead

@@ -58,7 +58,7 @@ def rate_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
 def first_step_in_words(case: Case, shown: Arrays) -> str:
     """Say by which factor the first step is too long; empty if it is not, or if that cannot be measured."""
     first, *later = _move_factors(case, shown)
-    if not math.isfinite(first) or abs(first - 1.0) <= ROUNDED:
+    if not math.isfinite(first) or abs(first - 1.0) <= ROUNDED or _losses_agree(case, shown):
         return ""
     listed = ", ".join(f"{moved:.2g} after {step}" for step, moved in zip(SNAPSHOTS[1:], later, strict=True))
     factor = f"step 1 moves every weight the right way and {first:.6g} times as far as it should (about {listed} steps)"
@@ -66,6 +66,13 @@ def first_step_in_words(case: Case, shown: Arrays) -> str:
     if all(math.isclose(moved, first, rel_tol=0.2) for moved in later):
         cause = SCHEDULE
     return f"in {case.name}, {factor}: {cause}"
+
+
+def _losses_agree(case: Case, shown: Arrays) -> bool:
+    """Whether all losses are right: then the weights that are shown are not those that are trained."""
+    usual = observed(TRUTH, case) or {}
+    names = [name for name in usual if name.endswith(" loss") and name in shown]
+    return bool(names) and all(math.isclose(shown[name], usual[name], rel_tol=SAME) for name in names)
 
 
 def _move_factors(case: Case, shown: Arrays) -> list[float]:

@@ -9,6 +9,7 @@ KEPT = "kept = self.__dict__.setdefault('kept', {{}})"  # from one step to the n
 LARGEST = f"{KEPT}\nkept[name] = np.maximum(kept.get(name, 0.0), {{largest}})"
 IN_KERAS = "step = learning_rate * m_hat / (v_hat**0.5 + epsilon / correction2**0.5)"
 MEAN_OF_PARTS = "total, tokens = total + part_total, tokens + part_tokens"
+LIMIT_OF_A_SUM = "clipped if the norm of the gradient's sum over tokens is above the limit"
 SCALE = "scale = clip_factor(norm, settings.clip_norm) / count"
 NORM = "norm = global_norm(gradient) / count\n"
 MULTIPLIED = "{{name: {factor} * array for name, array in of_parameters.items()}}"
@@ -216,6 +217,13 @@ FORMULAS: dict[str, Edits] = {
 }
 AROUND: dict[str, Edits] = {
     "clipped by the square of the norm": clipped_by("norm**2"),
+    LIMIT_OF_A_SUM: in_trainer(
+        (
+            SCALE,
+            "limit = settings.clip_norm or np.inf\n"
+            "        scale = limit / (norm * count) if norm * count > limit else 1.0 / count",
+        )
+    ),
     "clipped by the norm with the first embedding matrix counted twice": clipped_by(
         "(norm**2 + np.vdot(table := gradient['source_embedding.table'] / count, table)) ** 0.5"
     ),

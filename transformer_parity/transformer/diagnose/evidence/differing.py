@@ -1,0 +1,120 @@
+"""The tensors of a case that differ, and words for groups of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.engine.comparison import Arrays
+from transformer_parity.engine.findings import DIVERGES, Finding
+from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.diagnose.evidence.closeness import SAME, best_factor
+from transformer_parity.transformer.diagnose.evidence.factors import factor_in_words
+from transformer_parity.transformer.stages.training_stage import WHOLE, is_noise
+
+PROJECTIONS = ("query", "key", "value", "inner", "output")
+KINDS = {  # the end of a parameter's name, in words
+    "parameters": "",
+    "biases and norms (all 1-D parameters)": r"\.(bias|scale)",
+    "biases": r"\.bias",
+    "scales of norms": r"\.scale",
+    "kernels": r"\.kernel",
+    "embedding matrices": r"\.table",
+    **{f"kernels of {kind} projections": rf"\.{kind}_proj\.kernel" for kind in PROJECTIONS},
+    **{f"{kind} projections": rf"\.{kind}_proj\.\w+" for kind in PROJECTIONS},
+}
+PLACES = {  # the beginning of a parameter's name, in words
+    "": "",
+    " of the encoder": r"encoder\.",
+    " of the decoder": r"decoder\.",
+    " of self-attention": r".*\.self_attention\.",
+    " of cross-attention": r".*\.cross_attention\.",
+    " of attention": r".*_attention\.",
+    " of feed-forward networks": r".*\.feed_forward\.",
+    " of norms": r".*_norm\.",
+}
+
+
+@dataclass(frozen=True)
+class Differing:
+    """A case that differs.
+
+    Attributes:
+        case: The case.
+        wrong: The names of the tensors that differ and have the right shape, in the order of computation.
+        actual: The tensors of the port.
+        truth: The tensors of the reference.
+    """
+
+    case: Case
+    wrong: tuple[str, ...]
+    actual: Arrays
+    truth: Arrays
+
+    @classmethod
+    def of(cls, case: Case, findings: Sequence[Finding], actual: Arrays, truth: Arrays) -> Differing:
+        """Return a case with the names of the tensors that differ according to the findings of its stage."""
+        differs = {f.tap for f in findings if f.case == case.name and f.verdict == DIVERGES}
+        comparable = [name for name in truth if name in actual and np.shape(actual[name]) == np.shape(truth[name])]
+        return cls(case, tuple(name for name in comparable if name in differs and name != WHOLE), actual, truth)
+
+    @cached_property
+    def right(self) -> list[str]:
+        """The names of the tensors that agree."""
+        return [name for name in self.truth if name in self.actual and name not in self.wrong and name != WHOLE]
+
+    def group(self, names: Sequence[str], prefix: str) -> str:
+        """Describe parameters among all that are compared, where their tensors have a prefix in their names."""
+        every = [name for name in (*self.wrong, *self.right) if name.startswith(prefix)]
+        return described([name.removeprefix(prefix) for name in names], [name.removeprefix(prefix) for name in every])
+
+
+def described(names: Sequence[str], every: Sequence[str]) -> str:
+    """Describe parameters in words that fit them and no others of ``every``, or else list the first ones."""
+    some, rest = ({name for name in several if not is_noise(name)} for several in (names, every))
+    layers = sorted({found[0] for name in rest if (found := re.match(r"(encoder|decoder)\.layers\.\d+\.", name))})
+    places = {**PLACES, **{f" of {layer.rstrip('.')}": re.escape(layer) for layer in layers}}
+    for (place, start), (kind, end) in product(places.items(), KINDS.items()):
+        fits = {name for name in rest if re.match(start, name) and re.search(f"{end}$", name)}
+        if len(some) > 1 and fits == some:
+            return f"all {kind}{place}"
+        if len(rest - some) > 1 and rest - fits == some:
+            return f"all parameters but {kind}{place}"
+    if len(some) > 1 and len(rest - some) == 1:
+        return f"all parameters but {next(iter(rest - some))}"
+    return listed(sorted(some, key=list(names).index))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def differ(names: Sequence[str]) -> str:
+    """Return the verb for one tensor or several."""
+    return "differs" if len(names) == 1 else "differ"
+
+
+def factor_between(actual: ndarray, truth: ndarray, same: float = SAME) -> float:
+    """Return the factor between two tensors; NaN if there is none."""
+    factor = best_factor(actual, truth)
+    return factor if np.linalg.norm(actual - factor * truth) <= same * np.linalg.norm(truth) else np.nan
+
+
+def by_factor(shown: Differing, factors: dict[str, float], prefix: str, sentence: str) -> str:
+    """State the factors of all wrong tensors, if there are at most three different ones."""
+    values = {name: float(f"{factor:.6g}") for name, factor in factors.items()}
+    different = dict.fromkeys(values.values())
+    if len(different) > 3 or any(np.isnan(value) for value in different):
+        return ""
+    groups = [(shown.group([name for name in values if values[name] == value], prefix), value) for value in different]
+    return "; ".join(
+        sentence.format(group=group, factor=value) + factor_in_words(value, shown.case.config, shown.case)
+        for group, value in groups
+    )

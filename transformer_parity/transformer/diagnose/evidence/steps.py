@@ -1,0 +1,158 @@
+"""Patterns of training: which losses and weights differ, from which step on, and which old weights a method reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import combinations
+
+import numpy as np
+from numpy import ndarray
+
+from transformer_parity.engine.comparison import Arrays
+from transformer_parity.engine.tensors import relative_error
+from transformer_parity.transformer.cases.case import STEPS, Case
+from transformer_parity.transformer.diagnose.evidence.closeness import SAME
+from transformer_parity.transformer.diagnose.evidence.differing import Differing, by_factor, differ, factor_between
+from transformer_parity.transformer.diagnose.evidence.signatures import is_of
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import DEFINITION
+from transformer_parity.transformer.stages.steps import SNAPSHOTS, other_calls
+from transformer_parity.transformer.stages.training_stage import LOSS, is_noise
+
+LEAST_OF_A_MOVE = 0.01  # of how far weights move in a step: a wrong move of this size changes the next loss
+METHODS = {"logits": "`forward`", "tokens": "`generate`"}
+PARTS = {  # beginnings of the names of parameters, in words
+    "all parameters": ("",),
+    "the encoder": ("source_embedding.", "encoder."),
+    "the layers of the encoder": ("encoder.",),
+    "the decoder": ("target_embedding.", "decoder.", "output_projection."),
+    "the layers of the decoder": ("decoder.",),
+    "the embedding of the source": ("source_embedding.",),
+    "the embedding of the target": ("target_embedding.",),
+    "the output projection": ("output_projection.",),
+}
+
+
+def rounded_weights(shown: Differing) -> str:
+    """Find weights after a step of float64 that are numbers of float32."""
+    names = [name for name in shown.wrong if shown.case.stage == STEPS and " weight " in name]
+    if not names or not all(is_of(shown.actual[name], "float32") for name in names):
+        return ""
+    if all(is_of(shown.truth[name], "float32") for name in names):
+        return ""
+    return "every weight that is returned after a step is a number of float32"
+
+
+def right_losses(shown: Differing) -> str:
+    """Find training whose losses are all right although no weight after its first step is."""
+    prefix = f"step {SNAPSHOTS[0]} weight "
+    losses = [name for name in shown.right if name.endswith(f" {LOSS}")]
+    if shown.case.stage != STEPS or not losses or any(name.endswith(f" {LOSS}") for name in shown.wrong):
+        return ""
+    start = shown.case.load_weights()
+    names = [f"{prefix}{name}" for name in start if not is_noise(name)]
+    if not set(names) <= set(shown.wrong):
+        return ""
+    moved = _flat({name: shown.truth[name] - start[name.removeprefix(prefix)] for name in names})
+    wrong = _flat({name: shown.actual[name] - shown.truth[name] for name in names})
+    if not np.linalg.norm(wrong) > LEAST_OF_A_MOVE * np.linalg.norm(moved):
+        return ""
+    return (
+        f"all {len(losses)} losses agree, so the training is right: the weights that are returned after a step are not "
+        "those that the next step uses"
+    )
+
+
+def first_wrong_step(shown: Differing) -> str:
+    """Find the step from which on losses differ."""
+    wrong = [int(name.split()[1]) for name in shown.wrong if shown.case.stage == STEPS and name.endswith(f" {LOSS}")]
+    first, restart = min(wrong, default=0), shown.case.restart
+    if first > 1:
+        sentence = f"the losses agree up to step {first - 1} and differ from step {first} on"
+        if restart and first - restart in (1, 2):
+            return f"{sentence}; training starts a second time after step {restart}, with a new optimizer"
+        if shown.case.rows:  # then the next batch may be wrong as well
+            return (
+                f"{sentence}: its batch has a different number of sentences, or the update of step {first - 1} is wrong"
+            )
+        return f"{sentence}, so the update of step {first - 1} is the first wrong one"
+    return "the loss differs before the first update" if first else ""
+
+
+def only_between_steps(shown: Differing) -> str:
+    """Find training that is right while other methods called between two steps are wrong."""
+    results = [name for name in shown.wrong if name.endswith((" logits", " gradient between steps", " tokens"))]
+    if shown.case.stage != STEPS or not results or len(results) < len(shown.wrong):
+        return ""
+    cause = stale_weights(shown.case, shown.actual, shown.truth) or (
+        "they use weights from before the last update, or the model is still in training mode"
+    )
+    return f"all losses and weights agree, and only the results of other methods between two steps differ: {cause}"
+
+
+def moved_weights(shown: Differing) -> str:
+    """Compare how far weights have moved, after the first steps whose weights differ."""
+    if shown.case.stage != STEPS:
+        return ""
+    start = shown.case.load_weights()
+    for step in SNAPSHOTS:
+        prefix = f"step {step} weight "
+        names = [name for name in shown.wrong if name.startswith(prefix)]
+        if not names:
+            continue
+        moves = [
+            {name: array[name] - start[name.removeprefix(prefix)] for name in names}
+            for array in (shown.actual, shown.truth)
+        ]
+        factors = {name: factor_between(moves[0][name], moves[1][name], 1e-6) for name in names}
+        said = by_factor(
+            shown,
+            factors,
+            prefix,
+            f"after step {step}, {{group}} moved {{factor:.6g}} times as far as in the reference",
+        )
+        agree = len([name for name in shown.right if name.startswith(prefix)])
+        only = f"after step {step}, {shown.group(names, prefix)} {differ(names)}, and {agree} agree"
+        return said or (only if agree else "")
+    return ""
+
+
+def stale_weights(case: Case, actual: Arrays, truth: Arrays) -> str:
+    """Say with which weights of an earlier step a method's wrong results are right; empty if with none.
+
+    Args:
+        case: A case of training, with calls of other methods between steps.
+        actual: The port's tensors.
+        truth: The reference's tensors.
+    """
+    start = case.load_weights()
+    weights = {0: start}
+    for step in case.calls:
+        weights[step] = {name: truth.get(f"step {step} weight {name}", array) for name, array in start.items()}
+    for step, older in combinations(sorted(weights, reverse=True), 2):
+        names = [f"step {step} {result}" for result in METHODS if f"step {step} {result}" in actual]
+        names = [name for name in names if np.shape(actual[name]) == np.shape(truth[name])]
+        wrong = {name: actual[name] for name in names if relative_error(actual[name], truth[name]) > SAME}
+        if not wrong or f"step {step} weight {next(iter(start))}" not in truth:
+            continue
+        for part, beginnings in PARTS.items():
+            stale = {
+                name: weights[older][name] if name.startswith(beginnings) else array
+                for name, array in weights[step].items()
+            }
+            if _reproduces(case, step, stale, wrong):
+                methods = " and ".join(METHODS[name.split()[2]] for name in wrong)
+                since = f"after step {older}" if older else "before the first step"
+                return f"after step {step}, {methods} computed with the weights that {part} had {since}"
+    return ""
+
+
+def _reproduces(case: Case, step: int, weights: Mapping[str, ndarray], wanted: Arrays) -> bool:
+    """Whether the reference with some weights has the results that a port showed after a step."""
+    loaded = DEFINITION.load(case.config, weights, Placement("float64"))
+    found = {f"step {step} {name}": array for name, array in other_calls(case, loaded)}
+    return all(relative_error(array, found[name]) <= SAME for name, array in wanted.items())
+
+
+def _flat(arrays: Arrays) -> ndarray:
+    return np.concatenate([np.ravel(array) for array in arrays.values()])
