@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from transformer_parity.transformer.cases.case import tiny
-from transformer_parity.transformer.diagnose.evidence.signatures import places, signatures
+from transformer_parity.transformer.diagnose.evidence.signatures import narrowed, places, signatures
 
 CONFIG = tiny()  # d_model 24, three heads, d_k 8, d_v 10
 RNG = np.random.default_rng(0)
@@ -54,7 +54,8 @@ def spoilt(array, where, by=1.0):
     ],
 )
 def test_what_an_error_is_like(actual, wanted, said):
-    found = signatures(np.asarray(actual, np.float64), wanted, CONFIG, {"a.bias": BIAS, "b.bias": BIAS[::-1]})
+    actual = np.asarray(actual, np.float64)
+    found = [narrowed(actual, wanted), *signatures(actual, wanted, CONFIG, {"a.bias": BIAS, "b.bias": BIAS[::-1]})]
     assert any(said in words for words in found), found
 
 

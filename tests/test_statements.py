@@ -10,7 +10,7 @@ import pytest
 from transformer_parity.transformer.cases.case import Case, tiny
 from transformer_parity.transformer.cases.inputs import token_ids
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
-from transformer_parity.transformer.diagnose.statements import of_error
+from transformer_parity.transformer.diagnose.statements import of_error, of_rounding
 from transformer_parity.transformer.stages.padding import Read
 
 CONFIG = tiny(d_k=None, d_v=None)
@@ -33,5 +33,6 @@ def test_padding_does_not_hide_the_cause_of_an_error(change, words):
     wanted = observed(TRUTH, CASE)
     alone = Read.of(CASE, wanted).combine({**wanted, NAME: change(wanted[NAME])}, wanted)
     blame = SimpleNamespace(introduced=[NAME], dtype="float64")
-    (first, *_) = of_error(SimpleNamespace(blame=blame, alone=alone, wanted=wanted), CASE)
+    evidence = SimpleNamespace(blame=blame, alone=alone, wanted=wanted)
+    (first, *_) = [*of_rounding(evidence, CASE), *of_error(evidence, CASE)]
     assert first.startswith(f"at {NAME}, {words}")

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import AGREES, SKIPPED, Finding
-from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
+from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, Diagnosis, diagnose
 from transformer_parity.transformer.diagnose.evidence.blame import REPLAYED, blame_files
 from transformer_parity.transformer.diagnose.evidence.differing import Differing
-from transformer_parity.transformer.diagnose.evidence.patterns import among_cases, not_finite, patterns
 from transformer_parity.transformer.diagnose.evidence.properties import only_float32
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import hypotheses
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
@@ -21,8 +20,10 @@ from transformer_parity.transformer.diagnose.statements import (
     IN_FILES,
     if_it_is_meant,
     of_error,
+    of_place,
+    of_rounding,
+    of_tensors,
     with_first,
-    wrong_places,
 )
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
@@ -60,21 +61,20 @@ def _report_on_files(
     hypothetical = hypotheses(case.config, case.stage, forward_agrees=forward_agrees(findings))
     found = if_it_is_meant(diagnose(case, actual, backend, known=hypothetical, others=others), IN_FILES)
     of_stage = [f for f in findings if f.dtype == "float64" and f.stage == case.stage]
-    differing, evidence = Differing.of(case, of_stage, actual, truth), None
+    differing = Differing.of(case, of_stage, actual, truth)
+    if found.confidence != EXACT:
+        found = of_tensors(found, differing, of_stage, others, lambda found: _with_rate(found, case, actual))
     if case.stage in REPLAYED:
         reference = DEFINITION.load(case.config, case.load_weights(), Placement("float64"))
         evidence = blame_files(case, actual, reference, backend)
         report = replace(report, blame=evidence.blame)
-    if found.confidence != EXACT:
-        if nowhere := not_finite(differing):
-            found = replace(found, sentence=nowhere, confidence=LIKELY)
-        if rate := first_step_in_words(case, actual):
-            found = with_first(found, [rate])
-        described = [*patterns(differing), *among_cases(of_stage, case, others)]
-        errors = of_error(evidence, case) if evidence and evidence.blame.introduced else []
-        where = wrong_places(evidence)
-        # In activations, patterns have many causes.
-        first, last = (errors, described) if case.stage == ACTIVATIONS else ([*described, *errors], [])
-        found = with_first(found, first)
-        found = replace(found, signatures=(*found.signatures, *where, *last))
+        if evidence.blame.introduced:
+            errors = [*of_rounding(evidence, case), *of_error(evidence, case)]
+            found = of_place(found, evidence, case, errors, differing, of_stage, others)
     return replace(report, diagnosis=found)
+
+
+def _with_rate(found: Diagnosis, case: Case, actual: Arrays) -> Diagnosis:
+    """Add by which factor the first step is too long, if it is."""
+    rate = first_step_in_words(case, actual)
+    return with_first(found, [rate]) if rate else found

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,6 @@ from transformer_parity.transformer.diagnose.diagnosis import (
 from transformer_parity.transformer.diagnose.evidence.blame import REPLAYED, Subject, blame, explained_by
 from transformer_parity.transformer.diagnose.evidence.differing import Differing
 from transformer_parity.transformer.diagnose.evidence.exchanged import exchanged, returned_in_words
-from transformer_parity.transformer.diagnose.evidence.patterns import among_cases, not_finite, patterns
 from transformer_parity.transformer.diagnose.evidence.properties import (
     is_random,
     lacking,
@@ -70,8 +70,10 @@ from transformer_parity.transformer.diagnose.statements import (
     if_it_is_meant,
     of_error,
     of_names,
+    of_place,
+    of_rounding,
+    of_tensors,
     with_first,
-    with_statements,
 )
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placements
@@ -214,14 +216,10 @@ class Investigation:
             weights = case.load_weights()
             alike = [one.load(case.config, weights) for one in reproducing_output(case, shown, known)]
             evidence = explained_by(evidence, alike, subject)
-        if evidence.blame.introduced and found.confidence != EXACT and not found.hypotheses:
-            statements = of_error(evidence, case)
-            if forward:
-                statements = self._measurements(case, evidence, statements)
-            found = with_statements(found, statements, evidence)
-            if forward and differing is not None:  # in activations, patterns have many causes
-                more = (*patterns(differing), *among_cases(findings, case, others))
-                found = replace(found, signatures=(*found.signatures, *more))
+        if evidence.blame.introduced and not found.hypotheses:
+            measured = self._measurements(case, evidence) if forward else []
+            errors = [*of_rounding(evidence, case), *measured, *of_error(evidence, case)]
+            found = of_place(found, evidence, case, errors, differing, findings, others)
         report = replace(report, blame=evidence.blame, diagnosis=found, folder=self._saved(evidence, case))
         return replace(report, view=self.view(evidence, subject)) if self.view and case.is_forward else report
 
@@ -243,14 +241,10 @@ class Investigation:
             found = Diagnosis(f"unknown: only {finding.tap} differs, by less than any known mistake", UNKNOWN)
         if found.confidence == EXACT:
             return found
-        if nowhere := not_finite(differing):
-            found = replace(found, sentence=nowhere, confidence=LIKELY)
-        if names := self._exchanged(case, finding, differing):
-            return replace(found, sentence=names, confidence=LIKELY)
-        if case.stage == ACTIVATIONS:  # the error of the first wrong block says more
-            return found
-        found = self._beside_forward(found, [(case, shown), *others])
-        return with_first(found, [*patterns(differing), *among_cases(findings, case, others)])
+        if finding.tap == ROUND_TRIP and (exported := self._exported(case, finding.dtype)):
+            return replace(found, sentence=exported, confidence=LIKELY)
+        beside_forward = partial(self._beside_forward, shown=[(case, shown), *others])
+        return of_tensors(found, differing, findings, others, beside_forward)
 
     def _beside_forward(self, found: Diagnosis, shown: Sequence[tuple[Case, Arrays | None]]) -> Diagnosis:
         """Add evidence from the port's own ``forward`` and its first step, if gradients, steps or searches differ."""
@@ -263,23 +257,14 @@ class Investigation:
                 return with_first(found, [statement])
         return found
 
-    def _exchanged(self, case: Case, finding: Finding, differing: Differing) -> str:
-        """Say which gradients or weights have exchanged names, or how exported weights changed; else empty."""
-        if finding.tap == ROUND_TRIP:
-            with suppress(Exception):  # if the port can't be loaded, there are no weights to compare
-                right = given(case.load_weights(), finding.dtype)
-                back = self._loaded(case, finding.dtype).export()
-                names = exchanged(
-                    back, right, "exported weight", lambda name: not np.array_equal(back[name], right[name])
-                )
-                return names or returned_in_words(back, right, case.config)
-        if case.stage != GRADIENTS or not all(name.startswith("of ") for name in differing.wrong):
-            return ""
-        mine, theirs = (
-            {name.removeprefix("of "): x for name, x in arrays.items() if name.startswith("of ")}
-            for arrays in (differing.actual, differing.truth)
-        )
-        return exchanged(mine, theirs, "gradient", lambda name: f"of {name}" in differing.wrong)
+    def _exported(self, case: Case, dtype: str) -> str:
+        """Say which exported weights have exchanged names, or how they changed; empty if that can't be told."""
+        with suppress(Exception):  # if the port can't be loaded, there are no weights to compare
+            right = given(case.load_weights(), dtype)
+            back = self._loaded(case, dtype).export()
+            names = exchanged(back, right, "exported weight", lambda name: not np.array_equal(back[name], right[name]))
+            return names or returned_in_words(back, right, case.config)
+        return ""
 
     def _randomness(self, case: Case, dtype: str) -> str:
         """Say whether two calls on the same input differ; empty if they do not, or where it cannot be told."""
@@ -303,15 +288,13 @@ class Investigation:
                 return "" if usual.is_exact else f"{kept}: something is kept from one call to the next"
         return ""
 
-    def _measurements(self, case: Case, evidence: Evidence, of_error: Sequence[str]) -> list[str]:
-        """Return what other runs of the port show, before what the error of the first wrong block is like."""
+    def _measurements(self, case: Case, evidence: Evidence) -> list[str]:
+        """Return what other runs of the port show: whether it rounds, and which properties it lacks."""
         placement = self.setting.placement(evidence.blame.dtype)
         rounded, noise = "", 0.0
         with suppress(Exception):  # a port need not take other weights
             rounded, noise = rounding(case, self.port, placement)
-        properties = lacking(case, self.port, placement, noise)
-        here = [statement for statement in of_error if "is rounded to" in statement]
-        return [*here, *filter(None, [rounded]), *properties, *(one for one in of_error if one not in here)]
+        return [*filter(None, [rounded]), *lacking(case, self.port, placement, noise)]
 
     def _blame(self, subject: Subject) -> Evidence:
         return blame(self._loaded(subject.case, subject.dtype), subject)

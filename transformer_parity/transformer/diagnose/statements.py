@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.engine.comparison import Arrays
+from transformer_parity.engine.findings import Finding
 from transformer_parity.engine.localization import Evidence
 from transformer_parity.engine.tensors import given
-from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, Diagnosis
 from transformer_parity.transformer.diagnose.evidence.closeness import SAME
-from transformer_parity.transformer.diagnose.evidence.signatures import other_kernel, places, signatures
+from transformer_parity.transformer.diagnose.evidence.differing import Differing
+from transformer_parity.transformer.diagnose.evidence.exchanged import exchanged_gradients
+from transformer_parity.transformer.diagnose.evidence.patterns import among_cases, not_finite, patterns
+from transformer_parity.transformer.diagnose.evidence.projections import of_operands
+from transformer_parity.transformer.diagnose.evidence.signatures import narrowed, places, signatures
 
 # How to declare what a port does if it is a convention.
 IN_PORT = "fix it or, if it is intentional, declare it in the port: overrides = {!r}"
@@ -40,23 +46,77 @@ def of_error(evidence: Evidence, case: Case) -> list[str]:
     weights = given(case.load_weights(), dtype)
     config = case.config.in_decoder if "decoder." in name else case.config
     batch = case if name.startswith("of ") else None
-    kernel = other_kernel(name, evidence.alone, evidence.wanted, weights)
-    found = [kernel] if kernel else []
-    for rows in _sentences(case, evidence.wanted[name]):
-        alone, wanted = evidence.alone[name], evidence.wanted[name]
-        if rows is not None and alone.shape == wanted.shape:
-            alone, wanted = alone[rows], wanted[rows]
+    operand = of_operands(name, evidence.alone, evidence.wanted, weights, case.config)
+    found = [operand] if operand else []
+    for alone, wanted in _sentences(case, evidence.alone[name], evidence.wanted[name]):
         found = found or signatures(alone, wanted, config, weights, FAR[dtype], batch)
     return [f"{_at(name)}, {statement}" for statement in found]
 
 
-def _sentences(case: Case, tensor: ndarray) -> list[ndarray | None]:
-    """Return the rows without padding, and None for all rows: at padding, a port has the reference's values."""
+def of_rounding(evidence: Evidence, case: Case) -> list[str]:
+    """Return a statement that all values of the first wrong block are of a narrower dtype, if they are."""
+    name = evidence.blame.introduced[0]
+    if name not in evidence.alone or name not in evidence.wanted:
+        return []
+    pairs = _sentences(case, evidence.alone[name], evidence.wanted[name])
+    found = next(filter(None, (narrowed(alone, wanted) for alone, wanted in pairs)), "")
+    return [f"{_at(name)}, {found}"] if found else []
+
+
+def _sentences(case: Case, alone: ndarray, wanted: ndarray) -> list[tuple[ndarray, ndarray]]:
+    """Return both tensors at sentences without padding, and then whole: at padding, both have the same values."""
     ids = [array for name, array in case.inputs.items() if name in ("source_ids", "target_ids")]
     whole = np.all([(array != case.config.pad_id).all(1) for array in ids], 0) if ids else np.zeros(0, bool)
-    if tensor.shape[:1] != whole.shape or not whole.any() or whole.all():
-        return [None]
-    return [whole, None]
+    if not alone.shape[:1] == wanted.shape[:1] == whole.shape or not whole.any() or whole.all():
+        return [(alone, wanted)]
+    return [(alone[whole], wanted[whole]), (alone, wanted)]
+
+
+def of_tensors(
+    found: Diagnosis,
+    differing: Differing,
+    findings: Sequence[Finding],
+    others: Sequence[tuple[Case, Arrays | None]],
+    measured: Callable[[Diagnosis], Diagnosis],
+) -> Diagnosis:
+    """Add statements about the tensors that differ to a diagnosis that is not exact.
+
+    Args:
+        found: The diagnosis.
+        differing: The case.
+        findings: About the stage of the case.
+        others: Other cases of the model, with the port's tensors; None where they agree with the reference's.
+        measured: Adds what is measured in gradients, steps and searches, which says more than patterns.
+    """
+    if nowhere := not_finite(differing):
+        found = replace(found, sentence=nowhere, confidence=LIKELY)
+    if names := exchanged_gradients(differing):
+        return replace(found, sentence=names, confidence=LIKELY)
+    if differing.case.stage == ACTIVATIONS:  # the error of the first wrong block says more
+        return found
+    return with_first(measured(found), [*patterns(differing), *among_cases(findings, differing.case, others)])
+
+
+def of_place(
+    found: Diagnosis,
+    evidence: Evidence,
+    case: Case,
+    errors: Sequence[str],
+    differing: Differing | None,
+    findings: Sequence[Finding],
+    others: Sequence[tuple[Case, Arrays | None]],
+) -> Diagnosis:
+    """Add statements about the first wrong block, unless a hypothesis says more.
+
+    Arguments as in ``of_tensors``, and ``errors``: what the error of that block is like.
+    """
+    if not evidence.blame.introduced or found.confidence == EXACT or found.hypotheses:
+        return found
+    found = with_statements(found, errors, evidence)
+    if case.stage != ACTIVATIONS or differing is None:
+        return found
+    # In activations, patterns have many causes.
+    return replace(found, signatures=(*found.signatures, *patterns(differing), *among_cases(findings, case, others)))
 
 
 def with_statements(found: Diagnosis, statements: Sequence[str], evidence: Evidence) -> Diagnosis:

@@ -1,13 +1,18 @@
-"""Closeness: whether two float64 tensors are equal except for rounding, and multiples of each other."""
+"""Closeness: whether float64 tensors are equal except for rounding, and which size their factor is equal to."""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 from numpy import ndarray
 
 from reference_numpy.attention import merge_heads
+from transformer_parity.transformer.cases.case import Case
+from transformer_spec.config import TransformerConfig
 
 SAME = 1e-9  # relative error that rounding in float64 stays below
+EQUAL = 1e-6  # relative: a measured factor is equal to a number
 
 
 def is_close(actual: ndarray, wanted: ndarray, far: float = SAME) -> bool:
@@ -26,3 +31,53 @@ def best_factor(actual: ndarray, wanted: ndarray) -> float:
 def without_heads(array: ndarray) -> ndarray:
     """Return [B, H, L, d] as [B, L, H * d], and any other array as it is."""
     return merge_heads(array) if array.ndim == 4 else array
+
+
+def factor_in_words(ratio: float, config: TransformerConfig, case: Case | None = None) -> str:
+    """Return which numbers a factor is equal to, several if they are equal here; empty if there is none.
+
+    Args:
+        ratio: The factor.
+        config: The sizes of the model, or of its decoder.
+        case: The batch; None if the factor can't come from it.
+    """
+    equal = [
+        wording
+        for words, value in _sizes(config).items()
+        for wording, number in ((words, value), (f"1 / {words}", 1.0 / value), (f"-{words}", -value))
+        if _is_same(ratio, number)
+    ]
+    counts = _counts(case) if case else {}
+    equal += [f"1 / {n}, as if averaged over {n} {words}" for words, n in counts.items() if _is_same(ratio, 1.0 / n)]
+    equal += [f"{n}, as if not divided by the number of {words}" for words, n in counts.items() if _is_same(ratio, n)]
+    return f", which is {' or '.join(equal)}" if equal else ""
+
+
+def _is_same(ratio: float, number: float) -> bool:
+    return math.isclose(ratio, number, rel_tol=EQUAL) and not math.isclose(number, 1.0)
+
+
+def _sizes(config: TransformerConfig) -> dict[str, float]:
+    return {
+        "sqrt(d_model)": math.sqrt(config.d_model),
+        "sqrt(d_k)": math.sqrt(config.d_k),
+        "sqrt(d_v)": math.sqrt(config.d_v),
+        "d_k": config.d_k,
+        "d_model": config.d_model,
+        "num_heads": config.num_heads,
+        "sqrt(d_model / d_k)": math.sqrt(config.d_model / config.d_k),
+        "ln 2": math.log(2.0),
+    }
+
+
+def _counts(case: Case) -> dict[str, int]:
+    """Return the counts of a batch: positions include padding, tokens and labels don't."""
+    found = {"sentences": len(case.inputs["source_ids"])}
+    for name, plural in (("source_ids", "source"), ("target_ids", "target")):
+        if name in case.inputs:
+            found[f"{plural} positions"] = case.inputs[name].size
+            found[f"{plural} tokens"] = int((case.inputs[name] != case.config.pad_id).sum())
+    if "labels" in case.inputs:
+        found["labels"] = int((case.inputs["labels"] != case.config.pad_id).sum())
+        found["tokens of the vocabulary"] = case.config.target_vocab_size
+    return {words: n for words, n in found.items() if n > 1}

@@ -8,7 +8,9 @@ from itertools import takewhile
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.transformer.cases.case import GRADIENTS
 from transformer_parity.transformer.diagnose.evidence.closeness import SAME
+from transformer_parity.transformer.diagnose.evidence.differing import Differing
 from transformer_parity.transformer.diagnose.evidence.signatures import signatures
 from transformer_spec.config import TransformerConfig
 
@@ -54,6 +56,17 @@ def exchanged(actual: Arrays, right: Arrays, what: str, wrong: Callable[[str], b
     if not any(np.unique(right[source]).size >= ENOUGH for source in telling):
         return ""
     return _in_words(sources, what)
+
+
+def exchanged_gradients(differing: Differing) -> str:
+    """Say which gradients of parameters have exchanged names; empty if that doesn't explain all wrong tensors."""
+    if differing.case.stage != GRADIENTS or not all(name.startswith("of ") for name in differing.wrong):
+        return ""
+    mine, theirs = (
+        {name.removeprefix("of "): x for name, x in arrays.items() if name.startswith("of ")}
+        for arrays in (differing.actual, differing.truth)
+    )
+    return exchanged(mine, theirs, "gradient", lambda name: f"of {name}" in differing.wrong)
 
 
 def returned_in_words(back: Arrays, given: Arrays, config: TransformerConfig) -> str:

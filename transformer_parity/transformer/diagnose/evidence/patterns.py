@@ -15,7 +15,7 @@ from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, Case
 from transformer_parity.transformer.diagnose.evidence.circumstances import circumstances
-from transformer_parity.transformer.diagnose.evidence.closeness import SAME
+from transformer_parity.transformer.diagnose.evidence.closeness import SAME, factor_in_words
 from transformer_parity.transformer.diagnose.evidence.differing import (
     Differing,
     by_factor,
@@ -23,7 +23,6 @@ from transformer_parity.transformer.diagnose.evidence.differing import (
     factor_between,
     listed,
 )
-from transformer_parity.transformer.diagnose.evidence.factors import factor_in_words
 from transformer_parity.transformer.diagnose.evidence.steps import (
     first_wrong_step,
     moved_weights,

@@ -15,10 +15,8 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.engine.comparison import Arrays
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.diagnose.evidence.closeness import SAME, is_close, without_heads
-from transformer_parity.transformer.diagnose.evidence.factors import factor_in_words
+from transformer_parity.transformer.diagnose.evidence.closeness import SAME, factor_in_words, is_close, without_heads
 from transformer_spec.config import TransformerConfig
 
 ENOUGH = 8  # numbers, from which on a pattern in them is no accident
@@ -47,7 +45,6 @@ def signatures(
     """
     if actual.shape != wanted.shape:
         return [_shape(actual, wanted)]
-    narrow = list(_narrow(actual, wanted))
     actual, wanted = np.asarray(actual, np.float64), np.asarray(wanted, np.float64)
     if np.isfinite(wanted).all() and (filled := _filled(actual, wanted, far)):
         return [filled]
@@ -57,36 +54,7 @@ def signatures(
     if actual.size < ENOUGH or not _wrong(actual, wanted, far).any():
         return []
     found = [*_masked(actual, wanted), *_dropped(actual, wanted, far), *_factor(actual, wanted, far, config, case)]
-    return [*found, *_offset(actual, wanted, far, weights or {}), *_permuted(actual, wanted, far), *narrow]
-
-
-def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:
-    """Return a sentence about the parameter that replaces the kernel of a projection; empty if there is none.
-
-    Args:
-        name: The tap that the projection computes.
-        alone: The port's tensors, each computed from correct inputs.
-        wanted: The correct tensors for the same inputs.
-        weights: The parameters.
-    """
-    own = f"{name}_proj"
-    if f"{own}.kernel" not in weights or np.shape(alone[name]) != wanted[name].shape:
-        return ""
-    kernel, bias = weights[f"{own}.kernel"], weights.get(f"{own}.bias", np.zeros(()))
-    actual, right = without_heads(alone[name]), without_heads(wanted[name])
-    states = [state for state in map(without_heads, wanted.values()) if state.shape == (*right.shape[:2], len(kernel))]
-    read = next((state for state in states if is_close(state @ kernel + bias, right)), None)
-    wrong = (actual != right).any(-1)  # padding has the reference's values
-    for other, value in weights.items() if read is not None and wrong.any() else ():
-        turned = {other: value, f"the transpose of {other}": value.T}
-        for words, matrix in turned.items():
-            if (
-                matrix.shape == kernel.shape
-                and words != f"{own}.kernel"
-                and is_close((read @ matrix + bias)[wrong], actual[wrong])
-            ):
-                return f"the kernel is {words}, with the right bias" if bias.ndim else f"the kernel is {words}"
-    return ""
+    return [*found, *_offset(actual, wanted, far, weights or {}), *_permuted(actual, wanted, far)]
 
 
 def places(actual: ndarray, wanted: ndarray, far: float = SAME) -> list[str]:
@@ -132,17 +100,19 @@ def _masked(actual: ndarray, wanted: ndarray) -> Iterator[str]:
         yield f"{int(hidden.sum())} keys that the mask allows get no weight"
 
 
-def _narrow(actual: ndarray, wanted: ndarray) -> Iterator[str]:
-    """Find values that are all of a narrower dtype, where they should not be."""
+def narrowed(actual: ndarray, wanted: ndarray) -> str:
+    """Find values that are all of a narrower dtype, where they should not be; empty if there are none."""
+    if actual.shape != wanted.shape:
+        return ""
     # Zeros and rounding noise are numbers of any dtype.
     telling = np.abs(actual) > SAME * np.abs(wanted).max(initial=0.0, where=np.isfinite(wanted))
     if telling.sum() < ENOUGH or not np.isfinite(actual).all():
-        return
+        return ""
     with np.errstate(over="ignore"):
         for dtype in NARROW:
             if np.dtype(dtype).itemsize < actual.dtype.itemsize and is_of(actual, dtype) and not is_of(wanted, dtype):
-                yield f"every value is a number of {dtype}: it is rounded to {dtype} here"
-                return
+                return f"every value is a number of {dtype}: it is rounded to {dtype} here"
+    return ""
 
 
 def is_of(array: ndarray, dtype: str) -> bool:

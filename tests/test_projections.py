@@ -1,0 +1,100 @@
+"""Projections with another kernel or input, and residual sums with other terms."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from reference_numpy.attention import split_heads
+from reference_numpy.layers import ACTIVATIONS
+from transformer_parity.transformer.cases.case import Case, tiny
+from transformer_parity.transformer.cases.inputs import token_ids
+from transformer_parity.transformer.diagnose.evidence.projections import of_operands, other_kernel
+from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import DEFINITION
+
+BLOCK = "encoder.layers.0.self_attention"
+
+
+def said(attention_bias, change):
+    """Return the sentence about the query of a model in which weights are changed."""
+    config = tiny(d_k=None, d_v=None, attention_bias=attention_bias)
+    case = Case("full/padded", "full model", config, "", token_ids(config))
+    weights, wanted = dict(case.load_weights()), observed(TRUTH, case)
+    changed = DEFINITION.load(config, {**weights, **change(weights)}, Placement("float64"))
+    alone = dict(changed.run("", case.inputs, taps=True).taps)
+    padding = (case.inputs["source_ids"] == config.pad_id)[:, None, :, None]
+    alone[f"{BLOCK}.query"] = np.where(padding, wanted[f"{BLOCK}.query"], alone[f"{BLOCK}.query"])
+    return other_kernel(f"{BLOCK}.query", alone, wanted, weights)
+
+
+@pytest.mark.parametrize(("bias", "words"), [(True, ", with the right bias"), (False, "")])
+def test_the_kernel_of_another_projection_is_recognized(bias, words):
+    """Query and key are exchanged, and their biases are not."""
+    exchanged = {f"{BLOCK}.query_proj.kernel": f"{BLOCK}.key_proj.kernel"}
+    found = said(bias, lambda weights: {name: weights[other] for name, other in exchanged.items()})
+    assert found == f"the kernel is {BLOCK}.key_proj.kernel{words}"
+
+
+def test_a_transposed_kernel_is_recognized():
+    """A kernel is [in, out] here, and [out, in] in PyTorch."""
+    name = f"{BLOCK}.query_proj.kernel"
+    assert said(False, lambda weights: {name: weights[name].T}) == f"the kernel is the transpose of {name}"
+
+
+def test_nothing_is_said_of_a_kernel_that_no_parameter_is():
+    """A multiple of a kernel, and the kernel itself."""
+    name = f"{BLOCK}.query_proj.kernel"
+    assert said(False, lambda weights: {name: 2.0 * weights[name]}) == ""
+    assert said(False, lambda weights: {}) == ""
+
+
+PRE = tiny(norm_order="pre", final_norm=True, d_k=None, d_v=None)
+LAYER = "decoder.layers.1"
+BEFORE = "decoder.layers.0.output"
+
+
+def of_block(name, change):
+    """Return the sentence about a block of a pre-norm model, which ``change`` computes from tensors and weights."""
+    case = Case("full/padded", "full model", PRE, "", token_ids(PRE))
+    weights, wanted = case.load_weights(), observed(TRUTH, case)
+    return of_operands(name, {**wanted, name: change(wanted, weights)}, wanted, weights, PRE)
+
+
+def test_a_projection_that_reads_another_tensor_is_recognized():
+    """The input without its norm, and a tensor of another layer."""
+    key = f"{LAYER}.self_attention.key"
+
+    def projected(read):
+        def change(tensors, weights):
+            kernel, bias = (weights.get(f"{key}_proj.{kind}", 0.0) for kind in ("kernel", "bias"))
+            return split_heads(tensors[read] @ kernel + bias, PRE.num_heads)
+
+        return change
+
+    for read in (BEFORE, "target_embedding.output"):
+        assert of_block(key, projected(read)) == f"the projection reads {read}"
+    assert of_block(key, projected(f"{LAYER}.self_attention_norm.output")) == ""  # its own input
+
+
+def test_a_feed_forward_network_that_reads_the_residual_stream_is_recognized():
+    terms = [BEFORE, f"{LAYER}.self_attention.output", f"{LAYER}.cross_attention.output"]
+
+    def change(tensors, weights):
+        block = f"{LAYER}.feed_forward.inner_proj"
+        stream = sum(tensors[term] for term in terms)
+        return ACTIVATIONS[PRE.activation](stream @ weights[f"{block}.kernel"] + weights[f"{block}.bias"])
+
+    found = of_block(f"{LAYER}.feed_forward.inner", change)
+    assert found == f"the projection reads the sum of {', '.join(terms)}"
+
+
+def test_wrong_terms_of_a_residual_sum_are_measured():
+    output, attended = f"{LAYER}.feed_forward.output", f"{LAYER}.self_attention.output"
+    found = of_block(f"{LAYER}.output", lambda tensors, weights: tensors[f"{LAYER}.output"] - 0.5 * tensors[output])
+    assert found == f"in the sum, {output} is added 0.5 times"
+    found = of_block(f"{LAYER}.output", lambda tensors, weights: tensors[f"{LAYER}.output"] - tensors[attended])
+    assert found == f"in the sum, {attended} is missing"
+    noise = np.random.default_rng(0).normal(size=(4, 7, PRE.d_model))
+    assert of_block(f"{LAYER}.output", lambda tensors, weights: tensors[f"{LAYER}.output"] + noise) == ""

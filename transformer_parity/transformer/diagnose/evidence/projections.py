@@ -1,0 +1,121 @@
+"""What a projection multiplies or reads, and what a sum adds, if it isn't what it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from numpy import ndarray
+
+from reference_numpy.layers import ACTIVATIONS
+from transformer_parity.engine.comparison import Arrays
+from transformer_parity.transformer.diagnose.evidence.closeness import SAME, is_close, without_heads
+from transformer_spec.config import TransformerConfig
+
+SUBLAYERS = ("self_attention", "cross_attention", "feed_forward")
+
+
+def of_operands(
+    name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
+) -> str:
+    """Return a sentence about another kernel, input or term of a block; empty if none explains its error.
+
+    Args:
+        name: The first wrong tap.
+        alone: The port's tensors, each computed from correct inputs.
+        wanted: The correct tensors for the same inputs.
+        weights: The parameters.
+        config: The config of the model.
+    """
+    return (
+        other_kernel(name, alone, wanted, weights)
+        or other_input(name, alone, wanted, weights, config)
+        or other_terms(name, alone, wanted)
+    )
+
+
+def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:
+    """Return a sentence about the parameter that replaces the kernel of a projection; empty if there is none."""
+    own = f"{name}_proj"
+    if f"{own}.kernel" not in weights or np.shape(alone[name]) != wanted[name].shape:
+        return ""
+    kernel, bias = weights[f"{own}.kernel"], weights.get(f"{own}.bias", np.zeros(()))
+    actual, right = without_heads(alone[name]), without_heads(wanted[name])
+    states = [state for state in map(without_heads, wanted.values()) if state.shape == (*right.shape[:2], len(kernel))]
+    read = next((state for state in states if is_close(state @ kernel + bias, right)), None)
+    wrong = (actual != right).any(-1)  # padding has the reference's values
+    for other, value in weights.items() if read is not None and wrong.any() else ():
+        turned = {other: value, f"the transpose of {other}": value.T}
+        for words, matrix in turned.items():
+            if (
+                matrix.shape == kernel.shape
+                and words != f"{own}.kernel"
+                and is_close((read @ matrix + bias)[wrong], actual[wrong])
+            ):
+                return f"the kernel is {words}, with the right bias" if bias.ndim else f"the kernel is {words}"
+    return ""
+
+
+def other_input(
+    name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
+) -> str:
+    """Return a sentence about the tensor that a projection reads instead of its input; empty if there is none."""
+    kernel, bias = (weights.get(f"{name}_proj.{kind}", np.zeros(())) for kind in ("kernel", "bias"))
+    if not kernel.ndim or np.shape(alone[name]) != wanted[name].shape:
+        return ""
+    activation = ACTIVATIONS[config.activation] if name.endswith(".inner") else lambda x: x
+    actual, right = without_heads(alone[name]), without_heads(wanted[name])
+    wrong = (actual != right).any(-1)  # padding has the reference's values
+    if wrong.sum() < 2:
+        return ""
+    for other, state in _states(name, wanted):
+        has_shape = state.shape == (*right.shape[:2], len(kernel))
+        if has_shape and is_close(activation(state @ kernel + bias)[wrong], actual[wrong]):
+            return f"the projection reads {other}"
+    return ""
+
+
+def other_terms(name: str, alone: Arrays, wanted: Arrays) -> str:
+    """Return a sentence about wrong factors in a layer's output, which is a sum in pre-norm; empty if that isn't it."""
+    layer = name.removesuffix(".output")
+    terms = {one: array for one, array in _terms(layer, wanted) if array.shape == wanted[name].shape}
+    if alone[name].shape != wanted[name].shape or not is_close(sum(terms.values(), np.zeros(())), wanted[name]):
+        return ""
+    wrong = (alone[name] != wanted[name]).any(-1)  # padding has the reference's values
+    rows = np.stack([array[wrong].ravel() for array in terms.values()], axis=-1)
+    if len(rows) <= 2 * len(terms):
+        return ""
+    factors = np.linalg.lstsq(rows, alone[name][wrong].ravel(), rcond=None)[0]
+    if not is_close(rows @ factors, alone[name][wrong].ravel()):
+        return ""
+    changed = [
+        f"{one} {'is missing' if abs(factor) < SAME else f'is added {factor:.6g} times'}"
+        for one, factor in zip(terms, factors.tolist(), strict=True)
+        if abs(factor - 1.0) > SAME
+    ]
+    return f"in the sum, {' and '.join(changed)}" if changed else ""
+
+
+def _terms(layer: str, tensors: Arrays) -> Iterator[tuple[str, ndarray]]:
+    """Yield the input of a layer, and the outputs of its sub-layers."""
+    stack, _, number = layer.rpartition(".")
+    side = "source" if layer.startswith("encoder.") else "target"
+    before = f"{stack}.{int(number) - 1}.output" if number.isdigit() and int(number) else f"{side}_embedding.output"
+    for name in (before, *(f"{layer}.{sublayer}.output" for sublayer in SUBLAYERS)):
+        if name in tensors:
+            yield name, np.asarray(tensors[name], np.float64)
+
+
+def _states(name: str, tensors: Arrays) -> Iterator[tuple[str, ndarray]]:
+    """Yield every tensor that is computed before a tap, and the residual sums in its layer."""
+    before = list(tensors)[: list(tensors).index(name)]
+    for other in before:
+        yield other, without_heads(np.asarray(tensors[other], np.float64))
+    parts = name.split(".layers.")
+    if len(parts) < 2:
+        return
+    total, terms = np.zeros(()), list[str]()
+    for other, array in _terms(f"{parts[0]}.layers.{parts[1].split('.')[0]}", {one: tensors[one] for one in before}):
+        total, terms = total + array, [*terms, other]
+        if len(terms) > 1:
+            yield f"the sum of {', '.join(terms)}", total
