@@ -11,7 +11,7 @@ from numpy import ndarray
 from transformer_parity.transformer.cases.case import GRADIENTS
 from transformer_parity.transformer.diagnose.evidence.closeness import SAME
 from transformer_parity.transformer.diagnose.evidence.differing import Differing
-from transformer_parity.transformer.diagnose.evidence.signatures import signatures
+from transformer_parity.transformer.diagnose.evidence.signatures import narrowed, signatures
 from transformer_spec.config import TransformerConfig
 
 Arrays = Mapping[str, ndarray]
@@ -82,11 +82,14 @@ def returned_in_words(back: Arrays, given: Arrays, config: TransformerConfig) ->
     dtypes = {back[name].dtype.name for name in wrong} - {given[name].dtype.name for name in wrong}
     if dtypes and all(np.array_equal(back[name], given[name].astype(back[name].dtype)) for name in wrong):
         return f"exported weights are in {', '.join(sorted(dtypes))} instead of {given[wrong[0]].dtype.name}"
-    found = signatures(back[wrong[0]], given[wrong[0]], config) if wrong else []
+    if not wrong:
+        return ""
+    first, right = back[wrong[0]], given[wrong[0]]
+    found = next(filter(None, [narrowed(first, right), *signatures(first, right, config)]), "")
     if not found:
         return ""
     others = f", and {len(wrong) - 1} others are wrong" if len(wrong) > 1 else ""
-    return f"in the exported {wrong[0]}, {found[0]}{others}"
+    return f"in the exported {wrong[0]}, {found}{others}"
 
 
 def _shared(name: str, other: str) -> str:
