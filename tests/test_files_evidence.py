@@ -16,7 +16,6 @@ from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.compare.comparator import Comparator
 from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.compare.runner import tensors
-from transformer_parity.transformer.diagnose import diagnosis
 from transformer_parity.transformer.diagnose import files as files_module
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY
 from transformer_parity.transformer.diagnose.evidence.blame import distance
@@ -313,22 +312,3 @@ def test_no_learning_rate_is_fitted_to_a_loss_before_the_first_update(monkeypatc
         findings = Comparator("mine", Placements(("float64",)), Reference()).compare(case, outputs)
         assert [finding.tap for finding in findings if finding.verdict == DIVERGES] == [name]
         assert len(fitted) == times
-
-
-@pytest.mark.parametrize(
-    ("name", "phrase"),
-    [
-        ("no mask has an effect", "with this change: no mask has an effect"),
-        ("labels are what the decoder reads", "with this change: labels are what the decoder reads"),
-        ("goes on after the end symbol", "with this change: goes on after the end symbol"),
-        ("a final norm that the config does not have", "with a final norm that the config does not have"),
-        (
-            "epsilon added before the correction, as Keras does",
-            "with epsilon added before the correction, as Keras does",
-        ),
-        ("scores over d_k", "with scores over d_k"),
-        ("layer_norm_epsilon=1e-05", "with layer_norm_epsilon=1e-05"),
-    ],
-)
-def test_names_that_are_clauses_read_well(name, phrase):
-    assert diagnosis._with(name) == phrase

@@ -196,7 +196,7 @@ def test_a_known_mistake_is_named(name):
     found = diagnose(case, tensors(plant(mistake, case), case), "it")
     assert (found.confidence, found.hypotheses) == (EXACT, (name,))
     assert found.error < 1e-12 < 1e-6 < found.next_error
-    assert found.sentence.startswith(f"it behaves exactly like the reference with {name} (error ")
+    assert found.sentence.startswith(f"it behaves exactly like the reference with this change: {name} (error ")
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,7 @@ def test_a_likely_name_needs_no_description_of_its_error():
     findings += [replace(finding, case=two.name, verdict=AGREES) for finding in findings]
     (report,) = Investigation(Port(), Placements(("float64",)), "it").failures(findings, kept, [one, two])
     assert report.diagnosis.confidence == LIKELY
-    assert report.diagnosis.sentence.endswith("it behaves like the reference with scores over d_k")
+    assert report.diagnosis.sentence.endswith("it behaves like the reference with this change: scores over d_k")
     assert not any("times what it should be" in words for words in report.diagnosis.signatures)
 
 

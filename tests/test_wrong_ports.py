@@ -157,7 +157,7 @@ class Plain(Port):
 
 
 SCALE = "at encoder.layers.0.self_attention.scores, everything is {} times what it should be"
-NORM_FIRST = "exactly like the reference with norm before the sum, in every sub-layer"
+NORM_FIRST = "exactly like the reference with this change: norm before the sum, in every sub-layer"
 LATER, PADDING = "a later target token changes earlier logits", "of source sentence 1 changes its logits"
 LENGTH, BATCH = "they depend on length", "alone gives other logits than in its batch"
 RANDOM = "two calls on the same input differ"
@@ -168,10 +168,10 @@ SAID = {
     "no scale": ("scores not scaled",) * 3,
     "over sqrt(d_k + 1)": (SCALE.format("0.942809"), "", ""),
     "over sqrt(length)": (LENGTH,) * 3,
-    "times d_model": ("exactly like the reference with embedding multiplied by d_model",) * 3,
+    "times d_model": ("exactly like the reference with this change: embedding multiplied by d_model",) * 3,
     "weights of layer 0 and 1 swapped": ("",) * 3,
     "epsilon of 1e-4": ("",) * 3,
-    "scale plus one": (r"exactly like the reference with 1 \+ scale",) * 3,
+    "scale plus one": (r"exactly like the reference with this change: 1 \+ scale",) * 3,
     "norm over positions": (f"normalised over the positions|{LATER}",) * 3,
     "a little of the batch's mean": (BATCH,) * 3,
     "positions over the length": (LENGTH,) * 3,
@@ -183,7 +183,7 @@ SAID = {
     "sees one further": ("a position (sees|attends to) the next one",) * 3,
     "float32 softmax": ("every value is a number of float32", FLOAT32, FLOAT32),
     "bfloat16 softmax": ("every value is a number of bfloat16", NARROW, NARROW),
-    "leaky ReLU": ("exactly like the reference with leaky ReLU with slope 0.01",) * 3,
+    "leaky ReLU": ("exactly like the reference with this change: leaky ReLU with slope 0.01",) * 3,
     "a head twice": ("",) * 3,
     "norm before the sum": (NORM_FIRST,) * 3,
     "1.2 times the residual": ("",) * 3,

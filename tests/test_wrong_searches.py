@@ -143,7 +143,7 @@ def test_a_mistake_of_one_kind_of_search_is_named_for_it_only(kind):
     (found,) = said_of(f"{kind} start")
     assert found.confidence == EXACT
     assert f"starts with the end symbol, in {kind} search only" in found.hypotheses
-    assert found.sentence.startswith(f"in {kind} search, Wrong behaves exactly like the reference with ")
+    assert found.sentence.startswith(f"in {kind} search, Wrong behaves exactly like the reference with this change: ")
 
 
 def test_the_window_of_cached_steps_is_measured():

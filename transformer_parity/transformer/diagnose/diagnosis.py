@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -42,11 +41,7 @@ from transformer_parity.transformer.stages.training_stage import LOSS
 Arrays = Mapping[str, ndarray]
 EXACT, LIKELY, UNKNOWN = "exact", "likely", "unknown"
 VARIANTS = {mistake.name for mistake in STEP_VARIANTS}
-# A verb that no relative pronoun precedes: the name is a clause or its predicate, and no noun phrase.
-CLAUSE = re.compile(
-    r"((?!that\b|which\b|what\b)[^\s,]+ )*?"
-    r"(is|are|has|have|adds|attends?|begin|counts?|does|ends|follows|go|goes|holds|keeps|passes|reads|starts|allows?)\b"
-)
+CHANGED = "the reference with this change"
 PLACED = 1000  # attempts with one mistake at single places
 # What a tap shows by its name, where published code often has another value at hand.
 MEANINGS = {
@@ -145,7 +140,7 @@ def diagnose(
     sometimes = [one for one in singles if trials.differing_cases().holds_elsewhere(one.hypothesis)]
     if sometimes:
         name = sometimes[0].hypothesis.name
-        sentence = f"some cases agree, but in every case that differs, {port} behaves like the reference {_with(name)}"
+        sentence = f"some cases agree, but in every case that differs, {port} behaves like {CHANGED}: {name}"
         return Diagnosis(sentence, LIKELY, (name,), sometimes[0].worst)
     for positions_of in (float32_positions, position_angles):
         if positions := positions_of(trials, trials.names[start.matched], port):
@@ -343,17 +338,12 @@ def _exact(port: str, exact: Sequence[Attempt], tried: Sequence[Attempt], note: 
     names = tuple(dict.fromkeys(attempt.hypothesis.name for attempt in exact))
     error = exact[0].worst
     also = f", or {' or '.join(names[1:])}, which are the same here" if names[1:] else ""
-    sentence = f"{port} behaves exactly like the reference {_with(names[0])}{also} (error {error:.0e}"
+    sentence = f"{port} behaves exactly like {CHANGED}: {names[0]}{also} (error {error:.0e}"
     config = _convention(exact[0].hypothesis)
     if runner_up is None:
         return Diagnosis(f"{sentence}){note}", EXACT, names, error, config=config)
     name, left = runner_up.hypothesis.name, runner_up.worst
     return Diagnosis(f"{sentence}, next best {left:.0e}){note}", EXACT, names, error, name, left, config=config)
-
-
-def _with(name: str) -> str:
-    """Return the name of a mistake as a phrase: some names are clauses, such as "no mask has an effect"."""
-    return f"with this change: {name}" if CLAUSE.match(name) else f"with {name}"
 
 
 def _convention(hypothesis: Hypothesis) -> dict[str, Any]:

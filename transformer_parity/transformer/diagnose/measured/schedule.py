@@ -93,7 +93,8 @@ def _fitted(case: Case, shown: Arrays, usual: Sequence[float], guess: Callable[[
             return []
         move(factor)
         if any(
-            np.linalg.norm(parameters[name] - array) > FITTED * np.linalg.norm(array) for name, array in after.items()
+            not np.linalg.norm(parameters[name] - array) <= FITTED * np.linalg.norm(array)  # NaN too
+            for name, array in after.items()
         ):
             return []
         rates.append(factor * rate)
