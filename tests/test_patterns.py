@@ -140,7 +140,7 @@ def test_errors_of_the_size_of_rounding_to_float32_are_called_so():
             if name.startswith("of ")
         }
         words = patterns(shown("gradients/padded", changed))
-        assert any("rounding to float32 has errors of this size" in one for one in words) == said
+        assert any("has effects of this size" in one for one in words) == said
 
 
 def test_a_step_is_not_blamed_for_a_batch_of_another_size_or_a_second_start():

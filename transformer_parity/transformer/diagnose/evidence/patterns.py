@@ -113,7 +113,7 @@ def wrong_parameters(shown: Differing) -> str:
 
 
 def as_small_as_rounding(shown: Differing) -> str:
-    """Say that wrong losses and gradients of float64 are wrong by no more than rounding to float32 explains."""
+    """Say that losses and gradients of float64 are wrong by no more than rounding to float32 would leave."""
     if shown.case.stage != GRADIENTS or not shown.wrong:
         return ""
     errors = [
@@ -123,7 +123,8 @@ def as_small_as_rounding(shown: Differing) -> str:
     ]
     if not errors or not LEAST_OF_FLOAT32 < max(errors) < MOST_OF_FLOAT32:
         return ""
-    return f"no loss or gradient is wrong by more than {max(errors):.0e}: rounding to float32 has errors of this size"
+    size = f"no loss or gradient is wrong by more than {max(errors):.0e}"
+    return f"{size}: rounding to float32, or a small constant such as an epsilon, has effects of this size"
 
 
 def first_wrong_token(shown: Differing) -> str:
