@@ -24,6 +24,7 @@ from transformer_parity.transformer.diagnose.investigate import Investigation
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.templates.other_port import MyPort
 from transformer_parity.transformer.ports.user import PluginPort, Port
+from transformer_spec.taps import no_tap
 from transformer_spec.training_config import TrainingConfig
 
 SETTING = Placements(("float64",))
@@ -208,6 +209,31 @@ def test_no_mistake_has_a_false_name(mistake, shown):
         assert found.signatures == ()
     if not said:  # places are facts, and no cause
         assert all(re.search(r"at .*, of \w+ 0 to \d+, only .* differs?$", words) for words in found.signatures)
+
+
+class WrongWithoutTaps(Plain):
+    """A port whose mistake is only in the way that it computes without taps."""
+
+    of_fast_path = ""
+
+    def forward(self, source_ids, target_ids, tap):
+        self.mistake = self.of_fast_path if tap is no_tap else ""
+        return super().forward(source_ids, target_ids, tap)
+
+
+def test_a_mistake_that_only_the_output_without_taps_has_is_named():
+    (report,) = reports_of(WrongWithoutTaps, of_fast_path="no mask in cross-attention")
+    assert report.diagnosis.confidence == EXACT
+    assert report.diagnosis.sentence.startswith(
+        "without taps, Wrong behaves exactly like the reference with this change: "
+    )
+    assert report.diagnosis.hypotheses == ("cross-attention without padding mask",)
+
+
+def test_an_unknown_mistake_of_the_output_without_taps_is_called_a_difference():
+    (report,) = reports_of(WrongWithoutTaps, of_fast_path="1.2 times the residual")
+    assert report.diagnosis.confidence == LIKELY
+    assert report.diagnosis.sentence.startswith("the output without taps differs from the output with taps (error ")
 
 
 def test_what_follows_a_tap_of_another_meaning_is_inherited():

@@ -38,7 +38,7 @@ import numpy as np
 from transformer_parity.engine.comparison import NAMES, Arrays
 from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECISE, ROUND_TRIP, Finding, Kept
 from transformer_parity.engine.localization import Blame, Evidence
-from transformer_parity.engine.outputs import FAST
+from transformer_parity.engine.outputs import FAST, OUTPUT
 from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.transformer.compare.runner import call_before, tensors
@@ -195,8 +195,7 @@ class Investigation:
         forward = case.stage == ACTIVATIONS
         if finding.path == FAST and forward:
             with suppress(Exception):
-                sentence = of_path(self._loaded(case, dtype), case, finding.tolerance)
-                return replace(report, diagnosis=Diagnosis(sentence, LIKELY))
+                return replace(report, diagnosis=self._without_taps(case, finding, others, hypothetical))
             return report
         if not shown:
             return report
@@ -256,6 +255,33 @@ class Investigation:
             if statement := first_step_in_words(case, tensors or {}):
                 return with_first(found, [statement])
         return found
+
+    def _without_taps(
+        self,
+        case: Case,
+        finding: Finding,
+        others: Sequence[tuple[Case, Arrays | None]],
+        known: Sequence[Mistake],
+    ) -> Diagnosis:
+        """Return the hypothesis that explains the outputs without taps, or else that both ways differ."""
+        sentence = of_path(self._loaded(case, finding.dtype), case, finding.tolerance)
+        if finding.dtype == "float64":
+            runs = [
+                (
+                    one,
+                    {
+                        OUTPUT: self._loaded(one, "float64")
+                        .run(one.block, given(one.inputs, "float64"), taps=False)
+                        .output
+                    },
+                )
+                for one in (case, *(other for other, _ in others))
+            ]
+            (_, shown), *rest = runs
+            found = diagnose(case, shown, self.port.name, self.progress, known, rest)
+            if found.confidence == EXACT:
+                return replace(found, sentence=f"without taps, {found.sentence}")
+        return Diagnosis(sentence, LIKELY)
 
     def _exported(self, case: Case, dtype: str) -> str:
         """Say which exported weights have exchanged names, or how they changed; empty if that can't be told."""
