@@ -12,6 +12,7 @@ from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.compare.runner import tensors
+from transformer_parity.transformer.diagnose.evidence.closeness import written
 from transformer_parity.transformer.diagnose.evidence.differing import Differing, described
 from transformer_parity.transformer.diagnose.evidence.patterns import among_cases, not_finite, patterns
 from transformer_parity.transformer.diagnose.evidence.properties import only_float32
@@ -121,6 +122,25 @@ def test_returned_weights_are_not_taken_for_a_wrong_learning_rate():
     assert not any("training is right" in words for words in patterns(shown("steps/port", few)))
 
 
+def test_a_factor_close_to_one_is_never_written_as_one():
+    assert [written(factor) for factor in (1.0 + 3e-7, 0.5, 2.0, 1.0 - 1e-10)] == [
+        "1.0000003",
+        "0.5",
+        "2",
+        "0.9999999999",
+    ]
+    case, truth = CASES["steps/port"], observed_in("steps/port")
+    start = case.load_weights()
+    farther = {
+        name: (begun := start[name.split(" weight ")[1]].astype(np.float64)) + (1.0 + 3e-6) * (value - begun)
+        for name, value in truth.items()
+        if " weight " in name
+    }
+    wrong = {**farther, "step 2 loss": truth["step 2 loss"] + 1e-7}
+    assert "1.000003 times as far" in first_step_in_words(case, {**truth, **wrong})
+    assert any("1.000003 times as far" in words for words in patterns(shown("steps/port", wrong)))
+
+
 def test_weights_that_went_through_float32_are_named():
     truth = observed_in("steps/port")
     changed = {name: value.astype(np.float32).astype(np.float64) for name, value in truth.items() if " weight " in name}
@@ -217,7 +237,7 @@ def test_cases_that_agree_are_named():
         return " | ".join(among_cases(findings, CASES[differs], others))
 
     assert said("decode/port_beam", "decode/port_greedy").endswith("only beam search differs: greedy search agrees")
-    assert "kept from one call to the next" in said("full/other_padding", "full/padded")
+    assert "has the same shapes and agrees" in said("full/other_padding", "full/padded")
     assert said("full/longest", "full/padded") == ""
     assert said("gradients/padded", "gradients/one_token").endswith("these agree: gradients/one_token")
     assert said("full/longest") == ""

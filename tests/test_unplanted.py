@@ -19,7 +19,11 @@ from transformer_parity.transformer.mistakes.catalogue import (
     UNPLANTED_SEARCH,
 )
 
-CONFIGS = [tiny("paper_base", d_k=None, d_v=None), tiny("paper_base", d_k=None, d_v=None, final_norm=True)]
+CONFIGS = [
+    tiny("paper_base", d_k=None, d_v=None),
+    tiny("paper_base", d_k=None, d_v=None, final_norm=True),
+    tiny("paper_base", d_k=None, d_v=None, activation="gelu", label_smoothing_kind="off_target"),
+]
 CASES = {
     stage: [
         case

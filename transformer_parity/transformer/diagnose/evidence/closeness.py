@@ -28,6 +28,11 @@ def best_factor(actual: ndarray, wanted: ndarray) -> float:
     return float(np.vdot(wanted, actual) / max(np.vdot(wanted, wanted), 1e-300))
 
 
+def written(factor: float) -> str:
+    """Return a factor with enough digits to tell it from one."""
+    return next(text for digits in (6, 9, 12, 17) if (text := f"{factor:.{digits}g}") != "1" or digits == 17)
+
+
 def without_heads(array: ndarray) -> ndarray:
     """Return [B, H, L, d] as [B, L, H * d], and any other array as it is."""
     return merge_heads(array) if array.ndim == 4 else array

@@ -14,7 +14,7 @@ from numpy import ndarray
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import DIVERGES, Finding
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.diagnose.evidence.closeness import SAME, best_factor, factor_in_words
+from transformer_parity.transformer.diagnose.evidence.closeness import SAME, best_factor, factor_in_words, written
 from transformer_parity.transformer.stages.training_stage import WHOLE, is_noise
 
 PROJECTIONS = ("query", "key", "value", "inner", "output")
@@ -108,12 +108,12 @@ def factor_between(actual: ndarray, truth: ndarray, same: float = SAME) -> float
 
 def by_factor(shown: Differing, factors: dict[str, float], prefix: str, sentence: str) -> str:
     """State the factors of all wrong tensors, if there are at most three different ones."""
-    values = {name: float(f"{factor:.6g}") for name, factor in factors.items()}
+    values = {name: float(written(factor)) for name, factor in factors.items()}
     different = dict.fromkeys(values.values())
     if len(different) > 3 or any(np.isnan(value) for value in different):
         return ""
     groups = [(shown.group([name for name in values if values[name] == value], prefix), value) for value in different]
     return "; ".join(
-        sentence.format(group=group, factor=value) + factor_in_words(value, shown.case.config, shown.case)
+        sentence.format(group=group, factor=written(value)) + factor_in_words(value, shown.case.config, shown.case)
         for group, value in groups
     )

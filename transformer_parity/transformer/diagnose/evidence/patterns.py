@@ -96,7 +96,7 @@ def transformed_gradients(shown: Differing) -> str:
     if all(_is_transposed(shown.actual[name], shown.truth[name]) for name in names):
         return f"the gradient of {shown.group(names, 'of ')} is the transpose of the right one"
     factors = {name: factor_between(shown.actual[name], shown.truth[name]) for name in names}
-    return by_factor(shown, factors, "of ", "the gradient of {group} is {factor:.6g} times the right one")
+    return by_factor(shown, factors, "of ", "the gradient of {group} is {factor} times the right one")
 
 
 def wrong_parameters(shown: Differing) -> str:
@@ -196,7 +196,7 @@ def among_cases(findings: Sequence[Finding], case: Case, others: Sequence[tuple[
         yield f"these cases differ: {listed(sorted(differ))}; these agree: {listed(agree)}"
     for name in agree:
         if name in cases and case.stage == ACTIVATIONS and _shapes(cases[name]) == _shapes(case):
-            yield f"{name} has the same shapes and agrees: look for a value that is kept from one call to the next"
+            yield f"{name} has the same shapes and agrees"
             return
     if case.stage == DECODE and case.options.beam_size is not None:
         known = [other for other, _ in others if other.name in agree]

@@ -16,7 +16,13 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.diagnose.evidence.closeness import SAME, factor_in_words, is_close, without_heads
+from transformer_parity.transformer.diagnose.evidence.closeness import (
+    SAME,
+    factor_in_words,
+    is_close,
+    without_heads,
+    written,
+)
 from transformer_spec.config import TransformerConfig
 
 ENOUGH = 8  # numbers, from which on a pattern in them is no accident
@@ -170,7 +176,7 @@ def _factor(
     large = np.abs(wanted) > 1e-3 * np.abs(wanted).max()
     ratio = float(np.median(actual[large] / wanted[large])) if large.any() else 1.0
     if abs(ratio - 1.0) > far and is_close(actual, ratio * wanted, far):
-        yield f"everything is {ratio:.6g} times what it should be{factor_in_words(ratio, config, case)}"
+        yield f"everything is {written(ratio)} times what it should be{factor_in_words(ratio, config, case)}"
 
 
 def _offset(actual: ndarray, wanted: ndarray, far: float, weights: Mapping[str, ndarray]) -> Iterator[str]:

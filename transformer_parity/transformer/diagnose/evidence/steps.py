@@ -109,7 +109,7 @@ def moved_weights(shown: Differing) -> str:
             shown,
             factors,
             prefix,
-            f"after step {step}, {{group}} moved {{factor:.6g}} times as far as in the reference",
+            f"after step {step}, {{group}} moved {{factor}} times as far as in the reference",
         )
         agree = len([name for name in shown.right if name.startswith(prefix)])
         only = f"after step {step}, {shown.group(names, prefix)} {differ(names)}, and {agree} agree"

@@ -16,7 +16,7 @@ from numpy import ndarray
 
 from reference_numpy.embedding import sinusoidal_encoding
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
-from transformer_parity.transformer.diagnose.evidence.closeness import SAME, best_factor
+from transformer_parity.transformer.diagnose.evidence.closeness import SAME, best_factor, written
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Trials, observed
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.mistakes.optimizer import rate
@@ -60,8 +60,10 @@ def first_step_in_words(case: Case, shown: Arrays) -> str:
     first, *later = _move_factors(case, shown)
     if not math.isfinite(first) or abs(first - 1.0) <= ROUNDED or _losses_agree(case, shown):
         return ""
-    listed = ", ".join(f"{moved:.2g} after {step}" for step, moved in zip(SNAPSHOTS[1:], later, strict=True))
-    factor = f"step 1 moves every weight the right way and {first:.6g} times as far as it should (about {listed} steps)"
+    factor = f"step 1 moves every weight the right way and {written(first)} times as far as it should"
+    if any(abs(moved - first) > 0.005 for moved in later):
+        listed = ", ".join(f"{moved:.2g} after {step}" for step, moved in zip(SNAPSHOTS[1:], later, strict=True))
+        factor += f" (about {listed} steps)"
     cause = "the learning rate has no constant factor"
     if all(math.isclose(moved, first, rel_tol=0.2) for moved in later):
         cause = SCHEDULE

@@ -187,6 +187,8 @@ LOSS = "(smoothing / classes * spread if smoothing else 0.0)  # [B, T]\n"
 COUNTED = "counted = labels != config.pad_id\n    return"
 OF_LOSS = "counted = (labels != config.pad_id)[..., None]"
 NUMBER = "np.asarray(counted.sum()"
+# The derivative for a target whose shares don't add up to one.
+ANY_SUM = ("masked_softmax(logits) - target", "masked_softmax(logits) * target.sum(-1, keepdims=True) - target")
 ENTROPY = """\
     if smoothing:
         is_uniform = config.label_smoothing_kind == "uniform"
@@ -251,6 +253,16 @@ LOSSES = mistakes(
                 "masked_softmax(logits) - target, 0.0)",
                 "masked_softmax(logits) - target, 0.0) / np.maximum(counted.sum(1, keepdims=True), 1)",
             ),
+        ),
+        "the right label's whole weight beside the smoothing": of_loss(
+            ("losses = -(1.0 - smoothing) * right", "losses = -right"),
+            ("right = 1.0 - smoothing", "right = 1.0"),
+            ANY_SUM,
+        ),
+        "smoothing of the wrong labels divided by the number of all labels": of_loss(
+            ("smoothing / classes * spread", "smoothing / config.target_vocab_size * spread"),
+            ("smoothing / (config.target_vocab_size - others)", "smoothing / config.target_vocab_size"),
+            ANY_SUM,
         ),
         "labels one position further": other_labels("np.roll(labels, -1, 1)"),
         "labels one position further, padded at the end": other_labels(

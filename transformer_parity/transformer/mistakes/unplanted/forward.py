@@ -56,7 +56,8 @@ UNPLANTED = [
     Mistake(name, "", edits)
     for name, edits in {
         **{
-            f"{name} for ReLU": changed("functional", numpy=('"relu": relu,', f'"relu": lambda x: {formula},'))
+            f"{name} for {usual}": changed("functional", numpy=(f'"{key}": {key},', f'"{key}": lambda x: {formula},'))
+            for usual, key in (("ReLU", "relu"), ("GELU", "gelu"))
             for name, formula in ACTIVATIONS.items()
         },
         "1 + scale for scale in the norm": changed("layers", numpy=(NORM, NORM.replace("scale", "scale + 1.0"))),
