@@ -46,11 +46,15 @@ def of_error(evidence: Evidence, case: Case) -> list[str]:
     weights = given(case.load_weights(), dtype)
     config = case.config.in_decoder if "decoder." in name else case.config
     batch = case if name.startswith("of ") else None
-    operand = of_operands(name, evidence.alone, evidence.wanted, weights, case.config)
-    found = [operand] if operand else []
+    if operand := of_operands(name, evidence.alone, evidence.wanted, weights, case.config):
+        return [f"{_at(name)}, {operand}"]
     for alone, wanted in _sentences(case, evidence.alone[name], evidence.wanted[name]):
-        found = found or signatures(alone, wanted, config, weights, FAR[dtype], batch)
-    return [f"{_at(name)}, {statement}" for statement in found]
+        if found := signatures(alone, wanted, config, weights, FAR[dtype], batch):
+            # Backwards, sentences with padding may differ in another way.
+            is_part = name.startswith("at ") and len(alone) < len(evidence.alone[name])
+            where = f"{_at(name)}, in sentences without padding" if is_part else _at(name)
+            return [f"{where}, {statement}" for statement in found]
+    return []
 
 
 def of_rounding(evidence: Evidence, case: Case) -> list[str]:

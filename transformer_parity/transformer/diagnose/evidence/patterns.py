@@ -139,9 +139,9 @@ def first_wrong_token(shown: Differing) -> str:
     if not rows.any():
         return ""
     first = differ.argmax(1)[rows]
-    sentence = f"{rows.sum()} of {len(rows)} sentences have different tokens, from token {first.min() + 1} on"
-    if first.min() == first.max() and rows.sum() > 1:
-        sentence = f"{rows.sum()} of {len(rows)} sentences have different tokens, each from token {first[0] + 1} on"
+    sentence = f"in {shown.case.name}, {rows.sum()} of {len(rows)} sentences have different tokens"
+    each = "each " if first.min() == first.max() and rows.sum() > 1 else ""
+    sentence += f", {each}from token {first.min() + 1} on"
     padded = (shown.case.inputs["source_ids"] == shown.case.config.pad_id).any(1)
     return sentence + _padded_only(rows, padded, "source")
 
