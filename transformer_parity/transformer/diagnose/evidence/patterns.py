@@ -162,7 +162,6 @@ def wrong_sentences(shown: Differing) -> str:
 
 PATTERNS: tuple[Callable[[Differing], str], ...] = (
     rounded_losses,
-    rounded_weights,
     only_the_loss,
     zero_gradients,
     transformed_gradients,
@@ -170,6 +169,7 @@ PATTERNS: tuple[Callable[[Differing], str], ...] = (
     right_loss,
     as_small_as_rounding,
     right_losses,
+    rounded_weights,
     moved_weights,
     first_wrong_step,
     only_between_steps,
