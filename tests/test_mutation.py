@@ -13,7 +13,7 @@ from imports import ROOT
 
 from transformer_bench import mutation, mutation_work
 from transformer_bench.mutants import Mutant, mutants_of, mutants_of_text, sample
-from transformer_bench.mutation_work import COLUMNS, ColumnResult, Worker
+from transformer_bench.mutation_work import COLUMNS, ColumnResult, Worker, forget_open_calls
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.ports.registry import PORTS
@@ -189,3 +189,11 @@ def test_figures_of_the_site_count_every_mutant():
             equivalent = sum(one["count"] for one in found["equivalent"])
             survivors = found["not run"] + equivalent + len(found["missed"]) + found["unexamined"]
             assert sum(found["caught"].values()) + survivors == package["run"]
+
+
+def test_a_call_that_a_mutant_left_open_in_keras_is_forgotten():
+    from keras.src.backend.common import global_state
+
+    global_state.set_global_attribute("current_call_ctx", object())
+    forget_open_calls()
+    assert global_state.get_global_attribute("current_call_ctx") is None

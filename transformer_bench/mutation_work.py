@@ -247,6 +247,7 @@ class Worker:
             start = time.perf_counter()
             seen: set[str] = set()
             caught = by = ""
+            forget_open_calls()
             try:
                 package = edited_package(self.package, mutant.edits()).__name__
                 for trial, finding in trials.findings(package, self.lines, changed):
@@ -288,6 +289,14 @@ def work(parent: Parent) -> None:
             except EOFError:
                 return
             parent.send(list(worker.results(mutant)))
+
+
+def forget_open_calls() -> None:
+    """Forget a call of a Keras layer that a mutant left open: later calls would take over its arguments."""
+    if "keras" in sys.modules:
+        from keras.src.backend.common.global_state import set_global_attribute
+
+        set_global_attribute("current_call_ctx", None)
 
 
 def _limit_memory() -> None:
