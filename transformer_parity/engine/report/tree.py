@@ -99,7 +99,7 @@ def print_blame(console: Console, blame: Blame) -> None:
     if all(mark.verdict == FINE for mark in blame.marks):
         console.print(title)
         what = "gradients" if any(mark.name.startswith("at ") for mark in blame.marks) else "tensors"
-        console.print(Text(f"fine: all {len(blame.marks)} {what}", STYLES[FINE]))
+        console.print(Text(f"fine: {len(blame.marks)} {what if len(blame.marks) > 1 else what[:-1]}", STYLES[FINE]))
         return
     places = first_places(blame.marks)
     attempts = [(len(places), False), *((number, True) for number in range(len(places), -1, -1))]
@@ -188,7 +188,7 @@ def _folded(alike: Sequence[Node]) -> Text:
         return Text(
             f"{name}  inherited, {counts[INHERITED]} of {len(marks)}, error up to {worst:.1e}", STYLES[INHERITED]
         )
-    starts = dict.fromkeys(".".join(mark.name.split(".")[3:]) for mark in marks if mark.verdict == INTRODUCED)
+    starts = dict.fromkeys(".".join(_path(mark.name)[1:]) or mark.name for mark in marks if mark.verdict == INTRODUCED)
     what = ", ".join(list(starts)[:2]) + (f" and {len(starts) - 2} more" if len(starts) > 2 else "")
     line = Text(f"{name}  {counts[INHERITED]} of {len(marks)} inherited  ", STYLES[INHERITED])
     return line + Text(f"<- introduced here too: {what}", STYLES[INTRODUCED])

@@ -41,7 +41,7 @@ from transformer_parity.transformer.stages.training_stage import LOSS
 Arrays = Mapping[str, ndarray]
 EXACT, LIKELY, UNKNOWN = "exact", "likely", "unknown"
 VARIANTS = {mistake.name for mistake in STEP_VARIANTS}
-CHANGED = "the reference with this change"
+EXACTLY, CHANGED = "behaves exactly like", "the reference with this change"
 PLACED = 1000  # attempts with one mistake at single places
 # What a tap shows by its name, where published code often has another value at hand.
 MEANINGS = {
@@ -194,15 +194,16 @@ def _named_in_search(
     tried = [attempt for mistake in known if (attempt := trials.run(Hypothesis((mistake,))))]
     exact = [attempt for attempt in tried if attempt.is_exact]
     confirmed = [[one for one in exact if some.holds_elsewhere(one.hypothesis)] for some in kinds]
+    alike = EXACTLY
     if not any(confirmed):
         progress("the numbers of a search")
-        confirmed = list(fitting_parameters(trials, kinds))
+        confirmed, alike = list(fitting_parameters(trials, kinds)), "returns the same tokens as"
     for some, found in zip(kinds, confirmed, strict=True):
         if found and some is trials:
-            return _exact(port, found, tried)
+            return _exact(port, found, tried, alike=alike)
         if found:
             kind = "greedy" if trials.case.options.beam_size is None else "beam"
-            diagnosis = _exact(port, found, tried)
+            diagnosis = _exact(port, found, tried, alike=alike)
             names = tuple(f"{name}, in {kind} search only" for name in diagnosis.hypotheses)
             sentence = f"in {kind} search, {diagnosis.sentence}"
             return replace(diagnosis, sentence=sentence, hypotheses=names, config={})
@@ -332,13 +333,15 @@ def _counted(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more of this kind"
 
 
-def _exact(port: str, exact: Sequence[Attempt], tried: Sequence[Attempt], note: str = "") -> Diagnosis:
+def _exact(
+    port: str, exact: Sequence[Attempt], tried: Sequence[Attempt], note: str = "", alike: str = EXACTLY
+) -> Diagnosis:
     """Name the hypotheses that reproduce every number, and what the next best leaves."""
     runner_up = _best([attempt for attempt in tried if not attempt.is_exact])
     names = tuple(dict.fromkeys(attempt.hypothesis.name for attempt in exact))
     error = exact[0].worst
     also = f", or {' or '.join(names[1:])}, which are the same here" if names[1:] else ""
-    sentence = f"{port} behaves exactly like {CHANGED}: {names[0]}{also} (error {error:.0e}"
+    sentence = f"{port} {alike} {CHANGED}: {names[0]}{also} (error {error:.0e}"
     config = _convention(exact[0].hypothesis)
     if runner_up is None:
         return Diagnosis(f"{sentence}){note}", EXACT, names, error, config=config)

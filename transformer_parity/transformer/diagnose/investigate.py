@@ -309,8 +309,9 @@ class Investigation:
             alone = Trials.of(case, {name: x for name, x in tensors(loaded, case).items() if name in shown})
             attempt = alone.run(TRUTH)
             if alone.names and attempt and attempt.is_exact and (usual := Trials.of(case, shown).run(TRUTH)):
-                earlier = ", ".join(f"{one.stage} of {one.name}" for one in case.before) or "other cases"
-                kept = f"{case.name} is right on a model that has just been loaded, and wrong after {earlier}"
+                earlier = ", ".join(f"{one.stage} of {one.name}" for one in case.before)
+                after = f"other calls, such as {earlier}" if earlier else "other calls"
+                kept = f"{case.name} is right on a model that has just been loaded, and wrong after {after}"
                 return "" if usual.is_exact else f"{kept}: something is kept from one call to the next"
         return ""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from transformer_parity.engine.findings import DIVERGES, IMPRECISE, Finding
+from transformer_parity.engine.findings import DIVERGES, IMPRECISE, ROUND_TRIP, Finding
 from transformer_parity.engine.localization import Blame
 from transformer_parity.engine.processes.provenance import described_elsewhere
 from transformer_parity.engine.report.tables import print_line
@@ -65,12 +65,14 @@ def print_failure_report(console: Console, report: FailureReport) -> None:
 def print_undiagnosed(console: Console, findings: Sequence[Finding], reports: Sequence[FailureReport]) -> None:
     """Print which stages differ too, and are not diagnosed: they follow from activations, or steps from gradients."""
     for backend in dict.fromkeys(report.backend for report in reports):
-        failed = {one.stage for one in findings if one.backend == backend and one.verdict in (DIVERGES, IMPRECISE)}
+        about = [one for one in findings if one.backend == backend and one.verdict in (DIVERGES, IMPRECISE)]
+        failed = {one.stage for one in about if one.tap != ROUND_TRIP}
         diagnosed = {report.stage for report in reports if report.backend == backend}
         first = next((stage for stage in (ACTIVATIONS, GRADIENTS) if stage in diagnosed), "")
         follow = {ACTIVATIONS: set(STAGES), GRADIENTS: {STEPS}}.get(first, set())
         if rest := [stage for stage in STAGES if stage in (failed & follow) - diagnosed]:
-            said = f"{', '.join(rest)} of {backend} differ too: they are diagnosed when its {first} agree."
+            what = first if first in failed else "exported weights"
+            said = f"{', '.join(rest)} of {backend} differ too: they are diagnosed when its {what} agree."
             console.print(f"\n{said}", soft_wrap=True, markup=False, highlight=False)
 
 

@@ -70,6 +70,6 @@ def _mask(name: str, source: ndarray, target: ndarray, backward: bool) -> ndarra
     if kind in ("key", "value"):
         return keys[:, None, :, None]
     if kind == "scores" or backward:
-        allowed = queries[:, None, :, None] & keys[:, None, None, :]
+        allowed = (queries | backward)[:, None, :, None] & keys[:, None, None, :]  # [B, 1, L, M]
         return np.tril(allowed) if name.startswith("decoder.") and ".self_attention." in name else allowed
     return queries[:, None, :, None] if kind in ("query", "context", "weights") else queries[:, :, None]

@@ -43,6 +43,7 @@ from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE, training_error
 from transformer_spec.taps import Recorder
 
+HIDDEN = 1e-6  # of the weights of a query, which add up to one
 REPLAYED = (ACTIVATIONS, GRADIENTS)  # stages whose blocks can be rerun
 
 
@@ -115,7 +116,24 @@ def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
     def rerun(given: Arrays) -> Tensors:
         return read.combine(subject.run(loaded, read.combine(given, own)) if given else own, truth)
 
-    return subject.replay.blocks_of_port(rerun, None if is_ours else partial(_goes_on, rerun))
+    return _without_hidden_keys(subject.replay.blocks_of_port(rerun, None if is_ours else partial(_goes_on, rerun)))
+
+
+def _without_hidden_keys(evidence: Evidence) -> Evidence:
+    """Return the evidence without contexts of wrong weights that don't add up to one.
+
+    Then a port pads its keys further than it shows. A rerun has no correct weights for hidden keys, so that the context
+    is wrong after a rerun too.
+    """
+    marks = []
+    for mark in evidence.blame.marks:
+        weights = f"{mark.name.removesuffix('.context')}.weights"
+        if mark.name.endswith(".context") and weights in evidence.blame.introduced:
+            sums, right = evidence.actual[weights].sum(-1), evidence.expected[weights].sum(-1)
+            if sums.shape == right.shape and np.abs(sums - right).max() > HIDDEN:
+                mark = replace(mark, verdict=INHERITED)
+        marks.append(mark)
+    return replace(evidence, blame=replace(evidence.blame, marks=tuple(marks)))
 
 
 def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) -> Evidence:
@@ -125,7 +143,9 @@ def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) 
         return _replay_backward(actual, subject)
     expected = subject.run(truth, {})
     actual = Read.of(case, expected).combine(actual, expected)
-    return subject.replay.blocks_of_reference(actual, {name: expected[name] for name in expected if name in actual})
+    return _without_hidden_keys(
+        subject.replay.blocks_of_reference(actual, {name: expected[name] for name in expected if name in actual})
+    )
 
 
 def explained_by(evidence: Evidence, variants: Iterable[LoadedPackage], subject: Subject) -> Evidence:

@@ -30,6 +30,7 @@ SMALL = 2.0**-6  # relative: what rounding to any of the dtypes leaves is less
 LEAST_ROUNDING = {"float64": POLICY["float64"]["tap"], "float32": 0.0}  # relative: a smaller error is float64's own
 NOISE = 30.0  # times the error of rounding: an effect of that size is more than rounding
 LEAST = 1e-6  # relative: by how much weights, which come in float32, are disturbed at least
+MIXED = "for example, it is attended to, counted, or moved"
 CALLS = 20  # of which one at least differs, where a dropout of 0.001 is left on in one place
 REDRAWN = 0.3  # of an error, that changes with the weights at random; of any other, as little as the weights
 SINGLE = 2.0**-16  # relative: float32 leaves less, the narrower dtypes leave more
@@ -192,7 +193,7 @@ def _of_the_target(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, s
     other[0, -1] = next(token for token in range(config.target_vocab_size) if token not in special)
     error = relative_error(output(loaded, {**sentence, "target_ids": other}, config)[:, :-1], usual)
     if not error <= same:
-        yield f"a later target token changes earlier logits (error {error:.0e}): it is attended to, or counted"
+        yield f"a later target token changes earlier logits (error {error:.0e}): {MIXED}"
         return
     error = relative_error(output(loaded, {**sentence, "target_ids": other[:, :-1]}, config), usual)
     if not error <= same:
@@ -210,7 +211,7 @@ def _of_padding(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same
             found.append((relative_error(output(loaded, sentence, config), output(loaded, cut, config)), row))
     error, row = max(found, default=(0.0, 0))
     if not error <= same:
-        yield f"padding of source sentence {row} changes its logits (error {error:.0e}): it is attended to, or counted"
+        yield f"padding of source sentence {row} changes its logits (error {error:.0e}): {MIXED}"
 
 
 def _of_tokens(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:

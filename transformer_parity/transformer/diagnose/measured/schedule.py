@@ -156,7 +156,10 @@ def schedule_in_words(case: Case, rates: Sequence[float]) -> str:
     by_rate = _runs(rates)
     if len(by_rate) < len(by_factor):
         return "its learning rate is " + _listed(by_rate)
-    return "its learning rate is settings.learning_rate(n, d_model) times " + _listed(by_factor)
+    words = f"settings.learning_rate(n, d_model) times {_listed(by_factor)}"
+    if len(by_factor) > LISTED:  # a wrong bias correction has the same effect
+        return f"its steps are as long as with the rates {words}: the learning rate or a bias correction differs"
+    return f"its learning rate is {words}"
 
 
 def _runs(values: Sequence[float]) -> list[tuple[str, int, int]]:
