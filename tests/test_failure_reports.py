@@ -15,7 +15,7 @@ from rich.console import Console
 from test_investigate import CASE, blamed, named, numpy, plant
 
 from transformer_parity.cli.main import main
-from transformer_parity.engine.findings import DIVERGES, Finding
+from transformer_parity.engine.findings import DIVERGES, ROUND_TRIP, Finding
 from transformer_parity.engine.report.tables import print_problems
 from transformer_parity.engine.verdict import Verdict
 from transformer_parity.transformer.cases.case import tiny
@@ -91,6 +91,18 @@ def test_stages_that_wait_for_the_activations_are_listed():
         console = Console(file=io.StringIO(), width=40)
         print_undiagnosed(console, findings, reports)
         assert console.file.getvalue() == said
+
+
+def test_stages_whose_exported_weights_differ_are_not_said_to_differ():
+    """A round trip of weights is compared in every case."""
+    report = FailureReport("it", "float64", CASE.name, CASE.stage, None, Diagnosis("so", "likely"))
+    back = Finding("it", "float64", "weights", CASE.name, "", ROUND_TRIP, 1.0, 0.0, DIVERGES, stage="activations")
+    console = Console(file=io.StringIO(), width=200)
+    print_undiagnosed(console, [back, replace(back, stage="decode")], [report])
+    assert console.file.getvalue() == ""
+    print_undiagnosed(console, [back, replace(back, stage="steps", tap="loss")], [report])
+    said = "steps of it differ too: they are diagnosed when its exported weights agree."
+    assert console.file.getvalue().strip() == said
 
 
 def test_a_wrong_option_prints_the_usage_of_its_command(capsys):

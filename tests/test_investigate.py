@@ -171,13 +171,34 @@ def test_what_was_written_down_is_blamed_likewise():
 
 def test_a_block_behind_a_wrong_one_is_not_blamed_for_its_padding():
     """Padding has the reference's values, so a block computes something else from wrong values beside it."""
-    case = model_cases(tiny(norm_order="pre", final_norm=True))[0]
+    case = replace(model_cases(tiny(norm_order="pre", final_norm=True))[0], compares_padding=False)
     name = "decoder.layers.0.output"
     loaded = numpy(case)
     right = tensors(loaded, case)
     wrong = loaded.run(case.block, case.inputs, taps=True, given={name: right[name] ** 2})
     actual = {**wrong.taps, OUTPUT: wrong.output, name: right[name] ** 2}
     assert blame_files(case, actual, loaded, "it").blame.introduced == [name]
+
+
+def test_the_context_of_keys_that_a_port_hides_is_not_blamed():
+    """The port pads its keys further than it shows, and attends to that padding."""
+    case = replace(model_cases(tiny())[0], compares_padding=False)
+    loaded, block = numpy(case), "encoder.layers.0.self_attention"
+    actual = dict(tensors(loaded, case))
+    for part in ("weights", "context"):
+        actual[f"{block}.{part}"] = 0.5 * actual[f"{block}.{part}"] + (part == "context")
+    assert blame_files(case, actual, loaded, "it").blame.introduced[:1] == [f"{block}.weights"]
+    assert f"{block}.context" not in blame_files(case, actual, loaded, "it").blame.introduced
+
+
+def test_gradients_at_padding_that_counts_in_a_loss_are_inherited():
+    case = next(one for one in model_cases(tiny()) if one.name == "gradients/padded")
+    case = replace(case, compares_padding=False)
+    loaded = numpy(case)
+    case_of_all = replace(case, inputs={**case.inputs, "labels": np.full_like(case.inputs["labels"], 5)})
+    actual = tensors(loaded, case_of_all)
+    assert blame_files(case, actual, loaded, "it").blame.introduced[0] == "at logits"
+    assert [name for name in blame_files(case, actual, loaded, "it").blame.introduced if name != "at logits"] == []
 
 
 def test_distance_minds_shapes_and_what_is_not_finite():

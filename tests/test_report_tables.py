@@ -121,5 +121,12 @@ def test_tree_stays_short_whatever_fails():
         assert any("<- introduced here" in line for line in lines)
 
 
+def test_gradients_outside_of_layers_keep_their_names_in_a_line_of_several():
+    config = tiny(num_encoder_layers=6, num_decoder_layers=6)
+    taps = [f"of {tap}" for tap in (*tap_shapes(config, 4, 9, 7), OUTPUT)]
+    lines = drawn(blame_of(set(taps), names=taps))
+    assert not any("too: ," in line or line.endswith("too: ") for line in lines)
+
+
 def test_tree_of_nothing_wrong():
     assert drawn(blame_of(set()))[-1] == f"fine: {len(TAPS)} tensors"

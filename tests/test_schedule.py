@@ -88,6 +88,16 @@ def test_a_diagnosis_states_rates_that_no_known_mistake_explains() -> None:
     )
 
 
+def test_many_different_rates_may_be_another_bias_correction() -> None:
+    """A step that is counted one too high changes the rate and the corrections."""
+    rates = [usual(step) * (1.0 + 1.0 / (step + 1)) for step in range(1, 21)]
+    words = schedule_in_words(CASE, rates)
+    assert words.startswith(
+        "its steps are as long as with the rates settings.learning_rate(n, d_model) times 1.5 in step 1"
+    )
+    assert words.endswith("...: the learning rate or a bias correction differs")
+
+
 def test_rates_do_not_explain_a_different_optimizer() -> None:
     """A rate for each step reaches any loss, but not all weights."""
     other = replace(CASE, calls=(), settings=replace(CASE.training, beta2=0.99))
