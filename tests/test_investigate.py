@@ -191,6 +191,21 @@ def test_the_context_of_keys_that_a_port_hides_is_not_blamed():
     assert f"{block}.context" not in blame_files(case, actual, loaded, "it").blame.introduced
 
 
+def test_the_context_of_weights_at_padding_is_not_blamed():
+    """The port has values of its own at padding, and attends to them."""
+    case = replace(model_cases(tiny())[0], compares_padding=False)
+    loaded, block = numpy(case), "encoder.layers.0.self_attention"
+    actual = dict(tensors(loaded, case))
+    padding = (case.inputs["source_ids"] == case.config.pad_id)[:, None, :, None]
+    value = np.where(padding, 3.0, actual[f"{block}.value"])
+    weights = np.full_like(actual[f"{block}.weights"], 1.0 / value.shape[2])
+    changed = {"value": value, "weights": weights, "context": weights @ value}
+    actual |= {f"{block}.{part}": array for part, array in changed.items()}
+    introduced = blame_files(case, actual, loaded, "it").blame.introduced
+    assert introduced[0] == f"{block}.weights"
+    assert f"{block}.context" not in introduced
+
+
 def test_gradients_at_padding_that_counts_in_a_loss_are_inherited():
     case = next(one for one in model_cases(tiny()) if one.name == "gradients/padded")
     case = replace(case, compares_padding=False)

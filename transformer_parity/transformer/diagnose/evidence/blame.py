@@ -7,7 +7,7 @@ pass, only the reference is rerun: it continues from the port's gradient at each
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -58,6 +58,8 @@ class Subject:
         inputs: What it is run on.
         truth: The reference in float64.
         same_dtype: The reference in float32, where that is the working dtype: its own rounding is the baseline.
+        own: The port's tensors.
+        unread: The output that stands where nothing reads it.
     """
 
     case: Case
@@ -66,6 +68,8 @@ class Subject:
     inputs: Arrays
     truth: LoadedPackage
     same_dtype: LoadedPackage | None = None
+    own: Arrays = field(default_factory=dict)
+    unread: Arrays = field(default_factory=dict)
 
     @classmethod
     def of(cls, case: Case, backend: str, dtype: str) -> Subject:
@@ -87,10 +91,20 @@ class Subject:
         )
 
     def run(self, loaded: LoadedPort, given: Arrays) -> Tensors:
-        """Return the tensors of a run that continues with given values at some taps, which keep what nothing reads."""
-        result = loaded.run(self.case.block, self.inputs, taps=True, given=given)
+        """Return the tensors of a run that continues with given values at some taps.
+
+        Where nothing reads a value, such as at padding, the run continues with the port's value, because a wrong port
+        may read it. There, the given value is returned.
+        """
+        fed = Read.of(self.case, given).combine(given, self.own)
+        result = loaded.run(self.case.block, self.inputs, taps=True, given=fed)
         tensors = {**result.taps, OUTPUT: result.output}
-        return Read.of(self.case, tensors).combine(tensors, given)
+        return Read.of(self.case, tensors).combine(tensors, {**self.unread, **given})
+
+    def with_own(self, own: Arrays, truth: Arrays) -> Subject:
+        """Return the same with the finite values of the port's tensors, and the reference's output."""
+        finite = {name: np.where(np.isfinite(value), value, 0.0) for name, value in own.items()}
+        return replace(self, own=finite, unread={OUTPUT: truth[OUTPUT]})
 
 
 def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
@@ -111,10 +125,10 @@ def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
         loaded, LoadedPlugin
     )  # our packages continue with the value that a tap returns; a test shows it
     own, truth = subject.run(loaded, {}), subject.run(subject.truth, {})
-    read = Read.of(subject.case, truth)
+    subject, read = subject.with_own(own, truth), Read.of(subject.case, truth)
 
     def rerun(given: Arrays) -> Tensors:
-        return read.combine(subject.run(loaded, read.combine(given, own)) if given else own, truth)
+        return read.combine(subject.run(loaded, given) if given else own, truth)
 
     return _without_hidden_keys(subject.replay.blocks_of_port(rerun, None if is_ours else partial(_goes_on, rerun)))
 
@@ -142,6 +156,7 @@ def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) 
     if STAGES[case.stage].has_loss:
         return _replay_backward(actual, subject)
     expected = subject.run(truth, {})
+    subject = subject.with_own(actual, expected)
     actual = Read.of(case, expected).combine(actual, expected)
     return _without_hidden_keys(
         subject.replay.blocks_of_reference(actual, {name: expected[name] for name in expected if name in actual})
@@ -192,11 +207,15 @@ def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
         names,
         lambda name: POLICY["gradients"]["float64"]["tensor"],
     )
-    if given or len(evidence.blame.introduced) < 2:
+    starts_at_padding = "logits" in given and np.any(given["logits"][labels == model.config.pad_id])
+    if (given and not starts_at_padding) or len(evidence.blame.introduced) < 2:
         return evidence
-    # Without a gradient at a tap, all may follow from one, or from the loss.
+    # Without a gradient at a tap, all may follow from one, or from the loss. A gradient that begins at padding passes
+    # the port's values there, which the reference doesn't have.
+    first = evidence.blame.introduced[0] if given else ""
     marks = tuple(
-        replace(mark, verdict=INHERITED) if mark.verdict == INTRODUCED else mark for mark in evidence.blame.marks
+        replace(mark, verdict=INHERITED) if mark.verdict == INTRODUCED and mark.name != first else mark
+        for mark in evidence.blame.marks
     )
     return replace(evidence, blame=replace(evidence.blame, marks=marks))
 
