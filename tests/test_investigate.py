@@ -206,6 +206,19 @@ def test_the_context_of_weights_at_padding_is_not_blamed():
     assert f"{block}.context" not in introduced
 
 
+def test_scores_that_are_masked_before_their_tap_hide_their_keys():
+    """The port shows -inf at forbidden keys, and goes on from there."""
+    case = replace(model_cases(tiny())[0], compares_padding=False)
+    loaded = numpy(case)
+    actual = dict(tensors(loaded, case))
+    for name in [name for name in actual if name.endswith(".scores")]:
+        weights = actual[name.replace(".scores", ".weights")]
+        actual[name] = np.where(weights > 0.0, actual[name], -np.inf)
+    actual["decoder.layers.1.feed_forward.output"] = 2.0 * actual["decoder.layers.1.feed_forward.output"]
+    introduced = blame_files(case, actual, loaded, "it").blame.introduced
+    assert not any(name.endswith(".weights") for name in introduced), introduced
+
+
 def test_gradients_at_padding_that_counts_in_a_loss_are_inherited():
     case = next(one for one in model_cases(tiny()) if one.name == "gradients/padded")
     case = replace(case, compares_padding=False)

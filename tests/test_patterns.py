@@ -145,7 +145,7 @@ def test_weights_that_went_through_float32_are_named():
     truth = observed_in("steps/port")
     changed = {name: value.astype(np.float32).astype(np.float64) for name, value in truth.items() if " weight " in name}
     said = patterns(shown("steps/port", changed))
-    assert said[0] == "every weight that is returned after a step is a number of float32"
+    assert said[0] == "every returned weight that differs is a number of float32"
     shifted = {name: value + 1e-7 for name, value in changed.items()}
     assert not any("number of float32" in words for words in patterns(shown("steps/port", shifted)))
 

@@ -227,7 +227,7 @@ def test_a_mistake_that_only_the_output_without_taps_has_is_named():
     assert report.diagnosis.sentence.startswith(
         "without taps, Wrong behaves exactly like the reference with this change: "
     )
-    assert report.diagnosis.hypotheses == ("cross-attention without padding mask",)
+    assert report.diagnosis.hypotheses == ("cross-attention without padding mask, without taps only",)
 
 
 def test_an_unknown_mistake_of_the_output_without_taps_is_called_a_difference():

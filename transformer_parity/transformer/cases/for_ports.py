@@ -99,7 +99,7 @@ def _steps(config: TransformerConfig) -> Iterator[Case]:
 
 @cache
 def _limit_above(config: TransformerConfig) -> float:
-    """Return a limit of two to four times the norm of the first gradient of training.
+    """Return a limit of two to four times the norm of the gradient of the whole batch before training.
 
     It is a power of two, so that rounding on another machine doesn't change it.
     """

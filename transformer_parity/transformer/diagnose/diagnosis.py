@@ -1,8 +1,8 @@
 """The search for a change of the reference that reproduces a port's numbers: a mistake, a convention, or a number.
 
 ``diagnose`` runs the reference with each known mistake and convention, with numbers that are measured, and with several
-changes together. It returns the change that reproduces all numbers of the port, or else "unknown". The package's
-docstring lists all steps of a diagnosis.
+changes together. It returns the change that reproduces all numbers of the port, or else "unknown". The
+docstring of ``investigate`` lists all steps of a diagnosis.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Diagnosis:
         sentence: In words; of several statements, the one with the strongest evidence.
         confidence: ``exact`` where a hypothesis reproduces every number, ``likely`` where something else was measured
             that points to a cause, or ``unknown``.
-        hypotheses: Those that reproduce every number; several where no number here tells them apart.
+        hypotheses: Those that reproduce every number, or every case that differs; several if nothing tells them apart.
         error: The largest relative error that the first of them leaves; infinite if there is none.
         runner_up: The next best.
         next_error: What it leaves, at the first tensor that it does not reproduce or in the last.

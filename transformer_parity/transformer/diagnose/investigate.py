@@ -207,8 +207,9 @@ class Investigation:
                 return replace(report, diagnosis=Diagnosis(precision, LIKELY))
             differing = Differing.of(case, findings, shown, truth)
             found = self._explained(case, findings, shown, others, known, differing)
+        promised = partial(of_names, detail=finding.detail if finding.tap == NAMES else "")
         if case.stage not in REPLAYED:
-            return replace(report, diagnosis=found)
+            return replace(report, diagnosis=promised(found))
         subject = Subject.of(case, self.port.name, dtype)
         evidence = self._blame(subject)
         if found.confidence == EXACT and forward and len(evidence.blame.introduced) > 1:
@@ -219,7 +220,7 @@ class Investigation:
             measured = self._measurements(case, evidence) if forward else []
             errors = [*of_rounding(evidence, case), *measured, *of_error(evidence, case)]
             found = of_place(found, evidence, case, errors, differing, findings, others)
-        report = replace(report, blame=evidence.blame, diagnosis=found, folder=self._saved(evidence, case))
+        report = replace(report, blame=evidence.blame, diagnosis=promised(found), folder=self._saved(evidence, case))
         return replace(report, view=self.view(evidence, subject)) if self.view and case.is_forward else report
 
     def _explained(
@@ -234,9 +235,7 @@ class Investigation:
         """Return the hypothesis that explains every tensor of float64, or else the strongest evidence."""
         finding = findings[0]
         found = if_it_is_meant(diagnose(case, shown, self.port.name, self.progress, known, others), IN_PORT)
-        if finding.tap == NAMES:
-            found = of_names(found, finding.detail)
-        elif not Trials.of(case, shown).differing(TRUTH):
+        if finding.tap != NAMES and not Trials.of(case, shown).differing(TRUTH):
             found = Diagnosis(f"unknown: only {finding.tap} differs, by less than any known mistake", UNKNOWN)
         if found.confidence == EXACT:
             return found
@@ -280,7 +279,8 @@ class Investigation:
             (_, shown), *rest = runs
             found = diagnose(case, shown, self.port.name, self.progress, known, rest)
             if found.confidence == EXACT:
-                return replace(found, sentence=f"without taps, {found.sentence}")
+                names = tuple(f"{name}, without taps only" for name in found.hypotheses)
+                return replace(found, sentence=f"without taps, {found.sentence}", hypotheses=names, config={})
         return Diagnosis(sentence, LIKELY)
 
     def _exported(self, case: Case, dtype: str) -> str:

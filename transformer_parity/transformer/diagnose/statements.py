@@ -31,7 +31,9 @@ FAR = {"float64": SAME, "float32": 1e-5}  # relative: more than rounding
 
 
 def of_names(found: Diagnosis, detail: str) -> Diagnosis:
-    """Say first that the port shows different tensors than it declared."""
+    """Say first that the port shows different tensors than it declared, if a detail says which."""
+    if not detail:
+        return found
     promise = f"what is shown is not what was promised: {detail}"
     if found.confidence == EXACT:
         return replace(found, signatures=(promise, *found.signatures))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+from numpy import ndarray
 
 from reference_numpy.backward import transformer_backward
 from reference_numpy.training import cross_entropy_backward
@@ -43,7 +44,7 @@ from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE, training_error
 from transformer_spec.taps import Recorder
 
-HIDDEN = 1e-6  # of the weights of a query, which add up to one
+HIDDEN = 1e-6  # smallest weight of hidden keys: the weights of a query add up to one
 REPLAYED = (ACTIVATIONS, GRADIENTS)  # stages whose blocks can be rerun
 
 
@@ -59,7 +60,7 @@ class Subject:
         truth: The reference in float64.
         same_dtype: The reference in float32, where that is the working dtype: its own rounding is the baseline.
         own: The port's tensors.
-        unread: The output that stands where nothing reads it.
+        unread: Values to return where nothing reads a tensor and none is given.
     """
 
     case: Case
@@ -102,9 +103,8 @@ class Subject:
         return Read.of(self.case, tensors).combine(tensors, {**self.unread, **given})
 
     def with_own(self, own: Arrays, truth: Arrays) -> Subject:
-        """Return the same with the finite values of the port's tensors, and the reference's output."""
-        finite = {name: np.where(np.isfinite(value), value, 0.0) for name, value in own.items()}
-        return replace(self, own=finite, unread={OUTPUT: truth[OUTPUT]})
+        """Return the same with the port's tensors, and with the reference's where nothing reads them."""
+        return replace(self, own={name: _harmless(name, value) for name, value in own.items()}, unread=truth)
 
 
 def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
@@ -133,6 +133,12 @@ def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
     return _without_hidden_keys(subject.replay.blocks_of_port(rerun, None if is_ours else partial(_goes_on, rerun)))
 
 
+def _harmless(name: str, value: ndarray) -> ndarray:
+    """Return a tensor with zeros in place of NaN and infinity, except -inf in scores, which hides a key."""
+    hides = np.isneginf(value) & name.endswith(".scores")
+    return np.where(np.isfinite(value) | hides, value, 0.0)
+
+
 def _without_hidden_keys(evidence: Evidence) -> Evidence:
     """Return the evidence without contexts of wrong weights that don't add up to one.
 
@@ -142,9 +148,9 @@ def _without_hidden_keys(evidence: Evidence) -> Evidence:
     marks = []
     for mark in evidence.blame.marks:
         weights = f"{mark.name.removesuffix('.context')}.weights"
-        if mark.name.endswith(".context") and weights in evidence.blame.introduced:
+        if mark.verdict == INTRODUCED and mark.name.endswith(".context") and weights in evidence.blame.introduced:
             sums, right = evidence.actual[weights].sum(-1), evidence.expected[weights].sum(-1)
-            if sums.shape == right.shape and np.abs(sums - right).max() > HIDDEN:
+            if sums.shape == right.shape and (right - sums).max() > HIDDEN:
                 mark = replace(mark, verdict=INHERITED)
         marks.append(mark)
     return replace(evidence, blame=replace(evidence.blame, marks=tuple(marks)))
@@ -165,6 +171,7 @@ def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) 
 
 def explained_by(evidence: Evidence, variants: Iterable[LoadedPackage], subject: Subject) -> Evidence:
     """Return the evidence without the places where a variant of the reference only inherits a difference."""
+    subject = replace(subject, unread=evidence.expected)
     return without_consequences(evidence, (partial(subject.run, variant) for variant in variants), distance)
 
 

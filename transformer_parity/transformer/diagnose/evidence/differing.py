@@ -66,7 +66,14 @@ class Differing:
     @cached_property
     def right(self) -> list[str]:
         """The names of the tensors that agree."""
-        return [name for name in self.truth if name in self.actual and name not in self.wrong and name != WHOLE]
+        names = [name for name in self.truth if name in self.actual and name not in self.wrong and name != WHOLE]
+        return [name for name in names if name not in self.misshapen]
+
+    @cached_property
+    def misshapen(self) -> list[str]:
+        """The names of the tensors that have another shape."""
+        names = [name for name in self.truth if name in self.actual]
+        return [name for name in names if np.shape(self.actual[name]) != np.shape(self.truth[name])]
 
     def group(self, names: Sequence[str], prefix: str) -> str:
         """Describe parameters among all that are compared, where their tensors have a prefix in their names."""
@@ -103,7 +110,9 @@ def differ(names: Sequence[str]) -> str:
 def factor_between(actual: ndarray, truth: ndarray, same: float = SAME) -> float:
     """Return the factor between two tensors; NaN if there is none."""
     factor = best_factor(actual, truth)
-    return factor if np.linalg.norm(actual - factor * truth) <= same * np.linalg.norm(truth) else np.nan
+    # The error is a factor if the factor leaves little of it.
+    left = np.linalg.norm(actual - factor * truth)
+    return factor if left <= min(same, 0.01 * abs(factor - 1.0)) * np.linalg.norm(truth) else np.nan
 
 
 def by_factor(shown: Differing, factors: dict[str, float], prefix: str, sentence: str) -> str:

@@ -60,7 +60,11 @@ def exchanged(actual: Arrays, right: Arrays, what: str, wrong: Callable[[str], b
 
 def exchanged_gradients(differing: Differing) -> str:
     """Say which gradients of parameters have exchanged names; empty if that doesn't explain all wrong tensors."""
-    if differing.case.stage != GRADIENTS or not all(name.startswith("of ") for name in differing.wrong):
+    if (
+        differing.case.stage != GRADIENTS
+        or differing.misshapen
+        or not all(name.startswith("of ") for name in differing.wrong)
+    ):
         return ""
     mine, theirs = (
         {name.removeprefix("of "): x for name, x in arrays.items() if name.startswith("of ")}
@@ -88,7 +92,8 @@ def returned_in_words(back: Arrays, given: Arrays, config: TransformerConfig) ->
     found = next(filter(None, [narrowed(first, right), *signatures(first, right, config)]), "")
     if not found:
         return ""
-    others = f", and {len(wrong) - 1} others are wrong" if len(wrong) > 1 else ""
+    more = len(wrong) - 1
+    others = f", and {more} more weight{'s are' if more > 1 else ' is'} wrong" if more else ""
     return f"in the exported {wrong[0]}, {found}{others}"
 
 

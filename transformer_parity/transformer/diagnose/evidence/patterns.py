@@ -63,7 +63,7 @@ def rounded_losses(shown: Differing) -> str:
 
 def only_the_loss(shown: Differing) -> str:
     """Find a wrong loss next to right gradients."""
-    if shown.case.stage == GRADIENTS and shown.wrong == (LOSS,):
+    if shown.case.stage == GRADIENTS and shown.wrong == (LOSS,) and not shown.misshapen:
         ratio = float(shown.actual[LOSS] / shown.truth[LOSS])
         known = factor_in_words(ratio, shown.case.config, shown.case)
         return (
@@ -121,9 +121,9 @@ def as_small_as_rounding(shown: Differing) -> str:
         for name in shown.wrong
         if not is_noise(name) and np.any(shown.truth[name])
     ]
-    if not errors or not LEAST_OF_FLOAT32 < max(errors) < MOST_OF_FLOAT32:
+    if not np.isfinite(errors).all() or not LEAST_OF_FLOAT32 < max(errors, default=0.0) < MOST_OF_FLOAT32:
         return ""
-    size = f"no loss or gradient is wrong by more than {max(errors):.0e}"
+    size = f"the largest relative error of losses and gradients is about {max(errors):.0e}"
     return f"{size}: rounding to float32, or a small constant such as an epsilon, has effects of this size"
 
 

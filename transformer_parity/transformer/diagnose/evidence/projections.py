@@ -9,7 +9,7 @@ from numpy import ndarray
 
 from reference_numpy.layers import ACTIVATIONS
 from transformer_parity.engine.comparison import Arrays
-from transformer_parity.transformer.diagnose.evidence.closeness import SAME, is_close, without_heads
+from transformer_parity.transformer.diagnose.evidence.closeness import SAME, is_close, without_heads, written
 from transformer_spec.config import TransformerConfig
 
 SUBLAYERS = ("self_attention", "cross_attention", "feed_forward")
@@ -85,11 +85,11 @@ def other_terms(name: str, alone: Arrays, wanted: Arrays) -> str:
     rows = np.stack([array[wrong].ravel() for array in terms.values()], axis=-1)
     if len(rows) <= 2 * len(terms):
         return ""
-    factors = np.linalg.lstsq(rows, alone[name][wrong].ravel(), rcond=None)[0]
-    if not is_close(rows @ factors, alone[name][wrong].ravel()):
+    factors, _, rank, _ = np.linalg.lstsq(rows, alone[name][wrong].ravel(), rcond=None)
+    if rank < len(terms) or not is_close(rows @ factors, alone[name][wrong].ravel()):
         return ""
     changed = [
-        f"{one} {'is missing' if abs(factor) < SAME else f'is added {factor:.6g} times'}"
+        f"{one} {'is missing' if abs(factor) < SAME else f'is added {written(factor)} times'}"
         for one, factor in zip(terms, factors.tolist(), strict=True)
         if abs(factor - 1.0) > SAME
     ]

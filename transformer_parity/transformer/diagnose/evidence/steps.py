@@ -40,7 +40,7 @@ def rounded_weights(shown: Differing) -> str:
         return ""
     if all(is_of(shown.truth[name], "float32") for name in names):
         return ""
-    return "every weight that is returned after a step is a number of float32"
+    return "every returned weight that differs is a number of float32"
 
 
 def right_losses(shown: Differing) -> str:
@@ -75,6 +75,8 @@ def first_wrong_step(shown: Differing) -> str:
             return (
                 f"{sentence}: its batch has a different number of sentences, or the update of step {first - 1} is wrong"
             )
+        if first - 1 in shown.case.calls:
+            return f"{sentence}: the update of step {first - 1}, or a method that is called after it, is wrong"
         return f"{sentence}, so the update of step {first - 1} is the first wrong one"
     return "the loss differs before the first update" if first else ""
 
@@ -85,7 +87,7 @@ def only_between_steps(shown: Differing) -> str:
     if shown.case.stage != STEPS or not results or len(results) < len(shown.wrong):
         return ""
     cause = stale_weights(shown.case, shown.actual, shown.truth) or (
-        "they use weights from before the last update, or the model is still in training mode"
+        "for example, they use weights from before the last update, or the model is still in training mode"
     )
     return f"all losses and weights agree, and only the results of other methods between two steps differ: {cause}"
 

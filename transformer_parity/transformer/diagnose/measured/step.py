@@ -58,13 +58,13 @@ def rate_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
 def first_step_in_words(case: Case, shown: Arrays) -> str:
     """Say by which factor the first step is too long; empty if it is not, or if that cannot be measured."""
     first, *later = _move_factors(case, shown)
-    if not math.isfinite(first) or abs(first - 1.0) <= ROUNDED or _losses_agree(case, shown):
+    if not math.isfinite(first) or abs(first - 1.0) <= ROUNDED or first <= 0.0 or _losses_agree(case, shown):
         return ""
     factor = f"step 1 moves every weight the right way and {written(first)} times as far as it should"
     if any(abs(moved - first) > 0.005 for moved in later):
         listed = ", ".join(f"{moved:.2g} after {step}" for step, moved in zip(SNAPSHOTS[1:], later, strict=True))
         factor += f" (about {listed} steps)"
-    cause = "the learning rate has no constant factor"
+    cause = "the factor is different in later steps"
     if all(math.isclose(moved, first, rel_tol=0.2) for moved in later):
         cause = SCHEDULE
     return f"in {case.name}, {factor}: {cause}"
