@@ -80,7 +80,7 @@ def _steps(config: TransformerConfig) -> Iterator[Case]:
     some_rows = {"inputs": {**usual, "labels": np.where(unlabeled, config.pad_id, usual["labels"])}}
     cooldown: dict[str, Any] = {"cooldown_steps": 10}
     slices, clipped, far_below = {"accumulation_steps": 2}, {"clip_norm": CLIP}, {"clip_norm": FAR}
-    below = {"clip_norm": _limit_above(config)}  # which the gradient's sum over tokens, unlike its mean, exceeds
+    below = {"clip_norm": _limit_above(config)}  # the sum of the gradient over tokens exceeds it, the mean does not
     unlike_the_paper = {"learning_rate_factor": 0.03, "warmup_steps": 5, "beta1": 0.8, "beta2": 0.95, "epsilon": 1e-6}
     between: dict[str, Any] = {"calls": CALLS}
     at_the_end: dict[str, Any] = {"snapshots": (20,)}  # everything shows there that differed earlier

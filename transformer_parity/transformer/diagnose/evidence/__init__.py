@@ -1,1 +1,1 @@
-"""What a difference shows by itself: the first wrong place, patterns of tensors and cases, and simple relations."""
+"""Evidence in the tensors that differ: the first wrong place, patterns of tensors and cases, and simple relations."""

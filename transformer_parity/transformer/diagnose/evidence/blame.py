@@ -60,7 +60,7 @@ class Subject:
         truth: The reference in float64.
         same_dtype: The reference in float32, where that is the working dtype: its own rounding is the baseline.
         own: The port's tensors.
-        unread: Values to return where nothing reads a tensor and none is given.
+        unread: The values that a run returns at positions that nothing reads, for tensors that are not given.
     """
 
     case: Case
@@ -103,7 +103,7 @@ class Subject:
         return Read.of(self.case, tensors).combine(tensors, {**self.unread, **given})
 
     def with_own(self, own: Arrays, truth: Arrays) -> Subject:
-        """Return the same with the port's tensors, and with the reference's where nothing reads them."""
+        """Return the subject with the tensors of the port, and of the reference for positions that nothing reads."""
         return replace(self, own={name: _harmless(name, value) for name, value in own.items()}, unread=truth)
 
 
@@ -134,7 +134,7 @@ def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
 
 
 def _harmless(name: str, value: ndarray) -> ndarray:
-    """Return a tensor with zeros in place of NaN and infinity, except -inf in scores, which hides a key."""
+    """Return a tensor with zeros in place of NaN and infinity; scores keep -inf, because it masks a key."""
     hides = np.isneginf(value) & name.endswith(".scores")
     return np.where(np.isfinite(value) | hides, value, 0.0)
 

@@ -1,1 +1,1 @@
-"""What a port might be doing instead: hypotheses, their places and combinations, and how they are tried."""
+"""Hypotheses about a port: mistakes and conventions, their places and combinations, and how they are tried."""
