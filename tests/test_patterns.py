@@ -227,7 +227,10 @@ def test_nan_is_located():
     output = truth["output"].copy()
     output[1, 2, :3] = math.nan
     said = not_finite(shown("full/padded", {"output": output}))
-    assert said.startswith("output has 3 NaN values of 1036, the first at index [1, 2, 0]")
+    assert said.startswith("output: 3 NaN of 1036 values, the first at index [1, 2, 0]")
+    output[1, 2, 2] = -math.inf
+    said = not_finite(shown("full/padded", {"output": output}))
+    assert said.startswith("output: 2 NaN and 1 infinite of 1036 values, the first at index [1, 2, 0]")
 
 
 def test_cases_that_agree_are_named():

@@ -41,12 +41,12 @@ def not_finite(shown: Differing) -> str:
     for name in shown.actual:
         value = np.asarray(shown.actual[name])
         if value.dtype.kind == "f" and name in shown.wrong and not np.isfinite(value).all():
-            bad = ~np.isfinite(value)
-            first = np.argwhere(bad)[0].tolist()
-            kind = "NaN" if np.isnan(value).any() else "infinite"
+            first = np.argwhere(~np.isfinite(value))[0].tolist()
+            numbers = {"NaN": int(np.isnan(value).sum()), "infinite": int(np.isinf(value).sum())}
+            counts = " and ".join(f"{number} {kind}" for kind, number in numbers.items() if number)
             where = f", the first at index {first}" if value.ndim else ""
             tensor = f"the gradient {name}" if name.startswith(("of ", "at ")) else name
-            return f"{tensor} has {int(bad.sum())} {kind} values of {bad.size}{where}: look for it before anything else"
+            return f"{tensor}: {counts} of {value.size} values{where}. Look for it before anything else"
     return ""
 
 
@@ -96,7 +96,7 @@ def transformed_gradients(shown: Differing) -> str:
     if all(_is_transposed(shown.actual[name], shown.truth[name]) for name in names):
         return f"the gradient of {shown.group(names, 'of ')} is the transpose of the right one"
     factors = {name: factor_between(shown.actual[name], shown.truth[name]) for name in names}
-    return by_factor(shown, factors, "of ", "the gradient of {group} is {factor} times the right one")
+    return by_factor(shown, factors, "of ", "the gradient of {group} is {factor} times the right one", shown.case)
 
 
 def wrong_parameters(shown: Differing) -> str:
