@@ -1,4 +1,4 @@
-"""Projections with another kernel or input, and residual sums with other terms."""
+"""Projections with another kernel or input, residual sums with other terms, and softmaxes over something else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reference_numpy.attention import split_heads
 from reference_numpy.layers import ACTIVATIONS
 from transformer_parity.transformer.cases.case import Case, tiny
 from transformer_parity.transformer.cases.inputs import token_ids
-from transformer_parity.transformer.diagnose.evidence.projections import of_operands, other_kernel
+from transformer_parity.transformer.diagnose.evidence.operands import of_operands, other_kernel
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
@@ -98,3 +98,30 @@ def test_wrong_terms_of_a_residual_sum_are_measured():
     assert found == f"in the sum, {attended} is missing"
     noise = np.random.default_rng(0).normal(size=(4, 7, PRE.d_model))
     assert of_block(f"{LAYER}.output", lambda tensors, weights: tensors[f"{LAYER}.output"] + noise) == ""
+
+
+def softmax(scores, axis=-1):
+    weights = np.exp(scores - scores.max(axis, keepdims=True))
+    return weights / weights.sum(axis, keepdims=True)
+
+
+@pytest.mark.parametrize("block", ["encoder.layers.0.self_attention", "decoder.layers.1.self_attention"])
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        (lambda scores, allowed: softmax(np.where(allowed, scores, scores - 10.0)), "get -10 added"),
+        (lambda scores, allowed: softmax(np.where(allowed, scores, 1e-9)), "become 1e-09"),
+        (lambda scores, allowed: softmax(scores), "get 0 added: they are not masked"),
+        (lambda scores, allowed: softmax(np.where(allowed, scores, scores - 1e9), -2), "the wrong axis"),
+        (lambda scores, allowed: softmax(np.where(allowed, scores, -np.inf)), ""),
+        (lambda scores, allowed: softmax(np.where(allowed, scores, 0.5 * scores)), ""),
+        (lambda scores, allowed: softmax(np.where(allowed, 2.0 * scores, 0.0)), ""),
+    ],
+)
+def test_the_scores_that_a_softmax_masks_are_measured(block, weights, words):
+    found = of_block(
+        f"{block}.weights",
+        lambda tensors, _: weights(tensors[f"{block}.scores"], tensors[f"{block}.weights"] > 0.0),
+    )
+    assert found.endswith(words)
+    assert bool(found) == bool(words)
