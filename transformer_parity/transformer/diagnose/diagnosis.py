@@ -336,8 +336,12 @@ def _counted(names: Sequence[str]) -> str:
 def _exact(
     port: str, exact: Sequence[Attempt], tried: Sequence[Attempt], note: str = "", alike: str = EXACTLY
 ) -> Diagnosis:
-    """Name the hypotheses that reproduce every number, and what the next best leaves."""
+    """Name the hypotheses that reproduce every number, and what the next best leaves.
+
+    If a convention does, mistakes that are the same here are left out: the convention can be declared.
+    """
     runner_up = _best([attempt for attempt in tried if not attempt.is_exact])
+    exact = [attempt for attempt in exact if all(map(is_convention, attempt.hypothesis.parts))] or exact
     names = tuple(dict.fromkeys(attempt.hypothesis.name for attempt in exact))
     error = exact[0].worst
     also = f", or {' or '.join(names[1:])}, which are the same here" if names[1:] else ""
