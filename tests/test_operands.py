@@ -100,6 +100,24 @@ def test_wrong_terms_of_a_residual_sum_are_measured():
     assert of_block(f"{LAYER}.output", lambda tensors, weights: tensors[f"{LAYER}.output"] + noise) == ""
 
 
+def test_heads_that_are_merged_in_another_order_are_recognized():
+    block = f"{LAYER}.cross_attention"
+
+    def merged(merge):
+        def change(tensors, weights):
+            context = tensors[f"{block}.context"]  # [B, H, L, d]
+            kernel, bias = (weights.get(f"{block}.output_proj.{kind}", 0.0) for kind in ("kernel", "bias"))
+            return merge(context).reshape(context.shape[0], context.shape[2], -1) @ kernel + bias
+
+        return of_block(f"{block}.output", change)
+
+    assert merged(lambda x: x.transpose(0, 2, 3, 1)).endswith(
+        f"{block}.context, channel by channel instead of head by head"
+    )
+    assert merged(lambda x: x).endswith(f"reads {block}.context, reshaped without a transpose")
+    assert merged(lambda x: x.transpose(0, 2, 1, 3)) == ""
+
+
 def softmax(scores, axis=-1):
     weights = np.exp(scores - scores.max(axis, keepdims=True))
     return weights / weights.sum(axis, keepdims=True)

@@ -137,11 +137,20 @@ def _terms(layer: str, tensors: Arrays) -> Iterator[tuple[str, ndarray]]:
             yield name, np.asarray(tensors[name], np.float64)
 
 
+def _rows(array: ndarray) -> ndarray:
+    """Return an array [B, L, ...] as [B, L, N]."""
+    return array.reshape(*array.shape[:2], -1)
+
+
 def _states(name: str, tensors: Arrays) -> Iterator[tuple[str, ndarray]]:
     """Yield every tensor that is computed before a tap, and the residual sums in its layer."""
     before = list(tensors)[: list(tensors).index(name)]
     for other in before:
-        yield other, without_heads(np.asarray(tensors[other], np.float64))
+        array = np.asarray(tensors[other], np.float64)
+        yield other, without_heads(array)
+        if array.ndim == 4 and name.startswith(other.rpartition(".")[0]):
+            yield f"{other}, channel by channel instead of head by head", _rows(array.transpose(0, 2, 3, 1))
+            yield f"{other}, reshaped without a transpose", _rows(array.reshape(array.shape[0], array.shape[2], -1))
     parts = name.split(".layers.")
     if len(parts) < 2:
         return
