@@ -42,7 +42,7 @@ MANY = 32  # sentences of a search that is to show a rule that seldom decides
 SMALL_PENALTY = 1.5
 SEEDS = 32  # of which the one with the most to decide is taken
 LIKELY, ENOUGH = 18, (3, 5, 5)  # tried first: the best with the paper's conventions; what it has to decide
-CLIP, FAR = 0.5, 1e6  # norms that the gradient exceeds at every step, and at none
+CLIP, FAR = 0.45, 1e6  # norms that the gradient exceeds at every step, and at none; float32 rounds the first
 RESTART = 7  # the step after which training is started a second time
 UNLABELED = 1  # the row that has no labels in some steps
 PENALTY = 4.0  # so that a late end may be worth more than an early one
@@ -83,6 +83,7 @@ def _steps(config: TransformerConfig) -> Iterator[Case]:
     some_rows = {"inputs": {**usual, "labels": np.where(unlabeled, config.pad_id, usual["labels"])}}
     cooldown: dict[str, Any] = {"cooldown_steps": 10}
     slices, clipped, far_below = {"accumulation_steps": 2}, {"clip_norm": CLIP}, {"clip_norm": FAR}
+    noticed = {**clipped, "epsilon": 1e-3}  # with the usual epsilon, Adam's step hardly depends on the gradient's norm
     below = {"clip_norm": _limit_above(config)}  # the sum of the gradient over tokens exceeds it, the mean does not
     unlike_the_paper = {"learning_rate_factor": 0.03, "warmup_steps": 5, "beta1": 0.8, "beta2": 0.95, "epsilon": 1e-6}
     between: dict[str, Any] = {"calls": CALLS}
@@ -94,7 +95,7 @@ def _steps(config: TransformerConfig) -> Iterator[Case]:
         ("port/small_gradient", {**slices, **below, **unlike_the_paper}, at_the_end),
         ("port_clipped", {**cooldown, **clipped, **slices}, {}),
         ("port_clipped/unlabeled_rows", clipped, {**at_the_end, **some_rows}),
-        ("port_clipped/changing_slices", {**cooldown, **clipped, **slices}, {**at_the_end, "rows": (2, 4)}),
+        ("port_clipped/changing_slices", {**cooldown, **noticed, **slices}, {**at_the_end, "rows": (2, 4)}),
     )
     for name, settings, changes in runs:
         yield replace(step_case(name, config, TrainingConfig(**{**SHORT, **settings})), **changes)
