@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from reference_numpy.attention import split_heads
+from reference_numpy.functional import layer_norm
 from reference_numpy.layers import ACTIVATIONS
 from transformer_parity.transformer.cases.case import Case, tiny
 from transformer_parity.transformer.cases.inputs import token_ids
@@ -116,6 +117,32 @@ def test_heads_that_are_merged_in_another_order_are_recognized():
     )
     assert merged(lambda x: x).endswith(f"reads {block}.context, reshaped without a transpose")
     assert merged(lambda x: x.transpose(0, 2, 1, 3)) == ""
+
+
+POST = tiny(d_k=None, d_v=None)
+SUMS = [f"{LAYER}.self_attention_norm.output", f"{LAYER}.feed_forward.output", f"{LAYER}.cross_attention.output"]
+
+
+@pytest.mark.parametrize(
+    ("terms", "is_normed", "words"),
+    [
+        ([SUMS[0], SUMS[1]], True, f"the norm reads the sum of {SUMS[0]} and {SUMS[1]}"),
+        ([SUMS[1]], True, f"the norm reads {SUMS[1]}"),
+        ([f"{LAYER}.cross_attention_norm.output", SUMS[1]], False, "without a norm"),
+        ([f"{LAYER}.cross_attention_norm.output", SUMS[1]], True, ""),
+        ([SUMS[0], SUMS[1], SUMS[2]], True, ""),
+    ],
+)
+def test_tensors_that_a_norm_reads_are_recognized(terms, is_normed, words):
+    norm = f"{LAYER}.feed_forward_norm"
+    case = Case("full/padded", "full model", POST, "", token_ids(POST))
+    weights, wanted = case.load_weights(), observed(TRUTH, case)
+    x = sum(wanted[term] for term in terms)
+    scale, bias = weights[f"{norm}.scale"], weights[f"{norm}.bias"]
+    actual = layer_norm(x, scale, bias, POST.layer_norm_epsilon) if is_normed else x
+    found = of_operands(f"{norm}.output", {**wanted, f"{norm}.output": actual}, wanted, weights, POST)
+    assert found.endswith(words)
+    assert bool(found) == bool(words)
 
 
 def softmax(scores, axis=-1):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import combinations
 
 import numpy as np
 from numpy import ndarray
 
+from reference_numpy.functional import layer_norm
 from reference_numpy.layers import ACTIVATIONS
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.transformer.diagnose.evidence.closeness import SAME, is_close, without_heads, written
@@ -33,6 +35,7 @@ def of_operands(
         or other_input(name, alone, wanted, weights, config)
         or other_terms(name, alone, wanted)
         or other_softmax(name, alone, wanted)
+        or other_normed(name, alone, wanted, weights, config)
     )
 
 
@@ -124,6 +127,32 @@ def other_softmax(name: str, alone: Arrays, wanted: Arrays) -> str:
             return f"the scores of the {len(found)} keys that the mask forbids {words.format(f'{value:g}')}" + (
                 ": they are not masked" if words.startswith("get") and value == 0.0 else ""
             )
+    return ""
+
+
+def other_normed(
+    name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
+) -> str:
+    """Return a sentence about the tensors that a norm reads instead of its input; empty if there are none."""
+    norm, layer = name.removesuffix(".output"), name.rpartition(".")[0].rpartition(".")[0]
+    if not name.endswith("_norm.output") or f"{norm}.scale" not in weights or alone[name].shape != wanted[name].shape:
+        return ""
+    scale, bias = weights[f"{norm}.scale"], weights[f"{norm}.bias"]
+    wrong = (alone[name] != wanted[name]).any(-1)  # padding has the reference's values
+    read = [
+        one
+        for one in list(wanted)[: list(wanted).index(name)]
+        if wanted[one].shape == wanted[name].shape and (one.startswith(f"{layer}.") or one.endswith("output"))
+    ]
+    if wrong.sum() < 2:
+        return ""
+    for names in (*((one,) for one in read), *combinations(read, 2)):
+        x = sum((np.asarray(wanted[one], np.float64)[wrong] for one in names), np.zeros(()))
+        normed = layer_norm(x, scale, bias, config.layer_norm_epsilon, config.layer_norm_kind)
+        words = names[0] if len(names) == 1 else f"the sum of {' and '.join(names)}"
+        for value, statement in ((normed, f"the norm reads {words}"), (x, f"the output is {words}, without a norm")):
+            if is_close(value, np.asarray(alone[name], np.float64)[wrong]):
+                return statement
     return ""
 
 
