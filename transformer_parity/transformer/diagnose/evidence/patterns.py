@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy import ndarray
 
+from reference_numpy.training import cross_entropy_backward
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, Case
@@ -77,6 +78,28 @@ def right_loss(shown: Differing) -> str:
     if shown.case.stage == GRADIENTS and shown.wrong and LOSS in shown.right:
         return "the loss is right: only gradients differ"
     return ""
+
+
+def targets(shown: Differing) -> str:
+    """Read off the gradient of the logits, which is prediction minus target, which probabilities the loss aims at."""
+    case, name = shown.case, "at logits"
+    if case.stage != GRADIENTS or name not in shown.wrong or shown.actual[name].shape != shown.truth[name].shape:
+        return ""
+    labels, pad_id = case.inputs["labels"], case.config.pad_id
+    counted = labels != pad_id
+    zeros = np.zeros(shown.truth[name].shape)  # of which every prediction is 1 / V
+    right = (1.0 / zeros.shape[-1] - cross_entropy_backward(zeros, labels, case.config))[counted]
+    found = right + counted.sum() * (shown.truth[name] - shown.actual[name])[counted]
+    is_label = np.arange(zeros.shape[-1]) == labels[counted][:, None]
+    is_padding = (np.arange(zeros.shape[-1]) == pad_id) & ~is_label
+    groups = {"the label": is_label, "padding": is_padding, "every other token": ~(is_label | is_padding)}
+    if any(np.ptp(found[group]) > SAME for group in groups.values()):
+        return ""
+    words, instead = (
+        ", ".join(f"{float(np.median(one[group])):.6g} for {what}" for what, group in groups.items())
+        for one in (found, right)
+    )
+    return f"the loss aims at a probability of {words}, instead of {instead}"
 
 
 def zero_gradients(shown: Differing) -> str:
@@ -163,6 +186,7 @@ def wrong_sentences(shown: Differing) -> str:
 PATTERNS: tuple[Callable[[Differing], str], ...] = (
     rounded_losses,
     only_the_loss,
+    targets,
     zero_gradients,
     transformed_gradients,
     wrong_parameters,
