@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -106,6 +108,17 @@ def test_decoupled_weight_decay_is_named_with_its_measured_coefficient(value, wh
     found = diagnose(case, weights, "it", known=hypotheses(CONFIG, STEPS, forward_agrees=True))
     name = f"decoupled weight decay of {value}" + (f", {where}" if where else "")
     assert (found.confidence, found.hypotheses) == (EXACT, (name,))
+
+
+def test_the_factor_of_an_embedding_is_measured_apart_from_the_positions():
+    case = next(case for case in CASES if case.name == "full/padded")
+    tap = "target_embedding.output"
+    truth = shown(TRUTH, case)
+    encoding = sinusoidal_encoding(truth[tap].shape[1], CONFIG.d_model)
+    scaled = math.sqrt(CONFIG.d_k / CONFIG.d_model) * (truth[tap] - encoding) + encoding
+    found = diagnose(case, {**truth, tap: scaled, "output": 1.5 * truth["output"]}, "it", known=[])
+    assert f"adds positions at {tap} are 0.57735 times as large as right" in found.sentence
+    assert "sqrt(d_model / d_k)" in found.sentence
 
 
 def test_positions_in_float32_are_evidence():

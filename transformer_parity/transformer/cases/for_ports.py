@@ -220,10 +220,10 @@ def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
 
 
 def _unlike_the_first(config: TransformerConfig) -> Iterator[Case]:
-    """Yield cases of the first one's shapes with other padding and other weights, and one of the greatest length.
+    """Yield cases of the first one's shapes with other padding and other weights, and some of other shapes.
 
-    What is kept from one run to the next shows in the first two: a mask, a table or a result of such a shape, or
-    weights; and what ends before the model does, in the last.
+    The first two show what is kept from one run to the next: a mask, a table or a result of such a shape, or weights.
+    The others show what ends before the model does, and axes that are told apart by their lengths.
     """
     seed, ids = _varied_seed(config), token_ids(config)
     turned = {name: np.roll(array, 1, axis=0) for name, array in ids.items()}
@@ -231,6 +231,9 @@ def _unlike_the_first(config: TransformerConfig) -> Iterator[Case]:
     yield replace(first, name="full/other_padding", inputs=turned, before=(first,))
     yield replace(first, name="full/other_weights", seed=seed + 1, before=(first,))
     yield replace(first, name="full/longest", inputs=token_ids(config, longest(config), longest(config)))
+    yield replace(
+        first, name="full/as_many_sentences_as_tokens", inputs=token_ids(config, BATCH, BATCH), dtypes=("float64",)
+    )
 
 
 def port_cases(config: TransformerConfig, stages: Collection[str] | None = None) -> list[Case]:

@@ -28,6 +28,7 @@ from transformer_parity.transformer.diagnose.measured.search import search_hypot
 from transformer_parity.transformer.diagnose.measured.search_parameters import fitting_parameters
 from transformer_parity.transformer.diagnose.measured.step import (
     decay_hypotheses,
+    embedding_factor,
     float32_positions,
     position_angles,
     rate_hypotheses,
@@ -142,7 +143,7 @@ def diagnose(
         name = sometimes[0].hypothesis.name
         sentence = f"some cases agree, but in every case that differs, {port} behaves like {CHANGED}: {name}"
         return Diagnosis(sentence, LIKELY, (name,), sometimes[0].worst)
-    for positions_of in (float32_positions, position_angles):
+    for positions_of in (float32_positions, embedding_factor, position_angles):
         if positions := positions_of(trials, trials.names[start.matched], port):
             return Diagnosis(positions, LIKELY)
     return _unknown([attempt for attempt in tried if attempt not in exact], start, case.stage == ACTIVATIONS)

@@ -87,7 +87,7 @@ def targets(shown: Differing) -> str:
         return ""
     labels, pad_id = case.inputs["labels"], case.config.pad_id
     counted = labels != pad_id
-    zeros = np.zeros(shown.truth[name].shape)  # of which every prediction is 1 / V
+    zeros = np.zeros_like(shown.truth[name])  # of which every prediction is 1 / V
     right = (1.0 / zeros.shape[-1] - cross_entropy_backward(zeros, labels, case.config))[counted]
     found = right + counted.sum() * (shown.truth[name] - shown.actual[name])[counted]
     is_label = np.arange(zeros.shape[-1]) == labels[counted][:, None]
