@@ -88,6 +88,7 @@ class Plain(Port):
     def embed(self, ids):
         d_model, length = self.config.d_model, ids.shape[1]
         position = np.arange(length)[:, None] / (length if self.has("positions over the length") else 1)
+        position = np.minimum(position, 511) if self.has("a table of 512 positions") else position
         base = 1000 if self.has("base of 1000") else 10000
         angles = position / base ** (np.arange(0, d_model, 2) / d_model)
         x = self.weights["source_embedding.table"][ids] * (d_model if self.has("times d_model") else math.sqrt(d_model))
@@ -244,6 +245,12 @@ def test_what_follows_a_tap_of_another_meaning_is_inherited():
 
 
 # --- Search ---
+
+
+def test_a_table_that_ends_is_noticed_in_a_long_sentence():
+    (report,) = reports_of(Plain, "activations", mistake="a table of 512 positions")
+    assert report.case == "full/longest/of_a_thousand_tokens"
+    assert "at target_embedding.output, of positions 0 to 1029, only 512, 513," in " ".join(report.diagnosis.signatures)
 
 
 class LatePosition:

@@ -65,6 +65,7 @@ IMPOSSIBLE = {
 ONCE = {
     "activations": {
         *("as long as the source", "a row of one token", "a large vocabulary", "as many sentences as tokens"),
+        "more than 1024 tokens",
     },
     "gradients": {"a row of one token", "an odd number of sentences", "several sentences without padding"},
     "decode": {
@@ -144,6 +145,8 @@ def once(case) -> set[str]:
         found.add("as long as the source")
     if "target_ids" in inputs and len({*inputs["source_ids"].shape, *inputs["target_ids"].shape}) == 1:
         found.add("as many sentences as tokens")
+    if "target_ids" in inputs and inputs["target_ids"].shape[1] > 1024:
+        found.add("more than 1024 tokens")
     if case.config.source_vocab_size > 2**15:
         found.add("a large vocabulary")
     if case.stage == GRADIENTS:

@@ -69,6 +69,11 @@ class Case:
         """The key of the model: cases with the same key have the same config and weights."""
         return self.config, self.weights_file, self.seed, self.magnitude
 
+    @property
+    def is_long(self) -> bool:
+        """Whether it has so many tokens that each run of a hypothesis takes long, and each of its files is large."""
+        return any(array.ndim == 2 and array.shape[1] > 256 for array in self.inputs.values())
+
     def author(self, backend: str, dtype: str) -> Author:
         """Return the author of findings about this case."""
         return Author(backend, dtype, self.name, self.component, self.stage)

@@ -40,6 +40,7 @@ from transformer_spec.training_config import TrainingConfig
 
 MANY = 32  # sentences of a search that is to show a rule that seldom decides
 SMALL_PENALTY = 1.5
+LONG = 1030  # tokens: 512 and 1024 are frequent limits
 SEEDS = 32  # of which the one with the most to decide is taken
 LIKELY, ENOUGH = 18, (3, 5, 5)  # tried first: the best with the paper's conventions; what it has to decide
 CLIP, FAR = 0.45, 1e6  # norms that the gradient exceeds at every step, and at none; float32 rounds the first
@@ -231,6 +232,9 @@ def _unlike_the_first(config: TransformerConfig) -> Iterator[Case]:
     yield replace(first, name="full/other_padding", inputs=turned, before=(first,))
     yield replace(first, name="full/other_weights", seed=seed + 1, before=(first,))
     yield replace(first, name="full/longest", inputs=token_ids(config, longest(config), longest(config)))
+    if config.max_positions is None:  # tables and masks of a fixed size end somewhere
+        long = {name: array[:1] for name, array in token_ids(config, 1, LONG).items()}
+        yield replace(first, name="full/longest/of_a_thousand_tokens", inputs=long, dtypes=("float64",))
     yield replace(
         first, name="full/as_many_sentences_as_tokens", inputs=token_ids(config, BATCH, BATCH), dtypes=("float64",)
     )
