@@ -145,7 +145,7 @@ class ColumnTrials:
         wanted = ALL_DTYPES if self.column == CHECK else ("float64", "float32")
         self.conventions = CONVENTIONS
         if self.backend in SLOW:
-            wanted, self.conventions = [dtype for dtype in wanted if dtype != "float32"], CONVENTIONS[:2]
+            wanted, self.conventions = tuple(dtype for dtype in wanted if dtype != "float32"), CONVENTIONS[:2]
         self.dtypes = [dtype for dtype in wanted if dtype in offered]
         # The formulas of the reference run in models without fast.py only. The others run as users run them.
         self.fast = (False, True) if self.backend == "numpy" else (True,)
