@@ -156,7 +156,7 @@ def test_a_mistake_is_caught(name, case, edit):
     assert found - {AGREES, SKIPPED}
 
 
-WIDE = {  # by package: what makes the logits of bfloat16 wide enough for a loss
+WIDE = {  # by package: the text that widens logits of bfloat16, and the text in its place
     "torch": ("torch.promote_types(logits.dtype, torch.float32)", "logits.dtype"),
     "jax": ("logits.astype(jnp.promote_types(logits.dtype, jnp.float32))", "logits"),
     "tf": ('tf.cast(logits, keras.backend.result_type(logits.dtype, "float32"))', "logits"),

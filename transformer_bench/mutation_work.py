@@ -47,7 +47,7 @@ CONVENTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("bart", {"norm_order": "pre"}),
     ("fairseq", {"decoder_num_heads": 2, "decoder_d_k": 12, "decoder_d_v": 15, "decoder_d_ff": 56}),
 )
-SLOW = ("jax", "tf")  # run one operation at a time: fewer conventions, and few cases in other dtypes than float64
+SLOW = ("jax", "tf")  # run one operation at a time: fewer conventions, and few cases in bfloat16
 PORT, CHECK = "cases for ports", "check of the packages"
 COLUMNS = (PORT, CHECK)
 ROOM = 4 * 2**30  # bytes that a mutant may allocate beside what the process has at its start

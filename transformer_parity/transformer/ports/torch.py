@@ -34,7 +34,7 @@ class LoadedTorch(LoadedPackage):
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
         mode = self.model.training
-        self.model.train()  # whatever the mode, gradients are those of inference
+        self.model.train()  # gradients are without dropout in this mode too
         try:
             return super().gradients(inputs)
         finally:
