@@ -21,6 +21,7 @@ from transformer_parity.cli.main import COMMANDS, main
 STRANGER = 12345  # a user without a name, a home, or a file
 SMALL = {  # the least that shows how a command ends
     "transformer_parity.transformer.cases.for_ports:SEEDS": lambda real: 1,
+    "transformer_parity.transformer.cases.for_ports:ENDING_SEEDS": lambda real: 1,
     "transformer_parity.cli.golden:golden_cases": lambda real: lambda config: real(config)[:1],
     "transformer_parity.engine.style:DPI": lambda real: 20,
     "transformer_parity.apps.train.corpora:DATES_TRAINED": lambda real: 64,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -108,6 +110,17 @@ def test_decoupled_weight_decay_is_named_with_its_measured_coefficient(value, wh
     assert (found.confidence, found.hypotheses) == (EXACT, (name,))
 
 
+def test_the_factor_of_an_embedding_is_measured_apart_from_the_positions():
+    case = next(case for case in CASES if case.name == "full/padded")
+    tap = "target_embedding.output"
+    truth = shown(TRUTH, case)
+    encoding = sinusoidal_encoding(truth[tap].shape[1], CONFIG.d_model)
+    scaled = math.sqrt(CONFIG.d_k / CONFIG.d_model) * (truth[tap] - encoding) + encoding
+    found = diagnose(case, {**truth, tap: scaled, "output": 1.5 * truth["output"]}, "it", known=[])
+    assert f"adds positions at {tap} are 0.57735 times as large as right" in found.sentence
+    assert "sqrt(d_model / d_k)" in found.sentence
+
+
 def test_positions_in_float32_are_evidence():
     case = next(case for case in CASES if case.name == "full/padded")
     right, wrong = shown(TRUTH, case), dict(shown(TRUTH, case))
@@ -124,8 +137,9 @@ def test_positions_in_float32_are_evidence():
         found.sentence
         == f"the positions that it adds at {tap} are float32 numbers: compute angles and sines in float64"
     )
-    wrong[tap] = right[tap] * (1.0 + 1e-7)
-    assert diagnose(case, wrong, "it", known=[]).confidence == UNKNOWN
+    for other in (right[tap] * (1.0 + 1e-7), right[tap] - encoding):  # nothing that is added is float32 in the second
+        wrong[tap] = other
+        assert diagnose(case, wrong, "it", known=[]).confidence == UNKNOWN
 
 
 def test_mistake_is_named_although_unread_positions_have_other_values():

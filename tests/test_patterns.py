@@ -222,12 +222,35 @@ def test_losses_of_float32_are_recognized():
         assert "float32" not in patterns(shown("gradients/padded", {"loss": np.asarray(other)}))[0]
 
 
+def test_the_probabilities_that_a_loss_aims_at_are_read_off_its_gradient():
+    truth = observed_in("gradients/padded")
+    labels = CASES["gradients/padded"].inputs["labels"]
+    counted = labels != CONFIG.pad_id
+    more = 0.01 * (np.arange(CONFIG.target_vocab_size) == labels[..., None])
+    changed = np.where(counted[..., None], truth["at logits"] - (more - 0.002) / counted.sum(), truth["at logits"])
+    (said,) = (one for one in patterns(shown("gradients/padded", {"at logits": changed})) if "aims at" in one)
+    share = CONFIG.label_smoothing / CONFIG.target_vocab_size
+    right, each = (
+        1.0 - CONFIG.label_smoothing + share,
+        "for the label, {0:.6g} for padding, {0:.6g} for every other token",
+    )
+    assert said == (
+        f"the loss aims at a probability of {right + 0.008:.6g} {each.format(share - 0.002)}, "
+        f"instead of {right:.6g} {each.format(share)}"
+    )
+    doubled = patterns(shown("gradients/padded", {"at logits": 2.0 * truth["at logits"]}))
+    assert not any("aims at" in one for one in doubled)
+
+
 def test_nan_is_located():
     truth = observed_in("full/padded")
     output = truth["output"].copy()
     output[1, 2, :3] = math.nan
     said = not_finite(shown("full/padded", {"output": output}))
-    assert said.startswith("output has 3 NaN values of 1036, the first at index [1, 2, 0]")
+    assert said.startswith("output: 3 NaN of 1036 values, the first at index [1, 2, 0]")
+    output[1, 2, 2] = -math.inf
+    said = not_finite(shown("full/padded", {"output": output}))
+    assert said.startswith("output: 2 NaN and 1 infinite of 1036 values, the first at index [1, 2, 0]")
 
 
 def test_cases_that_agree_are_named():

@@ -86,6 +86,13 @@ MISTAKES = [
         "encoder.layers.0.self_attention",
     ),
     (SQUARE, "W_o transposed", ["decoder.layers.1.cross_attention"], "decoder.layers.1.cross_attention"),
+    (CASE, "a norm left out", ["encoder.layers.1.feed_forward_norm"], "encoder.layers.1.feed_forward_norm"),
+    (
+        CASE,
+        "a norm without its bias",
+        every(CASE, "decoder", "cross_attention_norm"),
+        "decoder.layers.*.cross_attention_norm",
+    ),
     (CASE, "no mask has an effect", ["decoder.layers.1.self_attention"], "decoder.layers.1.self_attention"),
 ]
 

@@ -103,3 +103,12 @@ def test_of_sizes_that_are_equal_none_is_preferred():
 def test_what_is_right_or_shapeless_has_no_signature():
     assert signatures(STATES, STATES, CONFIG) == []
     assert signatures(RNG.normal(size=STATES.shape), STATES, CONFIG) == []
+
+
+def test_keys_at_one_distance_from_their_queries_are_described():
+    own = softmax(HEADS, ALLOWED & ~np.eye(7, dtype=bool) | (np.arange(7) == 0))
+    (said,) = [words for words in signatures(own, softmax(HEADS, ALLOWED), CONFIG) if "allows" in words]
+    assert said == "72 keys that the mask allows get no weight: each is the position of its query"
+    ahead = softmax(HEADS, ALLOWED | np.eye(7, k=1, dtype=bool))
+    (said,) = [words for words in signatures(ahead, softmax(HEADS, ALLOWED), CONFIG) if "forbids" in words]
+    assert said.endswith(": each is 1 position after its query")

@@ -13,10 +13,11 @@ import reference_numpy
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.compare.comparator import compare
+from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, diagnose
 from transformer_parity.transformer.diagnose.hypotheses import several
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
-from transformer_parity.transformer.diagnose.hypotheses.trials import observed
+from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
 from transformer_parity.transformer.diagnose.investigate import Investigation
 from transformer_parity.transformer.diagnose.measured.search_parameters import Parameter
 from transformer_parity.transformer.mistakes.mistake import Mistake
@@ -24,6 +25,7 @@ from transformer_parity.transformer.mistakes.unplanted.search import seen
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.user import PluginPort, Port
 from transformer_parity.transformer.stages.registry import STAGES
+from transformer_spec.search import Search
 
 SETTING = Placements(("float64",))
 
@@ -161,6 +163,21 @@ def test_several_values_of_a_number_are_listed_with_the_roundest_as_the_hypothes
     assert parameter.named([0.95, 2]).name == "an alpha of 0.95 or 2"
     several = parameter.named([0.95, 1.0, 1.05])
     assert (several.name, several.edits["numpy"][0][2]) == ("an alpha of 0.95 to 1.05", "1.0")
+
+
+@pytest.mark.parametrize("preset", ["paper_base", "marian", "bart", "fairseq", "annotated"])
+def test_a_length_penalty_without_the_end_symbol_changes_tokens(preset, monkeypatch):
+    plan = Search.plan
+
+    def without_the_end_symbol(*arguments):
+        right = plan(*arguments)
+        return right._replace(penalties=np.roll(right.penalties, 1))
+
+    searches = [case for case in port_cases(tiny(preset, d_k=None, d_v=None)) if "_beam" in case.name]
+    right = [tensors(TRUTH.load(case.config, case.load_weights()), case)["tokens"] for case in searches]
+    monkeypatch.setattr(Search, "plan", without_the_end_symbol)
+    wrong = [tensors(TRUTH.load(case.config, case.load_weights()), case)["tokens"] for case in searches]
+    assert not all(map(np.array_equal, wrong, right))
 
 
 def test_padding_behind_a_hypothesis_makes_no_difference_to_a_diagnosis():

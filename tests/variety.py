@@ -63,7 +63,9 @@ IMPOSSIBLE = {
 }
 # Values that at least one case must have. Each would multiply the cases if all pairs with it were required.
 ONCE = {
-    "activations": {"as long as the source", "a row of one token", "a large vocabulary"},
+    "activations": {
+        *("as long as the source", "a row of one token", "a large vocabulary", "as many sentences as tokens"),
+    },
     "gradients": {"a row of one token", "an odd number of sentences", "several sentences without padding"},
     "decode": {
         *("beam of 2", "beam of 3", "beam of 4", "no penalty", "penalty below 1", "penalty above 1"),
@@ -140,6 +142,8 @@ def once(case) -> set[str]:
     found = {"a row of one token"} if any((sums == 1).any() for sums in tokens) else set()
     if "target_ids" in inputs and inputs["source_ids"].shape == inputs["target_ids"].shape:
         found.add("as long as the source")
+    if "target_ids" in inputs and len({*inputs["source_ids"].shape, *inputs["target_ids"].shape}) == 1:
+        found.add("as many sentences as tokens")
     if case.config.source_vocab_size > 2**15:
         found.add("a large vocabulary")
     if case.stage == GRADIENTS:

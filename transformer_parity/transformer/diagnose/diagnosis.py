@@ -28,6 +28,7 @@ from transformer_parity.transformer.diagnose.measured.search import search_hypot
 from transformer_parity.transformer.diagnose.measured.search_parameters import fitting_parameters
 from transformer_parity.transformer.diagnose.measured.step import (
     decay_hypotheses,
+    embedding_factor,
     float32_positions,
     position_angles,
     rate_hypotheses,
@@ -142,7 +143,7 @@ def diagnose(
         name = sometimes[0].hypothesis.name
         sentence = f"some cases agree, but in every case that differs, {port} behaves like {CHANGED}: {name}"
         return Diagnosis(sentence, LIKELY, (name,), sometimes[0].worst)
-    for positions_of in (float32_positions, position_angles):
+    for positions_of in (float32_positions, embedding_factor, position_angles):
         if positions := positions_of(trials, trials.names[start.matched], port):
             return Diagnosis(positions, LIKELY)
     return _unknown([attempt for attempt in tried if attempt not in exact], start, case.stage == ACTIVATIONS)
@@ -336,8 +337,12 @@ def _counted(names: Sequence[str]) -> str:
 def _exact(
     port: str, exact: Sequence[Attempt], tried: Sequence[Attempt], note: str = "", alike: str = EXACTLY
 ) -> Diagnosis:
-    """Name the hypotheses that reproduce every number, and what the next best leaves."""
+    """Name the hypotheses that reproduce every number, and what the next best leaves.
+
+    If a convention does, mistakes that are the same here are left out: the convention can be declared.
+    """
     runner_up = _best([attempt for attempt in tried if not attempt.is_exact])
+    exact = [attempt for attempt in exact if all(map(is_convention, attempt.hypothesis.parts))] or exact
     names = tuple(dict.fromkeys(attempt.hypothesis.name for attempt in exact))
     error = exact[0].worst
     also = f", or {' or '.join(names[1:])}, which are the same here" if names[1:] else ""

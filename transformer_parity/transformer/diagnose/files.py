@@ -20,6 +20,7 @@ from transformer_parity.transformer.diagnose.statements import (
     IN_FILES,
     if_it_is_meant,
     of_error,
+    of_operand,
     of_place,
     of_rounding,
     of_tensors,
@@ -69,7 +70,7 @@ def _report_on_files(
         evidence = blame_files(case, actual, reference, backend)
         report = replace(report, blame=evidence.blame)
         if evidence.blame.introduced:
-            errors = [*of_rounding(evidence, case), *of_error(evidence, case)]
+            errors = [*of_rounding(evidence, case), *of_operand(evidence, case), *of_error(evidence, case)]
             found = of_place(found, evidence, case, errors, differing, of_stage, others)
     return replace(report, diagnosis=found)
 

@@ -70,6 +70,7 @@ from transformer_parity.transformer.diagnose.statements import (
     if_it_is_meant,
     of_error,
     of_names,
+    of_operand,
     of_place,
     of_rounding,
     of_tensors,
@@ -217,8 +218,9 @@ class Investigation:
             alike = [one.load(case.config, weights) for one in reproducing_output(case, shown, known)]
             evidence = explained_by(evidence, alike, subject)
         if evidence.blame.introduced and not found.hypotheses:
-            measured = self._measurements(case, evidence) if forward else []
-            errors = [*of_rounding(evidence, case), *measured, *of_error(evidence, case)]
+            errors = [*of_rounding(evidence, case), *of_operand(evidence, case)]
+            errors += self._measurements(case, evidence) if forward else []
+            errors += of_error(evidence, case)
             found = of_place(found, evidence, case, errors, differing, findings, others)
         report = replace(report, blame=evidence.blame, diagnosis=promised(found), folder=self._saved(evidence, case))
         return replace(report, view=self.view(evidence, subject)) if self.view and case.is_forward else report

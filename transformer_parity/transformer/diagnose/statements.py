@@ -17,8 +17,8 @@ from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNK
 from transformer_parity.transformer.diagnose.evidence.closeness import SAME
 from transformer_parity.transformer.diagnose.evidence.differing import Differing
 from transformer_parity.transformer.diagnose.evidence.exchanged import exchanged_gradients
+from transformer_parity.transformer.diagnose.evidence.operands import of_operands
 from transformer_parity.transformer.diagnose.evidence.patterns import among_cases, not_finite, patterns
-from transformer_parity.transformer.diagnose.evidence.projections import of_operands
 from transformer_parity.transformer.diagnose.evidence.signatures import narrowed, places, signatures
 
 # How to declare what a port does if it is a convention.
@@ -48,8 +48,6 @@ def of_error(evidence: Evidence, case: Case) -> list[str]:
     weights = given(case.load_weights(), dtype)
     config = case.config.in_decoder if "decoder." in name else case.config
     batch = case if name.startswith("of ") else None
-    if operand := of_operands(name, evidence.alone, evidence.wanted, weights, case.config):
-        return [f"{_at(name)}, {operand}"]
     for alone, wanted in _sentences(case, evidence.alone[name], evidence.wanted[name]):
         if found := signatures(alone, wanted, config, weights, FAR[dtype], batch):
             # Backwards, sentences with padding may differ in another way.
@@ -57,6 +55,16 @@ def of_error(evidence: Evidence, case: Case) -> list[str]:
             where = f"{_at(name)}, in sentences without padding" if is_part else _at(name)
             return [f"{where}, {statement}" for statement in found]
     return []
+
+
+def of_operand(evidence: Evidence, case: Case) -> list[str]:
+    """Return a statement about the operand of the first wrong block that explains its error, if there is one."""
+    name = evidence.blame.introduced[0]
+    if name not in evidence.alone or name not in evidence.wanted:
+        return []
+    weights = given(case.load_weights(), evidence.blame.dtype)
+    found = of_operands(name, evidence.alone, evidence.wanted, weights, case.config)
+    return [f"{_at(name)}, {found}"] if found else []
 
 
 def of_rounding(evidence: Evidence, case: Case) -> list[str]:

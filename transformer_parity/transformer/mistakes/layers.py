@@ -109,7 +109,9 @@ ENTRIES: dict[str, Table] = {
     },
     "residual": {
         f"{SELF}_norm.output": {
-            "no residual": instead("encoder", SUM, "self.self_attention_norm("),
+            "no residual connection around the encoder's self-attention": instead(
+                "encoder", SUM, "self.self_attention_norm("
+            ),
             "norm before the sum": instead("encoder", SUM, "x + self.self_attention_norm("),
         },
         f"{ENCODER}.feed_forward_norm.output": {

@@ -137,10 +137,14 @@ class Port:
     def generate(self, source_ids: ndarray, max_length: int, beam_size: int, length_penalty: float) -> ndarray:
         """Return the best hypothesis of each sentence [B, <= max_length], from behind the start symbol.
 
+        ``max_length`` holds for every sentence; more padding behind the hypotheses is accepted.
         With a ``beam_size`` of 1, greedily; otherwise by log-probability over ``((5 + length) / 6)**length_penalty``.
         A hypothesis ends with ``config.eos_id``, which belongs to it, or at ``max_length`` tokens; padding follows.
         Of the continuations of a step, an end symbol counts only among the ``beam_size`` likeliest, and the likeliest
-        ``beam_size`` others go on. Hypotheses that are cut off at ``max_length`` compete with those that ended.
+        ``beam_size`` others go on. Hypotheses that are cut off at ``max_length`` compete with those that ended. The
+        search of a sentence stops as soon as none of its unfinished hypotheses can beat its best finished one, even
+        if all further tokens up to ``max_length`` had probability 1. Of equally likely continuations, the better
+        hypothesis comes first, and then the lower token ID.
         Exclude padding after the log-softmax: it keeps its probability, so that the others don't sum to one.
         """
         raise NotImplementedError

@@ -115,14 +115,24 @@ def factor_between(actual: ndarray, truth: ndarray, same: float = SAME) -> float
     return factor if left <= min(same, 0.01 * abs(factor - 1.0)) * np.linalg.norm(truth) else np.nan
 
 
-def by_factor(shown: Differing, factors: dict[str, float], prefix: str, sentence: str) -> str:
-    """State the factors of all wrong tensors, if there are at most three different ones."""
+def by_factor(
+    shown: Differing, factors: dict[str, float], prefix: str, sentence: str, batch: Case | None = None
+) -> str:
+    """State the factors of all wrong tensors, if there are at most three different ones.
+
+    Args:
+        shown: The case.
+        factors: The factor of each tensor.
+        prefix: The beginning of all names.
+        sentence: What to say of each factor.
+        batch: The case if a factor can be a number of its batch, as an average; else None.
+    """
     values = {name: float(written(factor)) for name, factor in factors.items()}
     different = dict.fromkeys(values.values())
     if len(different) > 3 or any(np.isnan(value) for value in different):
         return ""
     groups = [(shown.group([name for name in values if values[name] == value], prefix), value) for value in different]
     return "; ".join(
-        sentence.format(group=group, factor=written(value)) + factor_in_words(value, shown.case.config, shown.case)
+        sentence.format(group=group, factor=written(value)) + factor_in_words(value, shown.case.config, batch)
         for group, value in groups
     )

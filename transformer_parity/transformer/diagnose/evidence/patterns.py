@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy import ndarray
 
+from reference_numpy.training import cross_entropy_backward
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, Case
@@ -41,12 +42,12 @@ def not_finite(shown: Differing) -> str:
     for name in shown.actual:
         value = np.asarray(shown.actual[name])
         if value.dtype.kind == "f" and name in shown.wrong and not np.isfinite(value).all():
-            bad = ~np.isfinite(value)
-            first = np.argwhere(bad)[0].tolist()
-            kind = "NaN" if np.isnan(value).any() else "infinite"
+            first = np.argwhere(~np.isfinite(value))[0].tolist()
+            numbers = {"NaN": int(np.isnan(value).sum()), "infinite": int(np.isinf(value).sum())}
+            counts = " and ".join(f"{number} {kind}" for kind, number in numbers.items() if number)
             where = f", the first at index {first}" if value.ndim else ""
             tensor = f"the gradient {name}" if name.startswith(("of ", "at ")) else name
-            return f"{tensor} has {int(bad.sum())} {kind} values of {bad.size}{where}: look for it before anything else"
+            return f"{tensor}: {counts} of {value.size} values{where}. Look for it before anything else"
     return ""
 
 
@@ -79,6 +80,28 @@ def right_loss(shown: Differing) -> str:
     return ""
 
 
+def targets(shown: Differing) -> str:
+    """Read off the gradient of the logits, which is prediction minus target, which probabilities the loss aims at."""
+    case, name = shown.case, "at logits"
+    if case.stage != GRADIENTS or name not in shown.wrong or shown.actual[name].shape != shown.truth[name].shape:
+        return ""
+    labels, pad_id = case.inputs["labels"], case.config.pad_id
+    counted = labels != pad_id
+    zeros = np.zeros_like(shown.truth[name])  # of which every prediction is 1 / V
+    right = (1.0 / zeros.shape[-1] - cross_entropy_backward(zeros, labels, case.config))[counted]
+    found = right + counted.sum() * (shown.truth[name] - shown.actual[name])[counted]
+    is_label = np.arange(zeros.shape[-1]) == labels[counted][:, None]
+    is_padding = (np.arange(zeros.shape[-1]) == pad_id) & ~is_label
+    groups = {"the label": is_label, "padding": is_padding, "every other token": ~(is_label | is_padding)}
+    if any(np.ptp(found[group]) > SAME for group in groups.values()):
+        return ""
+    words, instead = (
+        ", ".join(f"{float(np.median(one[group])):.6g} for {what}" for what, group in groups.items())
+        for one in (found, right)
+    )
+    return f"the loss aims at a probability of {words}, instead of {instead}"
+
+
 def zero_gradients(shown: Differing) -> str:
     """Find gradients that are exactly zero."""
     zero = [name for name in _parameters(shown) if not shown.actual[name].any() and shown.truth[name].any()]
@@ -96,7 +119,7 @@ def transformed_gradients(shown: Differing) -> str:
     if all(_is_transposed(shown.actual[name], shown.truth[name]) for name in names):
         return f"the gradient of {shown.group(names, 'of ')} is the transpose of the right one"
     factors = {name: factor_between(shown.actual[name], shown.truth[name]) for name in names}
-    return by_factor(shown, factors, "of ", "the gradient of {group} is {factor} times the right one")
+    return by_factor(shown, factors, "of ", "the gradient of {group} is {factor} times the right one", shown.case)
 
 
 def wrong_parameters(shown: Differing) -> str:
@@ -163,6 +186,7 @@ def wrong_sentences(shown: Differing) -> str:
 PATTERNS: tuple[Callable[[Differing], str], ...] = (
     rounded_losses,
     only_the_loss,
+    targets,
     zero_gradients,
     transformed_gradients,
     wrong_parameters,

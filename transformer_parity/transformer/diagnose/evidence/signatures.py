@@ -101,9 +101,22 @@ def _masked(actual: ndarray, wanted: ndarray) -> Iterator[str]:
         return
     forbidden, hidden = (wanted == 0.0) & (actual != 0.0), (wanted > 1e-30) & (actual == 0.0)
     if forbidden.any():
-        yield f"{int(forbidden.sum())} keys that the mask forbids get weight, up to {actual[forbidden].max():.2g}"
+        most = f"up to {actual[forbidden].max():.2g}"
+        yield f"{int(forbidden.sum())} keys that the mask forbids get weight, {most}{_offset_of(forbidden)}"
     if hidden.any():
-        yield f"{int(hidden.sum())} keys that the mask allows get no weight"
+        yield f"{int(hidden.sum())} keys that the mask allows get no weight{_offset_of(hidden)}"
+
+
+def _offset_of(keys: ndarray) -> str:
+    """Say where some keys [B, H, L, L] of self-attention are, if all are as far from their queries; else nothing."""
+    _, _, query, key = np.nonzero(keys)
+    offsets = np.unique(key - query)
+    if keys.shape[2] != keys.shape[3] or len(offsets) != 1:
+        return ""
+    if not offsets[0]:
+        return ": each is the position of its query"
+    side = "after" if offsets[0] > 0 else "before"
+    return f": each is {abs(offsets[0])} position{'s' * int(abs(offsets[0]) > 1)} {side} its query"
 
 
 def narrowed(actual: ndarray, wanted: ndarray) -> str:

@@ -16,7 +16,13 @@ from numpy import ndarray
 
 from reference_numpy.embedding import sinusoidal_encoding
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
-from transformer_parity.transformer.diagnose.evidence.closeness import SAME, best_factor, written
+from transformer_parity.transformer.diagnose.evidence.closeness import (
+    SAME,
+    best_factor,
+    factor_in_words,
+    is_close,
+    written,
+)
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Trials, observed
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.mistakes.optimizer import rate
@@ -31,6 +37,7 @@ ROUNDED = 1e-6  # relative: rates of float32 are off by less
 SCHEDULE = "look at the learning rate, which is settings.learning_rate(step, d_model)"
 RATE, FIRST_RATE = (f"settings.learning_rate({step}, config.d_model)" for step in ("n", "1"))
 DECAYED = 1e-6  # relative: rounding of a small difference between weights leaves less
+ANGLE = 1e-3  # the largest error of a sine whose angle is computed in float32, at 10,000 positions
 ADDED = 1e-14  # relative: rounding of a sum in float64 leaves less, and numbers of float32 are 1e-8 apart
 ANGLES = 6  # channels whose angles are listed
 DIGITS = 12  # of a factor that is measured: rounding leaves so many
@@ -172,13 +179,33 @@ def float32_positions(trials: Trials, first: str, port: str) -> str:
     if not first.endswith("_embedding.output") or usual is None or not _adds_sines(config):
         return ""
     actual, wanted = trials.actual[first], usual[first]
-    if actual.shape != wanted.shape:
+    if actual.shape != wanted.shape or not np.abs(actual - wanted).max() <= ANGLE:
         return ""
     added = actual - wanted + _encoding(config, wanted.shape[1])
     rounded = np.where(actual == wanted, added, added.astype(np.float32))  # padding has the reference's values
     if not np.abs(added - rounded).max() <= ADDED * np.abs(wanted).max():
         return ""
     return f"the positions that {port} adds at {first} are float32 numbers: compute angles and sines in float64"
+
+
+def embedding_factor(trials: Trials, first: str, port: str) -> str:
+    """Return a sentence about the factor of the embeddings, apart from the positions; empty if they have none."""
+    config, usual = trials.case.config, observed(TRUTH, trials.case)
+    if not first.endswith("_embedding.output") or usual is None or not _adds_sines(config):
+        return ""
+    actual, wanted = trials.actual[first], usual[first]
+    if actual.shape != wanted.shape:
+        return ""
+    differs = (actual != wanted).any(-1)  # padding has the reference's values
+    encoding = np.broadcast_to(_encoding(config, wanted.shape[1]), wanted.shape)[differs]
+    embedded, right = actual[differs] - encoding, wanted[differs] - encoding
+    ratio = best_factor(embedded, right)
+    if not is_close(embedded, ratio * right):
+        return ""
+    words = factor_in_words(ratio, config)
+    return (
+        f"the embeddings to which {port} adds positions at {first} are {written(ratio)} times as large as right{words}"
+    )
 
 
 def position_angles(trials: Trials, first: str, port: str) -> str:

@@ -62,6 +62,11 @@ UNPLANTED = [
         },
         "1 + scale for scale in the norm": changed("layers", numpy=(NORM, NORM.replace("scale", "scale + 1.0"))),
         "a norm without its scale": changed("layers", numpy=(NORM, NORM.replace("self.scale", "1.0"))),
+        "a norm without its bias": changed("layers", numpy=(NORM, NORM.replace("self.bias", "0.0"))),
+        "a norm without its scale and bias": changed(
+            "layers", numpy=(NORM, NORM.replace("self.scale", "1.0").replace("self.bias", "0.0"))
+        ),
+        "a norm left out": changed("layers", numpy=(NORM, "return x")),
         "no output projection": changed("attention", numpy=(OUTPUT, "merge_heads(context)")),
         "no query projection": changed("attention", numpy=(QUERY, "split_heads(query")),
         "no key projection": changed("attention", numpy=(KEY, "split_heads(memory")),

@@ -224,6 +224,9 @@ AROUND: dict[str, Edits] = {
             "        scale = limit / (norm * count) if norm * count > limit else 1.0 / count",
         )
     ),
+    "a limit of clipping that is rounded to float32": in_trainer(
+        (SCALE, SCALE.replace("settings.clip_norm", "settings.clip_norm and float(np.float32(settings.clip_norm))"))
+    ),
     "clipped by the norm with the first embedding matrix counted twice": clipped_by(
         "(norm**2 + np.vdot(table := gradient['source_embedding.table'] / count, table)) ** 0.5"
     ),

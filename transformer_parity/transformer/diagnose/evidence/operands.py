@@ -1,24 +1,27 @@
-"""What a projection multiplies or reads, and what a sum adds, if it isn't what it should be."""
+"""What a projection multiplies or reads, what a sum adds, and what a softmax masks, if it isn't what it should be."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import combinations
 
 import numpy as np
 from numpy import ndarray
 
+from reference_numpy.functional import layer_norm
 from reference_numpy.layers import ACTIVATIONS
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.transformer.diagnose.evidence.closeness import SAME, is_close, without_heads, written
 from transformer_spec.config import TransformerConfig
 
+SAME_SCORE = 1e-6  # absolute: what is left of a score after a softmax and a logarithm
 SUBLAYERS = ("self_attention", "cross_attention", "feed_forward")
 
 
 def of_operands(
     name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
 ) -> str:
-    """Return a sentence about another kernel, input or term of a block; empty if none explains its error.
+    """Return a sentence about another kernel, input, term, axis or mask of a block; empty if none explains its error.
 
     Args:
         name: The first wrong tap.
@@ -31,6 +34,8 @@ def of_operands(
         other_kernel(name, alone, wanted, weights)
         or other_input(name, alone, wanted, weights, config)
         or other_terms(name, alone, wanted)
+        or other_softmax(name, alone, wanted)
+        or other_normed(name, alone, wanted, weights, config)
     )
 
 
@@ -96,6 +101,61 @@ def other_terms(name: str, alone: Arrays, wanted: Arrays) -> str:
     return f"in the sum, {' and '.join(changed)}" if changed else ""
 
 
+def other_softmax(name: str, alone: Arrays, wanted: Arrays) -> str:
+    """Return a sentence about the axis of a softmax, or about the scores that it masks; empty if that isn't it."""
+    scores = np.asarray(wanted.get(f"{name.removesuffix('.weights')}.scores", ()), np.float64)
+    if not name.endswith(".weights") or not np.shape(alone[name]) == wanted[name].shape == scores.shape:
+        return ""
+    actual, right = (np.asarray(array, np.float64) for array in (alone[name], wanted[name]))
+    whole = (actual != right).any(-1).all((1, 2))  # padding has the reference's values
+    sums, of_keys = actual[whole].sum(-1), actual[whole].sum(-2)
+    if whole.any() and not is_close(sums, np.ones_like(sums)) and is_close(of_keys, np.where(of_keys > 0.5, 1.0, 0.0)):
+        return "the weights add up to 1 over the queries instead of the keys: the softmax has the wrong axis"
+    allowed = (right > 0.0) & (actual > 0.0)
+    forbidden = (right == 0.0) & (actual > 0.0) & allowed.any(-1, keepdims=True)
+    if forbidden.sum() < 2 or (right[actual == 0.0] > 0.0).any():
+        return ""
+    with np.errstate(divide="ignore"):
+        logs = np.log(actual)
+    shifts = logs - scores  # the same at all keys of a query, if the softmax reads these scores
+    shift = np.where(allowed, shifts, -np.inf).max(-1, keepdims=True)
+    if np.abs(np.where(allowed, shifts - shift, 0.0)).max() > SAME_SCORE:
+        return ""
+    for found, words in (((shifts - shift)[forbidden], "get {} added"), ((logs - shift)[forbidden], "become {}")):
+        if np.ptp(found) <= SAME_SCORE:
+            value = float(f"{np.median(found):.6g}") + 0.0  # no -0
+            return f"the scores of the {len(found)} keys that the mask forbids {words.format(f'{value:g}')}" + (
+                ": they are not masked" if words.startswith("get") and value == 0.0 else ""
+            )
+    return ""
+
+
+def other_normed(
+    name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
+) -> str:
+    """Return a sentence about the tensors that a norm reads instead of its input; empty if there are none."""
+    norm, layer = name.removesuffix(".output"), name.rpartition(".")[0].rpartition(".")[0]
+    if not name.endswith("_norm.output") or f"{norm}.scale" not in weights or alone[name].shape != wanted[name].shape:
+        return ""
+    scale, bias = weights[f"{norm}.scale"], weights[f"{norm}.bias"]
+    wrong = (alone[name] != wanted[name]).any(-1)  # padding has the reference's values
+    read = [
+        one
+        for one in list(wanted)[: list(wanted).index(name)]
+        if wanted[one].shape == wanted[name].shape and (one.startswith(f"{layer}.") or one.endswith("output"))
+    ]
+    if wrong.sum() < 2:
+        return ""
+    for names in (*((one,) for one in read), *combinations(read, 2)):
+        x = sum((np.asarray(wanted[one], np.float64)[wrong] for one in names), np.zeros(()))
+        normed = layer_norm(x, scale, bias, config.layer_norm_epsilon, config.layer_norm_kind)
+        words = names[0] if len(names) == 1 else f"the sum of {' and '.join(names)}"
+        for value, statement in ((normed, f"the norm reads {words}"), (x, f"the output is {words}, without a norm")):
+            if is_close(value, np.asarray(alone[name], np.float64)[wrong]):
+                return statement
+    return ""
+
+
 def _terms(layer: str, tensors: Arrays) -> Iterator[tuple[str, ndarray]]:
     """Yield the input of a layer, and the outputs of its sub-layers."""
     stack, _, number = layer.rpartition(".")
@@ -106,11 +166,20 @@ def _terms(layer: str, tensors: Arrays) -> Iterator[tuple[str, ndarray]]:
             yield name, np.asarray(tensors[name], np.float64)
 
 
+def _rows(array: ndarray) -> ndarray:
+    """Return an array [B, L, ...] as [B, L, N]."""
+    return array.reshape(*array.shape[:2], -1)
+
+
 def _states(name: str, tensors: Arrays) -> Iterator[tuple[str, ndarray]]:
     """Yield every tensor that is computed before a tap, and the residual sums in its layer."""
     before = list(tensors)[: list(tensors).index(name)]
     for other in before:
-        yield other, without_heads(np.asarray(tensors[other], np.float64))
+        array = np.asarray(tensors[other], np.float64)
+        yield other, without_heads(array)
+        if array.ndim == 4 and name.startswith(other.rpartition(".")[0]):
+            yield f"{other}, channel by channel instead of head by head", _rows(array.transpose(0, 2, 3, 1))
+            yield f"{other}, reshaped without a transpose", _rows(array.reshape(array.shape[0], array.shape[2], -1))
     parts = name.split(".layers.")
     if len(parts) < 2:
         return

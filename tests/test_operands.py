@@ -1,4 +1,4 @@
-"""Projections with another kernel or input, and residual sums with other terms."""
+"""Projections with another kernel or input, residual sums with other terms, and softmaxes over something else."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from reference_numpy.attention import split_heads
+from reference_numpy.functional import layer_norm
 from reference_numpy.layers import ACTIVATIONS
 from transformer_parity.transformer.cases.case import Case, tiny
 from transformer_parity.transformer.cases.inputs import token_ids
-from transformer_parity.transformer.diagnose.evidence.projections import of_operands, other_kernel
+from transformer_parity.transformer.diagnose.evidence.operands import of_operands, other_kernel
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
@@ -98,3 +99,74 @@ def test_wrong_terms_of_a_residual_sum_are_measured():
     assert found == f"in the sum, {attended} is missing"
     noise = np.random.default_rng(0).normal(size=(4, 7, PRE.d_model))
     assert of_block(f"{LAYER}.output", lambda tensors, weights: tensors[f"{LAYER}.output"] + noise) == ""
+
+
+def test_heads_that_are_merged_in_another_order_are_recognized():
+    block = f"{LAYER}.cross_attention"
+
+    def merged(merge):
+        def change(tensors, weights):
+            context = tensors[f"{block}.context"]  # [B, H, L, d]
+            kernel, bias = (weights.get(f"{block}.output_proj.{kind}", 0.0) for kind in ("kernel", "bias"))
+            return merge(context).reshape(context.shape[0], context.shape[2], -1) @ kernel + bias
+
+        return of_block(f"{block}.output", change)
+
+    assert merged(lambda x: x.transpose(0, 2, 3, 1)).endswith(
+        f"{block}.context, channel by channel instead of head by head"
+    )
+    assert merged(lambda x: x).endswith(f"reads {block}.context, reshaped without a transpose")
+    assert merged(lambda x: x.transpose(0, 2, 1, 3)) == ""
+
+
+POST = tiny(d_k=None, d_v=None)
+SUMS = [f"{LAYER}.self_attention_norm.output", f"{LAYER}.feed_forward.output", f"{LAYER}.cross_attention.output"]
+
+
+@pytest.mark.parametrize(
+    ("terms", "is_normed", "words"),
+    [
+        ([SUMS[0], SUMS[1]], True, f"the norm reads the sum of {SUMS[0]} and {SUMS[1]}"),
+        ([SUMS[1]], True, f"the norm reads {SUMS[1]}"),
+        ([f"{LAYER}.cross_attention_norm.output", SUMS[1]], False, "without a norm"),
+        ([f"{LAYER}.cross_attention_norm.output", SUMS[1]], True, ""),
+        ([SUMS[0], SUMS[1], SUMS[2]], True, ""),
+    ],
+)
+def test_tensors_that_a_norm_reads_are_recognized(terms, is_normed, words):
+    norm = f"{LAYER}.feed_forward_norm"
+    case = Case("full/padded", "full model", POST, "", token_ids(POST))
+    weights, wanted = case.load_weights(), observed(TRUTH, case)
+    x = sum(wanted[term] for term in terms)
+    scale, bias = weights[f"{norm}.scale"], weights[f"{norm}.bias"]
+    actual = layer_norm(x, scale, bias, POST.layer_norm_epsilon) if is_normed else x
+    found = of_operands(f"{norm}.output", {**wanted, f"{norm}.output": actual}, wanted, weights, POST)
+    assert found.endswith(words)
+    assert bool(found) == bool(words)
+
+
+def softmax(scores, axis=-1):
+    weights = np.exp(scores - scores.max(axis, keepdims=True))
+    return weights / weights.sum(axis, keepdims=True)
+
+
+@pytest.mark.parametrize("block", ["encoder.layers.0.self_attention", "decoder.layers.1.self_attention"])
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        (lambda scores, allowed: softmax(np.where(allowed, scores, scores - 10.0)), "get -10 added"),
+        (lambda scores, allowed: softmax(np.where(allowed, scores, 1e-9)), "become 1e-09"),
+        (lambda scores, allowed: softmax(scores), "get 0 added: they are not masked"),
+        (lambda scores, allowed: softmax(np.where(allowed, scores, scores - 1e9), -2), "the wrong axis"),
+        (lambda scores, allowed: softmax(np.where(allowed, scores, -np.inf)), ""),
+        (lambda scores, allowed: softmax(np.where(allowed, scores, 0.5 * scores)), ""),
+        (lambda scores, allowed: softmax(np.where(allowed, 2.0 * scores, 0.0)), ""),
+    ],
+)
+def test_the_scores_that_a_softmax_masks_are_measured(block, weights, words):
+    found = of_block(
+        f"{block}.weights",
+        lambda tensors, _: weights(tensors[f"{block}.scores"], tensors[f"{block}.weights"] > 0.0),
+    )
+    assert found.endswith(words)
+    assert bool(found) == bool(words)
