@@ -149,6 +149,20 @@ def test_cases_that_do_not_run_the_changed_line_are_left_out(worker):
     assert [(result.caught, result.cases) for result in results] == [("", 0)] * len(COLUMNS)
 
 
+@pytest.mark.only("tf")
+def test_only_steps_of_the_check_are_traced_in_tensorflow():
+    import tensorflow as tf
+
+    cases = {case.stage: case for case in standard_cases()}
+    for column in COLUMNS:
+        trials = mutation_work.ColumnTrials(column, "tf", lambda doing: None)
+        assert trials.dtypes == (["float64", "bfloat16"] if column == mutation_work.CHECK else ["float64"])
+        for stage, case in cases.items():
+            with trials.running([case]):
+                is_traced = stage == "steps" and column == mutation_work.CHECK
+                assert tf.config.functions_run_eagerly() != is_traced
+
+
 def test_results_are_resumed_after_a_line_that_was_cut_off(tmp_path, monkeypatch, capsys):
     def run(children, backend, due, file):
         ran.append([one.key for one in due])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from transformer_parity.engine.findings import AGREES, SKIPPED, Kept
+from transformer_parity.engine.findings import AGREES, IMPRECISE, SKIPPED, Kept
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.diagnose.investigate import Investigation
@@ -18,6 +18,7 @@ CASES = {case.name: case for case in standard_cases()}
 STEPWISE, BEAM = "decode/other_decoder_greedy", "decode/ends_apart_beam"
 STEPS, GRADIENTS = "steps/pre", "gradients/padded"
 DEFAULTS, LIMITS = "decode/paper_base_beam", "decode/other_decoder_beam"
+FORMULAS, LOSS = "decode/marian_beam", "loss/large_logits"
 MISTAKES = {  # by name: case, module, text, and the text in its place; the same for NumPy and PyTorch unless listed
     "taps of a cached step": (STEPWISE, "transformer", 'x), cache, within(tap, "decoder"))', "x), cache, tap)"),
     "a tap of a cached step is not called": (
@@ -42,6 +43,9 @@ MISTAKES = {  # by name: case, module, text, and the text in its place; the same
         "length_penalty: float = 0.6",
         "length_penalty: float = 1.6",
     ),
+    "another default beam size": (DEFAULTS, "search", "beam_size: int = 4", "beam_size: int = 5"),
+    "another default number of hypotheses": (FORMULAS, "search", "num_hypotheses: int = 1", "num_hypotheses: int = 2"),
+    "the tokens of a batch are not counted": (LOSS, "training", "counted.sum()", "counted.sum() * 0"),
     "rules that are not given": (
         "decode/paper_base_greedy",
         "search",
@@ -72,6 +76,18 @@ OF_A_PACKAGE = {
             "query.shape[2] > QUERY_BLOCK",
             "query.shape[3] > QUERY_BLOCK",
         ),
+        "a loss that overflows": (
+            LOSS,
+            "functional",
+            "logits - logits.max(axis=-1, keepdims=True)",
+            "logits",
+        ),
+        "a step without any label": (
+            STEPS,
+            "training",
+            "count = max(int(tokens), 1)\n        norm",
+            "count = int(tokens)\n        norm",
+        ),
         "a moment is not loaded": (STEPS, "training", "[...] = state.second_moment[name]", "[...] *= 1.0"),
         "the trainer's gradient": (
             STEPS,
@@ -87,6 +103,20 @@ OF_A_PACKAGE = {
         ),
     },
     "torch": {
+        "a loss that overflows": (
+            LOSS,
+            "training",
+            "logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))",
+            "logits - logits.exp().sum(-1, keepdim=True).log()",
+        ),
+        "a step without any label": (
+            STEPS,
+            "training",
+            "    loss = total / tokens.clamp(min=1)\n            loss.b",
+            "    loss = total / tokens\n            loss.b",
+        ),
+        "a search by the formulas": (FORMULAS, "search_loop", "else inference(model) as", "else model as"),
+        "dropout in gradients": (GRADIENTS, "layers", "    model.eval()\n", "    pass\n"),
         "trained parameters are called frozen": (
             GRADIENTS,
             "training",
@@ -126,6 +156,21 @@ def test_a_mistake_is_caught(name, case, edit):
     assert found - {AGREES, SKIPPED}
 
 
+WIDE = {  # by package: the text that widens logits of bfloat16, and the text in its place
+    "torch": ("torch.promote_types(logits.dtype, torch.float32)", "logits.dtype"),
+    "jax": ("logits.astype(jnp.promote_types(logits.dtype, jnp.float32))", "logits"),
+    "tf": ('tf.cast(logits, keras.backend.result_type(logits.dtype, "float32"))', "logits"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.only(name)) for name in WIDE])
+def test_a_loss_in_bfloat16_is_caught(name):
+    package = edited_package(PORTS[name].package, (("training", *WIDE[name]),)).__name__
+    for port, verdict in ((PORTS[name], AGREES), (replace(PORTS[name], package=package), IMPRECISE)):
+        findings = compare([CASES[LOSS]], port, Placements(("bfloat16",)))
+        assert {one.verdict for one in findings if one.tap == "loss"} == {verdict}
+
+
 @pytest.mark.only("numpy")
 def test_right_tokens_after_wrong_steps_are_diagnosed():
     edit = MISTAKES["on_step is not called"][1:]
@@ -137,7 +182,7 @@ def test_right_tokens_after_wrong_steps_are_diagnosed():
     assert "different tokens" not in report.diagnosis.sentence
 
 
-@pytest.mark.parametrize("case", [STEPWISE, BEAM, STEPS, GRADIENTS, DEFAULTS, LIMITS])
+@pytest.mark.parametrize("case", [STEPWISE, BEAM, STEPS, GRADIENTS, DEFAULTS, LIMITS, FORMULAS, LOSS])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.only(name)) for name in ("numpy", "torch")])
 def test_the_packages_agree_without_a_mistake(name, case):
     findings = compare([CASES[case]], PORTS[name], Placements(("float64",)))

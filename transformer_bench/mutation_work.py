@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,13 @@ from transformer_spec.training_config import Gradients, TrainingConfig
 
 # Ports that between them have every value of every convention.
 CONVENTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
-    ("paper_base", {}),
+    ("paper_base", {"embedding_norm": True}),
     ("annotated", {"activation": "gelu_tanh", "tie_embeddings": "target_output", "skip_first_self_attention": True}),
     ("marian", {"feed_forward_bias": False}),
     ("bart", {"norm_order": "pre"}),
     ("fairseq", {"decoder_num_heads": 2, "decoder_d_k": 12, "decoder_d_v": 15, "decoder_d_ff": 56}),
 )
-SLOW = ("jax", "tf")  # run one operation at a time: fewer dtypes and conventions
+SLOW = ("jax", "tf")  # run one operation at a time: fewer conventions, and few cases in bfloat16
 PORT, CHECK = "cases for ports", "check of the packages"
 COLUMNS = (PORT, CHECK)
 ROOM = 4 * 2**30  # bytes that a mutant may allocate beside what the process has at its start
@@ -144,7 +145,7 @@ class ColumnTrials:
         wanted = ALL_DTYPES if self.column == CHECK else ("float64", "float32")
         self.conventions = CONVENTIONS
         if self.backend in SLOW:
-            wanted, self.conventions = ("float64",), CONVENTIONS[:2]
+            wanted, self.conventions = tuple(dtype for dtype in wanted if dtype != "float32"), CONVENTIONS[:2]
         self.dtypes = [dtype for dtype in wanted if dtype in offered]
         # The formulas of the reference run in models without fast.py only. The others run as users run them.
         self.fast = (False, True) if self.backend == "numpy" else (True,)
@@ -183,11 +184,24 @@ class ColumnTrials:
             for name, port, cases in self.ports(package):
                 trials = {case.name: f"{self.column} {name} {dtype} {case.name}" for case in cases}
                 chosen = [case for case in cases if _runs(changed, trials[case.name], lines)]
-                for together in [[case] for case in chosen] if lines is None else [chosen]:
+                if self.backend in SLOW and dtype == "bfloat16":
+                    chosen = [case for case in chosen if "float32" not in case.dtypes]
+                for together in [[case] for case in chosen] if lines is None else _by_way(chosen):
                     by_name = {case.name: case for case in together}
-                    for outputs in run_cases(together, port, [setting.placement(dtype)], self.report):
-                        for finding in comparator.compare(by_name[outputs.case], outputs):
-                            yield trials[outputs.case], finding
+                    with self.running(together):
+                        for outputs in run_cases(together, port, [setting.placement(dtype)], self.report):
+                            for finding in comparator.compare(by_name[outputs.case], outputs):
+                                yield trials[outputs.case], finding
+
+    def running(self, cases: Sequence[Case]) -> AbstractContextManager[None]:
+        """Return how cases run: one operation at a time, but TensorFlow's steps as in ``parity check``, traced."""
+        is_traced = self.backend == "tf" and self.column == CHECK and any(case.stage == STEPS for case in cases)
+        return nullcontext() if is_traced else interpreted(self.backend)
+
+
+def _by_way(cases: Sequence[Case]) -> list[list[Case]]:
+    """Return all cases but optimizer steps, which may run in a different way, and then those."""
+    return [[case for case in cases if (case.stage == STEPS) == steps] for steps in (False, True)]
 
 
 def _runs(changed: Sequence[str], trial: str, lines: Lines | None) -> bool:
@@ -279,7 +293,7 @@ def work(parent: Parent) -> None:
     """Receive a backend, send the lines that its trials run, then receive mutants and send their results."""
     backend, lines = parent.receive()
     PORTS[backend].import_package()
-    with interpreted(backend), np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):
         worker = Worker(backend, lines, Heartbeat(parent))
         parent.send(worker.lines)
         _limit_memory()

@@ -166,7 +166,7 @@ class Search:
 
     def run(self, package: Any, model: Any, source_ids: Any, on_step: OnStep | None = None) -> SearchResult:
         """Run this search in one of the four packages, which supplies the default values."""
-        usual = Search()
+        usual = Search(beam_size=4)
         given = {name: value for name, value in vars(self).items() if value != getattr(usual, name)}
         if self.beam_size is not None:
             return package.beam_search(model, source_ids, on_step=on_step, **given)

@@ -34,6 +34,7 @@ class Case:
     magnitude: str = "usual"  # of the hard weights: a key of ``inputs.WEIGHTS``
     fast: bool = True  # run the fast path too; False where attention is as in another case: compiling takes its time
     dtypes: tuple[str, ...] = ALL_DTYPES  # presets differ in conventions, which bfloat16 cannot tell apart
+    formulas: bool = False  # load a package with fast=False
     stage: str = ACTIVATIONS
     settings: TrainingConfig | None = None  # of the optimizer, for steps
     search: Search | None = None  # for decode
@@ -42,6 +43,7 @@ class Case:
     rows: tuple[int, ...] = ()  # numbers of rows that the steps take in turn; empty: each step takes the whole batch
     calls: tuple[int, ...] = ()  # steps after which forward, gradients and generate are called too
     restart: int = 0  # the step after which training is started a second time, with a new optimizer; 0: none
+    unlabeled: int = 0  # the step whose batch has no label; 0: none
     rewind: int = 0  # the step after which trainer methods are called, and the state after step 1 is loaded; 0: none
     before: tuple[Case, ...] = ()  # run first: on the same model, or on a second one if the weights differ
 
@@ -66,8 +68,8 @@ class Case:
 
     @property
     def model(self) -> tuple[object, ...]:
-        """The key of the model: cases with the same key have the same config and weights."""
-        return self.config, self.weights_file, self.seed, self.magnitude
+        """The key of the model: cases with the same key have the same config and weights, loaded in the same way."""
+        return self.config, self.weights_file, self.seed, self.magnitude, self.formulas
 
     @property
     def is_long(self) -> bool:

@@ -26,7 +26,7 @@ from transformer_parity.transformer.cases.inputs import (
     token_ids,
     with_labels,
 )
-from transformer_parity.transformer.ports.package import ATTENTION
+from transformer_parity.transformer.ports.package import ATTENTION, CROSS_ENTROPY
 from transformer_spec.config import DropoutRates, TransformerConfig
 from transformer_spec.presets import IMPLEMENTATIONS, PRESETS
 from transformer_spec.search import Search
@@ -88,6 +88,7 @@ def _components() -> Iterator[Case]:
     }.items():
         yield Case(f"attention/{name}", "attention", config, ATTENTION, inputs)
     yield from _many_queries(config)
+    yield _loss()
 
     for name, block, inputs in (
         ("self", "encoder.layers.0.self_attention", {"query": x, "memory": x}),
@@ -150,6 +151,18 @@ def _many_queries(config: TransformerConfig) -> Iterator[Case]:
         }
         dtypes = ("float64", "float32") if rows > 1 else ("float64",)
         yield Case(f"attention/{name}", "attention", config, ATTENTION, inputs, dtypes=dtypes)
+
+
+def _loss() -> Case:
+    """Return the loss of logits that overflow in a plain exp, and of others that bfloat16 is too coarse to sum."""
+    config = tiny()
+    sizes = np.array([1.0, 3.0, 1000.0, 10.0])[:, None, None]
+    inputs = {
+        "logits": sizes * normal_floats("logits", BATCH, TARGET, config.target_vocab_size),
+        "labels": with_labels(token_ids(config), config)["labels"],
+    }
+    dtypes = ("float64", "bfloat16")
+    return Case("loss/large_logits", "loss", config, CROSS_ENTROPY, inputs, fast=False, dtypes=dtypes)
 
 
 def _full_models() -> Iterator[Case]:
@@ -244,15 +257,17 @@ def _steps() -> Iterator[Case]:
     """Yield runs of twenty steps, by the compiled step that training uses."""
     paper = tiny(attention_bias=True, activation="gelu")
     pre = tiny("annotated", label_smoothing=0.2, num_encoder_layers=1)
-    yield replace(step_case("paper", paper, TrainingConfig(**SHORT)), dtypes=("float64", "float32"))
+    paper_case = step_case("paper", paper, TrainingConfig(**SHORT))
+    yield replace(paper_case, dtypes=("float64", "float32"), unlabeled=UNLABELED)
     clipped = TrainingConfig(
         **SHORT, cooldown_steps=10, clip_norm=0.5, accumulation_steps=2, activation_checkpointing=True
     )
-    yield replace(step_case("pre", pre, clipped), calls=CALLS, rewind=REWIND)
+    yield replace(step_case("pre", pre, clipped), calls=CALLS, unlabeled=UNLABELED, rewind=REWIND)
 
 
 # At a learning rate of at most 1.4e-3: a larger one would amplify rounding.
 CALLS = 1, 5  # the steps after which other methods are called
+UNLABELED = 3  # the step whose batch has no label
 REWIND = 10  # the step after which training continues with the state after step 1
 SHORT: dict[str, Any] = {"learning_rate_factor": 0.02, "warmup_steps": 8, "total_steps": 20}
 
@@ -277,7 +292,8 @@ def _searches() -> Iterator[Case]:
     early and late, and a length penalty of 1.5 makes the late ones as good as the early ones.
     """
     yield from search_cases("paper_base")
-    yield from search_cases("marian")
+    greedy, beam = searches("marian", preset_case("marian").config, dtypes=("float64",), num_hypotheses=1)
+    yield from (greedy, replace(beam, formulas=True))
     config = tiny(norm_order="pre", final_norm=True, tie_embeddings="none", output_bias=True)
     config = config.replace(source_vocab_size=13, target_vocab_size=13)
     dtypes = ("float64", "float32")  # bfloat16 cannot tell neighbours apart

@@ -13,6 +13,7 @@ from transformer_parity.engine.outputs import LOAD, MissingAbilityError, Outputs
 from transformer_parity.engine.tensors import Tensors, digest, given, plain
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.ports.exceptions import described
+from transformer_parity.transformer.ports.package import PackagePort
 from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placement
 from transformer_parity.transformer.stages.registry import STAGES
 
@@ -58,7 +59,7 @@ def _run_group(
         progress(f"{placement.dtype} {case.name}")
         if loaded is None and not skips and not failures:
             try:
-                loaded = port.load(case.config, given(weights, placement.dtype), placement)
+                loaded = _variant(port, case).load(case.config, given(weights, placement.dtype), placement)
                 _export(loaded, outputs)
             except MissingAbilityError as missing:
                 skips.append(("run", str(missing)))
@@ -70,6 +71,11 @@ def _run_group(
             call_before(case, loaded, port, placement)
             run_case(case, loaded, outputs)
         yield outputs
+
+
+def _variant(port: Implementation, case: Case) -> Implementation:
+    """Return the port that loads a case: a package without ``fast.py`` if the case computes with its formulas."""
+    return replace(port, fast=False) if case.formulas and isinstance(port, PackagePort) else port
 
 
 def why_left_out(case: Case, port: object) -> str:

@@ -49,6 +49,13 @@ class LoadedJax(LoadedPackage):
         model, block = self.holding(block)
         return self._compiled(tapped=False)(*nnx.split(model), block, arrays, {})
 
+    def cross_entropy(self, arrays: dict[str, Any]) -> tuple[Any, Any]:
+        import jax
+
+        function = partial(self.package.cross_entropy, config=self.model.config)
+        with self.package.runtime.quick_compilation():
+            return jax.jit(function, compiler_options=self.package.runtime.compiler_options())(**arrays)
+
     def stepwise(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         from flax import nnx
 

@@ -2,7 +2,8 @@
 
 A port loads canonical weights and runs any block of the model: the whole (path ``""``), a method (``encode``), a
 module by its attribute path (``encoder.layers.0.self_attention``), the attention that the model computes with
-(``scaled_dot_product_attention``), or a part that is loaded alone (``Encoder``, ``Decoder``).
+(``scaled_dot_product_attention``), the loss that it is trained with (``cross_entropy``), or a part that is loaded alone
+(``Encoder``, ``Decoder``).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from transformer_spec.training_config import Gradients, TrainingConfig
 # whole models alone.
 COMPILED_IN_FULL = "float32"
 ATTENTION = "scaled_dot_product_attention"  # the block without parameters, which a fast model computes in its own way
+CROSS_ENTROPY = "cross_entropy"  # the loss of given logits, summed, and the number of their target tokens
 PARTS = ("Encoder", "Decoder")  # blocks that are models of their own, with the model's weights
 
 
@@ -57,6 +59,9 @@ class LoadedPackage:
     ) -> Result:
         """Run one block in inference mode; with taps off, the way a user runs it for speed."""
         arrays, instead = self._to_arrays(inputs), self._to_arrays(given or {})
+        if block == CROSS_ENTROPY:
+            loss, tokens = self.cross_entropy(arrays)
+            return Result(np.array(float(tokens)), {"loss": np.array(float(loss))})
         output, seen = self.run_tapped(block, arrays, instead) if taps else (self.run_fast(block, arrays), {})
         return Result(self.to_numpy(output), {name: self.to_numpy(value) for name, value in seen.items()})
 
@@ -67,6 +72,10 @@ class LoadedPackage:
     def _to_arrays(self, arrays: Mapping[str, ndarray]) -> dict[str, Any]:
         rounded = {name: x.astype(self.dtype) if x.dtype == np.float64 else x for name, x in arrays.items()}
         return {name: self.to_array(x) for name, x in rounded.items()}
+
+    def cross_entropy(self, arrays: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the loss of logits, summed over the target tokens, and their number."""
+        return self.package.cross_entropy(**arrays, config=self.model.config)
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
         """Return the loss of a batch and its gradients."""

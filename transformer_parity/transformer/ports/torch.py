@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
 from transformer_parity.transformer.ports.package import LoadedPackage
+from transformer_spec.training_config import Gradients
 
 
 class LoadedTorch(LoadedPackage):
@@ -30,6 +31,14 @@ class LoadedTorch(LoadedPackage):
         if array.dtype == torch.bfloat16:
             return array.contiguous().view(torch.int16).numpy().view("bfloat16")
         return array.numpy()
+
+    def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
+        mode = self.model.training
+        self.model.train()  # gradients are without dropout in this mode too
+        try:
+            return super().gradients(inputs)
+        finally:
+            self.model.train(mode)
 
     def summed(self, mesh: Any, numbers: Sequence[float]) -> Any:
         import torch

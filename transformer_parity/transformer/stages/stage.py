@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import ClassVar
 
+from numpy import ndarray
+
 from transformer_parity.engine.comparison import Arrays, Measure, compare_names, compare_tensors
 from transformer_parity.engine.findings import Finding
 from transformer_parity.engine.outputs import FILES, TAPS, Outputs
@@ -124,6 +126,10 @@ class Stage(Measure, ABC):
             baseline: The tensors of the reference in float32; empty if that is not the working dtype.
             placement: The working dtype, device and precision.
         """
+
+    def problem(self, name: str, actual: ndarray, expected: ndarray, dtype: str) -> str:
+        """Return what is wrong with a tensor; losses, norms and counts are float64 in every dtype."""
+        return super().problem(name, actual, expected, dtype if expected.ndim else "float64")
 
     def compare(self, shown: PathTensors) -> Iterator[Finding]:
         """Yield the omissions, a finding about wrong names, and then the comparison of each tensor."""

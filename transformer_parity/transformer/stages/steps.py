@@ -120,6 +120,8 @@ def train(case: Case, loaded: Any, steps: Sequence[int], snapshots: Sequence[int
     found = {}
     for step in steps:
         batch = batches[step % len(batches)]
+        if step == case.unlabeled:
+            batch = {**batch, "labels": np.full_like(batch["labels"], case.config.pad_id)}
         if case.restart and step == case.restart + 1:
             trainer = loaded.trainer(case.training)
         result = trainer.train_step(**batch)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy import ndarray
 
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.tensors import relative_error
@@ -18,10 +17,6 @@ class TrainingStage(Stage):
     """A stage that runs the model with labels."""
 
     has_loss = True
-
-    def problem(self, name: str, actual: ndarray, expected: ndarray, dtype: str) -> str:
-        """Return what is wrong with a tensor; losses and norms are float64 in every dtype."""
-        return super().problem(name, actual, expected, dtype if expected.ndim else "float64")
 
     def error(self, name: str, actual: Arrays, expected: Arrays) -> float:
         """Return the error of a tensor."""
