@@ -112,3 +112,9 @@ def test_keys_at_one_distance_from_their_queries_are_described():
     ahead = softmax(HEADS, ALLOWED | np.eye(7, k=1, dtype=bool))
     (said,) = [words for words in signatures(ahead, softmax(HEADS, ALLOWED), CONFIG) if "forbids" in words]
     assert said.endswith(": each is 1 position after its query")
+
+
+def test_an_error_as_small_as_rounding_has_no_places():
+    actual = spoilt(spoilt(STATES, np.s_[1], 1e-7), np.s_[2], 1e-10)  # sentence 2 is wrong too
+    assert not any("sentences" in where for where in places(actual, STATES))
+    assert places(spoilt(STATES, np.s_[1], 1e-7), STATES) == ["of sentences 0 to 3, only 1 differs"]

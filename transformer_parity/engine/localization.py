@@ -194,14 +194,17 @@ class Replay:
     ) -> Evidence:
         """Return the evidence with a mark for every place, in the order of computation."""
         marks = []
+        is_misshapen = False  # the rerun had no value of the right shape for an earlier tensor
         for name in names:
             limit = allowed(name)
             free = self.distance(name, evidence.actual, evidence.expected)
             alone = self.distance(name, evidence.alone, evidence.wanted)
             verdict = FINE if free <= limit else INHERITED
-            if not alone <= limit:
+            if not (alone <= limit or is_misshapen):
                 verdict = INTRODUCED
             marks.append(Mark(name, free, alone, limit, verdict))
+            if replayed == REFERENCE and name in evidence.actual and name in evidence.expected:
+                is_misshapen |= evidence.actual[name].shape != evidence.expected[name].shape
         return replace(evidence, blame=replace(self.about, replayed=replayed, marks=tuple(marks)))
 
 

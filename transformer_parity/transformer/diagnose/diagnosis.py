@@ -141,7 +141,7 @@ def diagnose(
     sometimes = [one for one in singles if trials.differing_cases().holds_elsewhere(one.hypothesis)]
     if sometimes:
         name = sometimes[0].hypothesis.name
-        sentence = f"some cases agree, but in every case that differs, {port} behaves like {CHANGED}: {name}"
+        sentence = f"some cases agree; in those of {case.stage} that differ, {port} behaves like {CHANGED}: {name}"
         return Diagnosis(sentence, LIKELY, (name,), sometimes[0].worst)
     for positions_of in (float32_positions, embedding_factor, position_angles):
         if positions := positions_of(trials, trials.names[start.matched], port):

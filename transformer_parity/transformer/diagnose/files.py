@@ -25,6 +25,7 @@ from transformer_parity.transformer.diagnose.statements import (
     of_rounding,
     of_tensors,
     with_first,
+    within_stage,
 )
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
@@ -72,7 +73,7 @@ def _report_on_files(
         if evidence.blame.introduced:
             errors = [*of_rounding(evidence, case), *of_operand(evidence, case), *of_error(evidence, case)]
             found = of_place(found, evidence, case, errors, differing, of_stage, others)
-    return replace(report, diagnosis=found)
+    return replace(report, diagnosis=within_stage(found, case))
 
 
 def _with_rate(found: Diagnosis, case: Case, actual: Arrays) -> Diagnosis:

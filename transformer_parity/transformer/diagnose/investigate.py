@@ -55,6 +55,7 @@ from transformer_parity.transformer.diagnose.evidence.blame import REPLAYED, Sub
 from transformer_parity.transformer.diagnose.evidence.differing import Differing
 from transformer_parity.transformer.diagnose.evidence.exchanged import exchanged, returned_in_words
 from transformer_parity.transformer.diagnose.evidence.properties import (
+    has_random_loss,
     is_random,
     lacking,
     of_path,
@@ -75,6 +76,7 @@ from transformer_parity.transformer.diagnose.statements import (
     of_rounding,
     of_tensors,
     with_first,
+    within_stage,
 )
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placements
@@ -243,7 +245,7 @@ class Investigation:
         if finding.tap != NAMES and not Trials.of(case, shown).differing(TRUTH):
             found = Diagnosis(f"unknown: only {finding.tap} differs, by less than any known mistake", UNKNOWN)
         if found.confidence == EXACT:
-            return found
+            return within_stage(found, case)
         if finding.tap == ROUND_TRIP and (exported := self._exported(case, finding.dtype)):
             return replace(found, sentence=exported, confidence=LIKELY)
         beside_forward = partial(self._beside_forward, shown=[(case, shown), *others])
@@ -294,10 +296,11 @@ class Investigation:
 
     def _randomness(self, case: Case, dtype: str) -> str:
         """Say whether two calls on the same input differ; empty if they do not, or where it cannot be told."""
-        if not case.is_forward:
-            return ""
         with suppress(Exception):
-            return is_random(self._loaded(case, dtype), case)
+            if case.is_forward:
+                return is_random(self._loaded(case, dtype), case)
+            if case.stage == GRADIENTS:
+                return has_random_loss([tensors(self._loaded(case, dtype), case) for _ in range(2)])
         return ""
 
     def _kept_state(self, case: Case, shown: Arrays, dtype: str) -> str:

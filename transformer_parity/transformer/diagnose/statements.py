@@ -12,7 +12,7 @@ from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import Finding
 from transformer_parity.engine.localization import Evidence
 from transformer_parity.engine.tensors import given
-from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
+from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, Case
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, Diagnosis
 from transformer_parity.transformer.diagnose.evidence.closeness import SAME
 from transformer_parity.transformer.diagnose.evidence.differing import Differing
@@ -28,6 +28,13 @@ IN_FILES = (
     "`parity golden --for module:Class --out A`, for a class with overrides = {!r}"
 )
 FAR = {"float64": SAME, "float32": 1e-5}  # relative: more than rounding
+
+
+def within_stage(found: Diagnosis, case: Case) -> Diagnosis:
+    """Say that an exact diagnosis of gradients is about gradients: training may differ in more than that."""
+    if found.confidence != EXACT or case.stage != GRADIENTS:
+        return found
+    return replace(found, sentence=f"in gradients, {found.sentence}")
 
 
 def of_names(found: Diagnosis, detail: str) -> Diagnosis:
@@ -48,12 +55,14 @@ def of_error(evidence: Evidence, case: Case) -> list[str]:
     weights = given(case.load_weights(), dtype)
     config = case.config.in_decoder if "decoder." in name else case.config
     batch = case if name.startswith("of ") else None
-    for alone, wanted in _sentences(case, evidence.alone[name], evidence.wanted[name]):
+    parts = _sentences(case, evidence.alone[name], evidence.wanted[name])
+    for alone, wanted in reversed(parts) if name.endswith(".weights") else parts:  # to count keys in all sentences
         if found := signatures(alone, wanted, config, weights, FAR[dtype], batch):
-            # Backwards, sentences with padding may differ in another way.
-            is_part = name.startswith("at ") and len(alone) < len(evidence.alone[name])
-            where = f"{_at(name)}, in sentences without padding" if is_part else _at(name)
-            return [f"{where}, {statement}" for statement in found]
+            # Gradients of sentences with padding may differ in another way, and these sentences are not counted.
+            is_part = len(alone) < len(evidence.alone[name])
+            part = f"{_at(name)}, in sentences without padding"
+            is_told = [is_part and (name.startswith("at ") or words[0].isdigit()) for words in found]
+            return [f"{part if told else _at(name)}, {words}" for told, words in zip(is_told, found, strict=True)]
     return []
 
 
@@ -81,7 +90,7 @@ def _sentences(case: Case, alone: ndarray, wanted: ndarray) -> list[tuple[ndarra
     """Return both tensors at sentences without padding, and then whole: at padding, both have the same values."""
     ids = [array for name, array in case.inputs.items() if name in ("source_ids", "target_ids")]
     whole = np.all([(array != case.config.pad_id).all(1) for array in ids], 0) if ids else np.zeros(0, bool)
-    if not alone.shape[:1] == wanted.shape[:1] == whole.shape or not whole.any() or whole.all():
+    if alone.shape != wanted.shape or wanted.shape[:1] != whole.shape or not whole.any() or whole.all():
         return [(alone, wanted)]
     return [(alone[whole], wanted[whole]), (alone, wanted)]
 

@@ -8,7 +8,7 @@ guess from the size of an error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ from transformer_parity.transformer.diagnose.evidence.signatures import ENOUGH, 
 from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.padding import Read, before_padding
+from transformer_parity.transformer.stages.training_stage import LOSS
 from transformer_spec.config import TransformerConfig
 
 SAME = {"float64": 1e-11, "float32": 1e-4}  # relative: another shape of a batch may round in another way
@@ -33,6 +34,7 @@ LEAST = 1e-6  # relative: by how much weights, which come in float32, are distur
 MIXED = "for example, it is attended to, counted, or moved"
 CALLS = 20  # of which one at least differs, where a dropout of 0.001 is left on in one place
 REDRAWN = 0.3  # of an error, that changes with the weights at random; of any other, as little as the weights
+ROUNDED_LOSS = 1e-6  # relative: sums in another order leave less, after 20 steps too
 SINGLE = 2.0**-16  # relative: float32 leaves less, the narrower dtypes leave more
 REMEDIES = {
     "jax": 'call jax.config.update("jax_enable_x64", True) before any array is created',
@@ -120,6 +122,17 @@ def is_random(loaded: LoadedPort, case: Case) -> str:
         return ""
     error = distance("output", {"output": again}, {"output": once})
     return f"two calls on the same input differ (error {error:.0e}): dropout is on, or something else is random"
+
+
+def has_random_loss(runs: Sequence[Mapping[str, ndarray]]) -> str:
+    """Say whether the losses of two runs on the same input differ; empty if they do not."""
+    once, again = runs
+    errors = [distance(name, again, once) for name in once if name.endswith(LOSS)]
+    if not max(errors, default=0.0) > ROUNDED_LOSS:
+        return ""
+    error = f"error {max(errors):.0e}"
+    causes = "dropout is on, something else is random, or something is kept from one run to the next"
+    return f"the losses of two runs on the same input differ ({error}): {causes}"
 
 
 def remedy() -> str:
