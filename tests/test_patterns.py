@@ -238,6 +238,14 @@ def test_the_probabilities_that_a_loss_aims_at_are_read_off_its_gradient():
         f"the loss aims at a probability of {right + 0.008:.6g} {each.format(share - 0.002)}, "
         f"instead of {right:.6g} {each.format(share)}"
     )
+    prediction = truth["at logits"] * counted.sum() + np.where(labels[..., None] == np.arange(37), right, share)
+    more = np.where(counted[..., None], 0.1 * (prediction - 1.0 / 37), 0.0)  # a loss of 1.1 for all tokens together
+    (said,) = (
+        one
+        for one in patterns(shown("gradients/padded", {"at logits": truth["at logits"] + more / counted.sum()}))
+        if "aims at" in one
+    )
+    assert said.startswith(f"the loss aims at a probability of {right + 0.1 / 37:.6g} for the label, ")
     doubled = patterns(shown("gradients/padded", {"at logits": 2.0 * truth["at logits"]}))
     assert not any("aims at" in one for one in doubled)
 

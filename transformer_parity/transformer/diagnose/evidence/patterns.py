@@ -81,7 +81,11 @@ def right_loss(shown: Differing) -> str:
 
 
 def targets(shown: Differing) -> str:
-    """Read off the gradient of the logits, which is prediction minus target, which probabilities the loss aims at."""
+    """Read off the gradient of the logits which probabilities the loss aims at.
+
+    The gradient is prediction minus target if the target's probabilities sum to one, and sum times prediction minus
+    target otherwise.
+    """
     case, name = shown.case, "at logits"
     if case.stage != GRADIENTS or name not in shown.wrong or shown.actual[name].shape != shown.truth[name].shape:
         return ""
@@ -89,10 +93,16 @@ def targets(shown: Differing) -> str:
     counted = labels != pad_id
     zeros = np.zeros_like(shown.truth[name])  # of which every prediction is 1 / V
     right = (1.0 / zeros.shape[-1] - cross_entropy_backward(zeros, labels, case.config))[counted]
-    found = right + counted.sum() * (shown.truth[name] - shown.actual[name])[counted]
+    actual, truth = (counted.sum() * found[name][counted] for found in (shown.actual, shown.truth))
     is_label = np.arange(zeros.shape[-1]) == labels[counted][:, None]
     is_padding = (np.arange(zeros.shape[-1]) == pad_id) & ~is_label
     groups = {"the label": is_label, "padding": is_padding, "every other token": ~(is_label | is_padding)}
+    prediction, others = truth + right, groups["every other token"]
+    rows = np.stack([np.ones(others.sum()), prediction[others]], axis=-1)
+    _, total = np.linalg.lstsq(rows, actual[others], rcond=None)[0]
+    found = total * prediction - actual
+    if not 0.5 < total < 1.5:  # a factor of the loss
+        return ""
     if any(np.ptp(found[group]) > SAME for group in groups.values()):
         return ""
     words, instead = (
