@@ -106,7 +106,7 @@ def targets(shown: Differing) -> str:
     if any(np.ptp(found[group]) > SAME for group in groups.values()):
         return ""
     words, instead = (
-        ", ".join(f"{float(np.median(one[group])):.6g} for {what}" for what, group in groups.items())
+        ", ".join(f"{round(float(np.median(one[group])), 12):.6g} for {what}" for what, group in groups.items())
         for one in (found, right)
     )
     return f"the loss aims at a probability of {words}, instead of {instead}"
