@@ -157,6 +157,7 @@ def softmax(scores, axis=-1):
         (lambda scores, allowed: softmax(np.where(allowed, scores, scores - 10.0)), "get -10 added"),
         (lambda scores, allowed: softmax(np.where(allowed, scores, 1e-9)), "become 1e-09"),
         (lambda scores, allowed: softmax(scores), "get 0 added: they are not masked"),
+        (lambda scores, allowed: softmax(scores - 1e-12 * ~allowed), "get 0 added: they are not masked"),
         (lambda scores, allowed: softmax(np.where(allowed, scores, scores - 1e9), -2), "the wrong axis"),
         (lambda scores, allowed: softmax(np.where(allowed, scores, -np.inf)), ""),
         (lambda scores, allowed: softmax(np.where(allowed, scores, 0.5 * scores)), ""),

@@ -101,7 +101,10 @@ def test_the_first_wrong_step_and_the_weights_that_move_too_far_are_named():
             changed[name] = begun + 0.5 * (value - begun)
     said = patterns(shown("steps/port", changed))
     assert any("scales of norms moved 0.5 times as far" in words for words in said)
-    assert any("agree up to step 6 and differ from step 7 on, so the update of step 6 is" in words for words in said)
+    losses = "the losses agree up to step 6 and differ from step 7 on"
+    assert f"{losses}, and weights differ after step 1 already" in said
+    only_losses = {name: value for name, value in changed.items() if name.endswith(" loss")}
+    assert f"{losses}, so the update of step 6 is the first wrong one" in patterns(shown("steps/port", only_losses))
 
 
 def test_returned_weights_are_not_taken_for_a_wrong_learning_rate():

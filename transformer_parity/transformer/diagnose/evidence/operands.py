@@ -123,7 +123,7 @@ def other_softmax(name: str, alone: Arrays, wanted: Arrays) -> str:
         return ""
     for found, words in (((shifts - shift)[forbidden], "get {} added"), ((logs - shift)[forbidden], "become {}")):
         if np.ptp(found) <= SAME_SCORE:
-            value = float(f"{np.median(found):.6g}") + 0.0  # no -0
+            value = round(float(np.median(found)), 9) + 0.0  # no -0
             return f"the scores of the {len(found)} keys that the mask forbids {words.format(f'{value:g}')}" + (
                 ": they are not masked" if words.startswith("get") and value == 0.0 else ""
             )

@@ -67,8 +67,11 @@ def first_wrong_step(shown: Differing) -> str:
     """Find the step from which on losses differ."""
     wrong = [int(name.split()[1]) for name in shown.wrong if shown.case.stage == STEPS and name.endswith(f" {LOSS}")]
     first, restart = min(wrong, default=0), shown.case.restart
+    moved = [int(name.split()[1]) for name in shown.wrong if " weight " in name]
     if first > 1:
         sentence = f"the losses agree up to step {first - 1} and differ from step {first} on"
+        if min(moved, default=first) < first - 1:
+            return f"{sentence}, and weights differ after step {min(moved)} already"
         if restart and first - restart in (1, 2):
             return f"{sentence}; training starts a second time after step {restart}, with a new optimizer"
         if shown.case.rows:  # then the next batch may be wrong as well
