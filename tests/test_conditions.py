@@ -29,7 +29,7 @@ def said(stage, differs):
         (GRADIENTS, lambda case: len(case.inputs["labels"]) == 1, "a batch size of at most 1"),
         (STEPS, lambda case: case.training.cooldown_steps, "a cool-down"),
         (STEPS, lambda case: not case.training.cooldown_steps, "no cool-down"),
-        (STEPS, lambda case: case.training.clip_norm == 0.5, "a clip_norm of at most 0.5"),
+        (STEPS, lambda case: case.training.clip_norm == 0.45, "a clip_norm of at most 0.45"),
         (
             DECODE,
             lambda case: case.search.beam_size and case.search.length_penalty == 0,

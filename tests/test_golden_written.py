@@ -202,7 +202,7 @@ def test_the_documented_writer_writes_what_can_be_compared(truth, tmp_path, monk
     assert compare("truth", "mine", "--stage", "activations") == 0
     printed = capsys.readouterr().out
     assert "SKIPPED   mine: 12 tensors: fused into one kernel (" in printed
-    assert "AGREE  1 port, 14 cases," in printed
+    assert "AGREE  1 port, 15 cases," in printed
 
 
 def test_the_document_names_every_entry_and_the_tolerances(truth):

@@ -339,10 +339,11 @@ def _exact(
 ) -> Diagnosis:
     """Name the hypotheses that reproduce every number, and what the next best leaves.
 
-    If a convention does, mistakes that are the same here are left out: the convention can be declared.
+    If a convention does, mistakes at single places that are the same here are left out: it can be declared.
     """
     runner_up = _best([attempt for attempt in tried if not attempt.is_exact])
-    exact = [attempt for attempt in exact if all(map(is_convention, attempt.hypothesis.parts))] or exact
+    if any(all(map(is_convention, attempt.hypothesis.parts)) for attempt in exact):
+        exact = [one for one in exact if one.hypothesis.place is None or all(map(is_convention, one.hypothesis.parts))]
     names = tuple(dict.fromkeys(attempt.hypothesis.name for attempt in exact))
     error = exact[0].worst
     also = f", or {' or '.join(names[1:])}, which are the same here" if names[1:] else ""
