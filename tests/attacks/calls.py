@@ -240,7 +240,7 @@ class OneBuffer(Sound):
         return self.view(super().forward(source_ids, target_ids, show))
 
     def view(self, value):
-        self.buffer = getattr(self, "buffer", np.empty(100_000))
+        self.buffer = getattr(self, "buffer", np.empty(4_000_000))
         view = self.buffer.view(value.dtype)[: value.size].reshape(value.shape)
         view[...] = value
         return view

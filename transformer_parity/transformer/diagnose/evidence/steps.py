@@ -148,7 +148,10 @@ def stale_weights(case: Case, actual: Arrays, truth: Arrays) -> str:
             if _reproduces(case, step, stale, wrong):
                 methods = " and ".join(METHODS[name.split()[2]] for name in wrong)
                 since = f"after step {older}" if older else "before the first step"
-                return f"after step {step}, {methods} computed with the weights that {part} had {since}"
+                or_some = (
+                    ", or some of them" if all(name.endswith(" tokens") for name in wrong) else ""
+                )  # tokens tell less
+                return f"after step {step}, {methods} computed with the weights that {part} had {since}{or_some}"
     return ""
 
 
