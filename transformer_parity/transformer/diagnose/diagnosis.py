@@ -337,7 +337,7 @@ def _counted(names: Sequence[str]) -> str:
 def _exact(
     port: str, exact: Sequence[Attempt], tried: Sequence[Attempt], note: str = "", alike: str = EXACTLY
 ) -> Diagnosis:
-    """Name the hypotheses that reproduce every number, and what the next best leaves.
+    """Name the hypotheses that reproduce every number, and the error of the next best one.
 
     If a convention does, mistakes at single places that are the same here are left out: it can be declared.
     """

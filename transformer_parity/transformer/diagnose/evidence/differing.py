@@ -124,7 +124,7 @@ def by_factor(
         shown: The case.
         factors: The factor of each tensor.
         prefix: The beginning of all names.
-        sentence: What to say of each factor.
+        sentence: The sentence about each factor, with its placeholders.
         batch: The case if a factor can be a number of its batch, as an average; else None.
     """
     values = {name: float(written(factor)) for name, factor in factors.items()}

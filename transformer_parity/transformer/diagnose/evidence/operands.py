@@ -1,4 +1,4 @@
-"""What a projection multiplies or reads, what a sum adds, and what a softmax masks, if it isn't what it should be."""
+"""Wrong operands of a block: the kernel or input of a projection, terms of a sum, masked scores of a softmax."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformer_parity.engine.comparison import Arrays
 from transformer_parity.transformer.diagnose.evidence.closeness import SAME, is_close, without_heads, written
 from transformer_spec.config import TransformerConfig
 
-SAME_SCORE = 1e-6  # absolute: what is left of a score after a softmax and a logarithm
+SAME_SCORE = 1e-6  # absolute: rounding of a score that is computed as the logarithm of its softmax
 SUBLAYERS = ("self_attention", "cross_attention", "feed_forward")
 
 
@@ -115,13 +115,14 @@ def other_softmax(name: str, alone: Arrays, wanted: Arrays) -> str:
     forbidden = (right == 0.0) & (actual > 0.0) & allowed.any(-1, keepdims=True)
     if forbidden.sum() < 2 or (right[actual == 0.0] > 0.0).any():
         return ""
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):  # a weight may be zero, and a query may have no key
         logs = np.log(actual)
-    shifts = logs - scores  # the same at all keys of a query, if the softmax reads these scores
-    shift = np.where(allowed, shifts, -np.inf).max(-1, keepdims=True)
-    if np.abs(np.where(allowed, shifts - shift, 0.0)).max() > SAME_SCORE:
+        shifts = logs - scores  # the same at all keys of a query, if the softmax reads these scores
+        shift = np.where(allowed, shifts, -np.inf).max(-1, keepdims=True)
+        to_add, to_set = shifts - shift, logs - shift
+    if np.abs(np.where(allowed, to_add, 0.0)).max() > SAME_SCORE:
         return ""
-    for found, words in (((shifts - shift)[forbidden], "get {} added"), ((logs - shift)[forbidden], "become {}")):
+    for found, words in ((to_add[forbidden], "get {} added"), (to_set[forbidden], "become {}")):
         if np.ptp(found) <= SAME_SCORE:
             value = round(float(np.median(found)), 9) + 0.0  # no -0
             return f"the scores of the {len(found)} keys that the mask forbids {words.format(f'{value:g}')}" + (

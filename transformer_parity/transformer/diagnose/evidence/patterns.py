@@ -91,7 +91,7 @@ def targets(shown: Differing) -> str:
         return ""
     labels, pad_id = case.inputs["labels"], case.config.pad_id
     counted = labels != pad_id
-    zeros = np.zeros_like(shown.truth[name])  # of which every prediction is 1 / V
+    zeros = np.zeros_like(shown.truth[name])  # logits that predict 1 / V for every token
     right = (1.0 / zeros.shape[-1] - cross_entropy_backward(zeros, labels, case.config))[counted]
     actual, truth = (counted.sum() * found[name][counted] for found in (shown.actual, shown.truth))
     is_label = np.arange(zeros.shape[-1]) == labels[counted][:, None]

@@ -27,7 +27,7 @@ from transformer_spec.config import TransformerConfig
 
 ENOUGH = 8  # numbers, from which on a pattern in them is no accident
 NARROW = ("bfloat16", "float16", "float32")
-LEAST_DOUBTFUL = 1e-3  # of the error from which on an element counts as wrong
+LEAST_DOUBTFUL = 1e-3  # a fraction of the smallest error that makes an element wrong; smaller errors are rounding
 SMALLEST_RATE = 0.005  # smallest dropout rate that is recognized
 LEAST = 0.02  # smallest fraction of values or vectors that dropout drops, or keeps
 
@@ -115,7 +115,7 @@ def _masked(actual: ndarray, wanted: ndarray) -> Iterator[str]:
 
 
 def _offset_of(keys: ndarray) -> str:
-    """Say where some keys [B, H, L, L] of self-attention are, if all are as far from their queries; else nothing."""
+    """Return the distance of some keys [B, H, L, L] from their queries in words; empty if distances differ."""
     _, _, query, key = np.nonzero(keys)
     offsets = np.unique(key - query)
     if keys.shape[2] != keys.shape[3] or len(offsets) != 1:
