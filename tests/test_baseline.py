@@ -39,7 +39,13 @@ def test_correct_gradients_stay_well_below_their_tolerance(name):
     assert max(shares) < 0.7, shares
 
 
-def test_the_tolerance_of_one_run_can_be_too_strict(monkeypatch):
-    monkeypatch.setattr(GradientStage, "perturbed_baselines", 0)
-    shares = [largest_share(CASES["gradients/source_all_padding"], seed) for seed in range(2, 12)]
-    assert max(shares) > 0.9, shares
+@pytest.mark.parametrize("name", CASES)
+def test_further_runs_widen_tolerances_that_one_run_makes_too_strict(monkeypatch, name):
+    tolerances = {}
+    for runs in (GradientStage.perturbed_baselines, 0):
+        monkeypatch.setattr(GradientStage, "perturbed_baselines", runs)
+        tolerances[runs] = Reference().expected(CASES[name], Placement("float32")).tolerances
+    several, one = tolerances.values()
+    assert all(several[tensor] >= one[tensor] for tensor in one)
+    # How much depends on the last bits of the machine's kernels, in which one run is lucky or not.
+    assert max(several[tensor] / one[tensor] for tensor in one if one[tensor]) > 1.5
