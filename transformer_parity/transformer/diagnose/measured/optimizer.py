@@ -185,17 +185,22 @@ def _confirmed(trials: Trials, name: str, value: float) -> Attempt | None:
     """
     usual = getattr(trials.case.training, name)
 
-    def rounded(digits: int) -> Hypothesis:
+    def rounded(digits: int) -> float:
         other = 1.0 - float(f"{1.0 - value:.{digits}g}") if name.startswith("beta") else float(f"{value:.{digits}g}")
-        other = float(f"{other:.{MOST}g}")
+        return float(f"{other:.{MOST}g}")
+
+    def instead_of_usual(other: float) -> Hypothesis:
         return Hypothesis((Mistake(f"{name} {other:.{MOST}g} instead of {usual:g}", "", assumed(**{name: other})),))
 
-    if (attempt := trials.run(rounded(MOST))) is None or not attempt.is_exact:
+    def explains(digits: int) -> bool:
+        attempt = trials.run(instead_of_usual(rounded(digits)))
+        return attempt is not None and attempt.is_exact
+
+    if not explains(MOST):
         return None
-    attempts = (trials.run(rounded(digits)) for digits in range(1, MOST))
-    attempt = next((one for one in attempts if one and one.is_exact), attempt)
-    choices = [attempt.hypothesis, *_of_clipping(name, value, usual)]
-    return trials.run(next((one for one in choices if trials.holds_elsewhere(one)), attempt.hypothesis))
+    shortest = rounded(next(filter(explains, range(1, MOST + 1))))  # without the error of the measurement
+    choices = [instead_of_usual(shortest), *_of_clipping(name, shortest, usual)]
+    return trials.run(next((one for one in choices if trials.holds_elsewhere(one)), choices[0]))
 
 
 def _of_clipping(name: str, value: float, usual: float) -> Iterator[Hypothesis]:
