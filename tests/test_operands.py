@@ -79,6 +79,45 @@ def test_a_projection_that_reads_another_tensor_is_recognized():
     assert of_block(key, projected(f"{LAYER}.self_attention_norm.output")) == ""  # its own input
 
 
+def test_the_kernel_and_bias_of_another_projection_are_recognized():
+    config = tiny(attention_bias=True, d_k=None, d_v=None)
+    case = Case("full/padded", "full model", config, "", token_ids(config))
+    block, wanted = f"{LAYER}.cross_attention", observed(TRUTH, case)
+    actual = {**wanted, f"{block}.value": wanted[f"{block}.key"]}
+    found = of_operands(f"{block}.value", actual, wanted, case.load_weights(), config)
+    assert found == f"the kernel and the bias are those of {block}.key_proj"
+
+
+def test_a_projection_that_reads_a_norm_of_a_tensor_is_recognized():
+    """The memory is normed once more in each decoder layer."""
+    key, norm = f"{LAYER}.cross_attention.key", f"{LAYER}.cross_attention_norm"
+
+    def change(tensors, weights):
+        scale, bias = weights[f"{norm}.scale"], weights[f"{norm}.bias"]
+        normed = layer_norm(tensors["encoder.output"], scale, bias, PRE.layer_norm_epsilon)
+        return split_heads(normed @ weights[f"{key}_proj.kernel"], PRE.num_heads)
+
+    assert of_block(key, change) == f"the projection reads {norm}(encoder.output)"
+
+
+@pytest.mark.parametrize("name", ["encoder.output", f"{LAYER}.self_attention_norm.output"])
+def test_a_norm_with_other_parameters_is_recognized(name):
+    norm = "encoder.final_norm" if name == "encoder.output" else f"{LAYER}.self_attention_norm"
+
+    def with_parameters(pick):
+        def change(tensors, weights):
+            scale, bias = weights[f"{norm}.scale"], weights[f"{norm}.bias"]
+            factor, summand = pick(scale, bias)
+            return (tensors[name] - bias) / scale * factor + summand
+
+        return of_block(name, change)
+
+    exchanged = with_parameters(lambda scale, bias: (bias, scale))
+    assert exchanged == f"the norm multiplies by {norm}.bias and adds {norm}.scale"
+    assert with_parameters(lambda scale, bias: (np.ones_like(scale), bias)).endswith(f"by 1 and adds {norm}.bias")
+    assert with_parameters(lambda scale, bias: (scale**2, bias)) == ""
+
+
 def test_a_feed_forward_network_that_reads_the_residual_stream_is_recognized():
     terms = [BEFORE, f"{LAYER}.self_attention.output", f"{LAYER}.cross_attention.output"]
 

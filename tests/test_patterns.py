@@ -229,6 +229,25 @@ def test_losses_of_float32_are_recognized():
         assert "float32" not in patterns(shown("gradients/padded", {"loss": np.asarray(other)}))[0]
 
 
+def test_labels_of_padding_that_count_are_found():
+    """The probabilities that the loss aims at are right, and are not stated."""
+    case, truth = CASES["gradients/padded"], observed_in("gradients/padded")
+    padding = case.inputs["labels"] == CONFIG.pad_id
+    changed = np.where(padding[..., None], 0.01, truth["at logits"])
+    said = patterns(shown("gradients/padded", {"at logits": changed}))
+    assert f"{padding.sum()} of {padding.sum()} labels that are padding count in the loss" in " ".join(said)
+    assert "aims at" not in " ".join(said)
+    said = patterns(shown("gradients/padded", {"at logits": (1.0 + 1e-9) * truth["at logits"]}))
+    assert not any("aims at" in one or "count in the loss" in one for one in said)
+
+
+def test_a_mean_over_padding_is_told_by_its_factor():
+    labels = CASES["gradients/padded"].inputs["labels"]
+    tokens = int((labels != CONFIG.pad_id).sum())
+    words = f"{tokens} / {labels.size}, as if divided by the number of target positions instead of labels"
+    assert words in of_gradients(lambda value: value * (tokens / labels.size), "")
+
+
 def test_the_probabilities_that_a_loss_aims_at_are_read_off_its_gradient():
     truth = observed_in("gradients/padded")
     labels = CASES["gradients/padded"].inputs["labels"]

@@ -13,6 +13,7 @@ from transformer_parity.transformer.diagnose.diagnosis import EXACT, diagnose
 from transformer_parity.transformer.diagnose.evidence.blame import distance
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
 from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, SEARCH, STEP_VARIANTS, STRUCTURE, TRAINING
+from transformer_parity.transformer.mistakes.unplanted.forward import UNPLANTED
 from transformer_parity.transformer.mistakes.unplanted.step_variants import LIMIT_OF_A_SUM
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
@@ -40,6 +41,13 @@ def test_a_mistake_in_every_sub_layer_is_named_with_taps_and_without(mistake, sh
     assert found.confidence == EXACT
     assert mistake.name in found.hypotheses
     assert shown == "logits" or found.hypotheses == (mistake.name,)
+
+
+def test_a_limit_of_inner_units_is_named():
+    relu6 = next(mistake for mistake in UNPLANTED if mistake.name == "ReLU6 for ReLU")
+    case = next(case for case in port_cases(CONFIG) if case.name == "full/longest/one_sentence")
+    found = diagnose(case, tensors(Hypothesis((relu6,)).load(case.config, case.load_weights()), case), "it")
+    assert (found.confidence, found.hypotheses) == (EXACT, ("ReLU6 for ReLU",))
 
 
 CONFIG = tiny(d_v=8)

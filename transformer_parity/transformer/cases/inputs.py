@@ -105,8 +105,9 @@ def hard_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]
     return {name: array.astype(np.float32) for name, array in weights.items()}
 
 
-# How much larger some weights are: a plain exp of scores overflows in float32, and of logits in float64.
-SHARPER, WIDER, LOUDER = 12, 50, 500
+# How much larger some weights are: a plain exp of scores overflows in float32, and of logits in float64. Inner units of
+# feed-forward networks exceed 20, which shows the limit of ReLU6.
+SHARPER, INNER_WIDER, WIDER, LOUDER = 12, 10, 5, 500
 
 
 def sharp_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
@@ -163,7 +164,8 @@ def _wide(config: TransformerConfig) -> dict[str, int]:
     Without a norm behind the encoder, it is not among them: all scores of cross-attention would be as large.
     """
     is_normalised = config.norm_order == "post" or config.final_norm
-    return {f"{'' if is_normalised else 'decoder'}*.feed_forward.output_proj.*": WIDER}
+    feed_forward = f"{'' if is_normalised else 'decoder'}*.feed_forward"
+    return {f"{feed_forward}.inner_proj.*": INNER_WIDER, f"{feed_forward}.output_proj.*": WIDER}
 
 
 WEIGHTS = {

@@ -55,6 +55,12 @@ def factor_in_words(ratio: float, config: TransformerConfig, case: Case | None =
     counts = _counts(case) if case else {}
     equal += [f"1 / {n}, as if averaged over {n} {words}" for words, n in counts.items() if _is_same(ratio, 1.0 / n)]
     equal += [f"{n}, as if not divided by the number of {words}" for words, n in counts.items() if _is_same(ratio, n)]
+    labels = counts.get("labels", 0)
+    equal += [
+        f"{labels} / {n}, as if divided by the number of {words} instead of labels"
+        for words, n in counts.items()
+        if labels and _is_same(ratio, labels / n)
+    ]
     return f", which is {' or '.join(equal)}" if equal else ""
 
 

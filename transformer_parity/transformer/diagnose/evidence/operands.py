@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 
@@ -36,6 +37,7 @@ def of_operands(
         or other_terms(name, alone, wanted)
         or other_softmax(name, alone, wanted)
         or other_normed(name, alone, wanted, weights, config)
+        or other_affine(name, alone, wanted, weights)
     )
 
 
@@ -58,6 +60,10 @@ def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str,
                 and is_close((read @ matrix + bias)[wrong], actual[wrong])
             ):
                 return f"the kernel is {words}, with the right bias" if bias.ndim else f"the kernel is {words}"
+        other_bias = weights.get(f"{other.removesuffix('.kernel')}.bias", np.zeros(()))
+        both = value.shape == kernel.shape and other_bias.shape == bias.shape == kernel.shape[1:]
+        if both and other != f"{own}.kernel" and is_close((read @ value + other_bias)[wrong], actual[wrong]):
+            return f"the kernel and the bias are those of {other.removesuffix('.kernel')}"
     return ""
 
 
@@ -73,10 +79,17 @@ def other_input(
     wrong = (actual != right).any(-1)  # padding has the reference's values
     if wrong.sum() < 2:
         return ""
+    layer = re.match(r"\w+\.layers\.\d+\.|", name)
+    norms = [
+        norm.removesuffix(".scale") for norm in weights if norm.startswith(layer[0]) and norm.endswith("norm.scale")
+    ]
     for other, state in _states(name, wanted):
-        has_shape = state.shape == (*right.shape[:2], len(kernel))
-        if has_shape and is_close(activation(state @ kernel + bias)[wrong], actual[wrong]):
-            return f"the projection reads {other}"
+        if state.shape != (*right.shape[:2], len(kernel)):
+            continue
+        normed = {f"{norm}({other})": _normed(norm, state, weights, config) for norm in norms if other in wanted}
+        for words, read in {other: state, **normed}.items():
+            if is_close(activation(read @ kernel + bias)[wrong], actual[wrong]):
+                return f"the projection reads {words}"
     return ""
 
 
@@ -138,7 +151,6 @@ def other_normed(
     norm, layer = name.removesuffix(".output"), name.rpartition(".")[0].rpartition(".")[0]
     if not name.endswith("_norm.output") or f"{norm}.scale" not in weights or alone[name].shape != wanted[name].shape:
         return ""
-    scale, bias = weights[f"{norm}.scale"], weights[f"{norm}.bias"]
     wrong = (alone[name] != wanted[name]).any(-1)  # padding has the reference's values
     read = [
         one
@@ -149,12 +161,42 @@ def other_normed(
         return ""
     for names in (*((one,) for one in read), *combinations(read, 2)):
         x = sum((np.asarray(wanted[one], np.float64)[wrong] for one in names), np.zeros(()))
-        normed = layer_norm(x, scale, bias, config.layer_norm_epsilon, config.layer_norm_kind)
+        normed = _normed(norm, x, weights, config)
         words = names[0] if len(names) == 1 else f"the sum of {' and '.join(names)}"
         for value, statement in ((normed, f"the norm reads {words}"), (x, f"the output is {words}, without a norm")):
             if is_close(value, np.asarray(alone[name], np.float64)[wrong]):
                 return statement
     return ""
+
+
+def other_affine(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:
+    """Return a sentence about the parameters that a norm takes as its scale and bias; empty if there are none."""
+    norm = name.removesuffix(".output")
+    norm = norm if f"{norm}.scale" in weights else f"{norm}.final_norm"
+    if f"{norm}.scale" not in weights or alone[name].shape != wanted[name].shape:
+        return ""
+    wrong = (alone[name] != wanted[name]).any(-1)  # padding has the reference's values
+    scale, bias = weights[f"{norm}.scale"], weights[f"{norm}.bias"]
+    if wrong.sum() < 3 or not scale.all():
+        return ""
+    normed, actual = (wanted[name][wrong] - bias) / scale, alone[name][wrong]
+    means = normed.mean(0), actual.mean(0)
+    factor = ((normed - means[0]) * (actual - means[1])).sum(0) / ((normed - means[0]) ** 2).sum(0)
+    summand = means[1] - factor * means[0]
+    if not is_close(normed * factor + summand, actual):
+        return ""
+    known = {"1": np.ones_like(scale), "0": np.zeros_like(scale), **weights}
+    found = [
+        next((words for words, value in known.items() if value.shape == scale.shape and is_close(one, value)), "")
+        for one in (factor, summand)
+    ]
+    return f"the norm multiplies by {found[0]} and adds {found[1]}" if all(found) else ""
+
+
+def _normed(norm: str, x: ndarray, weights: Mapping[str, ndarray], config: TransformerConfig) -> ndarray:
+    """Return the output of a norm."""
+    scale, bias = weights[f"{norm}.scale"], weights[f"{norm}.bias"]
+    return layer_norm(x, scale, bias, config.layer_norm_epsilon, config.layer_norm_kind)
 
 
 def _terms(layer: str, tensors: Arrays) -> Iterator[tuple[str, ndarray]]:

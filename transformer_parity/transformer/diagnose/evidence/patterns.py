@@ -109,7 +109,19 @@ def targets(shown: Differing) -> str:
         ", ".join(f"{round(float(np.median(one[group])), 12):.6g} for {what}" for what, group in groups.items())
         for one in (found, right)
     )
-    return f"the loss aims at a probability of {words}, instead of {instead}"
+    return f"the loss aims at a probability of {words}, instead of {instead}" if words != instead else ""
+
+
+def labels_of_padding(shown: Differing) -> str:
+    """Find labels that are padding and still have a gradient."""
+    case, name = shown.case, "at logits"
+    if case.stage != GRADIENTS or name not in shown.wrong or shown.actual[name].shape != shown.truth[name].shape:
+        return ""
+    padding = case.inputs["labels"] == case.config.pad_id
+    counted = np.asarray(shown.actual[name])[padding].any(-1)
+    if not counted.any():
+        return ""
+    return f"{counted.sum()} of {len(counted)} labels that are padding count in the loss: the gradient there isn't zero"
 
 
 def zero_gradients(shown: Differing) -> str:
@@ -197,6 +209,7 @@ PATTERNS: tuple[Callable[[Differing], str], ...] = (
     rounded_losses,
     only_the_loss,
     targets,
+    labels_of_padding,
     zero_gradients,
     transformed_gradients,
     wrong_parameters,

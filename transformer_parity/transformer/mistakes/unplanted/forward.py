@@ -9,6 +9,7 @@ ACTIVATIONS = {
     "leaky ReLU with slope 0.01": "np.where(x > 0.0, x, 0.01 * x)",
     "leaky ReLU with slope 0.1": "np.where(x > 0.0, x, 0.1 * x)",
     "leaky ReLU with slope 0.2": "np.where(x > 0.0, x, 0.2 * x)",
+    "ReLU6": "np.clip(x, 0.0, 6.0)",
     "squared ReLU": "np.maximum(x, 0.0) ** 2",
     "ELU": "np.where(x > 0.0, x, np.expm1(np.minimum(x, 0.0)))",
     "softplus": "np.logaddexp(x, 0.0)",
