@@ -17,6 +17,7 @@ from reference_numpy.backward import transformer_backward
 from reference_numpy.training import cross_entropy_backward
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.localization import (
+    FINE,
     INHERITED,
     INTRODUCED,
     NOTHING,
@@ -217,13 +218,12 @@ def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
     starts_at_padding = "logits" in given and np.any(given["logits"][labels == model.config.pad_id])
     if (given and not starts_at_padding) or len(evidence.blame.introduced) < 2:
         return evidence
-    # Without a gradient at a tap, all may follow from one, or from the loss. A gradient that begins at padding passes
-    # the port's values there, which the reference doesn't have.
-    first = evidence.blame.introduced[0] if given else ""
-    marks = tuple(
-        replace(mark, verdict=INHERITED) if mark.verdict == INTRODUCED and mark.name != first else mark
-        for mark in evidence.blame.marks
-    )
+    marks = evidence.blame.marks
+    if given:  # the port's values at padding, which such a gradient passes, are unknown: nothing behind it is judged
+        first = evidence.blame.introduced[0]
+        marks = tuple(mark for mark in marks if mark.verdict == FINE or mark.name == first)
+    else:  # all may follow from one gradient, or from the loss
+        marks = tuple(replace(mark, verdict=INHERITED) if mark.verdict == INTRODUCED else mark for mark in marks)
     return replace(evidence, blame=replace(evidence.blame, marks=marks))
 
 

@@ -155,9 +155,10 @@ def schedule_in_words(case: Case, rates: Sequence[float]) -> str:
     by_factor = _runs([rate / _usual(case, step) for step, rate in enumerate(rates, 1)])
     by_rate = _runs(rates)
     if len(by_rate) < len(by_factor):
-        return "its learning rate is " + _listed(by_rate)
-    words = f"settings.learning_rate(n, d_model) times {_listed(by_factor)}"
-    if len(by_factor) > LISTED:  # a wrong bias correction has the same effect
+        runs, words = by_rate, _listed(by_rate)
+    else:
+        runs, words = by_factor, f"settings.learning_rate(n, d_model) times {_listed(by_factor)}"
+    if len(runs) > LISTED:  # a wrong bias correction has the same effect
         return f"its steps are as long as with the rates {words}: the learning rate or a bias correction differs"
     return f"its learning rate is {words}"
 
