@@ -47,7 +47,7 @@ CLIP, FAR = 0.45, 1e6  # norms that the gradient exceeds at every step, and at n
 RESTART = 7  # the step after which training is started a second time
 UNLABELED = 1  # the row that has no labels in some steps
 PENALTY = 4.0  # so that a late end may be worth more than an early one
-WIDE, NARROW = 4, 3  # beams
+WIDEST, WIDE, NARROW = 20, 4, 3  # beams; twice the widest is more than the tokens of the vocabulary
 # Beams, and penalties of which each prefers different hypotheses than the next. The last two are as close as penalties
 # that count the end symbol or don't.
 PREFERENCES = ((WIDE, (0.0, 0.6, SMALL_PENALTY, PENALTY)), (NARROW, (SMALL_PENALTY, 1.1 * SMALL_PENALTY)))
@@ -206,17 +206,19 @@ def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
     source_ids, ending, most = _many_sources(config), _ending_seed(config), longest(config)
     inputs = {"source_ids": source_ids, "target_ids": np.full((MANY, 1), config.bos_id)}
     turned = {**inputs, "source_ids": np.roll(source_ids, 1, axis=0)}
+    says_padding, forward = _seed_that_says_padding(config), {"stage": ACTIVATIONS, "search": None}
     for name, search, seed, earlier in (
-        ("greedy", Search(max_length=most), _seed_that_says_padding(config), {"stage": ACTIVATIONS, "search": None}),
+        ("greedy", Search(max_length=most), says_padding, forward),
         ("greedy_ends", Search(max_length=LONGEST), ending, {"seed": ending + 1}),  # so that half need no beam
         ("beam", Search(WIDE, PENALTY, LONGEST), ending, {"inputs": turned}),
         ("narrow_beam", Search(NARROW, SMALL_PENALTY, LONGEST), ending, {"seed": ending + 1}),
         ("beam_without_penalty", Search(WIDE, 0.0, LONGEST), ending, {"inputs": turned}),
+        ("widest_beam", Search(WIDEST, PENALTY, LONGEST), says_padding, forward),
     ):
         names, dtypes = (f"decode/many_{name}", "decoding"), ("float64",)
         case = Case(*names, config, "", inputs, seed=seed, dtypes=dtypes, stage=DECODE, search=search)
-        case = case if name == "greedy" else replace(case, magnitude="ending")
-        changes: dict[str, Any] = earlier
+        case = case if earlier is forward else replace(case, magnitude="ending")
+        changes: dict[str, Any] = {**earlier}
         yield replace(case, before=(replace(case, **changes),))
 
 
