@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from transformer_parity.transformer.cases import for_ports
@@ -17,6 +18,7 @@ from transformer_parity.transformer.mistakes.unplanted.forward import UNPLANTED
 from transformer_parity.transformer.mistakes.unplanted.step_variants import LIMIT_OF_A_SUM
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
+from transformer_parity.transformer.stages.registry import STAGES
 
 CLIPPED = "clipping", "accumulation"
 
@@ -48,6 +50,26 @@ def test_a_limit_of_inner_units_is_named():
     case = next(case for case in port_cases(CONFIG) if case.name == "full/longest/one_sentence")
     found = diagnose(case, tensors(Hypothesis((relu6,)).load(case.config, case.load_weights()), case), "it")
     assert (found.confidence, found.hypotheses) == (EXACT, ("ReLU6 for ReLU",))
+
+
+def test_training_before_a_forward_pass_changes_no_weight():
+    """So that only what else training leaves behind shows, such as dropout that stays on."""
+    case = next(case for case in port_cases(CONFIG) if case.name == "full/after_training")
+    (training,) = case.before
+    model, trained = load(case), case.load_weights()
+    STAGES["steps"].tensors(training, model)
+    assert training.model == case.model
+    assert training.config.dropout.residual > 0.0
+    assert all(np.array_equal(model.export()[name], trained[name]) for name in trained)
+
+
+@pytest.mark.parametrize("preset", ["paper_base", "marian", "bart", "fairseq", "annotated", "torch"])
+def test_the_widest_beam_shows_padding_that_is_excluded_before_the_log_softmax(preset):
+    mistake = next(one for one in SEARCH if one.name == "padding is excluded before the log-softmax")
+    config = tiny(preset, d_k=None, d_v=None)
+    case = next(case for case in port_cases(config) if case.name == "decode/many_widest_beam")
+    seen = tensors(Hypothesis((mistake,)).load(case.config, case.load_weights()), case)
+    assert distance("tokens", seen, tensors(load(case), case)) > 0.0
 
 
 CONFIG = tiny(d_v=8)

@@ -65,11 +65,19 @@ IMPOSSIBLE = {
 ONCE = {
     "activations": {
         *("as long as the source", "a row of one token", "a large vocabulary", "as many sentences as tokens"),
-        "more than 1024 tokens",
+        *("more than 1024 tokens on both sides", "dropout in training before"),
     },
     "gradients": {"a row of one token", "an odd number of sentences", "several sentences without padding"},
     "decode": {
-        *("beam of 2", "beam of 3", "beam of 4", "no penalty", "penalty below 1", "penalty above 1"),
+        *(
+            "beam of 2",
+            "beam of 3",
+            "beam of 4",
+            "a beam of more than half the vocabulary",
+            "no penalty",
+            "penalty below 1",
+            "penalty above 1",
+        ),
         *("all hypotheses end", "some hypotheses end", "no hypothesis ends", "the end symbol first"),
         *("different hypotheses", "lengths that differ", "a shorter first sentence"),
     },
@@ -145,8 +153,10 @@ def once(case) -> set[str]:
         found.add("as long as the source")
     if "target_ids" in inputs and len({*inputs["source_ids"].shape, *inputs["target_ids"].shape}) == 1:
         found.add("as many sentences as tokens")
-    if "target_ids" in inputs and inputs["target_ids"].shape[1] > 1024:
-        found.add("more than 1024 tokens")
+    if "target_ids" in inputs and min(inputs["source_ids"].shape[1], inputs["target_ids"].shape[1]) > 1024:
+        found.add("more than 1024 tokens on both sides")
+    if any(earlier.stage == STEPS and earlier.config.dropout.residual for earlier in case.before):
+        found.add("dropout in training before")
     if case.config.source_vocab_size > 2**15:
         found.add("a large vocabulary")
     if case.stage == GRADIENTS:
@@ -237,6 +247,8 @@ def _found_by_search(case) -> set[str]:
     if case.options.beam_size is not None:
         penalty = case.options.length_penalty
         found.add(f"beam of {case.options.beam_size}")
+        if 2 * case.options.beam_size > case.config.target_vocab_size:
+            found.add("a beam of more than half the vocabulary")
         found.add("no penalty" if penalty == 0 else f"penalty {'below' if penalty < 1 else 'above'} 1")
     return found
 

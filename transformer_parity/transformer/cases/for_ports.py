@@ -38,12 +38,13 @@ from transformer_spec.search import Search
 from transformer_spec.taps import matches
 from transformer_spec.training_config import TrainingConfig
 
-MANY = 32  # sentences of a search that is to show a rule that seldom decides
+MANY = 31  # sentences of a search that is to show a rule that seldom decides
 SMALL_PENALTY = 1.5
 LONG = 1030  # tokens: 512 and 1024 are frequent limits
 SEEDS = 32  # of which the one with the most to decide is taken
 LIKELY, ENOUGH = 18, (3, 5, 5)  # tried first: the best with the paper's conventions; what it has to decide
 CLIP, FAR = 0.45, 1e6  # norms that the gradient exceeds at every step, and at none; float32 rounds the first
+STILL = 1e-30  # the factor of a learning rate with which no weight changes
 RESTART = 7  # the step after which training is started a second time
 UNLABELED = 1  # the row that has no labels in some steps
 PENALTY = 4.0  # so that a late end may be worth more than an early one
@@ -154,7 +155,7 @@ def _ending_seed(config: TransformerConfig) -> int:
 
 def _many_sources(config: TransformerConfig) -> ndarray:
     """Return the source ids [MANY, SOURCE] of sentences, of which the first half is padded."""
-    lengths = [SOURCE] * (MANY // 2) + [1 + i % (SOURCE - 1) for i in range(MANY // 2)]
+    lengths = [SOURCE] * (MANY // 2) + [1 + i % (SOURCE - 1) for i in range(MANY - MANY // 2)]
     ids = padded_ids(generator("searches"), config.source_vocab_size, config.pad_id, lengths, SOURCE)
     return np.roll(ids, MANY // 2, axis=0)
 
@@ -226,16 +227,20 @@ def _unlike_the_first(config: TransformerConfig) -> Iterator[Case]:
     """Yield cases of the first one's shapes with other padding and other weights, and some of other shapes.
 
     The first two show what is kept from one run to the next: a mask, a table or a result of such a shape, or weights.
-    The others show what ends before the model does, and axes that are told apart by their lengths.
+    The third shows dropout that stays on after training. The others show what ends before the model does, and axes
+    that are told apart by their lengths.
     """
     seed, ids = _varied_seed(config), token_ids(config)
     turned = {name: np.roll(array, 1, axis=0) for name, array in ids.items()}
     first = Case("full/padded", "full model", config, "", ids, seed=seed)
     yield replace(first, name="full/other_padding", inputs=turned, before=(first,))
     yield replace(first, name="full/other_weights", seed=seed + 1, before=(first,))
+    training = TrainingConfig(**{**SHORT, "learning_rate_factor": STILL})
+    trained = replace(step_case("port", config, training), config=config, seed=seed + 1)  # with the config's dropout
+    yield replace(first, name="full/after_training", dtypes=("float64",), seed=seed + 1, before=(trained,))
     yield replace(first, name="full/longest", inputs=token_ids(config, longest(config), longest(config)))
     if config.max_positions is None:  # tables and masks of a fixed size end somewhere
-        long = {name: array[:1] for name, array in token_ids(config, 1, LONG).items()}
+        long = {name: array[:1] for name, array in token_ids(config, LONG, LONG).items()}
         yield replace(first, name="full/longest/of_a_thousand_tokens", inputs=long, dtypes=("float64",))
     yield replace(
         first, name="full/as_many_sentences_as_tokens", inputs=token_ids(config, BATCH, BATCH), dtypes=("float64",)
