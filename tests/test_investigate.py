@@ -106,7 +106,8 @@ def test_without_taps_the_whole_model_is_to_blame():
     assert (found.replayed, found.introduced) == ("nothing", ["output"])
 
 
-def test_nan_is_introduced_where_it_starts_and_inherited_behind():
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_nan_is_introduced_where_it_starts_and_inherited_behind(dtype):
     nan = Mistake(
         "nan",
         "",
@@ -116,9 +117,10 @@ def test_nan_is_introduced_where_it_starts_and_inherited_behind():
             ]
         },
     )
-    loaded = Only(plant(nan), goes_on=False)  # nine positions: only the decoder's self-attention has others
+    # Nine positions: only the decoder's self-attention has others.
+    loaded = Only(plant(nan, dtype=dtype), goes_on=False)
     with np.errstate(all="ignore"):
-        found = blamed(CASE, loaded).blame
+        found = blamed(CASE, loaded, dtype).blame
     assert found.introduced == ["decoder.layers.0.self_attention.context"]
     assert all(mark.verdict == INHERITED for mark in found.marks[-3:])
 

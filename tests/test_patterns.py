@@ -104,7 +104,19 @@ def test_the_first_wrong_step_and_the_weights_that_move_too_far_are_named():
     losses = "the losses agree up to step 6 and differ from step 7 on"
     assert f"{losses}, and weights differ after step 1 already" in said
     only_losses = {name: value for name, value in changed.items() if name.endswith(" loss")}
-    assert f"{losses}, so the update of step 6 is the first wrong one" in patterns(shown("steps/port", only_losses))
+    said = patterns(shown("steps/port", only_losses))
+    assert f"{losses}: the update of step 6 is wrong, or the forward pass with the weights after it" in said
+
+
+def test_sentences_that_differ_a_little_are_counted():
+    """Sentences without padding differ by less than the others, and by more than rounding."""
+    case, truth = CASES["full/padded"], observed_in("full/padded")
+    padded = (case.inputs["source_ids"] == CONFIG.pad_id).any(1)
+    right = f"{padded.sum()} of {len(padded)} sentences differ, exactly those with padding in the source"
+    for elsewhere, is_said in ((1e-14, True), (1e-10, False)):
+        factor = np.where(padded, 1e-6, elsewhere)[:, None, None]
+        said = patterns(shown("full/padded", {"output": truth["output"] * (1.0 + factor)}))
+        assert (right in said) == is_said, said
 
 
 def test_returned_weights_are_not_taken_for_a_wrong_learning_rate():

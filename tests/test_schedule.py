@@ -71,6 +71,13 @@ def test_rates_are_measured_across_a_second_start() -> None:
     assert schedule_in_words(case, rates) == words
 
 
+def test_right_rates_before_the_first_wrong_one_are_not_listed() -> None:
+    """The rate stays at its peak."""
+    rates = [usual(min(step, 8)) for step in range(1, 21)]
+    words = f"its learning rate is right up to step 8, and {usual(8):.5g} in steps 8 to 20"
+    assert schedule_in_words(CASE, rates) == words
+
+
 def test_a_schedule_that_counts_slices_is_named() -> None:
     """Two slices for each step."""
     case = replace(CASE, settings=replace(CASE.training, accumulation_steps=2))

@@ -183,11 +183,15 @@ class Replay:
         return self.marked(evidence, replayed, expected, lambda name: self.tolerance(name, baseline.get(name, 0.0)))
 
     def baseline(self, given: Arrays, wanted: Arrays) -> dict[str, float]:
-        """Return the reference's own error in the working dtype at each tap, from the same given values."""
+        """Return the reference's own error in the working dtype at each tap, from the same given values.
+
+        It is 0 where a given NaN or infinity leads to others.
+        """
         if self.rounded is None:
             return {}
         rounded = self.rounded(given)
-        return {name: relative_error(rounded[name], value) for name, value in wanted.items()}
+        errors = {name: relative_error(rounded[name], value) for name, value in wanted.items()}
+        return {name: error if math.isfinite(error) else 0.0 for name, error in errors.items()}
 
     def marked(
         self, evidence: Evidence, replayed: str, names: Iterable[str], allowed: Callable[[str], float]

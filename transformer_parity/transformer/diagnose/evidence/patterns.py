@@ -14,6 +14,7 @@ from numpy import ndarray
 from reference_numpy.training import cross_entropy_backward
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
+from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, Case
 from transformer_parity.transformer.diagnose.evidence.circumstances import circumstances
 from transformer_parity.transformer.diagnose.evidence.closeness import SAME, factor_in_words
@@ -196,8 +197,8 @@ def wrong_sentences(shown: Differing) -> str:
     output = shown.actual.get("output")
     if shown.case.stage != ACTIVATIONS or output is None or output.shape != shown.truth["output"].shape:
         return ""
-    scale = np.abs(shown.truth["output"]).max()
-    rows = ~(np.abs(output - shown.truth["output"]) <= SAME * scale).all((1, 2))
+    errors = np.abs(output - shown.truth["output"]).max((1, 2)) / np.abs(shown.truth["output"]).max()
+    rows = ~(errors <= POLICY["float64"]["tap"])
     for side in ("source", "target"):
         padded = (shown.case.inputs[f"{side}_ids"] == shown.case.config.pad_id).any(1)
         if said := _padded_only(rows, padded, side):

@@ -80,7 +80,7 @@ def first_wrong_step(shown: Differing) -> str:
             )
         if first - 1 in shown.case.calls:
             return f"{sentence}: the update of step {first - 1}, or a method that is called after it, is wrong"
-        return f"{sentence}, so the update of step {first - 1} is the first wrong one"
+        return f"{sentence}: the update of step {first - 1} is wrong, or the forward pass with the weights after it"
     return "the loss differs before the first update" if first else ""
 
 

@@ -152,15 +152,19 @@ def schedule_in_words(case: Case, rates: Sequence[float]) -> str:
         if np.allclose(rates, expected, FLOAT32, rounding):
             # If the rates are right, something else differs.
             return "" if words == "n" else f"step n uses settings.learning_rate({words}, d_model)"
-    by_factor = _runs([rate / _usual(case, step) for step, rate in enumerate(rates, 1)])
-    by_rate = _runs(rates)
+    factors = [rate / _usual(case, step) for step, rate in enumerate(rates, 1)]
+    by_factor, by_rate = _runs(factors), _runs(rates)
+    right = ""
     if len(by_rate) < len(by_factor):
-        runs, words = by_rate, _listed(by_rate)
+        first = next(step for step, factor in enumerate(factors, 1) if not math.isclose(factor, 1.0, rel_tol=FLOAT32))
+        runs = [run for run in by_rate if run[2] >= first] if len(by_rate) > LISTED else by_rate
+        words, right = _listed(runs), f"right up to step {first - 1}, and " if runs != by_rate else ""
     else:
         runs, words = by_factor, f"settings.learning_rate(n, d_model) times {_listed(by_factor)}"
     if len(runs) > LISTED:  # a wrong bias correction has the same effect
-        return f"its steps are as long as with the rates {words}: the learning rate or a bias correction differs"
-    return f"its learning rate is {words}"
+        steps = f"its steps are {right}as long as with the rates {words}"
+        return f"{steps}: the learning rate or a bias correction differs"
+    return f"its learning rate is {right}{words}"
 
 
 def _runs(values: Sequence[float]) -> list[tuple[str, int, int]]:
