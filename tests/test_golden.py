@@ -48,7 +48,7 @@ def test_what_another_program_writes_agrees(truth, copy, capsys):
     whole = sum(case.stage == "gradients" for case in folder.cases)
     assert len(findings) == len(held) + whole > 3000
     assert compare(truth, copy) == 0
-    assert "AGREE  1 port, 48 cases, 4,807 comparisons;" in capsys.readouterr().out
+    assert "AGREE  1 port, 49 cases, 4,809 comparisons;" in capsys.readouterr().out
 
 
 def test_a_verbatim_copy_is_no_agreement(truth, tmp_path, capsys):
@@ -63,7 +63,7 @@ def test_a_verbatim_copy_is_no_agreement(truth, tmp_path, capsys):
     assert content["skipped"] > 10
     *missing, copied = content["missing"]
     assert [what.partition(": nothing")[0] for what in missing] == [f"numpy: {stage}" for stage in STAGES]
-    assert copied.startswith("numpy: 4,800 tensors in 55 outputs have the bytes of A's, such as float64 full/padded")
+    assert copied.startswith("numpy: 4,802 tensors in 56 outputs have the bytes of A's, such as float64 full/padded")
     assert content["candidate"]["producers"] == ["numpy"]
 
 
@@ -91,7 +91,7 @@ def test_another_package_agrees(truth, tmp_path, capsys, port):
     assert main(["golden", "--backend", port.name, "--out", str(path)]) == 0
     assert compare(truth, path, "--json", result) == 0, capsys.readouterr().out
     printed = capsys.readouterr().out
-    assert "AGREE  1 port, 48 cases, 4,807 comparisons;" in printed
+    assert "AGREE  1 port, 49 cases, 4,809 comparisons;" in printed
     document = json.loads(result.read_text())
     content = document["result"]
     assert (document["verdict"], document["exit_code"], content["failures"]) == ("AGREE", 0, [])

@@ -277,7 +277,10 @@ def test_a_skip_counts_for_nothing():
     assert missing == ["it: activations: 1 of 3 cases compared, and half are needed (hidden)"]
 
 
-BEAMS = [f"decode/{name}" for name in ("port_beam", "many_beam", "many_narrow_beam", "many_beam_without_penalty")]
+BEAMS = [
+    f"decode/{name}"
+    for name in ("port_beam", "many_beam", "many_narrow_beam", "many_beam_without_penalty", "many_widest_beam")
+]
 
 
 class GreedyOnly(MyPort):
@@ -316,7 +319,7 @@ def test_a_port_without_beam_search_can_be_compared():
 def test_the_reason_is_that_of_the_cases_that_are_missing():
     assert verdict_of(Undeclared, [DECODE]).exit_code == 3
     (missing,) = verdict_of(FirstGreedyOnly, [DECODE]).missing
-    assert missing.startswith("FirstGreedyOnly: decode: 7 of 18 cases compared, and half are needed (")
+    assert missing.startswith("FirstGreedyOnly: decode: 8 of 20 cases compared, and half are needed (")
     assert "NotImplementedError: only greedy search" in missing
     assert "too many sentences" in missing
     assert "cache" not in missing

@@ -250,7 +250,7 @@ def test_what_follows_a_tap_of_another_meaning_is_inherited():
 def test_a_table_that_ends_is_noticed_in_a_long_sentence():
     (report,) = reports_of(Plain, "activations", mistake="a table of 512 positions")
     assert report.case == "full/longest/of_a_thousand_tokens"
-    assert "at target_embedding.output, of positions 0 to 1029, only 512, 513," in " ".join(report.diagnosis.signatures)
+    assert "at source_embedding.output, of positions 0 to 1029, only 512, 513," in " ".join(report.diagnosis.signatures)
 
 
 class LatePosition:
@@ -265,7 +265,10 @@ class LatePosition:
         return x + self.position.vectors(length + 4)[shifted].astype(x.dtype)
 
 
-BEAMS = [f"decode/{name}" for name in ("port_beam", "many_beam", "many_narrow_beam", "many_beam_without_penalty")]
+BEAMS = [
+    f"decode/{name}"
+    for name in ("port_beam", "many_beam", "many_narrow_beam", "many_beam_without_penalty", "many_widest_beam")
+]
 
 
 class Greedy(Port):

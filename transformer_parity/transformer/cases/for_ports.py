@@ -38,7 +38,8 @@ from transformer_spec.search import Search
 from transformer_spec.taps import matches
 from transformer_spec.training_config import TrainingConfig
 
-MANY = 31  # sentences of a search that is to show a rule that seldom decides
+MANY = 33  # sentences of a search that is to show a rule that seldom decides
+TIMES = 4  # as many sentences, of one search
 SMALL_PENALTY = 1.5
 LONG = 1030  # tokens: 512 and 1024 are frequent limits
 SEEDS = 32  # of which the one with the most to decide is taken
@@ -210,7 +211,8 @@ def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
     says_padding, forward = _seed_that_says_padding(config), {"stage": ACTIVATIONS, "search": None}
     for name, search, seed, earlier in (
         ("greedy", Search(max_length=most), says_padding, forward),
-        ("greedy_ends", Search(max_length=LONGEST), ending, {"seed": ending + 1}),  # so that half need no beam
+        ("greedy_ends", Search(max_length=LONGEST), ending, {"seed": ending + 1}),
+        ("more_greedy", Search(max_length=LONGEST), ending, {"seed": ending + 1}),  # so that half need no beam
         ("beam", Search(WIDE, PENALTY, LONGEST), ending, {"inputs": turned}),
         ("narrow_beam", Search(NARROW, SMALL_PENALTY, LONGEST), ending, {"seed": ending + 1}),
         ("beam_without_penalty", Search(WIDE, 0.0, LONGEST), ending, {"inputs": turned}),
@@ -219,6 +221,8 @@ def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
         names, dtypes = (f"decode/many_{name}", "decoding"), ("float64",)
         case = Case(*names, config, "", inputs, seed=seed, dtypes=dtypes, stage=DECODE, search=search)
         case = case if earlier is forward else replace(case, magnitude="ending")
+        if name == "more_greedy":  # more sentences than a port may compute at a time
+            case = replace(case, inputs={name: np.tile(array, (TIMES, 1)) for name, array in inputs.items()})
         changes: dict[str, Any] = {**earlier}
         yield replace(case, before=(replace(case, **changes),))
 

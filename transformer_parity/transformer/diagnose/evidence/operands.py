@@ -79,10 +79,8 @@ def other_input(
     wrong = (actual != right).any(-1)  # padding has the reference's values
     if wrong.sum() < 2:
         return ""
-    layer = re.match(r"\w+\.layers\.\d+\.|", name)
-    norms = [
-        norm.removesuffix(".scale") for norm in weights if norm.startswith(layer[0]) and norm.endswith("norm.scale")
-    ]
+    layer = re.sub(r"(\w+\.layers\.\d+\.|).*", r"\1", name)
+    norms = [norm.removesuffix(".scale") for norm in weights if norm.startswith(layer) and norm.endswith("norm.scale")]
     for other, state in _states(name, wanted):
         if state.shape != (*right.shape[:2], len(kernel)):
             continue
