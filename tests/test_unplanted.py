@@ -23,7 +23,6 @@ CONFIGS = [
     tiny("paper_base", d_k=None, d_v=None),
     tiny("paper_base", d_k=None, d_v=None, final_norm=True),
     tiny("paper_base", d_k=None, d_v=None, activation="gelu", label_smoothing_kind="off_target"),
-    tiny("marian", d_k=None, d_v=None),
 ]
 # One of them has large weights.
 SMALL = ("/padded", "/one_token", "full/longest", "full/longest/one_sentence")
@@ -36,6 +35,9 @@ CASES = {
     ]
     for stage in (ACTIVATIONS, GRADIENTS, DECODE)
 }
+MARIAN = port_cases(tiny("marian", d_k=None, d_v=None), (DECODE,))
+# Probabilities that are rounded to float16 decide there.
+CASES[DECODE] += [case for case in MARIAN if case.name == "decode/many_greedy_ends"]
 STEP_CASES = {case.name.partition("/")[2]: case for case in port_cases(CONFIGS[0], (STEPS,))}
 CASES[STEPS] = [
     replace(STEP_CASES["port_clipped"], snapshots=(2,)),
