@@ -53,7 +53,7 @@ def test_a_limit_of_inner_units_is_named():
 
 
 def test_training_before_a_forward_pass_changes_no_weight():
-    """So that only what else training leaves behind shows, such as dropout that stays on."""
+    """The case shows other effects of training, such as dropout that stays on."""
     case = next(case for case in port_cases(CONFIG) if case.name == "full/after_training")
     (training,) = case.before
     model, trained = load(case), case.load_weights()

@@ -73,7 +73,7 @@ class Case:
 
     @property
     def is_long(self) -> bool:
-        """Whether it has so many tokens that hypotheses are not tried on it, and that golden folders omit it."""
+        """Whether it has many tokens. No hypothesis is tried on such a case, and golden folders omit it."""
         return any(array.ndim == 2 and array.shape[1] > 256 for array in self.inputs.values())
 
     def author(self, backend: str, dtype: str) -> Author:

@@ -39,7 +39,7 @@ from transformer_spec.taps import matches
 from transformer_spec.training_config import TrainingConfig
 
 MANY = 33  # sentences of a search that is to show a rule that seldom decides
-TIMES = 4  # as many sentences, of one search
+TIMES = 4  # copies of these sentences in the largest batch
 SMALL_PENALTY = 1.5
 LONG = 1030  # tokens: 512 and 1024 are frequent limits
 SEEDS = 32  # of which the one with the most to decide is taken
@@ -222,7 +222,7 @@ def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
         case = Case(*names, config, "", inputs, seed=seed, dtypes=dtypes, stage=DECODE, search=search)
         case = case if earlier is forward else replace(case, magnitude="ending")
         if name == "more_greedy":  # more sentences than a port may compute at a time
-            case = replace(case, inputs={name: np.tile(array, (TIMES, 1)) for name, array in inputs.items()})
+            case = replace(case, inputs={each: np.tile(array, (TIMES, 1)) for each, array in inputs.items()})
         changes: dict[str, Any] = {**earlier}
         yield replace(case, before=(replace(case, **changes),))
 

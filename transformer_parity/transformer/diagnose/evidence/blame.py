@@ -219,7 +219,7 @@ def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
     if (given and not starts_at_padding) or len(evidence.blame.introduced) < 2:
         return evidence
     marks = evidence.blame.marks
-    if given:  # the port's values at padding, which such a gradient passes, are unknown: nothing behind it is judged
+    if given:  # such a gradient passes the port's values at padding, which are unknown: later gradients aren't judged
         first = evidence.blame.introduced[0]
         marks = tuple(mark for mark in marks if mark.verdict == FINE or mark.name == first)
     else:  # all may follow from one gradient, or from the loss

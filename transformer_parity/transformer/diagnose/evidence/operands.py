@@ -179,7 +179,8 @@ def other_affine(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str,
         return ""
     normed, actual = (wanted[name][wrong] - bias) / scale, alone[name][wrong]
     means = normed.mean(0), actual.mean(0)
-    factor = ((normed - means[0]) * (actual - means[1])).sum(0) / ((normed - means[0]) ** 2).sum(0)
+    with np.errstate(divide="ignore", invalid="ignore"):  # a channel may be constant
+        factor = ((normed - means[0]) * (actual - means[1])).sum(0) / ((normed - means[0]) ** 2).sum(0)
     summand = means[1] - factor * means[0]
     if not is_close(normed * factor + summand, actual):
         return ""
