@@ -58,6 +58,11 @@ class SearchResult:
         """The scores of the best hypotheses."""
         return self.nbest_scores[:, 0]
 
+    def cut_from(self, nbest_ids: Any, nbest_scores: Any) -> SearchResult:
+        """Return the same result in another type, from arrays that have it at the beginning of each axis."""
+        batch, count, length = self.nbest_ids.shape
+        return SearchResult(nbest_ids[:batch, :count, :length], nbest_scores[:batch, :count])
+
 
 class SearchPlan(NamedTuple):
     """The arguments of a search, checked, and what follows from them.
