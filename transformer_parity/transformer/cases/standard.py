@@ -323,8 +323,9 @@ def _prefixes_and_samples(config: TransformerConfig) -> Iterator[Case]:
         names = f"decode/{name}", "decoding"
         yield Case(*names, config, "", inputs, seed=58, dtypes=("float64",), stage=DECODE, search=search)
     translations = np.stack([ids["target_ids"], ids["target_ids"][::-1]], 1)  # [B, 2, T]
-    names = "scores/translations", "scores"
-    yield Case(*names, config, SCORE, {**inputs, "target_ids": translations}, seed=58, fast=False)
+    source_mask = (inputs["source_ids"] != config.pad_id) & (np.arange(SOURCE) != 1)  # one token is hidden
+    scored_inputs = {**inputs, "target_ids": translations, "source_mask": source_mask}
+    yield Case("scores/translations", "scores", config, SCORE, scored_inputs, seed=58, fast=False)
 
 
 def _search_in_blocks() -> Case:
