@@ -1,4 +1,4 @@
-"""Search (Vaswani et al., 2017, section 6.1): greedy and beam; samples; and the scores of given translations.
+"""Search (Vaswani et al., 2017, section 6.1): greedy search, beam search, samples, and scores of given translations.
 
 B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder.
 """
@@ -106,38 +106,38 @@ def sample(
     rules: SearchRules | None = None,
     as_numpy: bool = True,
 ) -> SearchResult:
-    """Draw each next token at random, with the probability that the model gives it, until it is the end symbol.
+    """Sample translations: draw each next token from the model's distribution until the end symbol is drawn.
 
-    The same seed draws the same samples. A sample depends on its number and on the number of its sentence in the batch,
-    not on the other sentences.
+    The same seed gives the same samples. A sample depends only on the seed, on its own number, and on the row of its
+    sentence in the batch, not on the other sentences.
 
     Args:
         model: The model.
-        source_ids: The source sentences [B, S], padded with ``config.pad_id``.
-        num_samples: How many translations of each sentence to draw.
-        temperature: What the log-probabilities are divided by first: below 1, likely tokens become likelier.
-        top_k: Draw from so many of the likeliest tokens (Fan et al., 2018). None is all.
-        top_p: Draw from the likeliest tokens whose probabilities add up to this much (Holtzman et al., 2020); applies
-            after ``top_k``. None is all.
-        seed: Of the random numbers, at least 0.
-        max_length: The most tokens to generate, the end symbol included. None is each source's length + 50.
-        min_length: The fewest tokens to generate, the end symbol included.
-        start_id: What the decoder reads first. None is ``config.bos_id``.
-        source_mask: True where a source position holds a token [B, S]. None derives it from the ids.
-        on_step: Called after each step with the samples so far [B, K, n], padded behind the end symbol.
-        prefix_ids: What the samples of each sentence begin with [B, P], without start symbol, padded at the end. These
-            tokens count with a log-probability of 0 (``SearchRules.score_forced``).
-        rules: Which tokens are allowed, where it is not what is described here. None is the paper's.
-        as_numpy: False returns arrays of JAX on the model's device.
+        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
+        num_samples: Number of samples per sentence.
+        temperature: Divides the log-probabilities before a token is drawn; values below 1 favour likely tokens.
+        top_k: Draw only from the ``top_k`` likeliest tokens (Fan et al., 2018). None uses all tokens.
+        top_p: Draw only from the smallest set of likeliest tokens whose probabilities sum to at least ``top_p``
+            (Holtzman et al., 2020). Applies after ``top_k``. None uses all tokens.
+        seed: Seed of the random numbers, at least 0.
+        max_length: Maximum number of tokens to generate, including the end symbol. None uses the source length + 50.
+        min_length: Minimum number of tokens to generate, including the end symbol.
+        start_id: First token that the decoder reads. None uses ``config.bos_id``.
+        source_mask: True at source positions that hold a token [B, S]. None derives the mask from the ids.
+        on_step: Called after each step with the samples so far [B, K, n], padded after the end symbol.
+        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without the start symbol, padded with
+            ``config.pad_id``. They add 0 to the score, or their log-probability if ``rules.score_forced`` is set.
+        rules: Rules of other programs, for example banned tokens. None uses the paper's.
+        as_numpy: False returns JAX arrays on the model's device instead of NumPy arrays.
 
     Returns:
-        ``num_samples`` hypotheses for each sentence, as they were drawn; the score of each is its log-probability, with
-        a temperature of 1 and with all tokens.
+        ``num_samples`` hypotheses per sentence, in the order in which they are drawn. A score is the log-probability
+        that the model assigns to the sample, before temperature, ``top_k`` and ``top_p``.
 
     Raises:
-        TypeError: Ids, sizes or lengths that are not integers, or a mask that is not boolean.
-        ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, a temperature, size or probability that
-            makes no sense, lengths that contradict each other or the model's positions, or a model that computes NaN.
+        TypeError: If ids, sizes or lengths are not integers, or the mask is not boolean.
+        ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, a setting is out of range,
+            lengths contradict each other or the model's positions, or the model computes NaN.
     """
     search = Search(
         num_hypotheses=check_integer("num_samples", num_samples, minimum=1),
@@ -157,24 +157,25 @@ def sample(
 def score(
     model: Transformer, source_ids: Any, target_ids: Any, start_id: int | None = None, source_mask: Any = None
 ) -> Scores:
-    """Return the log-probabilities that the model gives to translations, as for reranking.
+    """Return the log-probabilities that the model assigns to given translations, for example to rerank them.
 
-    With the ``nbest_ids`` of a search, the tokens of the hypotheses are scored.
+    To score each token of the hypotheses of a search, pass its ``nbest_ids``.
 
     Args:
         model: The model.
-        source_ids: The source sentences [B, S], padded with ``config.pad_id``.
-        target_ids: Their translations [B, T], or several of each sentence [B, N, T], without the start symbol, up to
-            and including ``config.eos_id``, padded with ``config.pad_id``.
-        start_id: What the decoder reads first. None is ``config.bos_id``.
-        source_mask: True where a source position holds a token [B, S]. None derives it from the ids.
+        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
+        target_ids: One translation per sentence [B, T], or N of them [B, N, T], without the start symbol, including
+            ``config.eos_id``, padded with ``config.pad_id``.
+        start_id: First token that the decoder reads. None uses ``config.bos_id``.
+        source_mask: True at source positions that hold a token [B, S]. None derives the mask from the ids.
 
     Returns:
         The log-probability of each translation [B] or [B, N], and of each of its tokens [B, T] or [B, N, T].
 
     Raises:
-        TypeError: Ids that are not integers, or a mask that is not boolean.
-        ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, or too many positions.
+        TypeError: If ids are not integers, or the mask is not boolean.
+        ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, or there are more tokens than
+            the model has positions.
     """
     source_ids, source_mask = model._take("source", source_ids, source_mask)  # [B, S]
     target_ids = to_array("target_ids", target_ids)

@@ -78,11 +78,11 @@ class SearchPlan(NamedTuple):
         num_hypotheses: How many finished hypotheses of each sentence are returned.
         pool_size: How many of them are kept.
         rules: Which other program's search it is.
-        prefix: What the hypotheses of each sentence begin with, padded; () if nothing is given.
-        uniforms: The random numbers of sampling, in [0, 1), one per token of each sample; () in other searches.
-        temperature: What sampling divides log-probabilities by.
-        top_k: Of how many tokens sampling chooses at most.
-        top_p: Sampling chooses from the likeliest tokens whose probabilities add up to this.
+        prefix: Tokens that the hypotheses of each sentence begin with, padded; () if there are none.
+        uniforms: Random numbers in [0, 1), one per token of each sample; () if the search draws no samples.
+        temperature: Divides the log-probabilities before a token is drawn.
+        top_k: Maximum number of tokens to draw from.
+        top_p: Draw from the likeliest tokens whose probabilities sum to at least this number.
     """
 
     pad_id: int
