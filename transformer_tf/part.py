@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from numpy import ndarray
 
-from transformer_spec.checks import check_given, check_next_ids, check_same_batch
+from transformer_spec.checks import check_given, check_next_ids, check_room, check_same_batch
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
 from transformer_tf.block import Configured, loading
@@ -23,13 +23,13 @@ from transformer_tf.layers import Dropout, LayerNorm
 from transformer_tf.masks import padding_mask, target_padding_mask
 from transformer_tf.runtime import (
     as_placed,
-    check_placement,
     placed,
     set_precision,
     to_device,
     to_ids,
     to_mask,
     to_memory,
+    to_policy,
 )
 from transformer_tf.weights import get_weights, set_weights
 
@@ -48,24 +48,27 @@ class Part(Configured, keras.Model):
     ) -> None:
         super().__init__(dtype=dtype, **kwargs)
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
+        norm = LayerNorm if config.embedding_norm else lambda *_, **__: None
         tied = config.tie_embeddings == "all"
         self.config = config
         self.device: str | None = None  # where calls run; None is where the caller's scope says
         if self.part != "decoder" or tied:
-            self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype=dtype)
+            self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype, name="source_embedding")
         if self.part != "decoder":
-            self.source_position = position(config, dtype=dtype)
-            self.source_embedding_norm = LayerNorm(config, dtype=dtype) if config.embedding_norm else None
-            self.encoder = EncoderStack(config, dtype=dtype)
+            self.source_position = position(config, dtype, name="source_position")
+            self.source_embedding_norm = norm(config, dtype, name="source_embedding_norm")
+            self.encoder = EncoderStack(config, dtype, name="encoder")
         if self.part != "encoder":
             self.target_embedding = (
-                self.source_embedding if tied else TokenEmbedding(config.target_vocab_size, config, dtype=dtype)
+                self.source_embedding
+                if tied
+                else TokenEmbedding(config.target_vocab_size, config, dtype, name="target_embedding")
             )
-            self.target_position = position(config, dtype=dtype)
-            self.target_embedding_norm = LayerNorm(config, dtype=dtype) if config.embedding_norm else None
-            self.decoder = DecoderStack(config, dtype=dtype)
-            self.output_proj = OutputProjection(config, self.target_embedding, dtype=dtype)
-        self.dropout = Dropout(config.dropout.embedding, dtype=dtype)
+            self.target_position = position(config, dtype, name="target_position")
+            self.target_embedding_norm = norm(config, dtype, name="target_embedding_norm")
+            self.decoder = DecoderStack(config, dtype, name="decoder")
+            self.output_proj = OutputProjection(config, self.target_embedding, dtype, name="output_proj")
+        self.dropout = Dropout(config.dropout.embedding, dtype=dtype, name="dropout")
         self.built = True
         self.fast = fast
         if fast:
@@ -76,8 +79,8 @@ class Part(Configured, keras.Model):
         cls,
         config: TransformerConfig,
         weights: Mapping[str, ndarray],
-        dtype: str = "float32",
-        device: str | None = None,
+        dtype: Any = "float32",
+        device: Any = None,
         precision: str | None = None,
         *,
         fast: bool = True,
@@ -85,26 +88,25 @@ class Part(Configured, keras.Model):
         """Build a model in inference mode that holds a copy of the given weights.
 
         Args:
-            config: What the weights are weights of.
-            weights: One array per canonical name, of any floating-point dtype. A part leaves the others unread.
-            dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
-            device: ``cpu`` or ``gpu``. None leaves the place to the framework.
-            precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
-                None leaves it as it is.
+            config: Config of the model that the weights belong to.
+            weights: One array per canonical name, in any floating-point dtype. An encoder or decoder skips the others.
+            dtype: Dtype policy: ``float64``, ``float32``, ``bfloat16`` or ``mixed_bfloat16``, also as an object.
+            device: ``cpu``, ``gpu`` or TensorFlow's name, such as ``/GPU:1``. None is the caller's ``tf.device``.
+            precision: ``highest`` or ``fast`` calls ``set_precision``, for the whole process. None does not.
             fast: True computes with ``fast.py``, which agrees with the formulas up to rounding. False computes each
                 formula as it is written.
 
         Raises:
-            TypeError: A weight is not of a floating-point dtype.
-            ValueError: The weights are not those of the config, or dtype, device or precision is unknown.
-            RuntimeError: The device is not visible.
+            TypeError: If a weight does not have a floating-point dtype.
+            ValueError: If the weights don't fit the config, or if dtype, device or precision is unknown.
+            RuntimeError: If the device is not visible.
         """
-        check_placement(dtype, device)
+        policy, device = to_policy(dtype), to_device(device)
         if precision is not None:
             set_precision(precision)
-        with placed(to_device(device)), loading():
-            model = cls(config, dtype=dtype, fast=fast)
-        model.device = to_device(device)
+        with placed(device), loading():
+            model = cls(config, dtype=policy, fast=fast)
+        model.device = device
         set_weights(model, weights)
         return model
 
@@ -125,14 +127,21 @@ class Part(Configured, keras.Model):
     def from_file(
         cls,
         path: str | Path,
-        dtype: str = "float32",
-        device: str | None = None,
+        dtype: Any = "float32",
+        device: Any = None,
         precision: str | None = None,
         *,
         fast: bool = True,
     ) -> Self:
-        """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
+        """Build a model from a safetensors file; the other arguments and errors are those of ``from_weights``."""
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
+
+    @property
+    def _default_save_signature(self):
+        """Return the function of the ids that ``tf.saved_model.save`` exports. A decoder has none."""
+        names = {None: ["source_ids", "target_ids"], "encoder": ["source_ids"], "decoder": []}[self.part]
+        signature = [tf.TensorSpec([None, None], tf.int32, name) for name in names]
+        return tf.function(lambda *ids: self(*ids), signature, autograph=False) if names else None
 
     def export_weights(self) -> dict[str, ndarray]:
         """Return a copy of every parameter under its canonical name, in the model's dtype."""
@@ -158,8 +167,13 @@ class Part(Configured, keras.Model):
 
     _take_memory_for_cache = _take_memory  # the whole model overrides it: it can compute the memory
 
-    def _take_both(self, source_ids=None, target_ids=None, source_mask=None, target_mask=None, **options):
+    def _take_both(self, source_ids=..., target_ids=..., source_mask=None, target_mask=None, **options):
         """Return the arguments of a call of the whole model, checked, by name."""
+        if source_ids is ... or target_ids is ...:
+            missing = "source_ids" if source_ids is ... else "target_ids"
+            raise TypeError(
+                f"{missing} must be given: call model(source_ids, target_ids) or model([source_ids, target_ids])"
+            )
         source_ids, source_mask = self._take("source", source_ids, source_mask)
         target_ids, target_mask = self._take("target", target_ids, target_mask)
         check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))
@@ -167,12 +181,15 @@ class Part(Configured, keras.Model):
         return {**ids, "source_mask": source_mask, "target_mask": target_mask, **options}
 
     def _take_next(self, ids, cache):
-        """Return the id of each hypothesis at the next target position, checked."""
-        ids = (ids if tf.is_tensor(ids) else np.asarray(ids))[None]
-        ids = to_ids("target_ids", ids, self.config.target_vocab_size, None)[0]
+        """Return the ids of each hypothesis at the next target positions [R, L], checked."""
+        ids = ids if tf.is_tensor(ids) else np.asarray(ids)
+        is_one = len(ids.shape) == 1
+        ids = to_ids("target_ids", ids[None] if is_one else ids, self.config.target_vocab_size, None)
+        ids = tf.transpose(ids) if is_one else ids
         length = tf.get_static_value(cache.length)  # None inside a traced function
         length = None if length is None else int(length)
-        check_next_ids(tuple(ids.shape), length, tuple(cache.self_mask.shape))
+        check_next_ids(tuple(ids.shape)[:1], length, tuple(cache.self_mask.shape))
+        check_room(length, ids.shape[1], cache.self_mask.shape[3])
         return ids
 
 
