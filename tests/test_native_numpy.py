@@ -18,6 +18,7 @@ from transformer_spec import DropoutRates, TrainingConfig, TransformerConfig, ch
 
 SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
 TARGET = np.array([[1, 3, 4], [1, 5, 0]])
+LABELS = np.array([[3, 4, 2], [5, 2, 0]])
 ONE_LAYER = {"num_encoder_layers": 1, "num_decoder_layers": 1}
 
 
@@ -118,12 +119,12 @@ def test_training_writes_into_nothing_it_is_given():
     trainer = ref.Trainer(
         ref.Transformer.from_weights(tiny_config(**ONE_LAYER), weights), TrainingConfig(warmup_steps=10)
     )
-    trainer.train_step(SOURCE, TARGET, np.array([[3, 4, 2], [5, 2, 0]]))
+    trainer.train_step(SOURCE, TARGET, LABELS)
     state = trainer.export_state()
     for array in (*state.first_moment.values(), *state.second_moment.values()):
         array.flags.writeable = False
     trainer.load_state(state)
-    trainer.train_step(SOURCE, TARGET, np.array([[3, 4, 2], [5, 2, 0]]))
+    trainer.train_step(SOURCE, TARGET, LABELS)
 
 
 def test_copies():
@@ -152,13 +153,13 @@ def test_threads_share_a_model():
 def test_global_state_is_left_alone():
     """Nor does it depend on any: not on NumPy's generator, nor on how errors are handled."""
     before, handling = np.random.get_state()[1].copy(), np.geterr()
-    for factor, under in ((1, "raise"), (20, "ignore")):  # where scores are large, probabilities underflow
+    for factor in (1, 20):  # where scores are large, probabilities underflow
         weights = {name: factor * array for name, array in random_weights(tiny_config()).items()}
-        with np.errstate(all="raise", under=under):
+        with np.errstate(all="raise"):
             model = ref.Transformer.from_weights(tiny_config(), weights)
             model(SOURCE, TARGET)
             ref.beam_search(model, SOURCE, max_length=3)
-            ref.Trainer(model, TrainingConfig()).train_step(SOURCE, TARGET, np.array([[3, 4, 2], [5, 2, 0]]))
+            ref.Trainer(model, TrainingConfig()).train_step(SOURCE, TARGET, LABELS)
     np.testing.assert_array_equal(np.random.get_state()[1], before)
     assert np.geterr() == handling
 
@@ -176,3 +177,81 @@ def test_fast_adam_updates_wide_rows_as_the_formulas_do():
     for name in ("parameters", "first_moment", "second_moment"):
         np.testing.assert_allclose(getattr(ours, name)["kernel"], getattr(plain, name)["kernel"], rtol=1e-12)
     assert not np.array_equal(ours.parameters["kernel"], start["kernel"])
+
+
+# --- What NumPy's users say and forget ---
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32"), "f4", ">f4", "single", np.zeros(1, "f").dtype])
+def test_a_dtype_in_every_spelling(dtype):
+    config = tiny_config(**ONE_LAYER)
+    built = ref.Transformer(config, dtype), ref.Transformer.from_weights(config, random_weights(config), dtype)
+    assert {array.dtype for model in built for array in model.export_weights().values()} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.int32, "int32", "bfloat16", "half-precision", None, 4, {"f": 4}])
+def test_a_dtype_that_is_not_offered(dtype):
+    for build_it in (ref.Transformer, lambda config, dtype: build(dtype)):
+        with pytest.raises(ValueError, match=r"^dtype must be one of float64, float32: got "):
+            build_it(tiny_config(**ONE_LAYER), dtype)
+
+
+def test_repr_shows_sizes_dtype_and_number_of_parameters():
+    model = build("float32")
+    count = sum(array.size for array in model.export_weights().values())
+    assert repr(model).startswith("Transformer(source_vocab_size=37, target_vocab_size=37, d_model=24, num_heads=")
+    assert repr(model).endswith(f"num_encoder_layers=1, num_decoder_layers=1): {count:,} parameters in float32")
+    encoder = ref.Encoder(model.config, np.float64)
+    assert repr(encoder).startswith("Encoder(")
+    assert f" {sum(array.size for array in encoder.export_weights().values()):,} parameters in float64" in repr(encoder)
+
+
+@pytest.mark.parametrize("rng", [0, True, np.random.RandomState(0), np.random])
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_a_seed_is_no_generator(rng, rate):
+    model = build(dropout=dict.fromkeys(("embedding", "attention", "residual", "feed_forward"), rate))
+    for call in (lambda: model(SOURCE, TARGET, rng=rng), lambda: model.encoder(model.encode(SOURCE), rng=rng)):
+        with pytest.raises(TypeError, match=r"^rng must be a numpy\.random\.Generator: got .*default_rng\(seed\)"):
+            call()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "swish"])
+def test_probabilities_may_underflow(activation, dtype, fast):
+    config = tiny_config(**ONE_LAYER, activation=activation)
+    weights = {name: 20 * array for name, array in random_weights(config).items()}
+    weights["encoder.layers.0.feed_forward.inner_proj.bias"][:] = -1e-300  # underflows in float32
+    rules = ref.SearchRules(no_repeat_ngram_size=2, renormalize=True)
+    with np.errstate(all="raise"):
+        model = ref.Transformer.from_weights(config, weights, dtype, fast=fast)
+        logits = model(SOURCE, TARGET)
+        ref.cross_entropy(logits, LABELS, config)
+        ref.gradients(model, SOURCE, TARGET, LABELS)
+        trainer = ref.Trainer(model, TrainingConfig())
+        trainer.train_step(SOURCE, TARGET, LABELS)
+        trainer.gradient(SOURCE, TARGET, LABELS)
+        trainer.evaluate(SOURCE, TARGET, LABELS)
+        ref.greedy_search(model, SOURCE, max_length=3)
+        ref.beam_search(model, SOURCE, max_length=3, rules=rules)
+        model.encoder.layers[0](model.encode(SOURCE))
+        big = np.full((1, 1, 2, 4), 1e3, dtype) * np.array([[1], [-1]], dtype)
+        ref.scaled_dot_product_attention(big, big, big)
+
+
+def test_masked_memory_and_labels_are_refused():
+    model, remedy = build(), r"must be a plain array: got a masked array; call \.filled\(value\) first$"
+    with pytest.raises(TypeError, match=f"^memory {remedy}"):
+        model.decode(TARGET, np.ma.array(model.encode(SOURCE)), SOURCE)
+    with pytest.raises(TypeError, match=f"^labels {remedy}"):
+        ref.gradients(model, SOURCE, TARGET, np.ma.masked_equal(LABELS, 0))
+
+
+def test_a_model_of_something_else():
+    weights = build().export_weights()
+    for call in (
+        lambda: ref.gradients(weights, SOURCE, TARGET, LABELS),
+        lambda: ref.Trainer(ref.Encoder(tiny_config()), TrainingConfig()),
+    ):
+        with pytest.raises(TypeError, match=r"^model must be a Transformer: got (dict|Encoder)$"):
+            call()

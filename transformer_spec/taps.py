@@ -22,6 +22,19 @@ def no_tap(name: str, value: Any) -> Any:
     return value
 
 
+def checked(tap: Tap) -> Tap:
+    """Return a tap that raises TypeError if the given one returns None, as a function that forgets ``return`` does."""
+    if tap is no_tap:
+        return no_tap
+
+    def returning(name: str, value: Any) -> Any:
+        if (used := tap(name, value)) is None:
+            raise TypeError(f"the tap must return a value for {name}: got None; end it with `return value`")
+        return used
+
+    return returning
+
+
 def within(tap: Tap, prefix: str) -> Tap:
     """Return a tap for a sub-module, whose names then begin with the sub-module's path."""
     if tap is no_tap:
