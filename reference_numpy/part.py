@@ -27,6 +27,8 @@ from transformer_spec.names import find, parameter_shapes
 class Part:
     """A Transformer, or its encoder or its decoder alone, whose parameters have the same names.
 
+    The matrices of a new model are zero until ``set_weights``. ``from_weights`` builds and sets.
+
     Attributes:
         part: ``encoder``, ``decoder``, or None for both. Either alone has a copy of its own of a table that both share.
     """

@@ -27,6 +27,7 @@ from transformer_spec.checks import (
     check_same_batch,
     check_trainable,
     check_type,
+    to_array,
 )
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import check_training_state, find, parameter_shapes
@@ -57,7 +58,8 @@ def cross_entropy(
         TypeError: Labels that are not integers.
         ValueError: Labels of the wrong shape or outside the vocabulary.
     """
-    labels = to_ids("labels", labels, config.target_vocab_size, None)
+    check_type("config", config, TransformerConfig)
+    logits, labels = to_array("logits", logits), to_ids("labels", labels, config.target_vocab_size, None)
     check_labels(labels.shape, logits.shape[:2])
     log_probabilities = log_softmax(logits)  # [B, T, V]
     right = np.take_along_axis(log_probabilities, labels[..., None], -1)[..., 0]  # [B, T]
@@ -153,6 +155,8 @@ class Trainer:
         check_type("model", model, Transformer)
         check_type("settings", settings, TrainingConfig)
         check_trainable(model.source_embedding.table.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
+        if not model.source_embedding.table.any():
+            raise ValueError("the model has no weights yet: call set_weights(model, init_weights(config, seed)) first")
         seed = check_integer("seed", seed, minimum=0)
         check_choice("dropout", dropout, DROPOUTS)
         self.model = model
@@ -161,7 +165,7 @@ class Trainer:
         self.step = 0  # steps taken
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         adam = FastAdam if model.fast else Adam
-        self.optimizer = adam({name: find(model, name) for name in parameter_shapes(model.config)}, settings)
+        self.optimizer = adam(_parameters(model), settings)
 
     @UNDERFLOW
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
@@ -184,6 +188,7 @@ class Trainer:
         norm = global_norm(gradient) / count
         scale = clip_factor(norm, settings.clip_norm) / count
         learning_rate = settings.learning_rate(self.step + 1, config.d_model)
+        self.optimizer.parameters = _parameters(self.model)
         self.optimizer.update(gradient, scale, learning_rate, settings.bias_corrections(self.step + 1))
         if self.model.fast:
             reuse(self.model, gradient)
@@ -252,6 +257,11 @@ class Trainer:
         cross_mask, target_mask = source_mask[:, None, None, :], target_mask[:, None, None, :]
         self_mask = causal_mask(target_ids.shape[1]) & target_mask
         return LayerInputs({"encoder": (cross_mask,), "decoder": (self_mask, cross_mask)}, rng)
+
+
+def _parameters(model):
+    """Return the arrays of a model as they are now: a caller may assign others between two steps."""
+    return {name: find(model, name) for name in parameter_shapes(model.config)}
 
 
 def _take(model, source_ids, target_ids, labels):

@@ -158,12 +158,18 @@ def test_a_config_or_settings_as_a_dict(backend, model):
 def test_a_tap_that_forgets_its_return(backend, model):
     shown = []
     for tap, first in ((lambda name, value: shown.append(name), "source_embedding.output"), (only_scores, "logits")):
-        message = f"the tap must return a value for {first}: got None; end it with `return value`"
+        message = f"the tap must return {first} or an array like it: got NoneType; end it with `return value`"
         kind, said = refusal(model, SOURCE, TARGET, tap=tap)  # Keras adds the arguments of the call
         assert kind is TypeError
         assert message in said
-    message = "the tap must return a value for target_embedding.output: got None; end it with `return value`"
+    message = (
+        "the tap must return target_embedding.output or an array like it: got NoneType; end it with `return value`"
+    )
     cache = model.init_cache(SOURCE, 3)
+    assert refusal(model.decode_step, [1, 1], cache, tap={}) == (
+        TypeError,
+        "tap must be a function of a name and a value: got dict",
+    )
     assert refusal(model.decode_step, [1, 1], cache, tap=lambda name, value: None) == (TypeError, message)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -31,7 +32,7 @@ def build(dtype="float64", **overrides):
 @pytest.mark.parametrize("copied", [lambda x: x, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_tied_table_is_one_array_in_two_places(tie, copied):
     model = copied(build(tie_embeddings=tie))
-    assert model.output_proj.table is model.target_embedding.table
+    assert model.output_proj.embedding is model.target_embedding
     expected, x = model(SOURCE, TARGET), np.ones((1, 1, 24))
     logits = model.output_proj(x)
     model.target_embedding.table *= 2.0
@@ -255,3 +256,52 @@ def test_a_model_of_something_else():
     ):
         with pytest.raises(TypeError, match=r"^model must be a Transformer: got (dict|Encoder)$"):
             call()
+
+
+def test_an_assigned_array_is_computed_with_exported_and_trained():
+    model = build()
+    trainer = ref.Trainer(model, TrainingConfig(warmup_steps=10))
+    layer, table = model.encoder.layers[0].feed_forward.inner_proj, np.full((37, 24), 0.5)
+    layer.kernel, model.source_embedding.table = np.zeros_like(layer.kernel), table
+    assert not model.export_weights()["encoder.layers.0.feed_forward.inner_proj.kernel"].any()
+    before = model(SOURCE, TARGET)
+    trainer.train_step(SOURCE, TARGET, LABELS)
+    assert layer.kernel.any()
+    assert not np.array_equal(model(SOURCE, TARGET), before)
+
+
+def test_other_layers_than_the_config_says_are_not_exported():
+    for change, found in ((lambda layers: layers.pop(), 1), (lambda layers: layers.append(layers[0]), 3)):
+        model = build(num_encoder_layers=2)
+        change(model.encoder.layers)
+        with pytest.raises(ValueError, match=f"^encoder.layers must have 2 layers, as the config says: got {found}$"):
+            model.export_weights()
+
+
+def test_arguments_in_the_wrong_place():
+    model, weights = build(), random_weights(tiny_config(**ONE_LAYER))
+    mapping = "must be a mapping of names to arrays, as export_weights() returns it: got"
+    for function, arguments, message in (
+        (ref.set_weights, (weights, model), "model must be a Model: got dict"),
+        (ref.get_weights, (ref.Trainer(model, TrainingConfig()),), "model must be a Model: got Trainer"),
+        (ref.set_weights, (model, [*weights.values()]), f"weights {mapping} list"),
+        (ref.save_weights, ("model.safetensors", model.config, model), f"weights {mapping} Transformer"),
+        (ref.cross_entropy, (np.ones((2, 3, 37)), LABELS, {}), "config must be a TransformerConfig: got dict"),
+    ):
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+            function(*arguments)
+    logits = model(SOURCE, TARGET)
+    assert ref.cross_entropy(logits.tolist(), LABELS, model.config) == ref.cross_entropy(logits, LABELS, model.config)
+
+
+@pytest.mark.parametrize("arguments", [(10, 7), (10, 8, "sines"), (10, 8, "split", "n"), (10, 2, "split", "m_minus_1")])
+def test_sinusoids_that_do_not_exist(arguments):
+    with pytest.raises(ValueError, match=r"even d_model|must be one of|at least 4"):
+        ref.sinusoidal_encoding(*arguments)
+
+
+def test_a_model_without_weights_is_not_trained():
+    """Its matrices are zero, and the gradients of some stay zero."""
+    message = r"^the model has no weights yet: call set_weights\(model, init_weights\(config, seed\)\) first$"
+    with pytest.raises(ValueError, match=message):
+        ref.Trainer(ref.Transformer(tiny_config()), TrainingConfig())

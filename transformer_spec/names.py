@@ -89,6 +89,9 @@ def check_weights(
         ValueError: Missing, extra, mis-shaped or non-finite tensors; the message names them.
     """
     check_type("config", config, TransformerConfig)
+    if not isinstance(weights, Mapping):
+        got = type(weights).__name__
+        raise TypeError(f"{what} must be a mapping of names to arrays, as export_weights() returns it: got {got}")
     layers = sum(getattr(config, f"num_{stack}_layers") for stack in PARTS if part in (None, stack))
     if layers > len(weights):  # before the names of that many layers are spelled out
         raise ValueError(f"{what} hold {len(weights)} tensors, too few for the config's {layers} layers")

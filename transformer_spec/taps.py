@@ -23,13 +23,17 @@ def no_tap(name: str, value: Any) -> Any:
 
 
 def checked(tap: Tap) -> Tap:
-    """Return a tap that raises TypeError if the given one returns None, as a function that forgets ``return`` does."""
+    """Return a tap that raises TypeError if the given one returns no array of as many axes, such as None."""
     if tap is no_tap:
         return no_tap
+    if not callable(tap):
+        raise TypeError(f"tap must be a function of a name and a value: got {type(tap).__name__}")
 
     def returning(name: str, value: Any) -> Any:
-        if (used := tap(name, value)) is None:
-            raise TypeError(f"the tap must return a value for {name}: got None; end it with `return value`")
+        used = tap(name, value)
+        if len(getattr(used, "shape", ())) != len(value.shape):
+            got = type(used).__name__
+            raise TypeError(f"the tap must return {name} or an array like it: got {got}; end it with `return value`")
         return used
 
     return returning
