@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from numpy import ndarray
 
-from transformer_spec.names import Model, check_weights, find, parameter_shapes, rounded
+from transformer_spec.checks import check_type
+from transformer_spec.names import PARTS, Model, check_weights, find, parameter_shapes, rounded
 
 
 def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
@@ -16,6 +17,7 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
         TypeError: A weight is not of a floating-point dtype.
         ValueError: The weights are not those of the model's config, or overflow its dtype.
     """
+    check_type("model", model, Model)
     check_weights(model.config, weights, part=model.part)
     for name in parameter_shapes(model.config, model.part):
         parameter = find(model, name)
@@ -23,5 +25,15 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
-    """Copy every parameter out of a model, in the model's dtype."""
+    """Copy every parameter out of a model, in the model's dtype.
+
+    Raises:
+        TypeError: If it is not a model.
+        ValueError: If it has more or fewer layers than its config says.
+    """
+    check_type("model", model, Model)
+    for stack in PARTS:
+        layers, depth = getattr(model, stack, None), getattr(model.config, f"num_{stack}_layers")
+        if layers is not None and len(layers.layers) != depth:
+            raise ValueError(f"{stack}.layers must have {depth} layers, as the config says: got {len(layers.layers)}")
     return {name: find(model, name).copy() for name in parameter_shapes(model.config, model.part)}

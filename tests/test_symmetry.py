@@ -66,6 +66,8 @@ ALLOWED = [
     ("tf", "runtime", "lacks definition check_placement", "Keras has dtype policies, and names of devices"),
     ("tf", "runtime", "adds definition to_policy", "Keras has dtype policies"),
     ("torch", "*", "adds definition *.extra_repr", "how torch prints a module"),
+    ("torch jax tf", "part", "lacks definition Part.__repr__", "every framework prints its modules"),
+    ("torch jax tf", "runtime", "lacks definition check_rng", STATE),
     ("torch", "masks.causal_mask", "adds parameter device", DEVICE),
     ("torch", "runtime.to_*", "adds parameter device", DEVICE),
     ("torch jax", "part", "adds definition Part.device", "follows from where the parameters are"),

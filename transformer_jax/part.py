@@ -21,7 +21,7 @@ from transformer_jax.layers import Dropout, LayerNorm
 from transformer_jax.masks import padding_mask, target_padding_mask
 from transformer_jax.runtime import PRECISIONS, check_placement, to_device, to_ids, to_mask, to_memory
 from transformer_jax.weights import get_weights, set_weights
-from transformer_spec.checks import check_choice, check_given, check_next_ids
+from transformer_spec.checks import check_choice, check_given, check_next_ids, check_type
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
 
@@ -38,6 +38,7 @@ class Part(nnx.Module):
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, fast: bool = True, rngs: nnx.Rngs) -> None:
         if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             raise RuntimeError("float64 is off in JAX: switch it on by jax.config.update('jax_enable_x64', True)")
+        check_type("config", config, TransformerConfig)
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         tied = config.tie_embeddings == "all"
         self.config = config

@@ -34,6 +34,7 @@ from transformer_spec.checks import (
     check_labels,
     check_same_batch,
     check_trainable,
+    check_type,
 )
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import check_training_state, parameter_shapes, rounded, tap_shapes
@@ -107,6 +108,7 @@ class Trainer:
         mesh: Mesh | None = None,
         dropout: str = "global",
     ) -> None:
+        check_type("settings", settings, TrainingConfig)
         check_trainable(model.source_embedding.table.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
         check_choice("dropout", dropout, DROPOUTS)

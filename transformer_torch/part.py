@@ -11,7 +11,7 @@ import torch
 from numpy import ndarray
 from torch import nn
 
-from transformer_spec.checks import check_given
+from transformer_spec.checks import check_given, check_type
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
 from transformer_torch.decoder import DecoderStack
@@ -35,6 +35,7 @@ class Part(nn.Module):
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, fast: bool = True) -> None:
         super().__init__()
+        check_type("config", config, TransformerConfig)
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         tied = config.tie_embeddings == "all"
         self.config = config

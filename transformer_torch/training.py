@@ -22,6 +22,7 @@ from transformer_spec.checks import (
     check_labels,
     check_same_batch,
     check_trainable,
+    check_type,
 )
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import check_training_state
@@ -117,6 +118,7 @@ class Trainer:
         compile: bool = False,  # noqa: A002
     ) -> None:
         dtype = dtype_name(_transformer(model).source_embedding.table)
+        check_type("settings", settings, TrainingConfig)
         check_trainable(dtype, settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
         check_choice("dropout", dropout, DROPOUTS)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from transformer_spec.checks import check_integer, check_next_ids, check_positions, check_same_batch
 from transformer_spec.shapes import Bool, Float, Int
-from transformer_spec.taps import Tap, no_tap, within
+from transformer_spec.taps import Tap, checked, no_tap, within
 from transformer_torch.decoder import DecoderCache
 from transformer_torch.masks import causal_mask
 from transformer_torch.part import Part
@@ -41,6 +41,7 @@ class Encoder(Part):
 
     def _encode(self, source_ids, source_mask, tap=no_tap):
         """Return the memory of ids and a mask that have been checked."""
+        tap = checked(tap)
         x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
         if self.source_embedding_norm is not None:
             x = self.source_embedding_norm(x)
@@ -79,6 +80,7 @@ class Decoder(Part):
 
     def _decode(self, target_ids, memory, target_mask, source_mask, tap=no_tap):
         """Return the logits of ids, memory and masks that have been checked."""
+        tap = checked(tap)
         x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
@@ -137,7 +139,7 @@ class Decoder(Part):
         ids = target_ids if isinstance(target_ids, Tensor) else np.asarray(target_ids)
         target_ids = to_ids("target_ids", ids[None], self.config.target_vocab_size, None, self.device)[0]
         check_next_ids(target_ids.shape, cache.length, cache.self_mask.shape)
-        n = cache.length
+        tap, n = checked(tap), cache.length
         cache.self_mask[:, 0, 0, n] = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
         x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
         if self.target_embedding_norm is not None:

@@ -213,7 +213,7 @@ ENTRIES: dict[str, Table] = {
                     "masked_softmax_backward(\n"
                     "        masked_softmax(logits), masked_softmax(masked_softmax(logits)) - target), 0.0)",
                 ),
-                ("import log_softmax, masked_softmax", "import log_softmax, masked_softmax, masked_softmax_backward"),
+                ("log_softmax, masked_softmax\n", "log_softmax, masked_softmax, masked_softmax_backward\n"),
                 module="training",
             ),
             "padding counts": by_hand(
