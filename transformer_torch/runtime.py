@@ -35,25 +35,40 @@ def set_precision(precision: str) -> None:
     torch.set_float32_matmul_precision(chosen)
 
 
-def check_placement(dtype: str, device: str | None) -> None:
-    """Refuse a dtype or device that this backend or this machine lacks.
+def check_placement(dtype: torch.dtype | str, device: torch.device | str | None) -> None:
+    """Refuse a dtype or device that this package or this machine lacks.
 
     Raises:
-        ValueError: The backend knows no such dtype or device.
-        RuntimeError: The device is known but none is visible.
+        ValueError: If there is no such dtype or device.
+        RuntimeError: If the device is not visible.
     """
-    check_choice("dtype", dtype, DTYPES)
-    if device is not None:
-        check_choice("device", device, DEVICES)
-    if device == "gpu" and not torch.cuda.is_available():
-        raise RuntimeError(f"no GPU is visible to torch {torch.__version__}")
+    to_dtype(dtype)
+    to_device(device)
 
 
-def to_device(device: str | None) -> torch.device:
-    """Return the framework's own device of that name; None is its default."""
+def to_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Return a dtype of PyTorch, given itself, its name or NumPy's; errors as in ``check_placement``."""
+    name = np.dtype(dtype).name if isinstance(dtype, type | np.dtype) else str(dtype).removeprefix("torch.")
+    check_choice("dtype", name if name in DTYPES else dtype, DTYPES)
+    return getattr(torch, name)
+
+
+def to_device(device: torch.device | str | None) -> torch.device:
+    """Return a device of PyTorch, given itself or its name: ``gpu`` is the current GPU, None the default device.
+
+    Errors as in ``check_placement``.
+    """
     if device is None:
         return torch.get_default_device()
-    return torch.device("cuda" if device == "gpu" else device)
+    try:
+        found = torch.device("cuda" if device == "gpu" else device)
+    except (RuntimeError, TypeError):
+        check_choice("device", device, DEVICES)
+        raise
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        which = "no GPU" if found.index is None else f"no {found}"
+        raise RuntimeError(f"{which} is visible to torch {torch.__version__}")
+    return found
 
 
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, device: torch.device) -> Int[Tensor, "B L"]:
@@ -75,14 +90,16 @@ def to_mask(name: str, mask: Any, shape: tuple[int, int], device: torch.device) 
     return _put(mask, torch.bool, device)
 
 
-def to_memory(memory: Any, shape: tuple[int, ...], dtype: str, device: torch.device) -> Float[Tensor, "B S d_model"]:
+def to_memory(
+    memory: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Float[Tensor, "B S d_model"]:
     """Take a memory from the outside, checked against the shape of its source and the model's dtype."""
     memory = memory if isinstance(memory, Tensor) else np.asarray(memory)
-    check_memory(memory.shape, dtype_name(memory), shape, dtype)
-    return _put(memory, getattr(torch, dtype), device)
+    check_memory(memory.shape, dtype_name(memory), shape, str(dtype).removeprefix("torch."))
+    return _put(memory, dtype, device)
 
 
-def dtype_name(x: Tensor | np.ndarray) -> str:
+def dtype_name(x: Any) -> str:
     """Return the dtype of an array, or of anything of torch's, by its NumPy name."""
     return x.dtype.name if isinstance(x, np.ndarray) else str(x.dtype).removeprefix("torch.")
 

@@ -18,7 +18,7 @@ from transformer_spec.shapes import Bool, Float, Int
 from transformer_torch.fast import top_by_blocks
 from transformer_torch.search_loop import run_search
 from transformer_torch.search_rules import apply_rules, within_pool
-from transformer_torch.transformer import Transformer
+from transformer_torch.transformer import Transformer, transformer_of
 
 
 def greedy_search(
@@ -74,7 +74,7 @@ def beam_search(
         start_id=start_id,
         rules=SearchRules() if rules is None else rules,
     )
-    return run_search(FastBeam if model.fast else Beam, model, source_ids, source_mask, search, on_step)
+    return run_search(FastBeam if transformer_of(model).fast else Beam, model, source_ids, source_mask, search, on_step)
 
 
 def top(values: Float[Tensor, "B N"], count: int) -> tuple[Float[Tensor, "B K"], Int[Tensor, "B K"]]:

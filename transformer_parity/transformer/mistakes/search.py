@@ -18,11 +18,13 @@ OPUS, BART, FAIRSEQ = "decode/rules_of_opus", "decode/rules_of_bart", "decode/ru
 MARIAN_CPP = "decode/rules_of_marian"
 SCORED_END, SCORED_TOKEN = 'scored=rules.at_limit == "scored"', "scored=rules.score_forced"
 PASTS = "[None] * (len(self.layers) - len(cache.past)) + cache.past"
+OTHERS = "(cache.past + [None])[: len(self.layers)]"
 OTHER = "decode/other_decoder_greedy"  # whose first layer has no self-attention
 # The ports whose numbers depend on the lengths to which they pad.
 OWN = {"own_numbers": ("jax", "tf")}
 
 HOLDS_TOKEN = "(target_ids != self.config.pad_id) | (n == 0)"
+NORMED = "\n        if self.target_embedding_norm is not None:"
 PENALISED = "best / plan.penalties[n]"
 LONGEST = 'longest = n if plan.rules.stop == "current" else plan.limits'
 
@@ -126,33 +128,61 @@ CATALOGUE = [
     *table(
         {
             LOGITS: {
-                "every position is the first": instead("transformer", "cache.positions[n]", "cache.positions[n * 0]"),
-                "every position is one late": but(
-                    instead("transformer", "cache.positions[n]", "cache.positions[n - 1]"), **OWN
+                "every position is the first": changed(
+                    "transformer",
+                    ("cache.positions[n]", "cache.positions[n * 0]"),
+                    torch=("cache.positions[new]", "cache.positions[:1]"),
                 ),
-                "padding in the past is seen": instead("transformer", HOLDS_TOKEN, "(target_ids == target_ids)"),
+                "every position is one late": but(
+                    changed(
+                        "transformer",
+                        ("cache.positions[n]", "cache.positions[n - 1]"),
+                        torch=("cache.positions[new]", "cache.positions.roll(1, 0)[new]"),
+                    ),
+                    **OWN,
+                ),
+                "padding in the past is seen": changed(
+                    "transformer",
+                    (HOLDS_TOKEN, "(target_ids == target_ids)"),
+                    torch=("= ids != self.config.pad_id", "= True"),
+                ),
                 "a start symbol that is padding is hidden": but(
-                    instead("transformer", HOLDS_TOKEN, "(target_ids != self.config.pad_id)"), case=MARIAN
+                    changed(
+                        "transformer",
+                        (HOLDS_TOKEN, "(target_ids != self.config.pad_id)"),
+                        torch=("if new.start == 0:", "if False:"),
+                    ),
+                    case=MARIAN,
                 ),
                 "padding in the source is seen": but(instead("decoder", "cache.cross_mask,", "None,"), **OWN),
                 "all layers attend to the first layer's memory": instead(
                     "decoder", "cache.memory, pasts,", "cache.memory[:1] * len(cache.memory), pasts,"
                 ),
                 "no norm on the embedding": but(
-                    instead(
+                    changed(
                         "transformer",
-                        "cache.positions[n]  # [R, 1, d_model]\n        if self.target_embedding_norm is not None:",
-                        "cache.positions[n]\n        if False:",
+                        ("cache.positions[n]  # [R, 1, d_model]" + NORMED, "cache.positions[n]\n        if False:"),
+                        torch=(
+                            "cache.positions[new]  # [R, L, d_model]" + NORMED,
+                            "cache.positions[new]\n        if 0:",
+                        ),
                     ),
                     case=OTHER,
                 ),
                 # In the others, the mask does not fit what is left.
                 "the past of another layer": but(
-                    instead(
-                        "decoder",
-                        PASTS,
-                        **dict.fromkeys(("numpy", "torch"), "(cache.past + [None])[: len(self.layers)]"),
-                    ),
+                    {
+                        "numpy": [("decoder", PASTS, OTHERS)],
+                        "torch": [  # whose layers have one length
+                            ("decoder", PASTS, OTHERS),
+                            (
+                                "decoder",
+                                "KeyValueCache(*past, n) if",
+                                "KeyValueCache(*past, getattr(cache, 'n', 0)) if",
+                            ),
+                            ("decoder", "cache.length = end", "cache.n = getattr(cache, 'n', 0) + 1"),
+                        ],
+                    },
                     case=OTHER,
                 ),
                 "the last value stands for all": changed(
@@ -286,6 +316,7 @@ CATALOGUE = [
                 "every position but the first is one late": changed(
                     "transformer",
                     (POSITION, "cache.positions[max(n - 1, 0)]"),
+                    torch=("cache.positions[new]", "cache.positions[max(new.start - 1, 0)]"),
                     jax=(POSITION, "cache.positions[jnp.maximum(n - 1, 0)]"),
                     tf=(POSITION, "cache.positions[tf.maximum(n - 1, 0)]"),
                 ),
