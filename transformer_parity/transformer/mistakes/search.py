@@ -175,11 +175,7 @@ CATALOGUE = [
                         "numpy": [("decoder", PASTS, OTHERS)],
                         "torch": [  # whose layers have one length
                             ("decoder", PASTS, OTHERS),
-                            (
-                                "decoder",
-                                "KeyValueCache(*past, n) if",
-                                "KeyValueCache(*past, getattr(cache, 'n', 0)) if",
-                            ),
+                            ("decoder", "past.value, n) if", "past.value, getattr(cache, 'n', 0)) if"),
                             ("decoder", "cache.length = end", "cache.n = getattr(cache, 'n', 0) + 1"),
                         ],
                     },
