@@ -40,6 +40,7 @@ class TokenEmbedding(nn.Embedding):
     def __init__(self, vocab_size: int, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
         super().__init__(vocab_size, config.d_model, dtype=to_dtype(dtype))
         self.multiplier = math.sqrt(config.d_model) if config.scale_embedding else 1.0
+        self.embed_scale = self.multiplier  # peft scales an adapter's vectors by this
 
     def reset_parameters(self) -> None:
         """Draw normal values with the standard deviation 1 / sqrt(d_model)."""
