@@ -1,4 +1,4 @@
-"""The layers that every framework ships, with this project's names, defaults and initial values."""
+"""PyTorch's own layers, with the names, defaults and initial values of this package."""
 
 from __future__ import annotations
 

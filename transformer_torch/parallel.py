@@ -37,15 +37,15 @@ HOW = "start one process for each, as by torchrun --nproc-per-node"
 
 
 def make_mesh(plan: Plan, device: torch.device | str | None = None) -> DeviceMesh:
-    """Return the devices of a plan as the framework arranges them, for a ``Trainer``.
+    """Return the devices of a plan as a ``DeviceMesh``, for a ``Trainer``.
 
     Args:
-        plan: How many devices there are along each axis.
-        device: ``cpu`` or ``gpu``. None leaves the place to the framework.
+        plan: Number of devices along each axis.
+        device: Such as ``cpu`` or ``cuda``. None is PyTorch's default device.
 
     Raises:
-        ValueError: There is another number of devices than the plan needs, or the framework cannot follow the plan.
-        RuntimeError: The device is not visible.
+        ValueError: If the number of processes isn't the number of devices that the plan needs.
+        RuntimeError: If the device is not visible.
     """
     kind = to_device(device).type
     if not dist.is_initialized():
@@ -57,11 +57,11 @@ def make_mesh(plan: Plan, device: torch.device | str | None = None) -> DeviceMes
 
 
 def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
-    """Return the plan that a mesh follows, be it from ``make_mesh`` or the user's own; one device for None.
+    """Return the plan of a mesh, whether from ``make_mesh`` or the user's; for None, that of one device.
 
     Raises:
-        TypeError: That is no mesh of this framework.
-        ValueError: The mesh has an axis that is none of a plan's, or the model cannot be divided like this.
+        TypeError: If it isn't a ``DeviceMesh``.
+        ValueError: If the mesh has an unknown axis, or the model cannot be divided like this.
     """
     if mesh is None:
         return Plan()

@@ -69,7 +69,7 @@ def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
 
 
 def join_sharded(folder: str | Path) -> Checkpoint:
-    """Return what a folder holds as a checkpoint, for the one file that every framework reads. One process does.
+    """Return the contents of a folder as a checkpoint, which can be one file. One process does.
 
     Raises:
         OSError: A file cannot be read.

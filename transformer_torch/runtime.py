@@ -1,4 +1,4 @@
-"""The machine: dtypes, devices and precision by name, and the way in for ids and masks."""
+"""Dtypes, devices and precision, and the checks of ids and masks."""
 
 from __future__ import annotations
 
@@ -47,17 +47,14 @@ def check_placement(dtype: torch.dtype | str, device: torch.device | str | None)
 
 
 def to_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Return a dtype of PyTorch, given itself, its name or NumPy's; errors as in ``check_placement``."""
+    """Return a dtype, given itself, its name or an array library's dtype; errors as in ``check_placement``."""
     name = np.dtype(dtype).name if isinstance(dtype, type | np.dtype) else str(dtype).removeprefix("torch.")
     check_choice("dtype", name if name in DTYPES else dtype, DTYPES)
     return getattr(torch, name)
 
 
 def to_device(device: torch.device | str | None) -> torch.device:
-    """Return a device of PyTorch, given itself or its name: ``gpu`` is the current GPU, None the default device.
-
-    Errors as in ``check_placement``.
-    """
+    """Return a device, given itself or its name; ``gpu`` is the current GPU. Errors as in ``check_placement``."""
     if device is None:
         return torch.get_default_device()
     try:
@@ -74,9 +71,8 @@ def to_device(device: torch.device | str | None) -> torch.device:
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, device: torch.device) -> Int[Tensor, "B L"]:
     """Take token ids from the outside, checked.
 
-    Their values are looked at where that is free: not on a GPU, nor where code is traced. What a bad id means there is
-    up to the framework: torch stops, TensorFlow stops on a CPU and takes zeros on a GPU, XLA takes the nearest row; but
-    JAX counts negative ids from the end.
+    Values are checked if that is free: not on a GPU, nor if code is traced. The embedding then raises IndexError on a
+    CPU, and a CUDA assertion fails on a GPU.
     """
     ids = ids if isinstance(ids, Tensor) else to_array(name, ids)
     check_ids(name, ids.shape, dtype_name(ids), vocab_size, max_positions, _values(ids))

@@ -32,9 +32,28 @@ def greedy_search(
     *,
     rules: SearchRules | None = None,
 ) -> SearchResult:
-    """Take the likeliest next token, again and again, until it is the end symbol.
+    """Append the likeliest next token to each sentence until that is the EOS token.
 
-    Arguments, result and errors as in ``reference_numpy.greedy_search``.
+    Padding is never generated. If two tokens are equally likely, the one with the lower id is used. The result of a
+    sentence doesn't depend on the rest of the batch.
+
+    Args:
+        model: The model, or a module around it. Code that ``torch.compile(model)`` compiled is used.
+        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
+        max_length: Maximum number of tokens, including EOS. None is each source's length + 50.
+        min_length: Minimum number of tokens, including EOS.
+        start_id: First token that the decoder reads. None is ``config.bos_id``.
+        source_mask: True if a source position holds a token [B, S]. None derives it from the ids.
+        on_step: Called after each step with the tokens so far [B, 1, n], padded after EOS.
+        rules: Search rules of other programs. None is the paper's.
+
+    Returns:
+        One hypothesis for each sentence, with its log-probability as the score.
+
+    Raises:
+        TypeError: If the model contains no Transformer, ids or lengths are not integers, or the mask is not boolean.
+        ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, lengths contradict each other
+            or the model's positions, or the model computes NaN.
     """
     search = Search(
         max_length=max_length,
@@ -60,9 +79,34 @@ def beam_search(
     *,
     rules: SearchRules | None = None,
 ) -> SearchResult:
-    """Keep the likeliest unfinished hypotheses, let each go on in every way, and return the best that ended.
+    """Extend the likeliest unfinished hypotheses by every token in each step, and return the best finished ones.
 
-    Arguments, result and errors as in ``reference_numpy.beam_search``.
+    Each step considers the ``beam_size`` likeliest extensions. Those that end, by EOS or at the maximum length, are
+    finished, and ranked by log-probability over length penalty. The ``beam_size`` likeliest that don't end are extended
+    in the next step. The search of a sentence stops as soon as no unfinished hypothesis can become one of the best
+    ``num_hypotheses``. Ties go to the extension of the better hypothesis, then to the lower id; among finished
+    hypotheses, to the earlier one.
+
+    Args:
+        model: The model, or a module around it, as in ``greedy_search``.
+        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
+        beam_size: Number of unfinished hypotheses per sentence; may exceed the vocabulary.
+        length_penalty: Exponent of the length penalty; 0 ranks by log-probability, which favors short hypotheses.
+        max_length: Maximum number of tokens, including EOS. None is each source's length + 50.
+        min_length: Minimum number of tokens, including EOS.
+        num_hypotheses: Number of hypotheses to return per sentence, at most ``beam_size``.
+        length_penalty_kind: ``gnmt``, ((5 + n) / 6)^alpha as in the paper, or ``power``, n^alpha.
+        start_id: First token that the decoder reads. None is ``config.bos_id``.
+        source_mask: True if a source position holds a token [B, S]. None derives it from the ids.
+        on_step: Called after each step with the unfinished hypotheses [B, K, n], best first; padding if there are fewer.
+        rules: Search rules of other programs. None is the paper's.
+
+    Returns:
+        The best hypotheses of each sentence, best first, and their scores.
+
+    Raises:
+        TypeError: As in ``greedy_search``.
+        ValueError: As in ``greedy_search``, or if a size or penalty is out of range.
     """
     search = Search(
         beam_size=check_integer("beam_size", beam_size, minimum=1),

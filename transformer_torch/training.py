@@ -44,7 +44,18 @@ def cross_entropy(
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
     """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and their number.
 
-    Arguments, result and errors as in ``reference_numpy.cross_entropy``.
+    Section 5.4: the probability ``label_smoothing`` is moved from the right token to all tokens (``uniform``), to the
+    wrong ones (``off_target``), or to the wrong ones except padding (``off_target_and_pad``). Logarithms are computed
+    in at least float32.
+
+    Args:
+        logits: Scores of each next token.
+        labels: Right next tokens, padded with ``config.pad_id``; padding has no loss.
+        config: Vocabulary, padding id and label smoothing.
+
+    Raises:
+        TypeError: If labels are not integers.
+        ValueError: If labels have the wrong shape or are outside the vocabulary.
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None, logits.device)
     check_labels(labels.shape, logits.shape[:2])
@@ -67,7 +78,18 @@ def cross_entropy(
 def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
-    Arguments, result and errors as in ``reference_numpy.gradients``.
+    Dropout is off. Without any target token, loss and gradients are zero.
+
+    Args:
+        model: The model, or a module around it. It is not changed.
+        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
+        target_ids: Decoder inputs [B, T], starting with ``config.bos_id``, padded with ``config.pad_id``.
+        labels: Right next tokens [B, T]: the target sentences, ending with ``config.eos_id``, padded.
+
+    Raises:
+        TypeError: If the model contains no Transformer, or ids are not integers.
+        ValueError: If ids have the wrong shape or are outside the vocabulary, or the model has adapters or trainable
+            parameters without a canonical name.
     """
     transformer, seen = transformer_of(model), Recorder()
     if is_divided(model):
@@ -90,21 +112,34 @@ def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -
 
 
 class Trainer:
-    """Trains a model in place, one batch a step; between two steps the model is in inference mode.
+    """Trains a model in place, one batch per step; between two steps the model is in inference mode.
 
-    Arguments, result and errors as in ``reference_numpy.Trainer``.
+    A step follows the gradient of the loss per target token with Adam and the learning rate of equation (3). Frozen
+    parameters don't change and have no moments.
 
-    The model may be wrapped, by torch.compile or DistributedDataParallel, say; then the latter's mean over the
-    processes is taken of gradients that are each per target token of one process. Parametrized layers
-    (``torch.nn.utils.parametrize``) are trained, but their state is refused: it has no moments of the weights.
+    The model may be wrapped, for example by torch.compile or DistributedDataParallel, which averages the gradients that
+    its processes compute per target token. Adapters and parametrized layers are trained, but ``export_state`` raises:
+    they have no moments of the weights.
 
-    A mesh divides the model itself, in place; its processes call each method together. Between steps they may call the
-    model, and search with it unless its parameters are divided. Where dropout is ``global``, attention with dropout
-    takes the explicit path, since the fused kernel draws for no more than it computes; on a GPU, where the two draw
-    other numbers, one device needs a mesh of one to give what several give.
+    A mesh divides the model in place; its processes call each method together. Between steps they may call the model,
+    and search with it unless its parameters are divided. If dropout is ``global``, attention with dropout doesn't use
+    the fused kernel, which draws only for what it computes. On a GPU, where the two draw other numbers, one device
+    needs a mesh of one to compute the same as several.
 
     Args:
-        compile: Hand the forward and backward pass to torch.compile: slow first steps, faster ones after them.
+        model: The model to train, in float32 or float64.
+        settings: Optimizer, schedule, clipping, accumulation and mixed precision.
+        seed: Together with the number of the step, determines the dropout of that step.
+        mesh: Devices that share each step, from ``make_mesh``; each process is given the full batch. None is the
+            model's device.
+        dropout: ``global`` draws dropout for the full batch, so the number of devices doesn't matter; ``local`` draws
+            it for each device's rows separately, which is faster.
+        compile: True hands the forward and backward pass to torch.compile: the first steps are slow, later ones faster.
+
+    Raises:
+        TypeError: If the model contains no Transformer, the seed is not an integer, or the mesh is not a DeviceMesh.
+        ValueError: If the model's dtype cannot be trained, mixed precision needs float32, the seed is negative, the
+            mesh has an unknown axis or can't divide the model, or dropout is unknown.
     """
 
     def __init__(
@@ -199,11 +234,11 @@ class Trainer:
         return TrainingState(self.step, self.seed, first, second)
 
     def load_state(self, state: TrainingState) -> None:
-        """Go on from a state that any of the four packages exported.
+        """Resume from an exported state.
 
         Raises:
-            TypeError: A moment is not of a floating-point dtype.
-            ValueError: The moments are not those of the model's config, or overflow its dtype.
+            TypeError: If a moment is not of a floating-point dtype.
+            ValueError: If the moments don't match the model's config, or overflow its dtype.
         """
         transformer = transformer_of(self.model)
         check_training_state(transformer.config, state, dtype_name(transformer))

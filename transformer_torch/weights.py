@@ -1,6 +1,6 @@
-"""Canonical weights in and out of the model: a name is the path of the attribute that holds it.
+"""Canonical weights in and out of the model: a name is the path of a layer, with a name for each of its parameters.
 
-``kernel`` is [in, out] everywhere but in torch, whose ``weight`` is [out, in]: only this file transposes.
+A canonical ``kernel`` is [in, out], PyTorch's ``weight`` is [out, in]: only this file transposes.
 """
 
 from __future__ import annotations
