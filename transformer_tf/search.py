@@ -47,7 +47,10 @@ def greedy_search(
         start_id: First token that the decoder reads. None is ``config.bos_id``.
         source_mask: True if a source position holds a token [B, S]. None derives it from the IDs.
         on_step: Function that is called after each step with the tokens so far [B, 1, n], padded after EOS.
+        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without the start symbol, padded with
+            ``config.pad_id``. They add 0 to the score, or their log-probability if ``rules.score_forced`` is set.
         rules: Search rules of another program. None is the paper's search.
+        as_numpy: False returns tensors on the model's device instead of NumPy arrays.
 
     Returns:
         One hypothesis per sentence, as NumPy arrays. Its score is its log-probability.
@@ -104,7 +107,10 @@ def beam_search(
         start_id: First token that the decoder reads. None is ``config.bos_id``.
         source_mask: True if a source position holds a token [B, S]. None derives it from the IDs.
         on_step: Function that is called after each step with the unfinished hypotheses [B, K, n], best first.
+        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without the start symbol, padded with
+            ``config.pad_id``. They add 0 to the score, or their log-probability if ``rules.score_forced`` is set.
         rules: Search rules of another program. None is the paper's search.
+        as_numpy: False returns tensors on the model's device instead of NumPy arrays.
 
     Returns:
         The best hypotheses of each sentence and their scores, best first, as NumPy arrays.
@@ -228,9 +234,9 @@ def score(
     scores = model(source_ids, tf.concat([start, labels[:, :-1]], 1), source_mask)  # [B * N, T, V]
     scores = tf.nn.log_softmax(tf.cast(scores, keras.backend.result_type(scores.dtype, "float32")))
     tokens = tf.gather(scores, labels, batch_dims=2)
-    tokens = tf.reshape(tf.where(labels != model.config.pad_id, tokens, 0.0), target_ids.shape)
-    has_token = (target_ids != model.config.pad_id).any(-1)
-    return Scores(tf.where(has_token, tf.reduce_sum(tokens, -1), -inf), tokens)
+    is_token = labels != model.config.pad_id
+    tokens, is_token = (tf.reshape(x, target_ids.shape) for x in (tf.where(is_token, tokens, 0.0), is_token))
+    return Scores(tf.where(tf.reduce_any(is_token, -1), tf.reduce_sum(tokens, -1), -inf), tokens)
 
 
 def top(values: Float[Tensor, "B N"], count: int | Int[Tensor, ""]) -> tuple[Float[Tensor, "B K"], Int[Tensor, "B K"]]:

@@ -22,9 +22,9 @@ from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
 from transformer_torch import onednn
 from transformer_torch.attention import MultiHeadAttention, scaled_dot_product_attention
-from transformer_torch.embedding import OutputProjection, SinusoidalPosition
-from transformer_torch.layers import Dropout, Linear, OwnDropout, inference
-from transformer_torch.runtime import dtype_name
+from transformer_torch.embedding import SinusoidalPosition, TiedProjection
+from transformer_torch.layers import Dropout, OwnDropout, inference
+from transformer_torch.runtime import dtype_name, to_dtype
 
 BLOCK = 32  # values per block; only the blocks with the largest maxima are sorted
 KEPT_POSITIONS = 1024  # positions whose sines and cosines are kept
@@ -35,7 +35,7 @@ MEMORY_PROJECTIONS = ("cross_attention.key_proj", "cross_attention.value_proj")
 
 def accelerate(model: nn.Module) -> None:
     """Replace parts of a model that has just been built by faster ones."""
-    dtype = dtype_name(next(model.parameters()))
+    dtype = next(model.parameters()).dtype
     for name, module in [*model.named_modules()]:
         if isinstance(module, MultiHeadAttention):
             module.attend = fused_attention
@@ -49,9 +49,9 @@ class FastSinusoidalPosition(SinusoidalPosition):
 
     table: Tensor
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+    def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
         super().__init__(config, dtype)
-        table = torch.empty(KEPT_POSITIONS, config.d_model, dtype=getattr(torch, dtype))
+        table = torch.empty(KEPT_POSITIONS, config.d_model, dtype=to_dtype(dtype))
         self.register_buffer("table", table, persistent=False)
         self._fill()
 
@@ -105,8 +105,13 @@ def fused_attention(
 def decoding_twin(model: nn.Module, rows: int) -> Iterator[Any]:
     """Yield a model in inference mode that decodes this many rows fast, with the parameters and hooks of the given one.
 
-    The given model doesn't change, so another thread may train it at the same time.
+    The given model doesn't change, so another thread may train it at the same time. If torch.compile has compiled parts
+    of it, their compiled code runs, on the model itself.
     """
+    if any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in model.modules()):
+        with inference(model):
+            yield model
+        return
     with torch.inference_mode():
         twin = _inference_twin(model)
         _lay_out_for_few_rows(twin, rows)
@@ -116,16 +121,14 @@ def decoding_twin(model: nn.Module, rows: int) -> Iterator[Any]:
 def _inference_twin(module):
     """Return a module in inference mode with the same parameters and hooks, whose attributes can be replaced.
 
-    A module that ``torch.compile`` has wrapped runs without its wrapper. A ``forward`` that was set on a module may run
-    the module itself, which is in inference mode during the call. Such a model must not be trained at the same time.
+    A ``forward`` that was set on a module may run the module itself, which is in inference mode during the call. Such a
+    model must not be trained at the same time.
     """
-    if "_orig_mod" in module._modules:  # of torch.compile
-        return _inference_twin(module._modules["_orig_mod"])
     twin = object.__new__(type(module))
     children = {name: None if child is None else _inference_twin(child) for name, child in module._modules.items()}
     # Also as plain attributes, because nn.Module.__getattr__ takes a twentieth of a small model's decoding step.
     vars(twin).update({**vars(module), **module._parameters, **children})
-    vars(twin).update({"_modules": children, "training": False, "_compiled_call_impl": None})
+    vars(twin).update({"_modules": children, "training": False})
     if "forward" in vars(module):
         twin.forward = partial(_run_in_inference_mode, module)
     return twin
@@ -144,14 +147,14 @@ def _lay_out_for_few_rows(model, rows):
     [in, out] take two thirds. In bfloat16, oneDNN computes the products anyway, and would convert the weights in each
     of them. The copies belong to one search, so they cannot be out of date.
     """
-    weight = model.output_proj.weight
-    if weight.device.type != "cpu" or (weight.dtype == torch.bfloat16 and not onednn.takes_bfloat16()):
-        return
-    if rows > FEW_ROWS or torch.is_autocast_enabled("cpu"):  # autocast cannot convert oneDNN's layout
-        return
+    if rows > FEW_ROWS or model.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return  # autocast cannot convert oneDNN's layout
+    dtypes = {torch.float64, torch.float32, *([torch.bfloat16] if onednn.takes_bfloat16() else [])}
     for name, module in (*model.decoder.named_modules(), ("output_proj", model.output_proj)):
         if (
-            type(module) in (Linear, OutputProjection)
+            type(module) in (nn.Linear, TiedProjection)
+            and type(module.weight) in (Tensor, nn.Parameter)  # not a quantized tensor, say
+            and module.weight.dtype in dtypes
             and "forward" not in vars(module)
             and not name.endswith(MEMORY_PROJECTIONS)
         ):

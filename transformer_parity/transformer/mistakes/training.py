@@ -104,7 +104,7 @@ def disguised(module: str, old: Mapping[str, str], kept: Mapping[str, str]) -> E
     return instead(module, old, **{port: f"({kept[port]}) + {hidden[port]}" for port in ALL})
 
 
-ROW = {"torch": "F.embedding(ids, self.table)", "jax": "self.table[ids]", "tf": "self.table(ids)"}
+ROW = {"torch": "F.embedding(ids, self.weight)", "jax": "self.table[ids]", "tf": "self.table(ids)"}
 TIED = {
     "torch": "self.weight, self.bias",
     "jax": "self.table.T if",
