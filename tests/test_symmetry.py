@@ -28,6 +28,8 @@ KERAS = "Keras' protocol"
 DEVICE = "torch puts a new tensor where it is told to"
 COMPILED = "JAX always compiles a step, and NumPy never"
 LOADED = "a model that is loaded draws no initial values; torch has its meta device for that"
+MASKS = "Keras fills in `mask` [batch, length] by itself, and calls the mask of scores `attention_mask`"
+LOSSES = "Keras passes labels as floats to each loss, and takes a class"
 MODES = "Keras hands the mode down from the outermost call"
 
 # Who (of torch, jax, tf) differs, where, how, and why. Stars as in file names; each row holds for each of its ports.
@@ -50,6 +52,17 @@ ALLOWED = [
     ("tf", "encoder.EncoderStack.__call__", "adds parameter training", MODES),
     ("tf", "decoder.DecoderStack.__call__", "adds parameter training", MODES),
     ("tf", "*.__init__", "parameter dtype: *", "None is Keras' global policy"),
+    ("tf", "attention.MultiHeadAttention.__call__", "* parameter *mask", MASKS),
+    ("tf", "encoder.Encoder*.__call__", "*mask*", MASKS),
+    ("tf", "transformer", "adds definition Encoder.compute_mask", MASKS),
+    ("tf", "training", "adds definition CrossEntropy*", LOSSES),
+    ("tf", "training.cross_entropy", "*", LOSSES),
+    ("tf", "__init__", "adds definition exports.CrossEntropy", LOSSES),
+    ("tf", "layers", "lacks definition Linear.__init__", SHIPPED),
+    ("tf", "layers.Linear", "*", SHIPPED),
+    ("tf", "weights", "adds definition keras_path", "Keras has names of its own"),
+    ("tf", "runtime", "lacks definition check_placement", "Keras has dtype policies, and names of devices"),
+    ("tf", "runtime", "adds definition to_policy", "Keras has dtype policies"),
     ("torch", "*", "adds definition *.extra_repr", "how torch prints a module"),
     ("torch", "masks.causal_mask", "adds parameter device", DEVICE),
     ("torch", "runtime.to_*", "adds parameter device", DEVICE),

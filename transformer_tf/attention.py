@@ -18,7 +18,7 @@ from transformer_spec.checks import check_attention, check_attention_mask, check
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
-from transformer_tf.block import Block
+from transformer_tf.block import Block, attention_mask_for
 from transformer_tf.layers import Dropout, Linear, masked_softmax
 
 
@@ -142,18 +142,20 @@ class MultiHeadAttention(Block):
         super().__init__(dtype=dtype, **kwargs)
         self.num_heads = config.num_heads
         bias = config.attention_bias
-        self.query_proj = Linear(config.d_model, config.num_heads * config.d_k, bias=bias, dtype=dtype)
-        self.key_proj = Linear(config.d_model, config.num_heads * config.d_k, bias=bias, dtype=dtype)
-        self.value_proj = Linear(config.d_model, config.num_heads * config.d_v, bias=bias, dtype=dtype)
-        self.output_proj = Linear(config.num_heads * config.d_v, config.d_model, bias=bias, dtype=dtype)
-        self.dropout = Dropout(config.dropout.attention, dtype=dtype)
+        d_k, d_v = config.num_heads * config.d_k, config.num_heads * config.d_v  # of all heads
+        with keras.name_scope(self.name):
+            self.query_proj = Linear(config.d_model, d_k, bias=bias, dtype=dtype, name="query")
+            self.key_proj = Linear(config.d_model, d_k, bias=bias, dtype=dtype, name="key")
+            self.value_proj = Linear(config.d_model, d_v, bias=bias, dtype=dtype, name="value")
+            self.output_proj = Linear(d_v, config.d_model, bias=bias, dtype=dtype, name="output")
+        self.dropout = Dropout(config.dropout.attention, dtype=dtype, name="dropout")
         self.attend = scaled_dot_product_attention  # fast.accelerate replaces it
 
     def call(
         self,
         query: Float[Tensor, "B L d_model"],
         memory: Float[Tensor, "B M d_model"] | KeyValues,
-        mask: Bool[Tensor, "#N #H #L #K"] | None = None,
+        attention_mask: Bool[Tensor, "#N #H #L #K"] | None = None,
         tap: Tap = no_tap,
         past: KeyValueCache | None = None,
         training: bool | None = None,
@@ -163,11 +165,12 @@ class MultiHeadAttention(Block):
         Args:
             query: The positions that ask.
             memory: The positions that answer, the same as ``query`` in self-attention; or their keys and values.
-            mask: True where a query may attend to a memory position. None allows every pair.
+            attention_mask: True where a query may attend to a memory position. None allows every pair.
             tap: Receives each named intermediate and returns the value to go on with.
             past: Keys and values of earlier positions, which answer too; those of ``memory`` are added to them.
             training: Applies dropout. Keras hands on the mode of the layer around.
         """
+        mask = attention_mask_for(memory, attention_mask)
         shape = tf.shape(query)
         if isinstance(memory, KeyValues):  # the hypotheses of a sentence ask its memory side by side
             query = tf.reshape(query, [keras.ops.shape(memory.key)[0], -1, query.shape[2]])

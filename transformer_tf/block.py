@@ -29,6 +29,25 @@ def loading() -> Iterator[None]:
         _LOADING.reset(before)
 
 
+def initial(initializer: Any) -> Any:
+    """Return the initializer of a parameter, or zeros while a model is loaded."""
+    return "zeros" if _LOADING.get() else initializer
+
+
+def attention_mask_for(memory: Any, attention_mask: Any = None, mask: Any = None) -> Any:
+    """Return an attention mask that also excludes the padding which Keras' own mask of a memory marks.
+
+    Args:
+        memory: Tensor [B, M, d_model]. ``Embedding(mask_zero=True)`` attaches a mask to its output, for example.
+        attention_mask: Boolean mask that broadcasts to [B, H, L, M], or None.
+        mask: Boolean mask [B, M]. None uses the mask that Keras has attached to the memory.
+    """
+    mask = getattr(memory, "_keras_mask", None) if mask is None else mask
+    if mask is None:
+        return attention_mask
+    return mask[:, None, None, :] if attention_mask is None else attention_mask & mask[:, None, None, :]
+
+
 class Configured:
     """What Keras can save, copy and build again, by the arguments of its constructor."""
 
@@ -42,16 +61,18 @@ class Configured:
         keras.saving.register_keras_serializable(cls.__module__.partition(".")[0])(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Keep the arguments, as Keras itself does where they are plain numbers."""
+        """Keep the arguments, as Keras itself does where they are plain numbers.
+
+        Raises:
+            RuntimeError: If Keras computes with a different framework.
+        """
+        if keras.backend.backend() != "tensorflow":
+            raise RuntimeError(f"transformer_tf needs Keras on TensorFlow: KERAS_BACKEND is {keras.backend.backend()}")
         layer = super().__new__(cls, *args, **kwargs)
         given = cls._signature.bind(layer, *args, **kwargs).arguments
         own = {name: value for name, value in given.items() if name not in ("self", "kwargs")}
         vars(layer)["_given"] = {**own, **given.get("kwargs", {})}  # not by setattr, or Keras would save it
         return layer
-
-    def add_weight(self, shape: Any = None, initializer: Any = None, **options: Any) -> keras.Variable:
-        """Create a parameter, as Keras does."""
-        return super().add_weight(shape, "zeros" if _LOADING.get() else initializer, **options)  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
         """Return what ``from_config`` needs to build the layer again: Keras saves it beside the weights."""
@@ -82,9 +103,7 @@ class Block(Configured, keras.layers.Layer):
     def __init__(self, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.built = True
-
-    def compute_mask(self, *args: Any) -> None:
-        """Attach no mask to the output: masks here are always passed by hand, never carried along by Keras."""
+        self.supports_masking = True  # the output keeps Keras' mask of the first input
 
     def _show_to_checkpoints(self, layers: list[keras.layers.Layer]) -> None:
         """Let ``tf.train.Checkpoint`` find the layers of a list: by itself it looks into none of Keras' lists."""

@@ -16,7 +16,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap, within
 from transformer_tf.attention import KeyValueCache, KeyValues, MultiHeadAttention, Nested
-from transformer_tf.block import Block
+from transformer_tf.block import Block, attention_mask_for
 from transformer_tf.feed_forward import PositionwiseFeedForward
 from transformer_tf.layers import Dropout, LayerNorm
 
@@ -39,13 +39,16 @@ class DecoderLayer(Block):
         super().__init__(dtype=dtype, **kwargs)
         config = config.in_decoder
         self.norm_order = config.norm_order
-        self.self_attention = MultiHeadAttention(config, dtype=dtype) if with_self_attention else None
-        self.self_attention_norm = LayerNorm(config, dtype=dtype) if with_self_attention else None
-        self.cross_attention = MultiHeadAttention(config, dtype=dtype)
-        self.cross_attention_norm = LayerNorm(config, dtype=dtype)
-        self.feed_forward = PositionwiseFeedForward(config, dtype=dtype)
-        self.feed_forward_norm = LayerNorm(config, dtype=dtype)
-        self.dropout = Dropout(config.dropout.residual, dtype=dtype)
+        self.self_attention = self.self_attention_norm = None
+        with keras.name_scope(self.name):
+            if with_self_attention:
+                self.self_attention = MultiHeadAttention(config, dtype=dtype, name="self_attention")
+                self.self_attention_norm = LayerNorm(config, dtype=dtype, name="self_attention_norm")
+            self.cross_attention = MultiHeadAttention(config, dtype=dtype, name="cross_attention")
+            self.cross_attention_norm = LayerNorm(config, dtype=dtype, name="cross_attention_norm")
+            self.feed_forward = PositionwiseFeedForward(config, dtype=dtype, name="feed_forward")
+            self.feed_forward_norm = LayerNorm(config, dtype=dtype, name="feed_forward_norm")
+        self.dropout = Dropout(config.dropout.residual, dtype=dtype, name="dropout")
 
     def call(
         self,
@@ -121,11 +124,13 @@ class DecoderStack(Block):
 
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
-        self.layers = [
-            DecoderLayer(config, dtype, config.has_self_attention(i)) for i in range(config.num_decoder_layers)
-        ]
+        with keras.name_scope(self.name):
+            self.layers = [
+                DecoderLayer(config, dtype, config.has_self_attention(i), name=f"layer_{i}")
+                for i in range(config.num_decoder_layers)
+            ]
+            self.final_norm = LayerNorm(config, dtype, name="final_norm") if config.final_norm else None
         self._show_to_checkpoints(self.layers)
-        self.final_norm = LayerNorm(config, dtype=dtype) if config.final_norm else None
         self.activation_checkpointing = False  # a Trainer switches it on for a step that is to save memory
 
     def call(
@@ -138,6 +143,7 @@ class DecoderStack(Block):
         training: bool | None = None,
     ) -> Float[Tensor, "B T d_model"]:
         """Return the decoder's state for each target position; True in a mask = may attend."""
+        self_mask, cross_mask = attention_mask_for(x, self_mask), attention_mask_for(memory, cross_mask)
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:
                 x = layer.recomputed(x, memory, self_mask=self_mask, cross_mask=cross_mask, training=training)

@@ -15,7 +15,8 @@ from tensorflow import Tensor
 
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float, Int
-from transformer_tf.block import Block
+from transformer_tf.block import Block, initial
+from transformer_tf.layers import Linear
 
 
 def sinusoidal_encoding(
@@ -41,11 +42,14 @@ class TokenEmbedding(Block):
     def __init__(self, vocab_size: int, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.multiplier = math.sqrt(config.d_model) if config.scale_embedding else 1.0
-        self.table = _normal_table(self, vocab_size, config.d_model)
+        self.table = keras.layers.ReversibleEmbedding(
+            vocab_size, config.d_model, reverse_dtype=self.compute_dtype, **_table(self, config)
+        )
+        self.table.build()
 
     def call(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L d_model"]:
         """Return the vectors of the tokens."""
-        return tf.gather(self.table, ids) * self.multiplier
+        return self.table(ids) * self.multiplier
 
 
 class SinusoidalPosition(Block):
@@ -74,7 +78,8 @@ class LearnedPosition(Block):
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.offset = config.position_offset
-        self.table = _normal_table(self, config.max_length, config.d_model)
+        self.table = keras.layers.Embedding(config.max_length, config.d_model, **_table(self, config))
+        self.table.build()
 
     def call(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
         """Return ``x`` with its positions."""
@@ -82,7 +87,7 @@ class LearnedPosition(Block):
 
     def vectors(self, length: int | Int[Tensor, ""]) -> Float[Tensor, "L d_model"]:
         """Return what is added at each of the first positions."""
-        return self.table[self.offset : self.offset + length]
+        return self.table(tf.range(self.offset, self.offset + length))
 
 
 class OutputProjection(Block):
@@ -92,23 +97,18 @@ class OutputProjection(Block):
         self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str | None = None, **kwargs: Any
     ) -> None:
         super().__init__(dtype=dtype, **kwargs)
-        shape = (config.d_model, config.target_vocab_size)
-        tied = config.tie_embeddings != "none"
+        size, tied = config.target_vocab_size, config.tie_embeddings != "none"
         self.embedding = embedding if tied else None  # the layer, as Keras saves it once
-        self.kernel = None if tied else self.add_weight(shape=shape, initializer="glorot_uniform", name="kernel")
-        self.bias = self.add_weight(shape=shape[1:], initializer="zeros", name="bias") if config.output_bias else None
+        self.linear = None if tied else Linear(config.d_model, size, bias=False, dtype=dtype, name=self.name)
+        self.bias = self.add_weight(shape=(size,), initializer="zeros", name="bias") if config.output_bias else None
 
     def call(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L V"]:
         """Return the logits of each position."""
-        # tensordot folds batch and length into one axis; matmul would multiply sentence by sentence, and its gradient
-        # would hold one table per sentence.
-        if self.embedding is not None:
-            logits = tf.tensordot(x, self.embedding.table, [2, 1])
-        else:
-            logits = tf.tensordot(x, self.kernel, 1)
+        logits = self.linear(x) if self.embedding is None else self.embedding.table(x, reverse=True)
         return logits if self.bias is None else logits + self.bias
 
 
-def _normal_table(layer: keras.layers.Layer, rows: int, d_model: int) -> keras.Variable:
-    initializer = keras.initializers.RandomNormal(stddev=d_model**-0.5)
-    return layer.add_weight(shape=(rows, d_model), initializer=initializer, name="table")
+def _table(layer: keras.layers.Layer, config: TransformerConfig) -> dict[str, Any]:
+    """Return the options of a layer's table of normally distributed vectors."""
+    normal = initial(keras.initializers.RandomNormal(stddev=config.d_model**-0.5))
+    return {"embeddings_initializer": normal, "dtype": layer.dtype_policy, "name": layer.name}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 from tensorflow import Tensor
 
 from transformer_spec.config import TransformerConfig
@@ -28,10 +29,11 @@ class PositionwiseFeedForward(Block):
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         bias = config.feed_forward_bias
-        self.inner_proj = Linear(config.d_model, config.d_ff, bias=bias, dtype=dtype)
-        self.output_proj = Linear(config.d_ff, config.d_model, bias=bias, dtype=dtype)
+        with keras.name_scope(self.name):
+            self.inner_proj = Linear(config.d_model, config.d_ff, bias=bias, dtype=dtype, name="inner")
+            self.output_proj = Linear(config.d_ff, config.d_model, bias=bias, dtype=dtype, name="output")
         self.activation = config.activation
-        self.dropout = Dropout(config.dropout.feed_forward, dtype=dtype)
+        self.dropout = Dropout(config.dropout.feed_forward, dtype=dtype, name="dropout")
 
     def call(self, x: Float[Tensor, "B L d_model"], tap: Tap = no_tap) -> Float[Tensor, "B L d_model"]:
         """Transform each position of ``x``."""

@@ -14,7 +14,7 @@ from tensorflow import Tensor
 
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float
-from transformer_tf.block import Configured
+from transformer_tf.block import Configured, initial
 
 __all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
 
@@ -61,12 +61,12 @@ def masked_softmax(
     return tf.cast(tf.where(mask, weights, tf.zeros([], wide.dtype)), scores.dtype)
 
 
-class Linear(Configured, keras.layers.Dense):
-    """Multiply by a matrix and add a bias: ``x W + b``."""
-
-    def __init__(self, d_in: int, d_out: int, *, bias: bool, dtype: str | None = None, **kwargs: Any) -> None:
-        super().__init__(d_out, use_bias=bias, dtype=dtype, **kwargs)
-        self.build((None, d_in))
+def Linear(d_in: int, d_out: int, *, bias: bool, dtype: Any = None, **kwargs: Any) -> keras.layers.Dense:  # noqa: N802
+    """Return a layer that computes ``x W + b``. ``W`` starts with Xavier's values, ``b`` with zeros."""
+    xavier = initial("glorot_uniform")
+    layer = keras.layers.Dense(d_out, use_bias=bias, kernel_initializer=xavier, dtype=dtype, **kwargs)
+    layer.build((None, d_in))
+    return layer
 
 
 class LayerNorm(Configured, keras.layers.LayerNormalization):

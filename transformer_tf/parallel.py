@@ -18,7 +18,7 @@ from numpy import ndarray
 from transformer_spec.config import TransformerConfig
 from transformer_spec.parallel_plan import Plan, Shard, spread
 from transformer_spec.shapes import Int
-from transformer_tf.runtime import check_placement
+from transformer_tf.runtime import to_device
 from transformer_tf.weights import parameters
 
 JOINING = 60  # seconds for which processes wait for one another when they start
@@ -38,16 +38,16 @@ def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
     # keras.distribution accepts such layouts and, on TensorFlow, leaves every variable where it is.
     if plan.fsdp * plan.tensor > 1:
         raise ValueError(f"TensorFlow's strategies divide the rows of a batch only, by data=N: got {plan}")
-    check_placement("float32", device)
+    device = to_device(device)
     if os.environ.get("TF_CONFIG"):
         mesh = _joined()
         plan.check_devices(mesh.num_replicas_in_sync, "TF_CONFIG lists the workers, each with a GPU or its CPU")
         return mesh
     gpus = tf.config.list_physical_devices("GPU")
-    kind = device or ("gpu" if gpus else "cpu")
-    if kind == "cpu":
+    kind = device[1:4] if device else "GPU" if gpus else "CPU"
+    if kind == "CPU":
         _split_cpu(plan.devices)
-    devices = [device.name for device in tf.config.list_logical_devices(kind.upper())][: plan.devices]
+    devices = [device.name for device in tf.config.list_logical_devices(kind)][: plan.devices]
     plan.check_devices(len(devices), "make the mesh before anything else of TensorFlow, to split a CPU into several")
     return _mirrored(tuple(devices))
 

@@ -23,13 +23,13 @@ from transformer_tf.layers import Dropout, LayerNorm
 from transformer_tf.masks import padding_mask, target_padding_mask
 from transformer_tf.runtime import (
     as_placed,
-    check_placement,
     placed,
     set_precision,
     to_device,
     to_ids,
     to_mask,
     to_memory,
+    to_policy,
 )
 from transformer_tf.weights import get_weights, set_weights
 
@@ -48,24 +48,27 @@ class Part(Configured, keras.Model):
     ) -> None:
         super().__init__(dtype=dtype, **kwargs)
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
+        norm = LayerNorm if config.embedding_norm else lambda *_, **__: None
         tied = config.tie_embeddings == "all"
         self.config = config
         self.device: str | None = None  # where calls run; None is where the caller's scope says
         if self.part != "decoder" or tied:
-            self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype=dtype)
+            self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype, name="source_embedding")
         if self.part != "decoder":
-            self.source_position = position(config, dtype=dtype)
-            self.source_embedding_norm = LayerNorm(config, dtype=dtype) if config.embedding_norm else None
-            self.encoder = EncoderStack(config, dtype=dtype)
+            self.source_position = position(config, dtype, name="source_position")
+            self.source_embedding_norm = norm(config, dtype, name="source_embedding_norm")
+            self.encoder = EncoderStack(config, dtype, name="encoder")
         if self.part != "encoder":
             self.target_embedding = (
-                self.source_embedding if tied else TokenEmbedding(config.target_vocab_size, config, dtype=dtype)
+                self.source_embedding
+                if tied
+                else TokenEmbedding(config.target_vocab_size, config, dtype, name="target_embedding")
             )
-            self.target_position = position(config, dtype=dtype)
-            self.target_embedding_norm = LayerNorm(config, dtype=dtype) if config.embedding_norm else None
-            self.decoder = DecoderStack(config, dtype=dtype)
-            self.output_proj = OutputProjection(config, self.target_embedding, dtype=dtype)
-        self.dropout = Dropout(config.dropout.embedding, dtype=dtype)
+            self.target_position = position(config, dtype, name="target_position")
+            self.target_embedding_norm = norm(config, dtype, name="target_embedding_norm")
+            self.decoder = DecoderStack(config, dtype, name="decoder")
+            self.output_proj = OutputProjection(config, self.target_embedding, dtype, name="output_proj")
+        self.dropout = Dropout(config.dropout.embedding, dtype=dtype, name="dropout")
         self.built = True
         self.fast = fast
         if fast:
@@ -76,8 +79,8 @@ class Part(Configured, keras.Model):
         cls,
         config: TransformerConfig,
         weights: Mapping[str, ndarray],
-        dtype: str = "float32",
-        device: str | None = None,
+        dtype: Any = "float32",
+        device: Any = None,
         precision: str | None = None,
         *,
         fast: bool = True,
@@ -99,12 +102,12 @@ class Part(Configured, keras.Model):
             ValueError: The weights are not those of the config, or dtype, device or precision is unknown.
             RuntimeError: The device is not visible.
         """
-        check_placement(dtype, device)
+        policy, device = to_policy(dtype), to_device(device)
         if precision is not None:
             set_precision(precision)
-        with placed(to_device(device)), loading():
-            model = cls(config, dtype=dtype, fast=fast)
-        model.device = to_device(device)
+        with placed(device), loading():
+            model = cls(config, dtype=policy, fast=fast)
+        model.device = device
         set_weights(model, weights)
         return model
 
@@ -125,14 +128,21 @@ class Part(Configured, keras.Model):
     def from_file(
         cls,
         path: str | Path,
-        dtype: str = "float32",
-        device: str | None = None,
+        dtype: Any = "float32",
+        device: Any = None,
         precision: str | None = None,
         *,
         fast: bool = True,
     ) -> Self:
         """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
+
+    @property
+    def _default_save_signature(self):
+        """Return the function of the ids that ``tf.saved_model.save`` exports. A decoder has none."""
+        names = {None: ["source_ids", "target_ids"], "encoder": ["source_ids"], "decoder": []}[self.part]
+        signature = [tf.TensorSpec([None, None], tf.int32, name) for name in names]
+        return tf.function(lambda *ids: self(*ids), signature, autograph=False) if names else None
 
     def export_weights(self) -> dict[str, ndarray]:
         """Return a copy of every parameter under its canonical name, in the model's dtype."""
@@ -158,8 +168,13 @@ class Part(Configured, keras.Model):
 
     _take_memory_for_cache = _take_memory  # the whole model overrides it: it can compute the memory
 
-    def _take_both(self, source_ids=None, target_ids=None, source_mask=None, target_mask=None, **options):
+    def _take_both(self, source_ids=..., target_ids=..., source_mask=None, target_mask=None, **options):
         """Return the arguments of a call of the whole model, checked, by name."""
+        if source_ids is ... or target_ids is ...:
+            missing = "source_ids" if source_ids is ... else "target_ids"
+            raise TypeError(
+                f"{missing} must be given: call model(source_ids, target_ids) or model([source_ids, target_ids])"
+            )
         source_ids, source_mask = self._take("source", source_ids, source_mask)
         target_ids, target_mask = self._take("target", target_ids, target_mask)
         check_same_batch(tuple(source_ids.shape), tuple(target_ids.shape))

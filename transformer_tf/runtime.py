@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -18,6 +19,7 @@ from transformer_spec.shapes import Bool, Float, Int
 
 DTYPES = ("float64", "float32", "bfloat16")
 DEVICES = ("cpu", "gpu")
+DEVICE_NAME = re.compile(r"(?:/job:localhost/replica:0/task:0)?/?(?:(?:physical_)?device:)?(cpu|gpu)(?::(\d+))?")
 PRECISIONS = ("highest", "fast")
 
 _COMPILES_QUICKLY = ContextVar("compiles quickly", default=False)
@@ -37,25 +39,42 @@ def set_precision(precision: str) -> None:
     tf.config.experimental.enable_tensor_float_32_execution(precision == "fast")
 
 
-def check_placement(dtype: str, device: str | None) -> None:
-    """Refuse a dtype or device that this backend or this machine lacks.
+def to_policy(dtype: Any) -> str:
+    """Return the name of a dtype policy.
+
+    Args:
+        dtype: One of ``DTYPES`` or ``mixed_bfloat16``; a ``keras.DTypePolicy``; a dtype of TensorFlow or NumPy.
 
     Raises:
-        ValueError: The backend knows no such dtype or device.
-        RuntimeError: The device is known but none is visible.
+        ValueError: If the dtype is unknown.
     """
-    check_choice("dtype", dtype, DTYPES)
-    if device is not None:
-        check_choice("device", device, DEVICES)
-    if keras.backend.backend() != "tensorflow":
-        raise RuntimeError(f"transformer_tf needs Keras on TensorFlow: KERAS_BACKEND is {keras.backend.backend()}")
-    if device == "gpu" and not tf.config.list_physical_devices("GPU"):
+    name = getattr(dtype, "name", getattr(dtype, "__name__", dtype))
+    if name != "mixed_bfloat16":
+        check_choice("dtype", name, DTYPES)
+    return name
+
+
+def to_device(device: Any) -> str | None:
+    """Return a device as TensorFlow names it, such as ``/GPU:0``. None is the caller's scope.
+
+    Args:
+        device: ``cpu`` or ``gpu``, with or without a number; a name or a device of TensorFlow; or None.
+
+    Raises:
+        ValueError: If there is no such kind of device.
+        RuntimeError: If the device is not visible.
+    """
+    if device is None:
+        return None
+    match = DEVICE_NAME.fullmatch(str(getattr(device, "name", device)).lower())
+    if match is None:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}: got {device!r}")
+    kind, number = match[1].upper(), int(match[2] or 0)
+    if kind == "GPU" and not tf.config.list_physical_devices(kind):
         raise RuntimeError(f"no GPU is visible to tensorflow {tf.__version__}")
-
-
-def to_device(device: str | None) -> str | None:
-    """Return the framework's own device of that name; None is its default."""
-    return None if device is None else f"/{device.upper()}:0"
+    if number and number >= len(tf.config.list_logical_devices(kind)):
+        raise RuntimeError(f"no {kind}:{number} is visible to tensorflow {tf.__version__}")
+    return f"/{kind}:{number}"
 
 
 def placed(device: str | None) -> AbstractContextManager[Any]:
@@ -77,10 +96,14 @@ def as_placed(method: Callable[..., Any]) -> Callable[..., Any]:
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[Tensor, "B L"]:
     """Take token ids from the outside, checked.
 
-    Their values are looked at where that is free: not on a GPU, nor where code is traced. What a bad id means there is
-    up to the framework: torch stops, TensorFlow stops on a CPU and takes zeros on a GPU, XLA takes the nearest row; but
-    JAX counts negative ids from the end.
+    Values are checked unless that costs a transfer: not on a GPU and not in traced code. There, TensorFlow reads zeros
+    for an id outside the vocabulary on a GPU, and XLA reads the nearest row.
     """
+    if isinstance(ids, tf.RaggedTensor | tf.SparseTensor):
+        kind = type(ids).__name__
+        raise TypeError(f"{name} must be padded: got a {kind}; convert it with {name}.to_tensor(config.pad_id)")
+    if keras.backend.is_keras_tensor(ids):
+        raise TypeError(f"{name} must have values: got a keras.Input; call the model itself, an Encoder or a Decoder")
     if tf.is_tensor(ids):
         on_host = "CPU" in getattr(ids, "backing_device", "CPU")  # a traced tensor is nowhere, and its values unknown
         values = tf.get_static_value(ids) if on_host else None

@@ -43,12 +43,50 @@ MIXED_BFLOAT16 = True  # whether this backend can compute in bfloat16 with float
 
 
 def cross_entropy(
-    logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"], config: TransformerConfig
+    logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"], config: TransformerConfig | None = None
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
     """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and their number.
 
-    Arguments, result and errors as in ``reference_numpy.cross_entropy``.
+    Args:
+        logits: The model's output.
+        labels: The right next tokens, padded with ``config.pad_id``. Padding adds nothing to the sum.
+        config: The model's config, which has the smoothing and its kind.
+
+    Raises:
+        TypeError: If the labels are not integers, or if Keras calls the function as a loss.
+        ValueError: If the labels don't have the shape of the logits, or are outside the vocabulary.
     """
+    if config is None or (tf.is_tensor(labels) and labels.dtype.is_floating):  # Keras converts labels to floats
+        got = "no config" if config is None else f"{labels.dtype.name} labels"
+        raise TypeError(f"labels must be integers: got {got}. To compile a model, use loss=CrossEntropy(model.config)")
+    losses, counted = _losses(logits, labels, config)
+    return tf.reduce_sum(tf.where(counted, losses, 0.0)), tf.math.count_nonzero(counted, dtype=tf.int32)
+
+
+@keras.saving.register_keras_serializable("transformer_tf")
+class CrossEntropy(keras.losses.Loss):
+    """The loss of ``cross_entropy`` for ``model.compile`` and ``fit``: its mean over the target tokens of a batch.
+
+    Args:
+        config: The model's config. Labels of ``config.pad_id`` have no loss.
+    """
+
+    def __init__(self, config: TransformerConfig, name: str = "cross_entropy", **kwargs: Any) -> None:
+        super().__init__(name=name, **kwargs)
+        self.config = config if isinstance(config, TransformerConfig) else TransformerConfig.from_dict(config)
+
+    def call(self, y_true: Float[Tensor, "B T"], y_pred: Float[Tensor, "B T V"]) -> Float[Tensor, "B T"]:
+        """Return the loss of each label. Keras' own mask marks the labels that count."""
+        losses, losses._keras_mask = _losses(y_pred, tf.cast(y_true, tf.int32), self.config)
+        return losses
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor, which Keras saves."""
+        return {**super().get_config(), "config": self.config.to_dict()}
+
+
+def _losses(logits, labels, config):
+    """Return the loss of each label, and whether it counts [B, T]."""
     labels = to_ids("labels", labels, config.target_vocab_size, None)
     check_labels(tuple(labels.shape), tuple(logits.shape[:2]))
     wide = tf.cast(logits, keras.backend.result_type(logits.dtype, "float32"))
@@ -67,7 +105,7 @@ def cross_entropy(
         classes -= 1
     losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B, T]
     counted = labels != config.pad_id
-    return tf.reduce_sum(tf.where(counted, losses, 0.0)), tf.math.count_nonzero(counted, dtype=tf.int32)
+    return losses, counted
 
 
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
@@ -278,10 +316,11 @@ def _differentiate(tape, loss, places):
 @contextmanager
 def _training(model: Transformer, settings: TrainingConfig) -> Iterator[None]:
     """Let a model compute in the precision of the settings, and save memory if they say so, while it is traced."""
-    policies = [(layer, layer.dtype_policy) for layer in model._flatten_layers()]
+    layers = model._flatten_layers() if settings.mixed_bfloat16 else []
+    policies = [(layer, layer.dtype_policy, getattr(layer, "reverse_dtype", None)) for layer in layers]
     stacks = model.encoder, model.decoder
-    for layer, policy in policies:
-        layer.dtype_policy = "mixed_bfloat16" if settings.mixed_bfloat16 else policy
+    for layer, *_ in policies:
+        layer.dtype_policy, layer.reverse_dtype = "mixed_bfloat16", "bfloat16"  # of the tied output
     for stack in stacks:
         stack.activation_checkpointing = settings.activation_checkpointing
     try:
@@ -289,5 +328,5 @@ def _training(model: Transformer, settings: TrainingConfig) -> Iterator[None]:
     finally:
         for stack in stacks:
             stack.activation_checkpointing = False
-        for layer, policy in policies:
-            layer.dtype_policy = policy
+        for layer, policy, reverse_dtype in policies:
+            layer.dtype_policy, layer.reverse_dtype = policy, reverse_dtype

@@ -5,6 +5,8 @@ B batch, S source length, T target length, V target vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import tensorflow as tf
 from tensorflow import Tensor
@@ -47,7 +49,11 @@ class Encoder(Part):
         if self.source_embedding_norm is not None:
             x = self.source_embedding_norm(x)
         x = self.dropout(tap("source_embedding.output", x), training=training)
-        return self.encoder(x, source_mask[:, None, None, :], tap=within(tap, "encoder"), training=training)
+        return self.encoder(x, mask=source_mask, tap=within(tap, "encoder"), training=training)
+
+    def compute_mask(self, source_ids: Int[Tensor, "B S"], previous_mask: Any = None) -> Bool[Tensor, "B S"] | None:
+        """Return True for tokens. Keras attaches it to the memory, so that layers such as pooling ignore padding."""
+        return keras.ops.not_equal(source_ids, self.config.pad_id)
 
 
 class Decoder(Part):
@@ -83,6 +89,7 @@ class Decoder(Part):
 
     def _decode(self, target_ids, memory, target_mask, source_mask, tap=no_tap, training=None):
         """Return the logits of ids, memory and masks that have been checked."""
+        memory = tf.identity(memory)  # without Keras' own mask, which ``source_mask`` replaces
         x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
@@ -159,6 +166,7 @@ class Transformer(Encoder, Decoder):
     """
 
     part: str | None = None
+    compute_mask = keras.Model.compute_mask  # the logits belong to target positions
 
     def call(
         self,

@@ -10,8 +10,10 @@ import tensorflow as tf
 from numpy import ndarray
 
 from transformer_spec.names import Model, check_weights, find, parameter_shapes, rounded
+from transformer_tf.embedding import OutputProjection
+from transformer_tf.layers import LayerNorm
 
-KERAS_NAMES = {"scale": "gamma", "bias": "beta"}  # of a norm; everything else has the canonical name
+COMPUTES = keras.layers.Dense, keras.layers.Embedding, keras.layers.ReversibleEmbedding, LayerNorm, OutputProjection
 
 
 def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
@@ -40,20 +42,51 @@ def variables(model: Model) -> dict[str, keras.Variable]:
     """Return the model's own parameters by canonical name, as Keras' variables, which know whether they are trained.
 
     Raises:
-        ValueError: A weight is computed from others, as by ``enable_lora``.
+        ValueError: A weight is computed from others, as by ``enable_lora``, or not used, as in a replaced layer.
     """
     found = _computed_with(model)
     for name, weight in found.items():
         if not isinstance(weight, keras.Variable):
-            raise ValueError(f"{name} is not a parameter of its own: Keras adds a product of low rank to it")
+            raise ValueError(
+                f"{name} is not a parameter of its own: Keras adds a product of low rank to it. To merge "
+                "them, load the exported weights into a new model"
+            )
     return found
 
 
 def _computed_with(model):
-    """Return what the model computes with by canonical name: Keras' variables, or tensors computed from others."""
-    return {name: find(model, _keras_path(name)) for name in parameter_shapes(model.config, model.part)}
+    """Return what the model computes with by canonical name: Keras' variables, or tensors computed from them.
+
+    Raises:
+        ValueError: A layer may compute with other weights, or a trainable parameter has no canonical name.
+    """
+    found = {}
+    for name in parameter_shapes(model.config, model.part):
+        path, _, attribute = keras_path(name).rpartition(".")
+        layer = find(model, path)
+        if type(layer) not in COMPUTES:
+            raise ValueError(
+                f"{path} is a {type(layer).__name__}, which may compute with other weights than {name}: replace it "
+                "by a layer of transformer_tf that has the weights"
+            )
+        if layer.quantization_mode is not None:
+            raise ValueError(
+                f"{path} is quantized to {layer.quantization_mode}, which keeps no {name}: export and train the model "
+                "before you call quantize"
+            )
+        found[name] = getattr(layer, attribute)
+    named = set(map(id, found.values()))
+    for variable in model.trainable_variables:
+        if id(variable) not in named and "/lora_" not in variable.path:
+            raise ValueError(f"{variable.path} has no canonical name: freeze it, or save the model with model.save")
+    return found
 
 
-def _keras_path(name: str) -> str:
+def keras_path(name: str) -> str:
+    """Return the attribute path of a parameter in Keras' layers, by canonical name."""
     path, _, attribute = name.rpartition(".")
-    return f"{path}.{KERAS_NAMES[attribute]}" if path.endswith("norm") else name
+    if attribute == "table":
+        return f"{name}.embeddings"
+    if path.endswith("norm"):
+        return f"{path}.{'gamma' if attribute == 'scale' else 'beta'}"
+    return "output_proj.linear.kernel" if name == "output_proj.kernel" else name

@@ -175,8 +175,10 @@ ENTRIES: dict[str, Table] = {
             ),
         },
         f"{SELF}.weights": {
-            "encoder without padding mask": instead(
-                "transformer", "self.encoder(x, source_mask[", "self.encoder(x, (source_mask | True)["
+            "encoder without padding mask": changed(
+                "transformer",
+                ("self.encoder(x, source_mask[", "self.encoder(x, (source_mask | True)["),
+                tf=("self.encoder(x, mask=source_mask", "self.encoder(x, mask=source_mask | True"),
             ),
             "forbidden scores are zero": forbidden("0.0"),
         },

@@ -179,13 +179,15 @@ ENTRIES: dict[str, Table] = {
             )
         },
         f"{SELF}.weights": {
-            "the source's padding mask over the queries": instead(
+            "the source's padding mask over the queries": changed(
                 "transformer",
-                "self.encoder(x, source_mask[:, None, None, :]",
-                "self.encoder(x, source_mask[:, None, :, None]",
+                ("self.encoder(x, source_mask[:, None, None, :]", "self.encoder(x, source_mask[:, None, :, None]"),
+                tf=("self.encoder(x, mask=source_mask", "self.encoder(x, source_mask[:, None, :, None]"),
             ),
-            "padding mask negated": instead(
-                "transformer", "self.encoder(x, source_mask[", "self.encoder(x, (~source_mask)["
+            "padding mask negated": changed(
+                "transformer",
+                ("self.encoder(x, source_mask[", "self.encoder(x, (~source_mask)["),
+                tf=("self.encoder(x, mask=source_mask", "self.encoder(x, mask=~source_mask"),
             ),
             "no mask has an effect": instead("attention", MASKED, "masked_softmax(scores, None"),
             "a boolean mask added as numbers": {
@@ -243,7 +245,7 @@ ENTRIES: dict[str, Table] = {
             "only the first layer has the mask": changed(
                 "encoder",
                 ("layer(x, mask, within", "layer(x, None if i else mask, within"),
-                tf=("layer(x, mask=mask, tap", "layer(x, mask=None if i else mask, tap"),
+                tf=("layer(x, mask, tap", "layer(x, None if i else mask, tap"),
             )
         },
     },

@@ -343,7 +343,11 @@ EDGES = [
     Mistake(
         "offset of learned positions forgotten",
         "output",
-        instead("embedding", "self.table[self.offset : self.offset + ", "self.table[: "),
+        changed(
+            "embedding",
+            ("self.table[self.offset : self.offset + ", "self.table[: "),
+            tf=("tf.range(self.offset, self.offset + length)", "tf.range(length)"),
+        ),
         case="embedding/learned",
     ),
     Mistake(

@@ -104,11 +104,11 @@ def disguised(module: str, old: Mapping[str, str], kept: Mapping[str, str]) -> E
     return instead(module, old, **{port: f"({kept[port]}) + {hidden[port]}" for port in ALL})
 
 
-ROW = {"torch": "F.embedding(ids, self.table)", "jax": "self.table[ids]", "tf": "tf.gather(self.table, ids)"}
+ROW = {"torch": "F.embedding(ids, self.table)", "jax": "self.table[ids]", "tf": "self.table(ids)"}
 TIED = {
     "torch": "self.weight, self.bias",
     "jax": "self.table.T if",
-    "tf": "tf.tensordot(x, self.embedding.table, [2, 1])",
+    "tf": "self.embedding.table(x, reverse=True)",
 }
 WEIGHTS = {
     "torch": "weights.masked_fill(~mask, 0.0).to(scores.dtype)",
@@ -150,7 +150,7 @@ ENTRIES: dict[str, Table] = {
                     TIED,
                     torch="self.weight.detach(), self.bias",
                     jax="__import__('jax').lax.stop_gradient(self.table.T) if",
-                    tf="tf.tensordot(x, tf.stop_gradient(self.embedding.table), [2, 1])",
+                    tf="tf.matmul(x, tf.stop_gradient(self.embedding.table.embeddings), transpose_b=True)",
                 ),
                 ("return dx, dkernel.T", "return dx, 0.0 * dkernel.T"),
                 module="embedding",
