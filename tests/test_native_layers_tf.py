@@ -378,3 +378,31 @@ for kind in ("Transformer", "EncoderLayer"):
 def test_keras_on_another_framework_is_an_error():
     said = run_alone(WRONG_BACKEND, KERAS_BACKEND="torch")
     assert said.splitlines() == 2 * ["transformer_tf needs Keras on TensorFlow: KERAS_BACKEND is torch"]
+
+
+# --- Several tokens in one step ---
+
+
+@pytest.mark.parametrize("beam_size", [1, 2])
+def test_several_tokens_in_one_step(port, beam_size):
+    """A prefix, then single tokens. Each hypothesis of a sentence has its own prefix."""
+    import tensorflow as tf
+
+    model = build(port, position_encoding="learned")
+    target = np.concatenate([TARGET, TARGET[:, ::-1]], 1)  # [2, 6], with padding inside
+    target = np.repeat(target, beam_size, 0)
+    target[0, 1] = 7
+    source = np.repeat(SOURCE, beam_size, 0)
+    expected = port.to_numpy(model(source, target))
+    for step in (model.decode_step, tf.function(model.decode_step)):
+        cache = model.init_cache(SOURCE, 6, beam_size)
+        prefix, cache = step(tf.constant(target[:, :4]), cache)
+        np.testing.assert_allclose(port.to_numpy(prefix), expected[:, :4], rtol=1e-9, atol=1e-9)
+        for position in (4, 5):
+            logits, cache = step(tf.constant(target[:, position]), cache)
+            np.testing.assert_allclose(port.to_numpy(logits), expected[:, position], rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="all 6 are taken"):
+        model.decode_step(target[:, 0], cache)
+    cache = model.init_cache(SOURCE, 3, beam_size)
+    with pytest.raises(ValueError, match="a cache of 3 positions must have room: 0 are taken, got 4 more"):
+        model.decode_step(target[:, :4], cache)

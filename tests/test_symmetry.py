@@ -60,6 +60,8 @@ ALLOWED = [
     ("tf", "__init__", "adds definition exports.CrossEntropy", LOSSES),
     ("tf", "layers", "lacks definition Linear.__init__", SHIPPED),
     ("tf", "layers.Linear", "*", SHIPPED),
+    ("tf", "decoder.DecoderStack.step", "*R L d_model*", "a step takes several tokens too"),
+    ("tf", "transformer.Decoder.decode_step", "*R*L*", "a step takes several tokens too"),
     ("tf", "weights", "adds definition keras_path", "Keras has names of its own"),
     ("tf", "runtime", "lacks definition check_placement", "Keras has dtype policies, and names of devices"),
     ("tf", "runtime", "adds definition to_policy", "Keras has dtype policies"),

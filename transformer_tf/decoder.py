@@ -171,12 +171,16 @@ class DecoderStack(Block):
         return DecoderCache(projected, past, cross_mask, tf.zeros([rows, 1, 1, capacity], tf.bool), positions)
 
     def step(
-        self, x: Float[Tensor, "R 1 d_model"], cache: DecoderCache, tap: Tap = no_tap
-    ) -> Float[Tensor, "R 1 d_model"]:
-        """Return the decoder's state at the next target position, which the cache then holds too."""
+        self, x: Float[Tensor, "R L d_model"], cache: DecoderCache, tap: Tap = no_tap
+    ) -> Float[Tensor, "R L d_model"]:
+        """Return the decoder's state at the next target positions, and add them to the cache."""
+        self_mask = cache.self_mask
+        if x.shape[1] != 1:
+            n = cache.length + tf.range(tf.shape(x)[1])
+            self_mask &= n[:, None] >= tf.range(tf.shape(self_mask)[3])
         pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # the first may have no self-attention
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
-            x = layer(x, memory, cache.self_mask, cache.cross_mask, tap=within(tap, f"layers.{i}"), past=past)
+            x = layer(x, memory, self_mask, cache.cross_mask, tap=within(tap, f"layers.{i}"), past=past)
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)

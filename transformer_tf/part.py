@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from numpy import ndarray
 
-from transformer_spec.checks import check_given, check_next_ids, check_same_batch
+from transformer_spec.checks import check_given, check_next_ids, check_room, check_same_batch
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
 from transformer_tf.block import Configured, loading
@@ -182,12 +182,15 @@ class Part(Configured, keras.Model):
         return {**ids, "source_mask": source_mask, "target_mask": target_mask, **options}
 
     def _take_next(self, ids, cache):
-        """Return the id of each hypothesis at the next target position, checked."""
-        ids = (ids if tf.is_tensor(ids) else np.asarray(ids))[None]
-        ids = to_ids("target_ids", ids, self.config.target_vocab_size, None)[0]
+        """Return the ids of each hypothesis at the next target positions [R, L], checked."""
+        ids = ids if tf.is_tensor(ids) else np.asarray(ids)
+        is_one = len(ids.shape) == 1
+        ids = to_ids("target_ids", ids[None] if is_one else ids, self.config.target_vocab_size, None)
+        ids = tf.transpose(ids) if is_one else ids
         length = tf.get_static_value(cache.length)  # None inside a traced function
         length = None if length is None else int(length)
-        check_next_ids(tuple(ids.shape), length, tuple(cache.self_mask.shape))
+        check_next_ids(tuple(ids.shape)[:1], length, tuple(cache.self_mask.shape))
+        check_room(length, ids.shape[1], cache.self_mask.shape[3])
         return ids
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow import Tensor
 
@@ -130,32 +131,36 @@ class Decoder(Part):
 
     @as_placed
     def decode_step(
-        self, target_ids: Int[Tensor, " R"], cache: DecoderCache, tap: Tap = no_tap
-    ) -> tuple[Float[Tensor, "R V"], DecoderCache]:
-        """Return the logits of the token after the next target position, as ``decode`` has them there.
+        self, target_ids: Int[Tensor, " R"] | Int[Tensor, "R L"], cache: DecoderCache, tap: Tap = no_tap
+    ) -> tuple[Float[Tensor, "R V"] | Float[Tensor, "R L V"], DecoderCache]:
+        """Return the logits of the token after each of the next target positions, as ``decode`` returns them.
 
         Args:
-            target_ids: The token at the next position of each hypothesis, those of one sentence side by side.
-            cache: What came before. JAX and TensorFlow leave it as it is, NumPy and PyTorch write into it.
+            target_ids: The token at the next position of each hypothesis [R], or the tokens at several positions
+                [R, L], such as a prefix. Hypotheses of one sentence are side by side.
+            cache: From ``init_cache`` or the last step. It isn't changed.
             tap: Receives each named intermediate and returns the value to go on with.
 
         Returns:
-            The logits, and the cache to go on with.
+            The logits, [R, V] or [R, L, V], and the cache for the next step.
 
         Raises:
-            TypeError: Ids that are not integers.
-            ValueError: Ids outside the vocabulary, not one for each hypothesis, or no room for another position.
+            TypeError: If the ids are not integers.
+            ValueError: If ids are outside the vocabulary, don't match the hypotheses, or exceed the cache's capacity.
         """
-        target_ids = self._take_next(target_ids, cache)
+        is_one = len(np.shape(target_ids)) == 1
+        target_ids = self._take_next(target_ids, cache)  # [R, L]
         cache = tf.nest.map_structure(lambda x: x, cache)  # a copy: the caller's stays as it is
-        n = cache.length
+        n = cache.length + tf.range(tf.shape(target_ids)[1])
         holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
-        cache.self_mask = keras.ops.slice_update(cache.self_mask, [0, 0, 0, n], holds_token[:, None, None, None])
-        x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
+        new = [0, 0, 0, cache.length]
+        cache.self_mask = keras.ops.slice_update(cache.self_mask, new, holds_token[:, None, None, :])
+        x = self.target_embedding(target_ids) + tf.gather(cache.positions, n)  # [R, L, d_model]
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
         x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
-        return tap("logits", self.output_proj(x))[:, 0], cache
+        logits = tap("logits", self.output_proj(x))
+        return (logits[:, 0] if is_one else logits), cache
 
 
 class Transformer(Encoder, Decoder):

@@ -175,8 +175,8 @@ SEARCH = [
                         "layer(x, memory, cache.self_mask & (jnp.arange(cache.self_mask.shape[3]) == 0),",
                     ),
                     tf=(
-                        "layer(x, memory, cache.self_mask,",
-                        "layer(x, memory, cache.self_mask & (tf.range(tf.shape(cache.self_mask)[3]) == 0),",
+                        "layer(x, memory, self_mask,",
+                        "layer(x, memory, self_mask & (tf.range(tf.shape(cache.self_mask)[3]) == 0),",
                     ),
                 )
             }

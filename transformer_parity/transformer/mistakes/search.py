@@ -23,6 +23,7 @@ OTHER = "decode/other_decoder_greedy"  # whose first layer has no self-attention
 OWN = {"own_numbers": ("jax", "tf")}
 
 HOLDS_TOKEN = "(target_ids != self.config.pad_id) | (n == 0)"
+NORMED = "\n        if self.target_embedding_norm is not None:"
 PENALISED = "best / plan.penalties[n]"
 LONGEST = 'longest = n if plan.rules.stop == "current" else plan.limits'
 
@@ -126,9 +127,18 @@ CATALOGUE = [
     *table(
         {
             LOGITS: {
-                "every position is the first": instead("transformer", "cache.positions[n]", "cache.positions[n * 0]"),
+                "every position is the first": changed(
+                    "transformer",
+                    ("cache.positions[n]", "cache.positions[n * 0]"),
+                    tf=("(cache.positions, n)", "(cache.positions, n * 0)"),
+                ),
                 "every position is one late": but(
-                    instead("transformer", "cache.positions[n]", "cache.positions[n - 1]"), **OWN
+                    changed(
+                        "transformer",
+                        ("cache.positions[n]", "cache.positions[n - 1]"),
+                        tf=("(cache.positions, n)", "(tf.roll(cache.positions, 1, 0), n)"),
+                    ),
+                    **OWN,
                 ),
                 "padding in the past is seen": instead("transformer", HOLDS_TOKEN, "(target_ids == target_ids)"),
                 "a start symbol that is padding is hidden": but(
@@ -139,10 +149,13 @@ CATALOGUE = [
                     "decoder", "cache.memory, pasts,", "cache.memory[:1] * len(cache.memory), pasts,"
                 ),
                 "no norm on the embedding": but(
-                    instead(
+                    changed(
                         "transformer",
-                        "cache.positions[n]  # [R, 1, d_model]\n        if self.target_embedding_norm is not None:",
-                        "cache.positions[n]\n        if False:",
+                        ("cache.positions[n]  # [R, 1, d_model]" + NORMED, "cache.positions[n]\n        if False:"),
+                        tf=(
+                            "(cache.positions, n)  # [R, L, d_model]" + NORMED,
+                            "(cache.positions, n)\n        if False:",
+                        ),
                     ),
                     case=OTHER,
                 ),
@@ -285,7 +298,7 @@ CATALOGUE = [
                     "transformer",
                     (POSITION, "cache.positions[max(n - 1, 0)]"),
                     jax=(POSITION, "cache.positions[jnp.maximum(n - 1, 0)]"),
-                    tf=(POSITION, "cache.positions[tf.maximum(n - 1, 0)]"),
+                    tf=("(cache.positions, n)", "(cache.positions, tf.maximum(n - 1, 0))"),
                 ),
             }
         },
