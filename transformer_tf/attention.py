@@ -112,8 +112,8 @@ class KeyValueCache(Nested):
         """Keep the keys and values of the next positions, and return those of all so far.
 
         Raises:
-            ValueError: There is no room for them. Inside a function that JAX or TensorFlow compiles, where the length
-                is not known, they overwrite the last ones instead.
+            ValueError: If there is no room for them. In a ``tf.function``, where the length is unknown, they overwrite
+                the last ones.
         """
         check_room(tf.get_static_value(self.length), key.shape[2], self.key.shape[2])
         start = [0, 0, self.length, 0]

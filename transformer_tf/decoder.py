@@ -174,13 +174,13 @@ class DecoderStack(Block):
         self, x: Float[Tensor, "R L d_model"], cache: DecoderCache, tap: Tap = no_tap
     ) -> Float[Tensor, "R L d_model"]:
         """Return the decoder's state at the next target positions, and add them to the cache."""
-        self_mask = cache.self_mask
+        mask = cache.self_mask
         if x.shape[1] != 1:
             n = cache.length + tf.range(tf.shape(x)[1])
-            self_mask &= n[:, None] >= tf.range(tf.shape(self_mask)[3])
+            mask &= n[:, None] >= tf.range(tf.shape(mask)[3])
         pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # the first may have no self-attention
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
-            x = layer(x, memory, self_mask, cache.cross_mask, tap=within(tap, f"layers.{i}"), past=past)
+            x = layer(x, memory, mask, cache.cross_mask, tap=within(tap, f"layers.{i}"), past=past)
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)

@@ -88,19 +88,18 @@ class Part(Configured, keras.Model):
         """Build a model in inference mode that holds a copy of the given weights.
 
         Args:
-            config: What the weights are weights of.
-            weights: One array per canonical name, of any floating-point dtype. A part leaves the others unread.
-            dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
-            device: ``cpu`` or ``gpu``. None leaves the place to the framework.
-            precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
-                None leaves it as it is.
+            config: Config of the model that the weights belong to.
+            weights: One array per canonical name, in any floating-point dtype. An encoder or decoder skips the others.
+            dtype: Dtype policy: ``float64``, ``float32``, ``bfloat16`` or ``mixed_bfloat16``, also as an object.
+            device: ``cpu``, ``gpu`` or TensorFlow's name, such as ``/GPU:1``. None is the caller's ``tf.device``.
+            precision: ``highest`` or ``fast`` calls ``set_precision``, for the whole process. None does not.
             fast: True computes with ``fast.py``, which agrees with the formulas up to rounding. False computes each
                 formula as it is written.
 
         Raises:
-            TypeError: A weight is not of a floating-point dtype.
-            ValueError: The weights are not those of the config, or dtype, device or precision is unknown.
-            RuntimeError: The device is not visible.
+            TypeError: If a weight does not have a floating-point dtype.
+            ValueError: If the weights don't fit the config, or if dtype, device or precision is unknown.
+            RuntimeError: If the device is not visible.
         """
         policy, device = to_policy(dtype), to_device(device)
         if precision is not None:
@@ -134,7 +133,7 @@ class Part(Configured, keras.Model):
         *,
         fast: bool = True,
     ) -> Self:
-        """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
+        """Build a model from a safetensors file; the other arguments and errors are those of ``from_weights``."""
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
 
     @property

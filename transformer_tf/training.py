@@ -111,7 +111,17 @@ def _losses(logits, labels, config):
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
-    Arguments, result and errors as in ``reference_numpy.gradients``.
+    Dropout is off. A batch without target tokens has zero loss and zero gradients. Frozen parameters are listed.
+
+    Args:
+        model: Model, which is not changed.
+        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
+        target_ids: Decoder input [B, T], starting with ``config.bos_id``, padded.
+        labels: Right next tokens [B, T]: the target sentences, ending with ``config.eos_id``, padded.
+
+    Raises:
+        TypeError: If the IDs are not integers.
+        ValueError: If IDs have the wrong shape or are outside the vocabulary, or if a parameter has no canonical name.
     """
     batch = _take(model, source_ids, target_ids, labels)
     named, seen = variables(model), Recorder()
@@ -137,9 +147,16 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
 class Trainer:
     """Trains a model in place, one batch a step; between two steps the model is in inference mode.
 
-    Arguments, result and errors as in ``reference_numpy.Trainer``.
+    A step follows the gradient of the loss per target token, with Adam and the learning rate of equation (3).
+    Parameters with ``trainable=False`` and their moments don't change.
 
     Args:
+        model: Model in float32 or float64.
+        settings: Optimizer, schedule, clipping, accumulation and mixed precision.
+        seed: Determines the dropout of a step, together with the number of the step.
+        mesh: Strategy whose devices share each step, as ``make_mesh`` returns it. None is the model's device.
+        dropout: ``global`` draws dropout for the whole batch, so any number of devices computes the same; ``local``
+            draws it for each device separately, which is faster.
         compile: Hand each step to XLA, which compiles it anew for each shape of a batch, for as long as dozens of
             steps take; not on a mesh. Dropout draws other elements than without, also in a run that goes on.
     """

@@ -149,13 +149,13 @@ class Decoder(Part):
             ValueError: If ids are outside the vocabulary, don't match the hypotheses, or exceed the cache's capacity.
         """
         is_one = len(np.shape(target_ids)) == 1
-        target_ids = self._take_next(target_ids, cache)  # [R, L]
+        ids = self._take_next(target_ids, cache)  # [R, L]
         cache = tf.nest.map_structure(lambda x: x, cache)  # a copy: the caller's stays as it is
-        n = cache.length + tf.range(tf.shape(target_ids)[1])
-        holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
+        n = cache.length + tf.range(tf.shape(ids)[1])
+        holds_token = (ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
         new = [0, 0, 0, cache.length]
         cache.self_mask = keras.ops.slice_update(cache.self_mask, new, holds_token[:, None, None, :])
-        x = self.target_embedding(target_ids) + tf.gather(cache.positions, n)  # [R, L, d_model]
+        x = self.target_embedding(ids) + tf.gather(cache.positions, n)  # [R, L, d_model]
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
         x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))

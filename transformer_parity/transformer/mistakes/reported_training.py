@@ -175,8 +175,8 @@ SEARCH = [
                         "layer(x, memory, cache.self_mask & (jnp.arange(cache.self_mask.shape[3]) == 0),",
                     ),
                     tf=(
-                        "layer(x, memory, self_mask,",
-                        "layer(x, memory, self_mask & (tf.range(tf.shape(cache.self_mask)[3]) == 0),",
+                        "layer(x, memory, mask,",
+                        "layer(x, memory, mask & (tf.range(tf.shape(mask)[3]) == 0),",
                     ),
                 )
             }

@@ -23,6 +23,7 @@ OTHER = "decode/other_decoder_greedy"  # whose first layer has no self-attention
 OWN = {"own_numbers": ("jax", "tf")}
 
 HOLDS_TOKEN = "(target_ids != self.config.pad_id) | (n == 0)"
+HOLDS_IDS = HOLDS_TOKEN.replace("target_ids", "ids")
 NORMED = "\n        if self.target_embedding_norm is not None:"
 PENALISED = "best / plan.penalties[n]"
 LONGEST = 'longest = n if plan.rules.stop == "current" else plan.limits'
@@ -140,9 +141,16 @@ CATALOGUE = [
                     ),
                     **OWN,
                 ),
-                "padding in the past is seen": instead("transformer", HOLDS_TOKEN, "(target_ids == target_ids)"),
+                "padding in the past is seen": changed(
+                    "transformer", (HOLDS_TOKEN, "(target_ids == target_ids)"), tf=(HOLDS_IDS, "(ids == ids)")
+                ),
                 "a start symbol that is padding is hidden": but(
-                    instead("transformer", HOLDS_TOKEN, "(target_ids != self.config.pad_id)"), case=MARIAN
+                    changed(
+                        "transformer",
+                        (HOLDS_TOKEN, "(target_ids != self.config.pad_id)"),
+                        tf=(HOLDS_IDS, "(ids != self.config.pad_id)"),
+                    ),
+                    case=MARIAN,
                 ),
                 "padding in the source is seen": but(instead("decoder", "cache.cross_mask,", "None,"), **OWN),
                 "all layers attend to the first layer's memory": instead(
