@@ -237,3 +237,25 @@ def test_xla_compiles_no_step_on_a_mesh(port):
     mesh = port.package.make_mesh(Plan(), "cpu")
     with pytest.raises(ValueError, match=r"^compile takes one device: got a mesh"):
         port.package.Trainer(model, ref.TrainingConfig(), mesh=mesh, compile=True)
+
+
+ALONE = """
+import faulthandler, json, os, sys
+from unittest import mock
+os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": ["localhost:1"]}, "task": {"type": "worker", "index": 0}})
+import transformer_tf
+from transformer_spec.parallel_plan import Plan
+from transformer_tf import parallel
+with mock.patch.object(parallel, "_multi_worker", side_effect=KeyError), mock.patch.object(
+    faulthandler, "dump_traceback_later"
+) as timer:
+    try:
+        transformer_tf.make_mesh(Plan(data=2), "cpu")
+    except KeyError:
+        print(timer.called)
+"""
+
+
+def test_a_mesh_ends_no_process():
+    """Only ``parity train`` ends a process whose peers don't join."""
+    assert run_alone(ALONE).strip() == "False"

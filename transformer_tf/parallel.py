@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -20,8 +19,6 @@ from transformer_spec.parallel_plan import Plan, Shard, spread
 from transformer_spec.shapes import Int
 from transformer_tf.runtime import to_device
 from transformer_tf.weights import parameters
-
-JOINING = 60  # seconds for which processes wait for one another when they start
 
 
 def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
@@ -184,19 +181,15 @@ def first_alone(trainer: Any, action: Callable[[], None]) -> None:
 
 
 def _joined():
-    """Join the other workers.
+    """Join the other workers. TensorFlow waits for them permanently, and Ctrl-C doesn't end the process meanwhile.
 
     Raises:
         RuntimeError: This process cannot listen at its address.
     """
-    # TensorFlow waits for ever, and no signal handler runs meanwhile: a thread beside the interpreter ends the process.
-    faulthandler.dump_traceback_later(JOINING, exit=True, file=2)  # standard error
     try:
         return _multi_worker()
     except tf.errors.UnknownError as error:
         raise RuntimeError(f"TF_CONFIG: the address of this worker is in use, or not its own: {error}") from error
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 # The collectives of two strategies of the same devices would take each other's tensors: there is one of each.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+import faulthandler
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +25,7 @@ from transformer_spec.search import Search
 from transformer_spec.training_config import StepResult, TrainingConfig
 
 GREEDY = Search()
+JOINING = 60  # seconds to wait for the other processes of a run
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,19 @@ class Where:
     placement: Placement
     plan: Plan | None = None
     group: Group = ALONE
+
+
+@contextmanager
+def _ended_if_alone() -> Iterator[None]:
+    """End this process if the others of its run don't join it.
+
+    TensorFlow waits permanently, and no signal handler runs meanwhile, so a thread outside the interpreter ends it.
+    """
+    faulthandler.dump_traceback_later(JOINING, exit=True, file=2)  # standard error
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class Learner:
@@ -59,7 +75,8 @@ class Learner:
         self.package = package = port.import_package()
         self.backend, self.where = backend, where
         placement = where.placement
-        mesh = None if where.plan is None else package.make_mesh(where.plan, placement.device)
+        with _ended_if_alone() if "TF_CONFIG" in os.environ and backend == "tf" else nullcontext():
+            mesh = None if where.plan is None else package.make_mesh(where.plan, placement.device)
         with getattr(mesh, "scope", nullcontext)():  # TensorFlow makes copies of variables where it makes them
             self.model = package.Transformer.from_weights(config, weights, *placement)
         self.trainer = package.Trainer(self.model, settings, seed, mesh=mesh)
