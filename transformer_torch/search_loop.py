@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,14 @@ from transformer_torch.weights import is_divided
 
 
 def run_search(
-    kind: Any, model: Transformer, source_ids: Any, source_mask: Any, search: Search, on_step: OnStep | None
+    kind: Any,
+    model: Transformer,
+    source_ids: Any,
+    source_mask: Any,
+    search: Search,
+    on_step: OnStep | None,
+    *,
+    as_numpy: bool,
 ) -> SearchResult:
     """Return what a search finds, given the class that takes its steps."""
     if is_divided(model):
@@ -23,10 +31,7 @@ def run_search(
     plan = search.plan(model.config, source_mask.cpu().numpy())
     device, dtype = model.device, model.source_embedding.table.dtype
     dtype = torch.promote_types(dtype, torch.float32)  # bfloat16 is too coarse to sum in
-    plan = plan._replace(
-        limits=torch.tensor(plan.limits, device=device),
-        penalties=torch.tensor(plan.penalties, dtype=dtype, device=device),
-    )
+    plan = plan.to(partial(torch.tensor, device=device), partial(torch.tensor, dtype=dtype, device=device))
     with decoding_twin(model, len(source_ids) * plan.beam_size) if model.fast else inference(model) as decoder:
         with torch.inference_mode():
             cache = decoder.init_cache(source_ids, plan.capacity, plan.beam_size, source_mask)
@@ -41,5 +46,7 @@ def run_search(
                 on_step(state.ids[:, :, :n].cpu().numpy().copy())
             if not state.goes_on():
                 break
-    ids, scores = (x.cpu().numpy() for x in state.best())
-    return search_result(ids, scores, plan.pad_id, plan.num_hypotheses)
+    ids, scores = state.best()
+    found = search_result(ids.cpu().numpy(), scores.cpu().numpy(), plan.pad_id, plan.num_hypotheses)
+    # Copies, since autograd refuses tensors of inference mode.
+    return found if as_numpy else found.cut_from(ids.clone(), scores.clone())
