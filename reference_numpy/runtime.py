@@ -1,4 +1,4 @@
-"""The machine: dtypes, devices and precision by name, and the way in for ids and masks."""
+"""Dtypes, devices and precision by name, and checks of ids, masks, memories and generators."""
 
 from __future__ import annotations
 
@@ -21,15 +21,7 @@ THREAD_SWITCHES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")  # what NumPy's BL
 
 
 def set_precision(precision: str) -> None:
-    """Choose how float32 matrix products are computed, for the whole process.
-
-    Args:
-        precision: ``highest`` computes in full float32, for agreement; ``fast`` allows fewer bits of mantissa
-            (TF32 on a GPU), for speed. Most CPUs compute in full float32 either way.
-
-    Raises:
-        ValueError: There is no such precision.
-    """
+    """Accept ``highest`` or ``fast``: NumPy computes in full float32 either way. ValueError for another precision."""
     check_choice("precision", precision, PRECISIONS)
 
 

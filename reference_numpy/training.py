@@ -197,10 +197,7 @@ class Trainer:
 
     @UNDERFLOW
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-        """Return the loss per target token of a batch and the whole gradient that a step would follow, before clipping.
-
-        Arguments and errors as in ``train_step``, whose dropout, slices and devices it has. Nothing is updated.
-        """
+        """Return the loss per target token and the gradient of a step, before clipping, without taking the step."""
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(self.settings.accumulation_steps, len(batch[0]))
         total, tokens, gradient = self._gradient(batch)

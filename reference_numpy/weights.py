@@ -14,7 +14,7 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
     """Copy weights into a model, rounded to its dtype; the caller's arrays are never aliased.
 
     Raises:
-        TypeError: A weight is not of a floating-point dtype.
+        TypeError: A weight is not of a floating-point dtype, or an argument is something else.
         ValueError: The weights are not those of the model's config, or overflow its dtype.
     """
     check_type("model", model, Model)
@@ -25,12 +25,7 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
-    """Copy every parameter out of a model, in the model's dtype.
-
-    Raises:
-        TypeError: If it is not a model.
-        ValueError: If it has more or fewer layers than its config says.
-    """
+    """Copy every parameter out of a model, in its dtype; ValueError if its config has more or fewer layers."""
     check_type("model", model, Model)
     for stack in PARTS:
         layers, depth = getattr(model, stack, None), getattr(model.config, f"num_{stack}_layers")
