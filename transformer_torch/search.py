@@ -98,7 +98,7 @@ def beam_search(
         length_penalty_kind: ``gnmt``, ((5 + n) / 6)^alpha as in the paper, or ``power``, n^alpha.
         start_id: First token that the decoder reads. None is ``config.bos_id``.
         source_mask: True if a source position holds a token [B, S]. None derives it from the ids.
-        on_step: Called after each step with the unfinished hypotheses [B, K, n], best first; padding if there are fewer.
+        on_step: Called after each step with the unfinished hypotheses [B, K, n], best first, then padding.
         rules: Search rules of other programs. None is the paper's.
 
     Returns:
