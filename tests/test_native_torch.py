@@ -175,7 +175,7 @@ def test_print_says_what_a_module_is(port):
 
 # In a process of its own, whose switches no other test has touched.
 UNTOUCHED = """
-import torch, transformer_torch as port
+import threading, torch, transformer_torch as port
 from conftest import random_weights, tiny_config
 config = tiny_config(num_encoder_layers=1, num_decoder_layers=1)
 switches = lambda: (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
@@ -185,14 +185,25 @@ before = switches()
 port.Transformer.from_weights(config, random_weights(config))
 assert switches() == before, switches()
 assert port.describe()["matrix products"] == "bf16 on a CPU, tf32 on a GPU"
-port.onednn.measured = lambda: port.onednn.Measured(1.0, 0.0)
+torch.set_float32_matmul_precision("highest")
+seen, stop = set(), threading.Event()
+def watch():
+    while not stop.is_set():
+        seen.add(switches())
+thread = threading.Thread(target=watch)
+thread.start()
+threads = torch.get_num_threads()
 port.Transformer.from_weights(config, random_weights(config), precision="highest")
+stop.set()
+thread.join()
+assert seen and not any("bf16" in pair for pair in seen), seen
 assert switches() == ("ieee", "ieee")
+assert torch.get_num_threads() == threads
 """
 
 
 def test_precision_is_left_alone():
-    """Nor does torch's newer way of setting it make the description fail."""
+    """Only ``precision`` sets it; it is never changed in between, which other threads would see."""
     run_alone(UNTOUCHED)
 
 

@@ -19,20 +19,16 @@ PRECISIONS = ("highest", "fast")
 
 
 def set_precision(precision: str) -> None:
-    """Choose how float32 matrix products are computed, for the whole process.
+    """Set the precision of float32 matrix multiplication, for the whole process.
 
     Args:
-        precision: ``highest`` computes in full float32, for agreement; ``fast`` allows fewer bits of mantissa
-            (TF32 on a GPU), for speed. Most CPUs compute in full float32 either way.
+        precision: ``highest`` computes in full float32, for agreement; ``fast`` allows TF32 on a GPU, for speed.
 
     Raises:
-        ValueError: There is no such precision.
+        ValueError: If there is no such precision.
     """
     check_choice("precision", precision, PRECISIONS)
-    chosen = {"highest": "highest", "fast": "high"}[precision]
-    if not torch.cuda.is_available() and onednn.pays(precision):  # where there is a GPU, "medium" would allow TF32
-        chosen = "medium"
-    torch.set_float32_matmul_precision(chosen)
+    torch.set_float32_matmul_precision("highest" if precision == "highest" else "high")
 
 
 def check_placement(dtype: torch.dtype | str, device: torch.device | str | None) -> None:

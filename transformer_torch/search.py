@@ -106,7 +106,7 @@ def beam_search(
         length_penalty_kind: ``gnmt``, ((5 + n) / 6)^alpha as in the paper, or ``power``, n^alpha.
         start_id: First token that the decoder reads. None is ``config.bos_id``.
         source_mask: True if a source position holds a token [B, S]. None derives it from the ids.
-        on_step: Called after each step with the unfinished hypotheses [B, K, n], best first; padded if fewer.
+        on_step: Called after each step with the unfinished hypotheses [B, K, n], best first, then padding.
         prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without the start symbol, padded with
             ``config.pad_id``. They add 0 to the score, or their log-probability if ``rules.score_forced`` is set.
         rules: Search rules of other programs. None is the paper's.
