@@ -109,6 +109,8 @@ ALLOWED = [
     ("tf", "layers", "adds definition own_rows", "Keras' dropout draws by itself; it is told what for"),
     ("tf", "layers.Dropout.__call__", "*", KERAS),
     ("tf", "optimizer.global_norm", "*", SHIPPED),
+    ("tf", "optimizer", "adds definition Adam.start", "frozen parameters have no moments"),
+    ("tf", "training", "adds definition Trainer.start", "frozen parameters have no moments"),
     (
         "torch",
         "optimizer.Adam.update",
