@@ -59,6 +59,23 @@ def test_frozen_layers_stay_as_they_are(port, slices):
         assert moved(state.second_moment, after.second_moment) == expected
 
 
+def test_frozen_parameters_have_no_moments(port):
+    """Unless they were trained before. A state that is loaded has those of all parameters, most of them zero."""
+    model = build(port)
+    model.encoder.trainable = False
+    trainer = port.package.Trainer(model, SETTINGS)
+    losses(trainer)
+    assert not [name for name in trainer.optimizer.first_moment if name.startswith("encoder")]
+    state = trainer.export_state()
+    again = port.package.Trainer(model, SETTINGS)
+    again.load_state(state)
+    assert [*again.optimizer.first_moment] == [*trainer.optimizer.first_moment]
+    model.encoder.trainable = True
+    losses(again, 1)
+    assert set(again.optimizer.first_moment) == set(parameter_shapes(model.config))
+    assert set(again.optimizer.second_moment) == set(parameter_shapes(model.config))
+
+
 def test_gradients_say_what_is_frozen(port):
     """Taps have theirs all the same, also where nothing before them is trained."""
     model = build(port)

@@ -63,7 +63,6 @@ ALLOWED = [
     ("tf", "decoder.DecoderStack.step", "*R L d_model*", "a step takes several tokens too"),
     ("tf", "transformer.Decoder.decode_step", "*R*L*", "a step takes several tokens too"),
     ("tf", "weights", "adds definition keras_path", "Keras has names of its own"),
-    ("tf", "runtime", "lacks definition check_placement", "Keras has dtype policies, and names of devices"),
     ("tf", "runtime", "adds definition to_policy", "Keras has dtype policies"),
     ("torch", "*", "adds definition *.extra_repr", "how torch prints a module"),
     ("torch jax tf", "part", "lacks definition Part.__repr__", "every framework prints its modules"),
@@ -127,6 +126,8 @@ ALLOWED = [
     ("tf", "layers", "adds definition own_rows", "Keras' dropout draws by itself; it is told what for"),
     ("tf", "layers.Dropout.__call__", "*", KERAS),
     ("tf", "optimizer.global_norm", "*", SHIPPED),
+    ("tf", "optimizer", "adds definition Adam.start", "frozen parameters have no moments"),
+    ("tf", "training", "adds definition Trainer.start", "frozen parameters have no moments"),
     (
         "torch",
         "optimizer.Adam.update",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import tensorflow as tf
 from tensorflow import Tensor
@@ -23,15 +23,22 @@ class Adam:
     The moments are corrected for their bias, and epsilon is added to the root of the corrected one.
 
     Args:
-        parameters: What is updated; their moments begin at zero.
-        settings: Have both betas and epsilon.
+        parameters: Variables by canonical name. Frozen ones have no moments.
+        settings: Settings, which include both betas and epsilon.
     """
 
     def __init__(self, parameters: Mapping[str, tf.Variable], settings: TrainingConfig) -> None:
         self.settings = settings
         self.parameters = parameters
-        self.first_moment = {name: _zeros_like(parameter) for name, parameter in parameters.items()}
-        self.second_moment = {name: _zeros_like(parameter) for name, parameter in parameters.items()}
+        self.first_moment: dict[str, tf.Variable] = {}
+        self.second_moment: dict[str, tf.Variable] = {}
+
+    def start(self, names: Iterable[str]) -> None:
+        """Begin the moments of these parameters at zero, unless they have moments."""
+        for name in names:
+            for moments in (self.first_moment, self.second_moment):
+                if name not in moments:
+                    moments[name] = _zeros_like(self.parameters[name])
 
     def update(
         self, gradient: Mapping[str, Tensor], scale: Tensor, learning_rate: Tensor, corrections: tuple[Tensor, Tensor]

@@ -89,6 +89,7 @@ def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
 
 def _variables(trainer):
     """Return all variables of a run by name."""
+    trainer.start(trainer.optimizer.parameters)
     groups = parameters(trainer.model), trainer.optimizer.first_moment, trainer.optimizer.second_moment
     return {prefix + name: x for prefix, group in zip(PREFIXES, groups, strict=True) for name, x in group.items()}
 

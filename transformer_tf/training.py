@@ -6,11 +6,12 @@ B batch, S source length, T target length, V target vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow import Tensor
 
@@ -190,12 +191,16 @@ class Trainer:
         self._variables = variables(model)
         if mesh is not None:
             model.device = None  # each device computes where it is
-        with placed(model.device) if mesh is None else mesh.scope():
-            # On a mesh, only the kernel updates the copy of each device.
-            adam = FastAdam if model.fast or mesh is not None else Adam
-            self.optimizer = adam(parameters(model), settings)
+        adam = FastAdam if model.fast or mesh is not None else Adam  # on a mesh, only the kernel updates each copy
+        self.optimizer = adam(parameters(model), settings)
+        self.start(_trained(self._variables))
         check_copies(self)
         self._traced: dict[tuple[str, ...], Any] = {}  # by function, and what is trained
+
+    def start(self, names: Iterable[str]) -> None:
+        """Begin the moments of these parameters at zero, unless they have moments."""
+        with placed(self.model.device) if self.mesh is None else self.mesh.scope():
+            self.optimizer.start(names)
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
         """Take one step of Adam on the loss per target token of a batch, with dropout.
@@ -213,6 +218,7 @@ class Trainer:
         batch = _take(self.model, source_ids, target_ids, labels)
         learning_rate = settings.learning_rate(self.step + 1, config.d_model)
         numbers = learning_rate, settings.bias_corrections(self.step + 1)
+        self.start(_trained(self._variables))
         with placed(self.model.device):
             numbers = tf.nest.map_structure(lambda number: tf.constant(number, self.model.variable_dtype), numbers)
             result = call_on_devices(self, self._step, self._part(batch), numbers, by_xla=self._compile)
@@ -242,8 +248,12 @@ class Trainer:
 
     def export_state(self) -> TrainingState:
         """Return a copy of everything that the next step depends on, beside the weights and the settings."""
-        first = {name: moment.numpy() for name, moment in self.optimizer.first_moment.items()}
-        second = {name: moment.numpy() for name, moment in self.optimizer.second_moment.items()}
+
+        def exported(moments):  # those of frozen parameters are zero
+            found = ((name, moments.get(name), x) for name, x in self.optimizer.parameters.items())
+            return {name: np.zeros(x.shape, x.dtype.name) if m is None else m.numpy() for name, m, x in found}
+
+        first, second = exported(self.optimizer.first_moment), exported(self.optimizer.second_moment)
         return TrainingState(self.step, self.seed, first, second)
 
     def load_state(self, state: TrainingState) -> None:
@@ -256,7 +266,8 @@ class Trainer:
         check_training_state(self.model.config, state, self.model.variable_dtype)
         self.step, self.seed = state.step, state.seed
         first, second = self.optimizer.first_moment, self.optimizer.second_moment
-        for name in state.first_moment:
+        self.start(name for name in state.first_moment if state.first_moment[name].any())
+        for name in first:
             for moment, values in ((first, state.first_moment), (second, state.second_moment)):
                 moment[name].assign(rounded(name, values[name], moment[name].dtype.name))
 

@@ -184,11 +184,12 @@ def describe_backend(port: PackagePort) -> dict[str, Any]:
 def multiplying(backend: str, package: Any) -> dict[str, Any]:
     """Return the library that computes a package's matmuls on a CPU, and its throughput."""
     rate = quick_rate(backend) / 1e9
-    found = {"products on a CPU": library(package.describe(), backend), RATE: round(rate, 1)}
+    products = library(package.describe(), backend)
+    found: dict[str, Any] = {"products on a CPU": products, RATE: round(rate, 1)}
     if backend == "torch":
         from transformer_parity.transformer.ports import onednn
 
-        found["products on a CPU"] += onednn.describe()
+        found["products on a CPU"] = products + onednn.describe()
         if onednn.pays("highest"):
             found[BY_ONEDNN] = round(rate * onednn.measured().gain, 1)
     return found
