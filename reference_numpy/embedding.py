@@ -132,4 +132,4 @@ class OutputProjection:
     @property
     def _matrix(self) -> Float[ndarray, "d_model V"]:
         """The matrix that maps a state to logits."""
-        return self.kernel if self.embedding is None else self.embedding.table.T
+        return self.embedding.table.T if self.embedding is not None else self.kernel  # type: ignore[return-value]

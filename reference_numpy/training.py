@@ -112,7 +112,6 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
         TypeError: Ids that are not integers.
         ValueError: Ids of the wrong shape or outside the vocabulary.
     """
-    check_type("model", model, Transformer)
     batch = _take(model, source_ids, target_ids, labels)
     total, tokens, of_parameters, of_taps = _backward(model, batch, Activations(), Recorder())
     scale = 1 / max(int(tokens), 1)  # a Python number leaves a float32 array what it is
@@ -152,7 +151,7 @@ class Trainer:
         mesh: Plan | None = None,
         dropout: str = "global",
     ) -> None:
-        check_type("model", model, Transformer)
+        _check_model(model)
         check_type("settings", settings, TrainingConfig)
         check_trainable(model.source_embedding.table.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
         if not model.source_embedding.table.any():
@@ -261,8 +260,15 @@ def _parameters(model):
     return {name: find(model, name) for name in parameter_shapes(model.config)}
 
 
+def _check_model(model):
+    """Raise TypeError for anything but a whole model; its class may be a copy of ours."""
+    if getattr(model, "part", "") is not None:
+        raise TypeError(f"model must be a Transformer: got {type(model).__name__}")
+
+
 def _take(model, source_ids, target_ids, labels):
     """Take a batch from the outside, checked."""
+    _check_model(model)
     config = model.config
     source_ids = to_ids("source_ids", source_ids, config.source_vocab_size, config.max_positions)
     target_ids = to_ids("target_ids", target_ids, config.target_vocab_size, config.max_positions)
