@@ -184,7 +184,7 @@ def describe_backend(port: PackagePort) -> dict[str, Any]:
 def multiplying(backend: str, package: Any) -> dict[str, Any]:
     """Return the library that computes a package's matmuls on a CPU, and its throughput."""
     rate = quick_rate(backend) / 1e9
-    found = {"products on a CPU": library(package.describe(), backend), RATE: round(rate, 1)}
+    found: dict[str, Any] = {"products on a CPU": library(package.describe(), backend), RATE: round(rate, 1)}
     if backend == "torch":
         from transformer_parity.transformer.ports import onednn
 
