@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
+from torch.func import debug_unwrap
 
 from transformer_spec.checks import check_attention, check_attention_mask
 from transformer_spec.config import TransformerConfig
@@ -22,10 +23,14 @@ from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
 from transformer_torch import onednn
 from transformer_torch.attention import MultiHeadAttention, scaled_dot_product_attention
+from transformer_torch.decoder import DecoderStack
 from transformer_torch.embedding import SinusoidalPosition, TiedProjection
+from transformer_torch.encoder import EncoderStack
 from transformer_torch.layers import Dropout, OwnDropout, inference
+from transformer_torch.masks import causal_mask
 from transformer_torch.runtime import dtype_name, to_dtype
 
+FLASH_DEVICES = ("cuda",)  # types of devices that have the kernel
 BLOCK = 32  # values per block; only the blocks with the largest maxima are sorted
 KEPT_POSITIONS = 1024  # positions whose sines and cosines are kept
 FEW_ROWS = 64  # rows; up to here, the other layout of the weights is faster
@@ -39,6 +44,8 @@ def accelerate(model: nn.Module) -> None:
     for name, module in [*model.named_modules()]:
         if isinstance(module, MultiHeadAttention):
             module.attend = fused_attention
+        if isinstance(module, EncoderStack | DecoderStack):
+            module.register_forward_pre_hook(_mark_masks, with_kwargs=True)
         if isinstance(module, SinusoidalPosition):
             model.set_submodule(name, FastSinusoidalPosition(module.config, dtype))
     model.register_load_state_dict_post_hook(_follow)
@@ -98,7 +105,33 @@ def fused_attention(
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
         check_attention_mask(mask.shape, dtype_name(mask), query.shape, key.shape)
+    if pattern := getattr(mask, "pattern", None):
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=rate, is_causal=pattern == "causal")
     return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)
+
+
+def _mark_masks(stack, args, kwargs):
+    """Find out, once for all layers, whether masks allow everything or are causal: flash attention takes no others.
+
+    Only on a GPU, where reading them waits for what it computes, so not while its work is recorded or traced.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not args or args[0].device.type not in FLASH_DEVICES:
+        return None
+    if args[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    return tuple(map(_marked, args)), {name: _marked(value) for name, value in kwargs.items()}
+
+
+def _marked(mask):
+    if type(mask) is not Tensor or mask.dtype != torch.bool or debug_unwrap(mask) is not mask:
+        return mask
+    mask = mask.view(mask.shape)  # a tensor of its own: the caller may change the values of the given one
+    is_all = mask.all()
+    is_square = mask.shape[-1] == mask.shape[-2]
+    is_causal = (mask == causal_mask(mask.shape[-1], mask.device)).all() if is_square else torch.zeros_like(is_all)
+    found = dict(zip(("all", "causal"), torch.stack([is_all, is_causal]).tolist(), strict=True))
+    mask.pattern = next((pattern for pattern in found if found[pattern]), None)
+    return mask
 
 
 @contextmanager
