@@ -13,6 +13,7 @@ from numpy import ndarray
 from transformer_parity.apps.train.batches import TrainingBatch
 from transformer_parity.apps.train.group import ALONE, Group
 from transformer_parity.apps.translate.translator import Translator
+from transformer_parity.transformer.ports.package import allow_dtype
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.sentences.vocabulary import Vocabulary
@@ -56,7 +57,7 @@ class Learner:
         where: Where,
     ) -> None:
         port = PORTS[backend]
-        self.package = package = port.import_package()
+        self.package = package = allow_dtype(port.import_package(), where.placement.dtype)
         self.backend, self.where = backend, where
         placement = where.placement
         mesh = None if where.plan is None else package.make_mesh(where.plan, placement.device)

@@ -343,7 +343,11 @@ EDGES = [
     Mistake(
         "offset of learned positions forgotten",
         "output",
-        instead("embedding", "self.table[self.offset : self.offset + ", "self.table[: "),
+        changed(
+            "embedding",
+            ("self.table[self.offset : self.offset + ", "self.table[: "),
+            jax=("self.embedding[self.offset : self.offset + ", "self.embedding[: "),
+        ),
         case="embedding/learned",
     ),
     Mistake(
