@@ -412,7 +412,7 @@ STRUCTURE_ENTRIES: dict[str, Table] = {
                     "embedding",
                     numpy=("self.table[ids]", 'self.table[ids.astype("int16")]'),
                     torch=("F.embedding(ids, self.weight)", "self.weight[ids.short().long()]"),
-                    jax=("self.table[ids]", 'self.table[ids.astype("int16").astype("int32")]'),
+                    jax=("super().__call__(ids)", 'super().__call__(ids.astype("int16").astype("int32"))'),
                 ),
                 unseen=("full/padded",),
             )

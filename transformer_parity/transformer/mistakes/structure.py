@@ -342,6 +342,7 @@ EDGES = [
             ("self.table[self.offset : self.offset + ", "self.table[: "),
             tf=("tf.range(self.offset, self.offset + length)", "tf.range(length)"),
             torch=("self.weight[self.offset : self.offset + ", "self.weight[: "),
+            jax=("self.embedding[self.offset : self.offset + ", "self.embedding[: "),
         ),
         case="embedding/learned",
     ),
