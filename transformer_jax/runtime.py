@@ -58,7 +58,7 @@ def to_dtype(dtype: Any) -> str:
         ValueError: If it is not one of ``DTYPES``.
     """
     try:
-        name = dtype if isinstance(dtype, str | None) else np.dtype(dtype).name
+        name: Any = dtype if isinstance(dtype, str | None) else np.dtype(dtype).name
     except TypeError:
         name = dtype
     check_choice("dtype", name, DTYPES)
