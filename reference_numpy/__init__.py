@@ -32,7 +32,7 @@ from reference_numpy.layers import Dropout, LayerNorm, Linear
 from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
 from reference_numpy.parallel import make_mesh, shards
 from reference_numpy.runtime import describe, set_precision
-from reference_numpy.search import beam_search, greedy_search
+from reference_numpy.search import beam_search, greedy_search, sample, score
 from reference_numpy.training import Trainer, cross_entropy, gradients
 from reference_numpy.transformer import Decoder, Encoder, Transformer, load_transformer
 from reference_numpy.weights import get_weights, set_weights
@@ -70,7 +70,9 @@ __all__ = [
     "make_mesh",
     "merge_heads",
     "padding_mask",
+    "sample",
     "scaled_dot_product_attention",
+    "score",
     "set_precision",
     "set_weights",
     "shards",

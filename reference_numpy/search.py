@@ -1,4 +1,4 @@
-"""Search (Vaswani et al., 2017, section 6.1): greedy and beam, one token after another.
+"""Search (Vaswani et al., 2017, section 6.1): greedy search, beam search, samples, and scores of given translations.
 
 B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder.
 """
@@ -12,12 +12,12 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy import fast
-from reference_numpy.functional import log_softmax
+from reference_numpy.functional import log_softmax, masked_softmax
 from reference_numpy.search_loop import run_search
 from reference_numpy.search_rules import apply_rules, within_pool
 from reference_numpy.transformer import Transformer
-from transformer_spec.checks import check_integer
-from transformer_spec.search import OnStep, Search, SearchPlan, SearchResult
+from transformer_spec.checks import check_integer, check_translations, to_array
+from transformer_spec.search import OnStep, Scores, Search, SearchPlan, SearchResult
 from transformer_spec.search_rules import SearchRules
 from transformer_spec.shapes import Bool, Float, Int
 
@@ -31,6 +31,7 @@ def greedy_search(
     source_mask: Any = None,
     on_step: OnStep | None = None,
     *,
+    prefix_ids: Any = None,
     rules: SearchRules | None = None,
     use_cache: bool = True,
 ) -> SearchResult:
@@ -47,6 +48,8 @@ def greedy_search(
         start_id: What the decoder reads first. None is ``config.bos_id``.
         source_mask: True where a source position holds a token [B, S]. None derives it from the ids.
         on_step: Called after each step with the tokens so far [B, 1, n], padded behind the end symbol.
+        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without the start symbol, padded with
+            ``config.pad_id``. They add 0 to the score, or their log-probability if ``rules.score_forced`` is set.
         rules: How other programs search, where it is not what is described here. None is the paper's.
         use_cache: False decodes the whole prefix again for each token: the same result, and many times the work.
 
@@ -63,6 +66,7 @@ def greedy_search(
         min_length=min_length,
         start_id=start_id,
         rules=SearchRules() if rules is None else rules,
+        prefix_ids=prefix_ids,
     )
     return run_search(Greedy, model, source_ids, source_mask, search, on_step, use_cache=use_cache)
 
@@ -80,6 +84,7 @@ def beam_search(
     source_mask: Any = None,
     on_step: OnStep | None = None,
     *,
+    prefix_ids: Any = None,
     rules: SearchRules | None = None,
     use_cache: bool = True,
 ) -> SearchResult:
@@ -106,6 +111,8 @@ def beam_search(
         start_id: What the decoder reads first. None is ``config.bos_id``.
         source_mask: True where a source position holds a token [B, S]. None derives it from the ids.
         on_step: Called after each step with the unfinished hypotheses [B, K, n], best first; padding where none is.
+        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without the start symbol, padded with
+            ``config.pad_id``. They add 0 to the score, or their log-probability if ``rules.score_forced`` is set.
         rules: How other programs search, where it is not what is described here. None is the paper's.
         use_cache: False decodes the whole prefix again for each token: the same result, and many times the work.
 
@@ -123,10 +130,112 @@ def beam_search(
         min_length=min_length,
         start_id=start_id,
         rules=SearchRules() if rules is None else rules,
+        prefix_ids=prefix_ids,
     )
     return run_search(
         FastBeam if model.fast else Beam, model, source_ids, source_mask, search, on_step, use_cache=use_cache
     )
+
+
+def sample(
+    model: Transformer,
+    source_ids: Any,
+    num_samples: int = 1,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    max_length: int | None = None,
+    min_length: int = 1,
+    start_id: int | None = None,
+    source_mask: Any = None,
+    on_step: OnStep | None = None,
+    *,
+    prefix_ids: Any = None,
+    rules: SearchRules | None = None,
+    use_cache: bool = True,
+) -> SearchResult:
+    """Sample translations: draw each next token from the model's distribution until the end symbol is drawn.
+
+    The same seed gives the same samples. A sample depends only on the seed, on its own number, and on the row of its
+    sentence in the batch, not on the other sentences.
+
+    Args:
+        model: The model.
+        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
+        num_samples: Number of samples per sentence.
+        temperature: Divides the log-probabilities before a token is drawn; values below 1 favour likely tokens.
+        top_k: Draw only from the ``top_k`` likeliest tokens (Fan et al., 2018). None uses all tokens.
+        top_p: Draw only from the smallest set of likeliest tokens whose probabilities sum to at least ``top_p``
+            (Holtzman et al., 2020). Applies after ``top_k``. None uses all tokens.
+        seed: Seed of the random numbers, at least 0.
+        max_length: Maximum number of tokens to generate, including the end symbol. None uses the source length + 50.
+        min_length: Minimum number of tokens to generate, including the end symbol.
+        start_id: First token that the decoder reads. None uses ``config.bos_id``.
+        source_mask: True at source positions that hold a token [B, S]. None derives the mask from the ids.
+        on_step: Called after each step with the samples so far [B, K, n], padded after the end symbol.
+        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without the start symbol, padded with
+            ``config.pad_id``. They add 0 to the score, or their log-probability if ``rules.score_forced`` is set.
+        rules: Rules of other programs, for example banned tokens. None uses the paper's.
+        use_cache: False recomputes the whole prefix for each token; slower, with the same result.
+
+    Returns:
+        ``num_samples`` hypotheses per sentence, in the order in which they are drawn. A score is the log-probability
+        that the model assigns to the sample, before temperature, ``top_k`` and ``top_p``.
+
+    Raises:
+        TypeError: If ids, sizes or lengths are not integers, or the mask is not boolean.
+        ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, a setting is out of range,
+            lengths contradict each other or the model's positions, or the model computes NaN.
+    """
+    search = Search(
+        num_hypotheses=check_integer("num_samples", num_samples, minimum=1),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=check_integer("seed", seed, minimum=0),
+        min_length=min_length,
+        max_length=max_length,
+        start_id=start_id,
+        rules=SearchRules() if rules is None else rules,
+        prefix_ids=prefix_ids,
+    )
+    return run_search(Sample, model, source_ids, source_mask, search, on_step, use_cache=use_cache)
+
+
+def score(
+    model: Transformer, source_ids: Any, target_ids: Any, start_id: int | None = None, source_mask: Any = None
+) -> Scores:
+    """Return the log-probabilities that the model assigns to given translations, for example to rerank them.
+
+    To score each token of the hypotheses of a search, pass its ``nbest_ids``.
+
+    Args:
+        model: The model.
+        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
+        target_ids: One translation per sentence [B, T], or N of them [B, N, T], without the start symbol, including
+            ``config.eos_id``, padded with ``config.pad_id``.
+        start_id: First token that the decoder reads. None uses ``config.bos_id``.
+        source_mask: True at source positions that hold a token [B, S]. None derives the mask from the ids.
+
+    Returns:
+        The log-probability of each translation [B] or [B, N], and of each of its tokens [B, T] or [B, N, T].
+
+    Raises:
+        TypeError: If ids are not integers, or the mask is not boolean.
+        ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, or there are more tokens than
+            the model has positions.
+    """
+    source_ids, source_mask = model._take("source", source_ids, source_mask)  # [B, S]
+    target_ids = to_array("target_ids", target_ids)
+    check_translations(target_ids.shape, len(source_ids))
+    labels, _ = model._take("target", target_ids.reshape(-1, target_ids.shape[-1]), None)  # [B * N, T]
+    start = np.full_like(labels[:, :1], model.config.bos_id if start_id is None else start_id)
+    source_ids, source_mask = (x.repeat(len(labels) // len(x), 0) for x in (source_ids, source_mask))
+    scores = log_softmax(model(source_ids, np.concatenate([start, labels[:, :-1]], 1), source_mask))  # [B * N, T, V]
+    tokens = np.take_along_axis(scores, labels[:, :, None], -1)[:, :, 0]
+    tokens = np.where(labels != model.config.pad_id, tokens, 0.0).reshape(target_ids.shape)
+    return Scores(np.where((target_ids != model.config.pad_id).any(-1), tokens.sum(-1), -inf), tokens)
 
 
 def top(values: Float[ndarray, "B N"], count: int) -> tuple[Float[ndarray, "B K"], Int[ndarray, "B K"]]:
@@ -137,42 +246,61 @@ def top(values: Float[ndarray, "B N"], count: int) -> tuple[Float[ndarray, "B K"
 
 
 class Greedy(NamedTuple):
-    """How far greedy search has come."""
+    """How far greedy search has come; K is 1."""
 
-    tokens: Int[ndarray, " B"]  # what is read next
-    ids: Int[ndarray, "B 1 capacity"]
-    scores: Float[ndarray, "B 1"]
-    unfinished: Bool[ndarray, " B"]
+    tokens: Int[ndarray, "B K"]  # what is read next
+    ids: Int[ndarray, "B K capacity"]
+    scores: Float[ndarray, "B K"]
+    unfinished: Bool[ndarray, "B K"]
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Greedy:
         """Return the state before the first step: no hypothesis has a token."""
-        batch = len(plan.limits)
+        size = [len(plan.limits), plan.beam_size]
         return cls(
-            tokens=np.full([batch], plan.start_id),
-            ids=np.full([batch, 1, plan.capacity], plan.pad_id),
-            scores=np.zeros([batch, 1], plan.penalties.dtype),
-            unfinished=plan.limits > 0,
+            tokens=np.full(size, plan.start_id),
+            ids=np.full([*size, plan.capacity], plan.pad_id),
+            scores=np.zeros(size, plan.penalties.dtype),
+            unfinished=np.broadcast_to((plan.limits > 0)[:, None], size),
         )
 
-    def step(self, logits: Float[ndarray, "B V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
-        """Return the state after the n-th token of each unfinished sentence, given the logits; no row moves."""
-        log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [B, V]
-        best, index = log_probabilities.max(-1, keepdims=True), log_probabilities.argmax(-1)
-        tokens = np.where(self.unfinished, index, plan.pad_id)
+    def step(self, logits: Float[ndarray, "R V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
+        """Return the state after the n-th token of each unfinished hypothesis, given the logits; no row moves."""
+        log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
+        index = self.choose(log_probabilities, n, plan)
+        best = np.take_along_axis(log_probabilities, index[:, None], 1).reshape(self.scores.shape)
+        tokens = np.where(self.unfinished, index.reshape(self.scores.shape), plan.pad_id)
         ids = self.ids
-        ids[:, 0, n - 1] = tokens
-        scores = self.scores + np.where(self.unfinished[:, None], best, 0.0)
-        unfinished = self.unfinished & (tokens != plan.eos_id) & (n < plan.limits)
+        ids[:, :, n - 1] = tokens
+        scores = self.scores + np.where(self.unfinished, best, 0.0)
+        unfinished = self.unfinished & (tokens != plan.eos_id) & (n < plan.limits[:, None])
         return self._replace(tokens=tokens, ids=ids, scores=scores, unfinished=unfinished), None
+
+    def choose(self, log_probabilities: Float[ndarray, "R V"], n: Any, plan: SearchPlan) -> Int[ndarray, " R"]:
+        """Return the likeliest token of each row; of equally likely ones, the first."""
+        return log_probabilities.argmax(-1)
 
     def goes_on(self) -> Any:
         """Whether any sentence is unfinished."""
         return self.unfinished.any()
 
-    def best(self) -> tuple[Int[ndarray, "B 1 capacity"], Float[ndarray, "B 1"]]:
-        """Return the one hypothesis of each sentence, and its score."""
+    def best(self) -> tuple[Int[ndarray, "B K capacity"], Float[ndarray, "B K"]]:
+        """Return the hypotheses of each sentence, and their scores."""
         return self.ids, self.scores
+
+
+class Sample(Greedy):
+    """How far sampling has come."""
+
+    def choose(self, log_probabilities: Float[ndarray, "R V"], n: Any, plan: SearchPlan) -> Int[ndarray, " R"]:
+        """Return the token of each row that its random number falls on, likely tokens first."""
+        values, index = top(log_probabilities, log_probabilities.shape[1])  # [R, V]
+        shares = masked_softmax(np.where(np.arange(values.shape[1]) < plan.top_k, values / plan.temperature, -inf))
+        shares = np.where(shares.cumsum(-1) - shares < plan.top_p, shares, 0.0)
+        sums = shares.cumsum(-1)
+        drawn = plan.uniforms[:, :, n - 1].reshape(-1, 1) * sums[:, -1:]  # [R, 1]
+        rank = np.minimum((sums <= drawn).sum(-1), (shares > 0.0).sum(-1) - 1)  # a product may round up to the sum
+        return np.take_along_axis(index, rank[:, None], 1)[:, 0]
 
 
 class Beam(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ def run_search(
     """Return what a search finds, given the class that takes its steps."""
     source_ids, source_mask = model._take("source", source_ids, source_mask)
     plan = search.plan(model.config, source_mask)
-    plan = plan._replace(penalties=plan.penalties.astype(model.source_embedding.table.dtype))
+    plan = plan.to(np.asarray, partial(np.asarray, dtype=model.source_embedding.table.dtype))
     decoder = model if use_cache else _Uncached(model)
     cache = decoder.init_cache(source_ids, plan.capacity, plan.beam_size, source_mask)
     state, rows = kind.start(plan), None

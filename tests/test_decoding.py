@@ -134,11 +134,10 @@ def mistaken_package(old, new):
 
 GREEDY_MISTAKES = {
     "does not stop at the end symbol": ("(tokens != plan.eos_id) & ", ""),
-    "stops a token early": ("& (n < plan.limits)", "& (n < plan.limits - 1)"),
+    "stops a token early": ("& (n < plan.limits[:, None])", "& (n < plan.limits[:, None] - 1)"),
     "takes the least likely": (
-        "log_probabilities.max(-1, keepdims=True), log_probabilities.argmax(-1)",
-        "np.where(log_probabilities == -inf, 9, log_probabilities).min(-1, keepdims=True), "
-        "np.where(log_probabilities == -inf, 9, log_probabilities).argmin(-1)",
+        "return log_probabilities.argmax(-1)",
+        "return np.where(log_probabilities == -inf, 9, log_probabilities).argmin(-1)",
     ),
     "reads the start symbol again and again": (
         "decode_step(state.tokens.reshape(-1), cache)",

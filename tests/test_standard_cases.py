@@ -19,6 +19,7 @@ STEPWISE, BEAM = "decode/other_decoder_greedy", "decode/ends_apart_beam"
 STEPS, GRADIENTS = "steps/pre", "gradients/padded"
 DEFAULTS, LIMITS = "decode/paper_base_beam", "decode/other_decoder_beam"
 FORMULAS, LOSS = "decode/marian_beam", "loss/large_logits"
+SAMPLES, PREFIX, SCORES = "decode/samples", "decode/prefix_beam", "scores/translations"
 MISTAKES = {  # by name: case, module, text, and the text in its place; the same for NumPy and PyTorch unless listed
     "taps of a cached step": (STEPWISE, "transformer", 'x), cache, within(tap, "decoder"))', "x), cache, tap)"),
     "a tap of a cached step is not called": (
@@ -49,8 +50,8 @@ MISTAKES = {  # by name: case, module, text, and the text in its place; the same
     "rules that are not given": (
         "decode/paper_base_greedy",
         "search",
-        "rules=SearchRules() if rules is None else rules,\n    )\n    return run_search(Greedy,",
-        "rules=rules,\n    )\n    return run_search(Greedy,",
+        "if rules is None else rules,\n        prefix_ids=prefix_ids,\n    )\n    return run_search(Greedy,",
+        "if False else rules,\n        prefix_ids=prefix_ids,\n    )\n    return run_search(Greedy,",
     ),
     "the start symbol of a greedy search": (
         STEPWISE,
@@ -64,6 +65,18 @@ MISTAKES = {  # by name: case, module, text, and the text in its place; the same
         "length_penalty_kind=length_penalty_kind,\n        min_length=min_length,\n",
         "length_penalty_kind=length_penalty_kind,\n",
     ),
+    "samples of another seed": (SAMPLES, "search", 'check_integer("seed", seed', 'check_integer("seed", seed + 1'),
+    "samples without a temperature": (SAMPLES, "search", "values / plan.temperature", "values"),
+    "samples from a token too many": (SAMPLES, "search", "< plan.top_k", "<= plan.top_k"),
+    "the share of a token counts before it": (SAMPLES, "search", "shares.cumsum(-1) - shares <", "shares.cumsum(-1) <"),
+    "samples from unlikely tokens too": (SAMPLES, "search", "- shares < plan.top_p", "- shares < plan.top_p * 9"),
+    "the share of the excluded is drawn": (SAMPLES, "search", "reshape(-1, 1) * sums[:, -1:]", "reshape(-1, 1) * 1.0"),
+    "a random number for all tokens": (SAMPLES, "search", "plan.uniforms[:, :, n - 1]", "plan.uniforms[:, :, 0]"),
+    "the first prefix for all sentences": (PREFIX, "search_rules", "plan.prefix[:, n - 1]", "plan.prefix[:1, n - 1]"),
+    "a prefix that is certain": (PREFIX, "search_rules", "scored=rules.score_forced", "scored=False"),
+    "scores at padding": (SCORES, "search", "where(labels != model.config.pad_id", "where(labels == labels"),
+    "scores after another start symbol": (SCORES, "search", "model.config.bos_id if", "model.config.eos_id if"),
+    "scores without the source mask": (SCORES, "search", "labels[:, :-1]], 1), source_mask)", "labels[:, :-1]], 1))"),
     "smoothing in an evaluation": (STEPS, "training", "label_smoothing=0.0", "label_smoothing=0.2"),
     "the exported state has no step": (STEPS, "training", "State(self.step, self.seed,", "State(0, self.seed,"),
     "the step is not loaded": (STEPS, "training", "self.step, self.seed = state.step, state", "self.seed = state"),

@@ -38,6 +38,7 @@ ALLOWED = [
     ("torch jax tf", "fast*", "*", "each framework is fast in its own way"),
     ("torch jax tf", "__init__", "lacks definition exports.transformer_backward", DERIVED),
     ("torch jax tf", "search*", "lacks parameter use_cache", "the definition is proved by decoding without it"),
+    ("torch jax tf", "search*", "adds parameter as_numpy", "a framework has arrays of its own, on a device"),
     ("torch jax tf", "*.__call__", "lacks parameter rng", STATE),
     ("torch jax tf", "transformer.*code", "lacks parameter rng", STATE),
     ("jax", "*.__init__", "adds parameter rngs", "NNX draws initial values on construction"),

@@ -23,7 +23,7 @@ from transformer_jax.layers import Dropout, LayerNorm, Linear
 from transformer_jax.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_jax.parallel import make_mesh, shards
 from transformer_jax.runtime import describe, set_precision
-from transformer_jax.search import beam_search, greedy_search
+from transformer_jax.search import beam_search, greedy_search, sample, score
 from transformer_jax.training import Trainer, cross_entropy, gradients
 from transformer_jax.transformer import Decoder, Encoder, Transformer, load_transformer
 from transformer_jax.weights import get_weights, set_weights
@@ -61,7 +61,9 @@ __all__ = [
     "make_mesh",
     "merge_heads",
     "padding_mask",
+    "sample",
     "scaled_dot_product_attention",
+    "score",
     "set_precision",
     "set_weights",
     "shards",

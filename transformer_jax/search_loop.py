@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,14 @@ from transformer_spec.search import OnStep, Search, SearchResult, search_result
 
 
 def run_search(
-    kind: Any, model: Transformer, source_ids: Any, source_mask: Any, search: Search, on_step: OnStep | None
+    kind: Any,
+    model: Transformer,
+    source_ids: Any,
+    source_mask: Any,
+    search: Search,
+    on_step: OnStep | None,
+    *,
+    as_numpy: bool,
 ) -> SearchResult:
     """Return what a search finds, given the class that takes its steps."""
     source_ids, source_mask = _take_source(model.config, source_ids, source_mask)
@@ -24,7 +32,7 @@ def run_search(
     if model.fast:
         source_ids, source_mask, plan = padded(model, source_ids, source_mask, plan)
     dtype = jnp.promote_types(model.source_embedding.table.dtype, jnp.float32)  # bfloat16 is too coarse to sum in
-    plan = plan._replace(penalties=plan.penalties.astype(dtype))
+    plan = plan.to(np.asarray, partial(np.asarray, dtype=dtype))
     # The model is taken apart once: its leaves pass into compiled code, which is kept by structure and sizes.
     leaves, structure = jax.tree.flatten(model)
     sizes = {"beam_size": plan.beam_size, "pool_size": plan.pool_size}
@@ -36,7 +44,8 @@ def run_search(
         if not goes_on:
             break
     ids, scores = state.best()
-    return search_result(np.array(ids, int)[:batch], np.array(scores)[:batch], plan.pad_id, plan.num_hypotheses)
+    found = search_result(np.array(ids, int)[:batch], np.array(scores)[:batch], plan.pad_id, plan.num_hypotheses)
+    return found if as_numpy else found.cut_from(ids, scores)
 
 
 @compiled(static_argnames=("structure", "kind", "beam_size", "pool_size"))

@@ -30,9 +30,10 @@ def apply_rules(
     if rules.banned_ids:
         banned = jnp.isin(jnp.arange(log_probabilities.shape[1]), jnp.array(rules.banned_ids))
         log_probabilities = jnp.where(~banned, log_probabilities, -inf)
-    for place, token in enumerate(rules.forced_ids, 1):
+    if plan.has_prefix:
+        token = plan.prefix[:, n - 1].repeat(ids.shape[1])[:, None]  # [R, 1]
         alone = _alone(own, token, scored=rules.score_forced)
-        log_probabilities = jnp.where(n == place, alone, log_probabilities)
+        log_probabilities = jnp.where(token != plan.pad_id, alone, log_probabilities)
     if rules.at_limit != "cut":
         alone = _alone(own, plan.eos_id, scored=rules.at_limit == "scored")
         at_limit = (plan.limits == n).repeat(ids.shape[1])[:, None]

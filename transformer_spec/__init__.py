@@ -10,7 +10,7 @@ from transformer_spec.init_weights import init_weights
 from transformer_spec.names import count_parameters, parameter_shapes, tap_shapes
 from transformer_spec.parallel_plan import Plan
 from transformer_spec.presets import PRESETS
-from transformer_spec.search import LENGTH_PENALTIES, Search, SearchResult, length_penalty
+from transformer_spec.search import LENGTH_PENALTIES, Scores, Search, SearchResult, length_penalty
 from transformer_spec.search_rules import SearchRules
 from transformer_spec.taps import Recorder, Tap, no_tap, within
 from transformer_spec.training_config import Gradients, StepResult, TrainingConfig, TrainingState
@@ -24,6 +24,7 @@ __all__ = [
     "Gradients",
     "Plan",
     "Recorder",
+    "Scores",
     "Search",
     "SearchResult",
     "SearchRules",

@@ -137,6 +137,13 @@ def check_same_batch(source_shape: Shape, target_shape: Shape) -> None:
     _check_agree("source_ids and target_ids", "batch size", source_shape[0], target_shape[0])
 
 
+def check_translations(shape: Shape, batch: int) -> None:
+    """Raise ValueError unless these are translations of the sentences: [batch, T], or [batch, N, T] for N of each."""
+    if len(shape) not in (2, 3) or shape[0] != batch or 0 in shape:
+        needed = f"[{batch}, length] or [{batch}, count, length]"
+        raise ValueError(f"target_ids must have shape {needed}: got {tuple(shape)}")
+
+
 def check_positions(name: str, value: Any, max_positions: int | None) -> int:
     """Return how many target positions are meant, as ``check_integer``; ValueError if the model has fewer."""
     integer = check_integer(name, value, minimum=1)

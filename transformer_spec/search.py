@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from numpy import ndarray
 
 from transformer_spec.checks import check_choice, check_fields, check_integer, check_number, check_positions
 from transformer_spec.config import TransformerConfig
-from transformer_spec.search_rules import LONGEST, SearchRules
+from transformer_spec.search_rules import LONGEST, SearchRules, check_generated
 from transformer_spec.shapes import Bool, Float, Int
 
 LENGTH_PENALTIES = ("gnmt", "power")
@@ -21,15 +22,27 @@ LENGTH_PENALTIES = ("gnmt", "power")
 OnStep = Callable[[ndarray], None]  # is shown the unfinished hypotheses after each step, [B, K, n]
 
 
+class Scores(NamedTuple):
+    """The log-probabilities of given translations, in nats.
+
+    Attributes:
+        sequences: The sum over the tokens of each translation; -inf for a row without tokens.
+        tokens: The log-probability of each token, given the source and the tokens before it; 0 at padding.
+    """
+
+    sequences: Any  # [B] or [B, N]
+    tokens: Any  # [B, T] or [B, N, T]
+
+
 @dataclass(frozen=True)
 class SearchResult:
-    """The best hypotheses of each sentence, best first.
+    """The best hypotheses of each sentence, best first, or its samples, in the order in which they are drawn.
 
     Attributes:
         nbest_ids: The tokens without the start symbol, up to and including ``eos_id``, padded with ``pad_id``. L is the
             length of the longest hypothesis.
         nbest_scores: What they are ranked by: the log-probability in nats, over the length penalty in beam search. -inf
-            where there are fewer hypotheses than were asked for.
+            where there are fewer hypotheses than were asked for. Of a sample, its log-probability in nats.
     """
 
     nbest_ids: Int[ndarray, "B N L"]
@@ -44,6 +57,11 @@ class SearchResult:
     def scores(self) -> Float[ndarray, " B"]:
         """The scores of the best hypotheses."""
         return self.nbest_scores[:, 0]
+
+    def cut_from(self, nbest_ids: Any, nbest_scores: Any) -> SearchResult:
+        """Return the same result in another type, from arrays that have it at the beginning of each axis."""
+        batch, count, length = self.nbest_ids.shape
+        return SearchResult(nbest_ids[:batch, :count, :length], nbest_scores[:batch, :count])
 
 
 class SearchPlan(NamedTuple):
@@ -60,6 +78,11 @@ class SearchPlan(NamedTuple):
         num_hypotheses: How many finished hypotheses of each sentence are returned.
         pool_size: How many of them are kept.
         rules: Which other program's search it is.
+        prefix: Tokens that the hypotheses of each sentence begin with, padded; () if there are none.
+        uniforms: Random numbers in [0, 1), one per token of each sample; () if the search draws no samples.
+        temperature: Divides the log-probabilities before a token is drawn.
+        top_k: Maximum number of tokens to draw from.
+        top_p: Draw from the likeliest tokens whose probabilities sum to at least this number.
     """
 
     pad_id: int
@@ -72,11 +95,35 @@ class SearchPlan(NamedTuple):
     num_hypotheses: int
     pool_size: int
     rules: SearchRules
+    prefix: Any = ()  # [B, capacity]; likewise
+    uniforms: Any = ()  # [B, K, capacity]; likewise
+    temperature: float = 1.0
+    top_k: int = LONGEST
+    top_p: float = math.inf
 
     @property
     def capacity(self) -> int:
         """How many steps the longest hypothesis may take: as many target positions are read."""
         return len(self.penalties) - 1
+
+    @property
+    def has_prefix(self) -> bool:
+        """Whether hypotheses begin with given tokens."""
+        return not isinstance(self.prefix, tuple)
+
+    def of(self, sentences: Any) -> SearchPlan:
+        """Return the plan for some of the sentences, by their indices; one may occur several times."""
+        arrays = {name: getattr(self, name) for name in ("limits", "prefix", "uniforms")}
+        return self._replace(**{name: array[sentences] for name, array in arrays.items() if len(array)})
+
+    def to(self, integers: Callable[[ndarray], Any], floats: Callable[[ndarray], Any]) -> SearchPlan:
+        """Return the plan with its arrays in the framework's type."""
+        return self._replace(
+            limits=integers(self.limits),
+            penalties=floats(self.penalties),
+            prefix=integers(self.prefix) if self.has_prefix else (),
+            uniforms=floats(self.uniforms) if len(self.uniforms) else (),
+        )
 
 
 LARGEST = {  # of the sizes of a search that a file asks for
@@ -87,7 +134,7 @@ LARGEST = {  # of the sizes of a search that a file asks for
 
 @dataclass(frozen=True)
 class Search:
-    """How to search: what ``greedy_search`` and ``beam_search`` are asked for. A beam size of None is greedy search."""
+    """How to search: the arguments of ``beam_search``, of ``sample`` (with a seed), or of ``greedy_search``."""
 
     beam_size: int | None = None
     length_penalty: float = 0.6
@@ -97,19 +144,31 @@ class Search:
     min_length: int = 1
     start_id: int | None = None
     rules: SearchRules = field(default_factory=SearchRules)
+    prefix_ids: tuple[tuple[int, ...], ...] | None = None
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is no search.
 
         Raises:
             TypeError: A size or an id is no integer, or the rules are of another type.
-            ValueError: A size is below 1, an id or the penalty negative, or the kind of penalty not known.
+            ValueError: A size is below 1, an id or the penalty negative, the kind of penalty not known, or the settings
+                contradict each other.
         """
         for name in ("beam_size", "max_length", "num_hypotheses", "min_length"):
             if getattr(self, name) is not None or name not in ("beam_size", "max_length"):
                 object.__setattr__(self, name, check_integer(name, getattr(self, name), minimum=1))
-        if self.start_id is not None:
-            object.__setattr__(self, "start_id", check_integer("start_id", self.start_id, minimum=0))
+        for name, minimum in {"start_id": 0, "seed": 0, "top_k": 1}.items():
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_integer(name, getattr(self, name), minimum))
+        check_number("temperature", self.temperature, "greater than 0", lambda number: number > 0.0)
+        if self.top_p is not None:
+            check_number("top_p", self.top_p, "greater than 0 and at most 1", lambda number: 0.0 < number <= 1.0)
+        if self.prefix_ids is not None:
+            object.__setattr__(self, "prefix_ids", _prefix_rows(self.prefix_ids))
         penalty = check_number("length_penalty", self.length_penalty, "at least 0", lambda number: number >= 0.0)
         object.__setattr__(self, "length_penalty", penalty)
         check_choice("length_penalty_kind", self.length_penalty_kind, LENGTH_PENALTIES)
@@ -120,6 +179,12 @@ class Search:
         if not isinstance(self.rules, SearchRules):
             kind = type(self.rules).__name__
             raise TypeError(f"rules must be SearchRules, such as SearchRules.preset('hf'): got {kind}")
+        if self.prefix_ids is not None and self.rules.forced_ids:
+            raise ValueError("either prefix_ids or forced_ids of the rules must be given: got both")
+        if self.seed is not None and self.beam_size is not None:
+            raise ValueError(f"sampling keeps no beam: got seed {self.seed} and beam_size {self.beam_size}")
+        if self.seed is None and (self.temperature, self.top_k, self.top_p) != (1.0, None, None):
+            raise ValueError("temperature, top_k and top_p are of sampling, which needs a seed: got none")
 
     @classmethod
     def preset(cls, name: str, rules: SearchRules | Mapping[str, Any] | None = None, **options: Any) -> Search:
@@ -170,8 +235,17 @@ class Search:
         given = {name: value for name, value in vars(self).items() if value != getattr(usual, name)}
         if self.beam_size is not None:
             return package.beam_search(model, source_ids, on_step=on_step, **given)
-        of_greedy = given.keys() & {"max_length", "min_length", "start_id", "rules"}
-        return package.greedy_search(model, source_ids, on_step=on_step, **{name: given[name] for name in of_greedy})
+        common = {"max_length", "min_length", "start_id", "rules", "prefix_ids"}
+        if self.seed is None:
+            of_greedy = {name: given[name] for name in given.keys() & common}
+            return package.greedy_search(model, source_ids, on_step=on_step, **of_greedy)
+        of_sample = {name: given[name] for name in given.keys() & {*common, "temperature", "top_k", "top_p", "seed"}}
+        return package.sample(model, source_ids, self.num_hypotheses, on_step=on_step, **of_sample)
+
+    def of(self, sentence: int) -> Search:
+        """Return the search of one sentence of a batch; of samples, their random numbers are those of sentence 0."""
+        prefix_ids = None if self.prefix_ids is None else self.prefix_ids[sentence : sentence + 1]
+        return dataclasses.replace(self, prefix_ids=prefix_ids)
 
     def plan(self, config: TransformerConfig, source_mask: Bool[ndarray, "B S"]) -> SearchPlan:
         """Return the numbers that this search needs for some sentences; errors as in ``beam_search``."""
@@ -185,13 +259,16 @@ class Search:
         if self.min_length > limits.min():
             raise ValueError(f"min_length must be at most max_length: got {self.min_length} and {limits.min()}")
         rules = self.rules
-        if len(rules.forced_ids) >= limits.min():
-            raise ValueError(
-                f"forced_ids must be fewer than max_length: got {len(rules.forced_ids)} and {limits.min()}"
-            )
         if rules.no_repeat_ngram_size > limits.max():
             rules = dataclasses.replace(rules, no_repeat_ngram_size=0)  # no hypothesis has that many tokens
         beam_size, num_hypotheses = (self.beam_size, self.num_hypotheses) if self.beam_size else (1, 1)
+        uniforms: Any = ()
+        if self.seed is not None:
+            beam_size = num_hypotheses = self.num_hypotheses
+            # Each sample of each sentence has its own generator, so that no other sentence changes it.
+            streams = [[self.seed, row, draw] for row in range(len(limits)) for draw in range(beam_size)]
+            draws = [np.random.default_rng(stream).random(limits.max()) for stream in streams]
+            uniforms = np.reshape(draws, [len(limits), beam_size, -1])
         return SearchPlan(
             pad_id=config.pad_id,
             eos_id=config.eos_id,
@@ -203,7 +280,27 @@ class Search:
             num_hypotheses=num_hypotheses,
             pool_size=num_hypotheses if rules.pool == "num_hypotheses" else beam_size,
             rules=rules,
+            prefix=self._prefix(config, limits),
+            uniforms=uniforms,
+            temperature=float(self.temperature),
+            top_k=config.target_vocab_size if self.top_k is None else min(self.top_k, config.target_vocab_size),
+            top_p=math.inf if self.top_p is None else float(self.top_p),
         )
+
+    def _prefix(self, config: TransformerConfig, limits: Int[ndarray, " B"]) -> Any:
+        """Return what the hypotheses of each sentence begin with [B, capacity], padded; () if nothing is given."""
+        name = "forced_ids" if self.prefix_ids is None else "prefix_ids"
+        rows = (self.rules.forced_ids,) * len(limits) if self.prefix_ids is None else self.prefix_ids
+        if len(rows) != len(limits):
+            raise ValueError(f"prefix_ids must have one row per sentence: got {len(rows)} and {len(limits)} sentences")
+        prefix = np.full([len(limits), limits.max()], config.pad_id)
+        for row, (tokens, limit) in enumerate(zip(rows, limits.tolist(), strict=True)):
+            tokens = tokens[: max((n for n, token in enumerate(tokens, 1) if token != config.pad_id), default=0)]
+            check_generated(name, tokens, config)
+            if len(tokens) >= limit:
+                raise ValueError(f"{name} must be fewer than max_length: got {len(tokens)} and {limit}")
+            prefix[row, : len(tokens)] = tokens
+        return prefix if (prefix != config.pad_id).any() else ()
 
     def _limits(self, config: TransformerConfig, source_mask: Bool[ndarray, "B S"]) -> Int[ndarray, " B"]:
         """Return the maximum length of each sentence's hypotheses."""
@@ -239,6 +336,16 @@ class Search:
         return float(length_penalty(length, self.length_penalty, self.length_penalty_kind))
 
 
+def _prefix_rows(rows: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the rows of ``prefix_ids`` [B, P] as tuples; they may be of different lengths."""
+    if not hasattr(rows, "__iter__"):
+        raise TypeError(f"prefix_ids must have one row of ids per sentence: got {rows!r}")
+    rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]
+    if not all(isinstance(row, list | tuple) for row in rows):
+        raise TypeError("prefix_ids must have one row of ids per sentence: got a single row")
+    return tuple(tuple(check_integer("prefix_ids", token, minimum=0) for token in row) for row in rows)
+
+
 def length_penalty(length: Any, alpha: float, kind: str = "gnmt") -> Any:
     """Return what the log-probability of a hypothesis is divided by, so that long ones can compete.
 
@@ -267,10 +374,16 @@ def pad_search(
     rows = (0, power_of_two(batch) - batch)
     room, capacity = (min(round_up(size), max_positions or sys.maxsize) for size in (length, plan.capacity))
     padding, more = (rows, (0, room - length)), (0, capacity - plan.capacity)
+    limits, penalties = np.pad(plan.limits, rows), np.pad(plan.penalties, more, constant_values=1.0)
+    prefix, uniforms = plan.prefix, plan.uniforms
+    if plan.has_prefix:
+        prefix = np.pad(prefix, (rows, more), constant_values=plan.pad_id)
+    if len(uniforms):
+        uniforms = np.pad(uniforms, (rows, (0, 0), more))
     return (
         np.pad(source_ids, padding, constant_values=plan.pad_id),
         np.pad(source_mask, padding),
-        plan._replace(limits=np.pad(plan.limits, rows), penalties=np.pad(plan.penalties, more, constant_values=1.0)),
+        plan._replace(limits=limits, penalties=penalties, prefix=prefix, uniforms=uniforms),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,12 +101,8 @@ class SearchRules:
         Raises:
             ValueError: An id is outside the vocabulary, or is that of the end symbol or of padding.
         """
-        for name in ("forced_ids", "banned_ids"):
-            for token in getattr(self, name):
-                if token >= config.target_vocab_size:
-                    raise ValueError(f"{name} must lie in [0, {config.target_vocab_size}): got {token}")
-                if token == config.eos_id or (token == config.pad_id and name == "forced_ids"):
-                    raise ValueError(f"{name} must hold neither end symbol nor padding: got {token}")
+        check_generated("forced_ids", self.forced_ids, config)
+        check_generated("banned_ids", (token for token in self.banned_ids if token != config.pad_id), config)
 
     def max_lengths(self, source_lengths: Any) -> Any:
         """Return the most tokens of a hypothesis, ``eos_id`` included, where no maximum length is given."""
@@ -132,6 +128,19 @@ class SearchRules:
         known = [entry.name for entry in dataclasses.fields(cls)]
         check_fields("rules of a search", fields, [name for name in known if name in fields])
         return cls(**fields)
+
+
+def check_generated(name: str, tokens: Iterable[int], config: TransformerConfig) -> None:
+    """Refuse ids that no hypothesis holds before it ends.
+
+    Raises:
+        ValueError: An id is outside the vocabulary, or is that of the end symbol or of padding.
+    """
+    for token in tokens:
+        if token >= config.target_vocab_size:
+            raise ValueError(f"{name} must lie in [0, {config.target_vocab_size}): got {token}")
+        if token in (config.eos_id, config.pad_id):
+            raise ValueError(f"{name} must hold neither end symbol nor padding: got {token}")
 
 
 SEARCH_PRESETS: dict[str, dict[str, Any]] = {

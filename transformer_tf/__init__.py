@@ -24,7 +24,7 @@ from transformer_tf.layers import Dropout, LayerNorm, Linear
 from transformer_tf.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_tf.parallel import make_mesh, shards
 from transformer_tf.runtime import describe, set_precision
-from transformer_tf.search import beam_search, greedy_search
+from transformer_tf.search import beam_search, greedy_search, sample, score
 from transformer_tf.training import Trainer, cross_entropy, gradients
 from transformer_tf.transformer import Decoder, Encoder, Transformer, load_transformer
 from transformer_tf.weights import get_weights, set_weights
@@ -61,7 +61,9 @@ __all__ = [
     "make_mesh",
     "merge_heads",
     "padding_mask",
+    "sample",
     "scaled_dot_product_attention",
+    "score",
     "set_precision",
     "set_weights",
     "shards",

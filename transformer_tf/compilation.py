@@ -56,7 +56,7 @@ def _call(function, model, args, constants, by_xla):
             return function(model, *args, **constants)
         traced = _TRACED.setdefault(model, {})
         # Among the types is the kind of search. When Keras adds variables, for LoRA for example, it replaces others.
-        key = function, *constants.values(), *map(type, args), *map(id, model.variables)
+        key = function, *constants.values(), *map(type, args), len(tf.nest.flatten(args)), *map(id, model.variables)
         if key not in traced:
             of_model = partial(function, proxy(model), **constants)  # a model would live as long as its functions
             signature = tf.nest.map_structure(lambda x: tf.TensorSpec([None] * x.shape.rank, x.dtype), args)

@@ -1,4 +1,4 @@
-"""Search (Vaswani et al., 2017, section 6.1): greedy and beam, one token after another.
+"""Search (Vaswani et al., 2017, section 6.1): greedy search, beam search, samples, and scores of given translations.
 
 B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder.
 """
@@ -12,8 +12,8 @@ import keras
 import tensorflow as tf
 from tensorflow import Tensor
 
-from transformer_spec.checks import check_integer
-from transformer_spec.search import OnStep, Search, SearchPlan, SearchResult
+from transformer_spec.checks import check_integer, check_translations, to_array
+from transformer_spec.search import OnStep, Scores, Search, SearchPlan, SearchResult
 from transformer_spec.search_rules import SearchRules
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_tf.fast import top_by_blocks
@@ -31,7 +31,9 @@ def greedy_search(
     source_mask: Any = None,
     on_step: OnStep | None = None,
     *,
+    prefix_ids: Any = None,
     rules: SearchRules | None = None,
+    as_numpy: bool = True,
 ) -> SearchResult:
     """Take the likeliest next token, again and again, until it is the end symbol.
 
@@ -42,8 +44,11 @@ def greedy_search(
         min_length=min_length,
         start_id=start_id,
         rules=SearchRules() if rules is None else rules,
+        prefix_ids=prefix_ids,
     )
-    return run_search(FastGreedy if model.fast else Greedy, model, source_ids, source_mask, search, on_step)
+    return run_search(
+        FastGreedy if model.fast else Greedy, model, source_ids, source_mask, search, on_step, as_numpy=as_numpy
+    )
 
 
 def beam_search(
@@ -59,7 +64,9 @@ def beam_search(
     source_mask: Any = None,
     on_step: OnStep | None = None,
     *,
+    prefix_ids: Any = None,
     rules: SearchRules | None = None,
+    as_numpy: bool = True,
 ) -> SearchResult:
     """Keep the likeliest unfinished hypotheses, let each go on in every way, and return the best that ended.
 
@@ -74,8 +81,114 @@ def beam_search(
         min_length=min_length,
         start_id=start_id,
         rules=SearchRules() if rules is None else rules,
+        prefix_ids=prefix_ids,
     )
-    return run_search(FastBeam if model.fast else Beam, model, source_ids, source_mask, search, on_step)
+    return run_search(
+        FastBeam if model.fast else Beam, model, source_ids, source_mask, search, on_step, as_numpy=as_numpy
+    )
+
+
+def sample(
+    model: Transformer,
+    source_ids: Any,
+    num_samples: int = 1,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    max_length: int | None = None,
+    min_length: int = 1,
+    start_id: int | None = None,
+    source_mask: Any = None,
+    on_step: OnStep | None = None,
+    *,
+    prefix_ids: Any = None,
+    rules: SearchRules | None = None,
+    as_numpy: bool = True,
+) -> SearchResult:
+    """Sample translations: draw each next token from the model's distribution until the end symbol is drawn.
+
+    The same seed gives the same samples. A sample depends only on the seed, on its own number, and on the row of its
+    sentence in the batch, not on the other sentences.
+
+    Args:
+        model: The model.
+        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
+        num_samples: Number of samples per sentence.
+        temperature: Divides the log-probabilities before a token is drawn; values below 1 favour likely tokens.
+        top_k: Draw only from the ``top_k`` likeliest tokens (Fan et al., 2018). None uses all tokens.
+        top_p: Draw only from the smallest set of likeliest tokens whose probabilities sum to at least ``top_p``
+            (Holtzman et al., 2020). Applies after ``top_k``. None uses all tokens.
+        seed: Seed of the random numbers, at least 0.
+        max_length: Maximum number of tokens to generate, including the end symbol. None uses the source length + 50.
+        min_length: Minimum number of tokens to generate, including the end symbol.
+        start_id: First token that the decoder reads. None uses ``config.bos_id``.
+        source_mask: True at source positions that hold a token [B, S]. None derives the mask from the ids.
+        on_step: Called after each step with the samples so far [B, K, n], padded after the end symbol.
+        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without the start symbol, padded with
+            ``config.pad_id``. They add 0 to the score, or their log-probability if ``rules.score_forced`` is set.
+        rules: Rules of other programs, for example banned tokens. None uses the paper's.
+        as_numpy: False returns tensors on the model's device instead of NumPy arrays.
+
+    Returns:
+        ``num_samples`` hypotheses per sentence, in the order in which they are drawn. A score is the log-probability
+        that the model assigns to the sample, before temperature, ``top_k`` and ``top_p``.
+
+    Raises:
+        TypeError: If ids, sizes or lengths are not integers, or the mask is not boolean.
+        ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, a setting is out of range,
+            lengths contradict each other or the model's positions, or the model computes NaN.
+    """
+    search = Search(
+        num_hypotheses=check_integer("num_samples", num_samples, minimum=1),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=check_integer("seed", seed, minimum=0),
+        min_length=min_length,
+        max_length=max_length,
+        start_id=start_id,
+        rules=SearchRules() if rules is None else rules,
+        prefix_ids=prefix_ids,
+    )
+    return run_search(Sample, model, source_ids, source_mask, search, on_step, as_numpy=as_numpy)
+
+
+def score(
+    model: Transformer, source_ids: Any, target_ids: Any, start_id: int | None = None, source_mask: Any = None
+) -> Scores:
+    """Return the log-probabilities that the model assigns to given translations, for example to rerank them.
+
+    To score each token of the hypotheses of a search, pass its ``nbest_ids``.
+
+    Args:
+        model: The model.
+        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
+        target_ids: One translation per sentence [B, T], or N of them [B, N, T], without the start symbol, including
+            ``config.eos_id``, padded with ``config.pad_id``.
+        start_id: First token that the decoder reads. None uses ``config.bos_id``.
+        source_mask: True at source positions that hold a token [B, S]. None derives the mask from the ids.
+
+    Returns:
+        The log-probability of each translation [B] or [B, N], and of each of its tokens [B, T] or [B, N, T].
+
+    Raises:
+        TypeError: If ids are not integers, or the mask is not boolean.
+        ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, or there are more tokens than
+            the model has positions.
+    """
+    source_ids, source_mask = model._take("source", source_ids, source_mask)  # [B, S]
+    target_ids = to_array("target_ids", target_ids)
+    check_translations(target_ids.shape, len(source_ids))
+    labels, _ = model._take("target", target_ids.reshape(-1, target_ids.shape[-1]), None)  # [B * N, T]
+    start = tf.fill([len(labels), 1], model.config.bos_id if start_id is None else start_id)
+    source_ids, source_mask = (tf.repeat(x, len(labels) // len(x), 0) for x in (source_ids, source_mask))
+    scores = model(source_ids, tf.concat([start, labels[:, :-1]], 1), source_mask)  # [B * N, T, V]
+    scores = tf.nn.log_softmax(tf.cast(scores, keras.backend.result_type(scores.dtype, "float32")))
+    tokens = tf.gather(scores, labels, batch_dims=2)
+    tokens = tf.reshape(tf.where(labels != model.config.pad_id, tokens, 0.0), target_ids.shape)
+    has_token = (target_ids != model.config.pad_id).any(-1)
+    return Scores(tf.where(has_token, tf.reduce_sum(tokens, -1), -inf), tokens)
 
 
 def top(values: Float[Tensor, "B N"], count: int | Int[Tensor, ""]) -> tuple[Float[Tensor, "B K"], Int[Tensor, "B K"]]:
@@ -85,44 +198,64 @@ def top(values: Float[Tensor, "B N"], count: int | Int[Tensor, ""]) -> tuple[Flo
 
 
 class Greedy(NamedTuple):
-    """How far greedy search has come."""
+    """How far greedy search has come; K is 1."""
 
-    tokens: Int[Tensor, " B"]  # what is read next
-    ids: Int[Tensor, "B 1 capacity"]
-    scores: Float[Tensor, "B 1"]
-    unfinished: Bool[Tensor, " B"]
+    tokens: Int[Tensor, "B K"]  # what is read next
+    ids: Int[Tensor, "B K capacity"]
+    scores: Float[Tensor, "B K"]
+    unfinished: Bool[Tensor, "B K"]
 
     top = staticmethod(top)  # type: ignore[misc]  # no field
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Greedy:
         """Return the state before the first step: no hypothesis has a token."""
-        batch = len(plan.limits)
+        size = [len(plan.limits), plan.beam_size]
         return cls(  # type: ignore[call-arg]
-            tokens=tf.fill([batch], plan.start_id),
-            ids=tf.fill([batch, 1, plan.capacity], plan.pad_id),
-            scores=tf.zeros([batch, 1], plan.penalties.dtype),
-            unfinished=plan.limits > 0,
+            tokens=tf.fill(size, plan.start_id),
+            ids=tf.fill([*size, plan.capacity], plan.pad_id),
+            scores=tf.zeros(size, plan.penalties.dtype),
+            unfinished=tf.broadcast_to((plan.limits > 0)[:, None], size),
         )
 
-    def step(self, logits: Float[Tensor, "B V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
-        """Return the state after the n-th token of each unfinished sentence, given the logits; no row moves."""
-        log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [B, V]
-        _, index = self.top(log_probabilities, 1)
-        best = tf.gather(log_probabilities, index, batch_dims=1)  # NaN stays NaN, which is inf in ``top``
-        tokens = tf.where(self.unfinished, index[:, 0], plan.pad_id)
-        ids = keras.ops.slice_update(self.ids, [0, 0, n - 1], tokens[:, None, None])
-        scores = self.scores + tf.where(self.unfinished[:, None], best, 0.0)
-        unfinished = self.unfinished & (tokens != plan.eos_id) & (n < plan.limits)
+    def step(self, logits: Float[Tensor, "R V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
+        """Return the state after the n-th token of each unfinished hypothesis, given the logits; no row moves."""
+        log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
+        index, size = self.choose(log_probabilities, n, plan), keras.ops.shape(self.scores)
+        best = tf.reshape(tf.gather(log_probabilities, index, batch_dims=1), size)  # NaN stays NaN
+        tokens = tf.where(self.unfinished, tf.reshape(index, size), plan.pad_id)
+        ids = keras.ops.slice_update(self.ids, [0, 0, n - 1], tokens[:, :, None])
+        scores = self.scores + tf.where(self.unfinished, best, 0.0)
+        unfinished = self.unfinished & (tokens != plan.eos_id) & (n < plan.limits[:, None])
         return self._replace(tokens=tokens, ids=ids, scores=scores, unfinished=unfinished), None
+
+    def choose(self, log_probabilities: Float[Tensor, "R V"], n: Any, plan: SearchPlan) -> Int[Tensor, " R"]:
+        """Return the likeliest token of each row; of equally likely ones, the first."""
+        return self.top(log_probabilities, 1)[1][:, 0]
 
     def goes_on(self) -> Any:
         """Whether any sentence is unfinished."""
         return tf.reduce_any(self.unfinished)
 
-    def best(self) -> tuple[Int[Tensor, "B 1 capacity"], Float[Tensor, "B 1"]]:
-        """Return the one hypothesis of each sentence, and its score."""
+    def best(self) -> tuple[Int[Tensor, "B K capacity"], Float[Tensor, "B K"]]:
+        """Return the hypotheses of each sentence, and their scores."""
         return self.ids, self.scores
+
+
+class Sample(Greedy):
+    """How far sampling has come."""
+
+    def choose(self, log_probabilities: Float[Tensor, "R V"], n: Any, plan: SearchPlan) -> Int[Tensor, " R"]:
+        """Return the token of each row that its random number falls on, likely tokens first."""
+        values, index = top(log_probabilities, log_probabilities.shape[1])  # [R, V]
+        is_in = tf.range(values.shape[1]) < plan.top_k
+        shares = tf.nn.softmax(tf.where(is_in, values / tf.cast(plan.temperature, values.dtype), -inf))
+        shares = tf.where(tf.cumsum(shares, -1) - shares < tf.cast(plan.top_p, shares.dtype), shares, 0.0)
+        sums = tf.cumsum(shares, -1)
+        drawn = tf.reshape(tf.gather(plan.uniforms, n - 1, axis=2), [-1, 1]) * sums[:, -1:]  # [R, 1]
+        below, last = (tf.reduce_sum(tf.cast(x, tf.int32), -1) for x in (sums <= drawn, shares > 0.0))
+        rank = tf.minimum(below, last - 1)  # a product may round up to the sum
+        return tf.gather(index, rank, batch_dims=1)
 
 
 class Beam(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import keras
@@ -15,7 +16,14 @@ from transformer_tf.transformer import Transformer
 
 
 def run_search(
-    kind: Any, model: Transformer, source_ids: Any, source_mask: Any, search: Search, on_step: OnStep | None
+    kind: Any,
+    model: Transformer,
+    source_ids: Any,
+    source_mask: Any,
+    search: Search,
+    on_step: OnStep | None,
+    *,
+    as_numpy: bool,
 ) -> SearchResult:
     """Return what a search finds, given the class that takes its steps."""
     with placed(model.device):
@@ -26,8 +34,7 @@ def run_search(
         source_ids, source_mask, plan = padded(model, source_ids, source_mask, plan)
     dtype = keras.backend.result_type(model.compute_dtype, "float32")  # bfloat16 is too coarse to sum in
     with placed(model.device):
-        limits, penalties = tf.constant(plan.limits, tf.int32), tf.constant(plan.penalties, dtype)
-        plan = plan._replace(limits=limits, penalties=penalties)
+        plan = plan.to(partial(tf.constant, dtype=tf.int32), partial(tf.constant, dtype=dtype))
         state = kind.start(plan)
     arrays = plan._replace(rules=())  # type: ignore[arg-type]  # rules are constants, not tensors
     cache = call_traced(Transformer.init_cache, model, source_ids, plan.capacity, plan.beam_size, source_mask)
@@ -38,7 +45,9 @@ def run_search(
         if not state.goes_on():
             break
     ids, scores = state.best()
-    return search_result(np.array(ids[:batch], np.int64), np.array(scores[:batch]), plan.pad_id, plan.num_hypotheses)
+    array, scores_array = np.array(ids[:batch], np.int64), np.array(scores[:batch])
+    found = search_result(array, scores_array, plan.pad_id, plan.num_hypotheses)
+    return found if as_numpy else found.cut_from(ids, scores)
 
 
 def _advance(model, state, cache, arrays, last, rules):

@@ -30,9 +30,10 @@ def apply_rules(
     if rules.banned_ids:
         banned = tf.reduce_any(tf.range(log_probabilities.shape[1])[:, None] == list(rules.banned_ids), 1)
         log_probabilities = tf.where(~banned, log_probabilities, -inf)
-    for place, token in enumerate(rules.forced_ids, 1):
+    if plan.has_prefix:
+        token = tf.repeat(plan.prefix[:, n - 1], keras.ops.shape(ids)[1])[:, None]  # [R, 1]
         alone = _alone(own, token, scored=rules.score_forced)
-        log_probabilities = tf.where(n == place, alone, log_probabilities)
+        log_probabilities = tf.where(token != plan.pad_id, alone, log_probabilities)
     if rules.at_limit != "cut":
         alone = _alone(own, plan.eos_id, scored=rules.at_limit == "scored")
         at_limit = tf.repeat(plan.limits == n, keras.ops.shape(ids)[1])[:, None]

@@ -24,7 +24,7 @@ from transformer_torch.layers import Dropout, LayerNorm, Linear
 from transformer_torch.masks import causal_mask, padding_mask, target_padding_mask
 from transformer_torch.parallel import make_mesh, shards
 from transformer_torch.runtime import describe, set_precision
-from transformer_torch.search import beam_search, greedy_search
+from transformer_torch.search import beam_search, greedy_search, sample, score
 from transformer_torch.training import Trainer, cross_entropy, gradients
 from transformer_torch.transformer import Decoder, Encoder, Transformer, load_transformer
 from transformer_torch.weights import get_weights, set_weights
@@ -61,7 +61,9 @@ __all__ = [
     "make_mesh",
     "merge_heads",
     "padding_mask",
+    "sample",
     "scaled_dot_product_attention",
+    "score",
     "set_precision",
     "set_weights",
     "shards",

@@ -1,4 +1,4 @@
-"""Search (Vaswani et al., 2017, section 6.1): greedy and beam, one token after another.
+"""Search (Vaswani et al., 2017, section 6.1): greedy search, beam search, samples, and scores of given translations.
 
 B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder.
 """
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from transformer_spec.checks import check_integer
-from transformer_spec.search import OnStep, Search, SearchPlan, SearchResult
+from transformer_spec.checks import check_integer, check_translations, to_array
+from transformer_spec.search import OnStep, Scores, Search, SearchPlan, SearchResult
 from transformer_spec.search_rules import SearchRules
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_torch.fast import top_by_blocks
@@ -30,7 +30,9 @@ def greedy_search(
     source_mask: Any = None,
     on_step: OnStep | None = None,
     *,
+    prefix_ids: Any = None,
     rules: SearchRules | None = None,
+    as_numpy: bool = True,
 ) -> SearchResult:
     """Append the likeliest next token to each sentence until that is the EOS token.
 
@@ -45,7 +47,10 @@ def greedy_search(
         start_id: First token that the decoder reads. None is ``config.bos_id``.
         source_mask: True if a source position holds a token [B, S]. None derives it from the ids.
         on_step: Called after each step with the tokens so far [B, 1, n], padded after EOS.
+        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without BOS, padded. They add 0 to the
+            score, or their log-probability if ``rules.score_forced`` is set.
         rules: Search rules of other programs. None is the paper's.
+        as_numpy: False returns tensors on the model's device instead of NumPy arrays.
 
     Returns:
         One hypothesis for each sentence, with its log-probability as the score.
@@ -60,8 +65,9 @@ def greedy_search(
         min_length=min_length,
         start_id=start_id,
         rules=SearchRules() if rules is None else rules,
+        prefix_ids=prefix_ids,
     )
-    return run_search(Greedy, model, source_ids, source_mask, search, on_step)
+    return run_search(Greedy, model, source_ids, source_mask, search, on_step, as_numpy=as_numpy)
 
 
 def beam_search(
@@ -77,7 +83,9 @@ def beam_search(
     source_mask: Any = None,
     on_step: OnStep | None = None,
     *,
+    prefix_ids: Any = None,
     rules: SearchRules | None = None,
+    as_numpy: bool = True,
 ) -> SearchResult:
     """Extend the likeliest unfinished hypotheses by every token in each step, and return the best finished ones.
 
@@ -99,7 +107,10 @@ def beam_search(
         start_id: First token that the decoder reads. None is ``config.bos_id``.
         source_mask: True if a source position holds a token [B, S]. None derives it from the ids.
         on_step: Called after each step with the unfinished hypotheses [B, K, n], best first, then padding.
+        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without BOS, padded. They add 0 to the
+            score, or their log-probability if ``rules.score_forced`` is set.
         rules: Search rules of other programs. None is the paper's.
+        as_numpy: False returns tensors on the model's device instead of NumPy arrays.
 
     Returns:
         The best hypotheses of each sentence, best first, and their scores.
@@ -117,8 +128,114 @@ def beam_search(
         min_length=min_length,
         start_id=start_id,
         rules=SearchRules() if rules is None else rules,
+        prefix_ids=prefix_ids,
     )
-    return run_search(FastBeam if transformer_of(model).fast else Beam, model, source_ids, source_mask, search, on_step)
+    kind = FastBeam if transformer_of(model).fast else Beam
+    return run_search(kind, model, source_ids, source_mask, search, on_step, as_numpy=as_numpy)
+
+
+def sample(
+    model: Transformer,
+    source_ids: Any,
+    num_samples: int = 1,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    max_length: int | None = None,
+    min_length: int = 1,
+    start_id: int | None = None,
+    source_mask: Any = None,
+    on_step: OnStep | None = None,
+    *,
+    prefix_ids: Any = None,
+    rules: SearchRules | None = None,
+    as_numpy: bool = True,
+) -> SearchResult:
+    """Sample translations: draw each next token from the model's distribution until the end symbol is drawn.
+
+    The same seed gives the same samples. A sample depends only on the seed, on its own number, and on the row of its
+    sentence in the batch, not on the other sentences.
+
+    Args:
+        model: The model.
+        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
+        num_samples: Number of samples per sentence.
+        temperature: Divides the log-probabilities before a token is drawn; values below 1 favour likely tokens.
+        top_k: Draw only from the ``top_k`` likeliest tokens (Fan et al., 2018). None uses all tokens.
+        top_p: Draw only from the smallest set of likeliest tokens whose probabilities sum to at least ``top_p``
+            (Holtzman et al., 2020). Applies after ``top_k``. None uses all tokens.
+        seed: Seed of the random numbers, at least 0.
+        max_length: Maximum number of tokens to generate, including the end symbol. None uses the source length + 50.
+        min_length: Minimum number of tokens to generate, including the end symbol.
+        start_id: First token that the decoder reads. None uses ``config.bos_id``.
+        source_mask: True at source positions that hold a token [B, S]. None derives the mask from the ids.
+        on_step: Called after each step with the samples so far [B, K, n], padded after the end symbol.
+        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without the start symbol, padded with
+            ``config.pad_id``. They add 0 to the score, or their log-probability if ``rules.score_forced`` is set.
+        rules: Rules of other programs, for example banned tokens. None uses the paper's.
+        as_numpy: False returns tensors on the model's device instead of NumPy arrays.
+
+    Returns:
+        ``num_samples`` hypotheses per sentence, in the order in which they are drawn. A score is the log-probability
+        that the model assigns to the sample, before temperature, ``top_k`` and ``top_p``.
+
+    Raises:
+        TypeError: If ids, sizes or lengths are not integers, or the mask is not boolean.
+        ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, a setting is out of range,
+            lengths contradict each other or the model's positions, or the model computes NaN.
+    """
+    search = Search(
+        num_hypotheses=check_integer("num_samples", num_samples, minimum=1),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=check_integer("seed", seed, minimum=0),
+        min_length=min_length,
+        max_length=max_length,
+        start_id=start_id,
+        rules=SearchRules() if rules is None else rules,
+        prefix_ids=prefix_ids,
+    )
+    return run_search(Sample, model, source_ids, source_mask, search, on_step, as_numpy=as_numpy)
+
+
+def score(
+    model: Transformer, source_ids: Any, target_ids: Any, start_id: int | None = None, source_mask: Any = None
+) -> Scores:
+    """Return the log-probabilities that the model assigns to given translations, for example to rerank them.
+
+    To score each token of the hypotheses of a search, pass its ``nbest_ids``.
+
+    Args:
+        model: The model.
+        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
+        target_ids: One translation per sentence [B, T], or N of them [B, N, T], without the start symbol, including
+            ``config.eos_id``, padded with ``config.pad_id``.
+        start_id: First token that the decoder reads. None uses ``config.bos_id``.
+        source_mask: True at source positions that hold a token [B, S]. None derives the mask from the ids.
+
+    Returns:
+        The log-probability of each translation [B] or [B, N], and of each of its tokens [B, T] or [B, N, T].
+
+    Raises:
+        TypeError: If ids are not integers, or the mask is not boolean.
+        ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, or there are more tokens than
+            the model has positions.
+    """
+    inner = transformer_of(model)
+    source_ids, source_mask = inner._take("source", source_ids, source_mask)  # [B, S]
+    target_ids = torch.as_tensor(to_array("target_ids", target_ids), device=inner.device)
+    check_translations(target_ids.shape, len(source_ids))
+    labels, _ = inner._take("target", target_ids.reshape(-1, target_ids.shape[-1]), None)  # [B * N, T]
+    start = torch.full_like(labels[:, :1], inner.config.bos_id if start_id is None else start_id)
+    count = len(labels) // len(source_ids)
+    source_ids, source_mask = (x.repeat_interleave(count, 0) for x in (source_ids, source_mask))
+    scores = model(source_ids, torch.cat([start, labels[:, :-1]], 1), source_mask)  # [B * N, T, V]
+    scores = scores.log_softmax(-1, torch.promote_types(scores.dtype, torch.float32))
+    tokens = scores.gather(-1, labels[:, :, None])[:, :, 0]
+    tokens = torch.where(labels != inner.config.pad_id, tokens, 0.0).reshape(target_ids.shape)
+    return Scores(torch.where((target_ids != inner.config.pad_id).any(-1), tokens.sum(-1), -inf), tokens)
 
 
 def top(values: Float[Tensor, "B N"], count: int) -> tuple[Float[Tensor, "B K"], Int[Tensor, "B K"]]:
@@ -129,42 +246,63 @@ def top(values: Float[Tensor, "B N"], count: int) -> tuple[Float[Tensor, "B K"],
 
 
 class Greedy(NamedTuple):
-    """How far greedy search has come."""
+    """How far greedy search has come; K is 1."""
 
-    tokens: Int[Tensor, " B"]  # what is read next
-    ids: Int[Tensor, "B 1 capacity"]
-    scores: Float[Tensor, "B 1"]
-    unfinished: Bool[Tensor, " B"]
+    tokens: Int[Tensor, "B K"]  # what is read next
+    ids: Int[Tensor, "B K capacity"]
+    scores: Float[Tensor, "B K"]
+    unfinished: Bool[Tensor, "B K"]
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Greedy:
         """Return the state before the first step: no hypothesis has a token."""
-        batch = len(plan.limits)
+        size = [len(plan.limits), plan.beam_size]
         return cls(
-            tokens=plan.limits.new_full([batch], plan.start_id),
-            ids=plan.limits.new_full([batch, 1, plan.capacity], plan.pad_id),
-            scores=plan.penalties.new_zeros([batch, 1]),
-            unfinished=plan.limits > 0,
+            tokens=plan.limits.new_full(size, plan.start_id),
+            ids=plan.limits.new_full([*size, plan.capacity], plan.pad_id),
+            scores=plan.penalties.new_zeros(size),
+            unfinished=(plan.limits > 0)[:, None].expand(size),
         )
 
-    def step(self, logits: Float[Tensor, "B V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
-        """Return the state after the n-th token of each unfinished sentence, given the logits; no row moves."""
-        log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [B, V]
-        best, index = log_probabilities.max(-1, keepdim=True)  # of equal ones, the first
-        tokens = torch.where(self.unfinished, index[:, 0], plan.pad_id)
+    def step(self, logits: Float[Tensor, "R V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
+        """Return the state after the n-th token of each unfinished hypothesis, given the logits; no row moves."""
+        log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
+        index = self.choose(log_probabilities, n, plan)
+        best = log_probabilities.gather(1, index[:, None]).reshape(self.scores.shape)
+        tokens = torch.where(self.unfinished, index.reshape(self.scores.shape), plan.pad_id)
         ids = self.ids
-        ids[:, 0, n - 1] = tokens
-        scores = self.scores + torch.where(self.unfinished[:, None], best, 0.0)
-        unfinished = self.unfinished & (tokens != plan.eos_id) & (n < plan.limits)
+        ids[:, :, n - 1] = tokens
+        scores = self.scores + torch.where(self.unfinished, best, 0.0)
+        unfinished = self.unfinished & (tokens != plan.eos_id) & (n < plan.limits[:, None])
         return self._replace(tokens=tokens, ids=ids, scores=scores, unfinished=unfinished), None
+
+    def choose(self, log_probabilities: Float[Tensor, "R V"], n: Any, plan: SearchPlan) -> Int[Tensor, " R"]:
+        """Return the likeliest token of each row; of equally likely ones, the first."""
+        return log_probabilities.argmax(-1)
 
     def goes_on(self) -> Any:
         """Whether any sentence is unfinished."""
         return self.unfinished.any()
 
-    def best(self) -> tuple[Int[Tensor, "B 1 capacity"], Float[Tensor, "B 1"]]:
-        """Return the one hypothesis of each sentence, and its score."""
+    def best(self) -> tuple[Int[Tensor, "B K capacity"], Float[Tensor, "B K"]]:
+        """Return the hypotheses of each sentence, and their scores."""
         return self.ids, self.scores
+
+
+class Sample(Greedy):
+    """How far sampling has come."""
+
+    def choose(self, log_probabilities: Float[Tensor, "R V"], n: Any, plan: SearchPlan) -> Int[Tensor, " R"]:
+        """Return the token of each row that its random number falls on, likely tokens first."""
+        values, index = top(log_probabilities, log_probabilities.shape[1])  # [R, V]
+        is_in = torch.arange(values.shape[1], device=values.device) < plan.top_k
+        shares = torch.where(is_in, values / plan.temperature, -inf).softmax(-1)
+        shares = torch.where(shares.cumsum(-1) - shares < plan.top_p, shares, 0.0)
+        sums = shares.cumsum(-1)
+        drawn = plan.uniforms[:, :, n - 1].reshape(-1, 1) * sums[:, -1:]  # [R, 1]
+        # A product may round up to the sum.
+        rank = torch.minimum((sums <= drawn).sum(-1), (shares > 0.0).sum(-1) - 1)
+        return index.gather(1, rank[:, None])[:, 0]
 
 
 class Beam(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -16,7 +17,14 @@ from transformer_torch.weights import is_divided
 
 
 def run_search(
-    kind: Any, model: Any, source_ids: Any, source_mask: Any, search: Search, on_step: OnStep | None
+    kind: Any,
+    model: Any,
+    source_ids: Any,
+    source_mask: Any,
+    search: Search,
+    on_step: OnStep | None,
+    *,
+    as_numpy: bool,
 ) -> SearchResult:
     """Return what a search finds, given the class that takes its steps."""
     given, model = model, transformer_of(model)
@@ -29,12 +37,8 @@ def run_search(
         raise ValueError("the model is divided over a mesh: search with a model made from its export_weights()")
     source_ids, source_mask = model._take("source", source_ids, source_mask)
     plan = search.plan(model.config, source_mask.cpu().numpy())
-    device = model.device
-    dtype = torch.promote_types(model.dtype, torch.float32)  # bfloat16 is too coarse to sum in
-    plan = plan._replace(
-        limits=torch.tensor(plan.limits, device=device),
-        penalties=torch.tensor(plan.penalties, dtype=dtype, device=device),
-    )
+    device, dtype = model.device, torch.promote_types(model.dtype, torch.float32)  # bfloat16 is too coarse to sum in
+    plan = plan.to(partial(torch.tensor, device=device), partial(torch.tensor, dtype=dtype, device=device))
     is_plain = not model.fast or compiled or "decode_step" in vars(model)
     with inference(model) if is_plain else decoding_twin(model, len(source_ids) * plan.beam_size) as decoder:
         decode_step = compiled(decoder.decode_step) if compiled else decoder.decode_step
@@ -51,5 +55,7 @@ def run_search(
                 on_step(state.ids[:, :, :n].cpu().numpy().copy())
             if not state.goes_on():
                 break
-    ids, scores = (x.cpu().numpy() for x in state.best())
-    return search_result(ids, scores, plan.pad_id, plan.num_hypotheses)
+    ids, scores = state.best()
+    found = search_result(ids.cpu().numpy(), scores.cpu().numpy(), plan.pad_id, plan.num_hypotheses)
+    # Copies, since autograd refuses tensors of inference mode.
+    return found if as_numpy else found.cut_from(ids.clone(), scores.clone())

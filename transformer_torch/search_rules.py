@@ -28,9 +28,10 @@ def apply_rules(
         log_probabilities = torch.where(~_repeats(ids, n, plan, log_probabilities.shape[1]), log_probabilities, -inf)
     if rules.banned_ids:
         log_probabilities = log_probabilities.index_fill(1, ids.new_tensor(rules.banned_ids), -inf)
-    for place, token in enumerate(rules.forced_ids, 1):
+    if plan.has_prefix:
+        token = plan.prefix[:, n - 1].repeat_interleave(ids.shape[1])[:, None]  # [R, 1]
         alone = _alone(own, token, scored=rules.score_forced)
-        log_probabilities = alone if n == place else log_probabilities
+        log_probabilities = torch.where(token != plan.pad_id, alone, log_probabilities)
     if rules.at_limit != "cut":
         alone = _alone(own, plan.eos_id, scored=rules.at_limit == "scored")
         at_limit = (plan.limits == n).repeat_interleave(ids.shape[1])[:, None]

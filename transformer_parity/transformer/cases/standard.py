@@ -26,7 +26,7 @@ from transformer_parity.transformer.cases.inputs import (
     token_ids,
     with_labels,
 )
-from transformer_parity.transformer.ports.package import ATTENTION, CROSS_ENTROPY
+from transformer_parity.transformer.ports.package import ATTENTION, CROSS_ENTROPY, SCORE
 from transformer_spec.config import DropoutRates, TransformerConfig
 from transformer_spec.presets import IMPLEMENTATIONS, PRESETS
 from transformer_spec.search import Search
@@ -304,8 +304,28 @@ def _searches() -> Iterator[Case]:
     yield replace(greedy, search=replace(greedy.options, rules=rules, **limits))
     yield replace(beam, search=replace(beam.options, **limits))
     yield from searches("ends_apart", config, dtypes, seed=58, length_penalty=1.5, limit=MOST)
+    yield from _prefixes_and_samples(config)
     yield _search_in_blocks()
     yield from _searches_by_rules(config)
+
+
+def _prefixes_and_samples(config: TransformerConfig) -> Iterator[Case]:
+    """Yield searches with a prefix for each sentence, samples, and the scores of several translations of each."""
+    ids = token_ids(config)
+    inputs = {"source_ids": ids["source_ids"]}
+    prefix_ids = tuple((5, 9, 4)[: row % 4] for row in range(len(inputs["source_ids"])))  # of 0 to 3 tokens
+    scored = SearchRules(score_forced=True)
+    for name, search in {
+        "prefix_greedy": Search(max_length=LONGEST, prefix_ids=prefix_ids),
+        "prefix_beam": Search(3, max_length=LONGEST, num_hypotheses=2, prefix_ids=prefix_ids, rules=scored),
+        "samples": Search(max_length=LONGEST, num_hypotheses=3, temperature=1.5, top_k=9, top_p=0.9, seed=1),
+    }.items():
+        names = f"decode/{name}", "decoding"
+        yield Case(*names, config, "", inputs, seed=58, dtypes=("float64",), stage=DECODE, search=search)
+    translations = np.stack([ids["target_ids"], ids["target_ids"][::-1]], 1)  # [B, 2, T]
+    source_mask = (inputs["source_ids"] != config.pad_id) & (np.arange(SOURCE) != 1)  # one token is hidden
+    scored_inputs = {**inputs, "target_ids": translations, "source_mask": source_mask}
+    yield Case("scores/translations", "scores", config, SCORE, scored_inputs, seed=58, fast=False)
 
 
 def _search_in_blocks() -> Case:

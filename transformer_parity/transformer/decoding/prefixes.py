@@ -141,9 +141,9 @@ def searched_log_probabilities(logits: ndarray, ids: ndarray, plan: SearchPlan) 
     Args:
         logits: [R, n, V].
         ids: What each row holds, [R, n - 1] or [R, n], without the start symbol.
-        plan: Of the search; its limits are those of the rows, or of the one sentence that all rows are about.
+        plan: Of the search, for the sentences of the rows, or for the one sentence that all rows are about.
     """
-    plan = plan._replace(limits=np.broadcast_to(plan.limits, len(logits)))
+    plan = plan.of(np.broadcast_to(np.arange(len(plan.limits)), len(logits)))
     ids = np.pad(ids, ((0, 0), (0, logits.shape[1] - ids.shape[1])))[:, None]
     log_probabilities = log_softmax(logits)
     log_probabilities[..., plan.pad_id] = -math.inf
@@ -168,7 +168,7 @@ def score(model: Transformer, source_ids: ndarray, nbest_ids: ndarray, options: 
     labels = nbest_ids.reshape(batch * count, length)
     target = np.concatenate([np.full((len(labels), 1), plan.start_id), labels[:, :-1]], 1)
     logits = model(source_ids.repeat(count, 0), target)  # [B * N, L, V]
-    log_probabilities = searched_log_probabilities(logits, labels, plan._replace(limits=plan.limits.repeat(count)))
+    log_probabilities = searched_log_probabilities(logits, labels, plan.of(np.arange(batch).repeat(count)))
     is_token = labels != config.pad_id
     right = np.take_along_axis(log_probabilities, labels[..., None], -1)[..., 0]
     lengths = is_token.sum(1)

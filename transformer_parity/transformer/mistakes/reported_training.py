@@ -195,7 +195,7 @@ SEARCH = [
                 ),
                 "starts with the end symbol": but(
                     together(
-                        instead("search", "[batch], plan.start_id", "[batch], plan.eos_id"),
+                        instead("search", "(size, plan.start_id", "(size, plan.eos_id"),
                         instead("search", "(shape, plan.start_id", "(shape, plan.eos_id"),
                     ),
                     case=GREEDY,

@@ -71,7 +71,7 @@ def penalised(penalties: str) -> Edits:
 def starting_with(token: str) -> Edits:
     """Return edits that start every search with another token."""
     return together(
-        instead("search", "[batch], plan.start_id", f"[batch], {token}"),
+        instead("search", "(size, plan.start_id", f"(size, {token}"),
         instead("search", "(shape, plan.start_id", f"(shape, {token}"),
     )
 
@@ -225,7 +225,7 @@ CATALOGUE = [
             },
             (SCORES, GREEDY): {
                 "scores what comes after the end": instead(
-                    "search", "where(self.unfinished[:, None], best", "where(self.unfinished[:, None] | True, best"
+                    "search", "where(self.unfinished, best", "where(self.unfinished | True, best"
                 ),
                 "scores are logits": changed(
                     "search",
@@ -282,9 +282,7 @@ CATALOGUE = [
                 "the forced end has its own score": instead("search_rules", SCORED_END, "scored=True"),
                 "the end is forced a token early": instead("search_rules", "plan.limits == n", "plan.limits == n + 1"),
                 "the forced token has its own score": instead("search_rules", SCORED_TOKEN, "scored=True"),
-                "the second token is forced": instead(
-                    "search_rules", "enumerate(rules.forced_ids, 1)", "enumerate(rules.forced_ids, 2)"
-                ),
+                "the second token is forced": instead("search_rules", "plan.prefix[:, n - 1]", "plan.prefix[:, n - 2]"),
                 "n-grams are a token too short": instead(
                     "search_rules", "for back in range(1, size):", "for back in range(1, size - 1):"
                 ),

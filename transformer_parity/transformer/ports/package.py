@@ -2,8 +2,8 @@
 
 A port loads canonical weights and runs any block of the model: the whole (path ``""``), a method (``encode``), a
 module by its attribute path (``encoder.layers.0.self_attention``), the attention that the model computes with
-(``scaled_dot_product_attention``), the loss that it is trained with (``cross_entropy``), or a part that is loaded alone
-(``Encoder``, ``Decoder``).
+(``scaled_dot_product_attention``), the loss that it is trained with (``cross_entropy``), the log-probabilities of given
+translations (``score``), or a part that is loaded alone (``Encoder``, ``Decoder``).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from transformer_spec.training_config import Gradients, TrainingConfig
 COMPILED_IN_FULL = "float32"
 ATTENTION = "scaled_dot_product_attention"  # the block without parameters, which a fast model computes in its own way
 CROSS_ENTROPY = "cross_entropy"  # the loss of given logits, summed, and the number of their target tokens
+SCORE = "score"  # the log-probabilities of given translations
 PARTS = ("Encoder", "Decoder")  # blocks that are models of their own, with the model's weights
 
 
@@ -62,6 +63,9 @@ class LoadedPackage:
         if block == CROSS_ENTROPY:
             loss, tokens = self.cross_entropy(arrays)
             return Result(np.array(float(tokens)), {"loss": np.array(float(loss))})
+        if block == SCORE:
+            scores = self.package.score(self.model, **arrays)
+            return Result(self.to_numpy(scores.tokens), {"sequences": self.to_numpy(scores.sequences)})
         output, seen = self.run_tapped(block, arrays, instead) if taps else (self.run_fast(block, arrays), {})
         return Result(self.to_numpy(output), {name: self.to_numpy(value) for name, value in seen.items()})
 
