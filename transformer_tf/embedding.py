@@ -107,7 +107,7 @@ class OutputProjection(Block):
         super().__init__(dtype=dtype, **kwargs)
         size, tied = config.target_vocab_size, config.tie_embeddings != "none"
         self.embedding = embedding if tied else None  # the layer, as Keras saves it once
-        self.linear = None if tied else Linear(config.d_model, size, bias=False, dtype=dtype, name=self.name)
+        self.linear: Any = None if tied else Linear(config.d_model, size, bias=False, dtype=dtype, name=self.name)
         self.bias = self.add_weight(shape=(size,), initializer="zeros", name="bias") if config.output_bias else None
 
     def call(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L V"]:
