@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from reference_numpy.functional import masked_softmax, masked_softmax_backward
+from reference_numpy.functional import UNDERFLOW, masked_softmax, masked_softmax_backward
 from reference_numpy.layers import Dropout, Linear
 from transformer_spec.checks import check_attention, check_attention_mask, check_room
 from transformer_spec.config import TransformerConfig
@@ -21,6 +21,7 @@ from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
 
 
+@UNDERFLOW
 def scaled_dot_product_attention(
     query: Float[ndarray, "B H L d_k"],
     key: Float[ndarray, "B H M d_k"],
@@ -125,8 +126,7 @@ class KeyValueCache:
         """Keep the keys and values of the next positions, and return those of all so far.
 
         Raises:
-            ValueError: There is no room for them. Inside a function that JAX or TensorFlow compiles, where the length
-                is not known, they overwrite the last ones instead.
+            ValueError: If there is no room for them.
         """
         check_room(self.length, key.shape[2], self.key.shape[2])
         new = slice(self.length, self.length + key.shape[2])

@@ -11,7 +11,7 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.functional import linear, linear_backward
-from transformer_spec.config import TransformerConfig
+from transformer_spec.config import TransformerConfig, check_sinusoids
 from transformer_spec.shapes import Float, Int
 from transformer_spec.taps import Tap
 
@@ -31,7 +31,11 @@ def sinusoidal_encoding(
         timescale: ``m`` spaces m = d_model / 2 wavelengths from 2 pi up to but not including 10000 * 2 pi (the
             paper), ``m_minus_1`` includes it (tensor2tensor).
         offset: The number of the first position.
+
+    Raises:
+        ValueError: If there is no such layout or timescale, or ``d_model`` does not fit it.
     """
+    check_sinusoids(d_model, layout, timescale)
     m = d_model // 2
     steps = m if timescale == "m" else m - 1
     frequencies = 10000.0 ** (-np.arange(m) / steps)
@@ -105,7 +109,7 @@ class OutputProjection:
 
     def __init__(self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32") -> None:
         tied = config.tie_embeddings != "none"
-        self.table = embedding.table if tied else None
+        self.embedding = embedding if tied else None
         self.kernel = None if tied else np.zeros((config.d_model, config.target_vocab_size), dtype)
         self.bias = np.zeros(config.target_vocab_size, dtype) if config.output_bias else None
 
@@ -128,4 +132,4 @@ class OutputProjection:
     @property
     def _matrix(self) -> Float[ndarray, "d_model V"]:
         """The matrix that maps a state to logits."""
-        return self.table.T if self.kernel is None else self.kernel  # type: ignore[union-attr]
+        return self.embedding.table.T if self.embedding is not None else self.kernel  # type: ignore[return-value]

@@ -19,7 +19,7 @@ from numpy import ndarray
 from reference_numpy.attention import MultiHeadAttention
 from reference_numpy.embedding import OutputProjection
 from reference_numpy.feed_forward import PositionwiseFeedForward
-from reference_numpy.functional import relu_backward
+from reference_numpy.functional import UNDERFLOW, relu_backward
 from reference_numpy.layers import LayerNorm, Linear
 from reference_numpy.optimizer import Adam
 from transformer_spec.checks import check_attention, check_attention_mask
@@ -186,6 +186,7 @@ def accelerate(model: Any) -> None:
 # Attention.
 
 
+@UNDERFLOW
 def attend(
     query: Float[ndarray, "B H L d_k"],
     key: Float[ndarray, "B H M d_k"],

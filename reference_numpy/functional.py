@@ -1,4 +1,4 @@
-"""The functions that every framework ships, written out, each followed by its backward pass.
+"""The functions that layers are made of, written out, each followed by its backward pass.
 
 ``dy`` is the gradient of the loss with respect to ``y``. A backward function takes the inputs of its forward function,
 or the result where that is enough, and the gradient with respect to the result. It returns the gradients with respect
@@ -32,6 +32,10 @@ def linear_backward(
     return dy @ kernel.T, rows.T @ drows, drows.sum(axis=0)
 
 
+UNDERFLOW = np.errstate(under="ignore")  # a decorator: exp of a large negative number is 0, as it should be
+
+
+@UNDERFLOW
 def masked_softmax(
     scores: Float[ndarray, "*axes M"], mask: Bool[ndarray, "*#axes #M"] | None = None
 ) -> Float[ndarray, "*axes M"]:
@@ -55,6 +59,7 @@ def masked_softmax_backward(
     return weights * (dweights - (weights * dweights).sum(axis=-1, keepdims=True))
 
 
+@UNDERFLOW
 def log_softmax(logits: Float[ndarray, "*axes V"]) -> Float[ndarray, "*axes V"]:
     """Return the logarithms of the probabilities, without overflow."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
@@ -130,6 +135,7 @@ def normal_cdf(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
     return 0.5 * _erfc(-math.sqrt(0.5) * x.astype(np.float64))
 
 
+@UNDERFLOW
 def gelu(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
     """Return ``x Phi(x)`` (Hendrycks and Gimpel, 2016)."""
     return (x * normal_cdf(x)).astype(x.dtype)
@@ -169,7 +175,7 @@ def swish_backward(x: Float[ndarray, "*axes"], dy: Float[ndarray, "*axes"]) -> F
 
 def sigmoid(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
     """Return ``1 / (1 + exp(-x))``."""
-    with np.errstate(over="ignore"):  # 1 / infinity is the right result
+    with np.errstate(over="ignore", under="ignore"):  # 1 / infinity is the right result
         return 1.0 / (1.0 + np.exp(-x))
 
 

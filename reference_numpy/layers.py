@@ -1,4 +1,4 @@
-"""The layers that every framework ships, with this project's names, defaults and initial values."""
+"""The common layers: linear, layer normalization and dropout."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from reference_numpy.functional import (
     linear_backward,
     masked_softmax,
 )
+from reference_numpy.runtime import check_rng
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float
 from transformer_spec.taps import Tap, no_tap
@@ -89,6 +90,7 @@ class Dropout:
         name: str = "output",
     ) -> Float[ndarray, "*axes"]:
         """Return ``x``, or in training a thinned-out copy of it; ``name`` is that of the tap that showed ``x``."""
+        check_rng(rng)
         if rng is None or self.rate == 0.0:
             return x
         return dropout(x, tap(f"{name}_keep", draw_keep(x.shape, self.rate, rng)), self.rate)

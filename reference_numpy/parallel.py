@@ -11,6 +11,7 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.runtime import check_placement
+from transformer_spec.checks import check_type
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import find, parameter_shapes
 from transformer_spec.parallel_plan import Plan, Shard, fsdp_axis, spread, tensor_axis
@@ -18,30 +19,28 @@ from transformer_spec.shapes import Float
 
 
 def make_mesh(plan: Plan, device: str | None = None) -> Plan:
-    """Return the devices of a plan as the framework arranges them, for a ``Trainer``.
+    """Return the plan, which a ``Trainer`` follows on simulated devices.
 
     Args:
         plan: How many devices there are along each axis.
-        device: ``cpu`` or ``gpu``. None leaves the place to the framework.
+        device: ``cpu`` or None: there is no other.
 
     Raises:
-        ValueError: There is another number of devices than the plan needs, or the framework cannot follow the plan.
-        RuntimeError: The device is not visible.
+        ValueError: If there is no such device.
     """
     check_placement("float32", device)
     return plan
 
 
 def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
-    """Return the plan that a mesh follows, be it from ``make_mesh`` or the user's own; one device for None.
+    """Return the plan that a mesh follows; one device for None.
 
     Raises:
-        TypeError: That is no mesh of this framework.
-        ValueError: The mesh has an axis that is none of a plan's, or the model cannot be divided like this.
+        TypeError: If the mesh is not a ``Plan``.
+        ValueError: If the model cannot be divided like this.
     """
-    if mesh is not None and not isinstance(mesh, Plan):
-        raise TypeError(f"mesh must be a Plan: got {type(mesh).__name__}")
-    plan = mesh or Plan()
+    plan = Plan() if mesh is None else mesh
+    check_type("mesh", plan, Plan)
     plan.check(config)
     return plan
 

@@ -8,6 +8,7 @@ from typing import Self
 
 import numpy as np
 from numpy import ndarray
+from numpy.typing import DTypeLike
 
 from reference_numpy.decoder import DecoderStack
 from reference_numpy.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
@@ -17,13 +18,16 @@ from reference_numpy.layers import Dropout, LayerNorm
 from reference_numpy.masks import padding_mask, target_padding_mask
 from reference_numpy.runtime import check_placement, set_precision, to_ids, to_mask, to_memory
 from reference_numpy.weights import get_weights, set_weights
-from transformer_spec.checks import check_given
-from transformer_spec.config import TransformerConfig
+from transformer_spec.checks import check_given, check_type
+from transformer_spec.config import DEPTHS, SIZES, TransformerConfig
 from transformer_spec.files import load_weights
+from transformer_spec.names import find, parameter_shapes
 
 
 class Part:
     """A Transformer, or its encoder or its decoder alone, whose parameters have the same names.
+
+    The matrices of a new model are zero until ``set_weights``. ``from_weights`` builds and sets.
 
     Attributes:
         part: ``encoder``, ``decoder``, or None for both. Either alone has a copy of its own of a table that both share.
@@ -31,7 +35,9 @@ class Part:
 
     part: str | None = None
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", *, fast: bool = True) -> None:
+    def __init__(self, config: TransformerConfig, dtype: DTypeLike = "float32", *, fast: bool = True) -> None:
+        check_type("config", config, TransformerConfig)
+        dtype = check_placement(dtype, None)
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         tied = config.tie_embeddings == "all"
         self.config = config
@@ -59,7 +65,7 @@ class Part:
         cls,
         config: TransformerConfig,
         weights: Mapping[str, ndarray],
-        dtype: str = "float32",
+        dtype: DTypeLike = "float32",
         device: str | None = None,
         precision: str | None = None,
         *,
@@ -70,17 +76,15 @@ class Part:
         Args:
             config: What the weights are weights of.
             weights: One array per canonical name, of any floating-point dtype. A part leaves the others unread.
-            dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
-            device: ``cpu`` or ``gpu``. None leaves the place to the framework.
-            precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
-                None leaves it as it is.
+            dtype: float64 or float32, for parameters and computation; anything that ``np.dtype`` accepts.
+            device: ``cpu`` or None: there is no other.
+            precision: ``highest`` or ``fast``; on a CPU, both compute in full float32.
             fast: True computes with ``fast.py``, which agrees with the formulas up to rounding. False computes each
                 formula as it is written.
 
         Raises:
             TypeError: A weight is not of a floating-point dtype.
             ValueError: The weights are not those of the config, or dtype, device or precision is unknown.
-            RuntimeError: The device is not visible.
         """
         check_placement(dtype, device)
         if precision is not None:
@@ -93,7 +97,7 @@ class Part:
     def from_file(
         cls,
         path: str | Path,
-        dtype: str = "float32",
+        dtype: DTypeLike = "float32",
         device: str | None = None,
         precision: str | None = None,
         *,
@@ -101,6 +105,12 @@ class Part:
     ) -> Self:
         """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={getattr(self.config, name)}" for name in (*SIZES, *DEPTHS))
+        parameters = [find(self, name) for name in parameter_shapes(self.config, self.part)]
+        count = sum(parameter.size for parameter in parameters)
+        return f"{type(self).__name__}({sizes}): {count:,} parameters in {parameters[0].dtype}"
 
     def export_weights(self) -> dict[str, ndarray]:
         """Return a copy of every parameter under its canonical name, in the model's dtype."""

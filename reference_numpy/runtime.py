@@ -1,13 +1,15 @@
-"""The machine: dtypes, devices and precision by name, and the way in for ids and masks."""
+"""Dtypes, devices and precision by name, and checks of ids, masks, memories and generators."""
 
 from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
+from numpy.typing import DTypeLike
 
 from transformer_spec.checks import check_choice, check_ids, check_mask, check_memory, to_array
 from transformer_spec.shapes import Bool, Float, Int
@@ -19,37 +21,31 @@ THREAD_SWITCHES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")  # what NumPy's BL
 
 
 def set_precision(precision: str) -> None:
-    """Choose how float32 matrix products are computed, for the whole process.
-
-    Args:
-        precision: ``highest`` computes in full float32, for agreement; ``fast`` allows fewer bits of mantissa
-            (TF32 on a GPU), for speed. Most CPUs compute in full float32 either way.
-
-    Raises:
-        ValueError: There is no such precision.
-    """
+    """Accept ``highest`` or ``fast``: NumPy computes in full float32 either way. ValueError for another precision."""
     check_choice("precision", precision, PRECISIONS)
 
 
-def check_placement(dtype: str, device: str | None) -> None:
-    """Refuse a dtype or device that this backend or this machine lacks.
-
-    Raises:
-        ValueError: The backend knows no such dtype or device.
-        RuntimeError: The device is known but none is visible.
-    """
-    check_choice("dtype", dtype, DTYPES)
+def check_placement(dtype: DTypeLike, device: str | None) -> str:
+    """Return the name of a dtype; ValueError if NumPy cannot compute a model in it or has no such device."""
+    name: Any = dtype
+    if dtype is not None:  # which np.dtype reads as float64
+        with suppress(TypeError, ValueError):
+            name = np.dtype(dtype).name
+    check_choice("dtype", name, DTYPES)
     if device is not None:
         check_choice("device", device, DEVICES)
+    return name
+
+
+def check_rng(rng: Any) -> None:
+    """Raise TypeError unless dropout can be drawn; a seed would draw the same elements in every layer and step."""
+    if rng is not None and not isinstance(rng, np.random.Generator):
+        got = type(rng).__name__
+        raise TypeError(f"rng must be a numpy.random.Generator: got {got}; create np.random.default_rng(seed) once")
 
 
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[ndarray, "B L"]:
-    """Take token ids from the outside, checked.
-
-    Their values are looked at where that is free: not on a GPU, nor where code is traced. What a bad id means there is
-    up to the framework: torch stops, TensorFlow stops on a CPU and takes zeros on a GPU, XLA takes the nearest row; but
-    JAX counts negative ids from the end.
-    """
+    """Take token ids from the outside, checked."""
     ids = to_array(name, ids)
     check_ids(name, ids.shape, ids.dtype.name, vocab_size, max_positions, ids)
     return ids
@@ -64,7 +60,7 @@ def to_mask(name: str, mask: Any, shape: tuple[int, int]) -> Bool[ndarray, "B L"
 
 def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[ndarray, "B S d_model"]:
     """Take a memory from the outside, checked against the shape of its source and the model's dtype."""
-    memory = np.asarray(memory)
+    memory = to_array("memory", memory)
     check_memory(memory.shape, memory.dtype.name, shape, dtype)
     return memory
 

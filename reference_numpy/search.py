@@ -234,8 +234,9 @@ def score(
     source_ids, source_mask = (x.repeat(len(labels) // len(x), 0) for x in (source_ids, source_mask))
     scores = log_softmax(model(source_ids, np.concatenate([start, labels[:, :-1]], 1), source_mask))  # [B * N, T, V]
     tokens = np.take_along_axis(scores, labels[:, :, None], -1)[:, :, 0]
-    tokens = np.where(labels != model.config.pad_id, tokens, 0.0).reshape(target_ids.shape)
-    return Scores(np.where((target_ids != model.config.pad_id).any(-1), tokens.sum(-1), -inf), tokens)
+    is_token = labels != model.config.pad_id
+    tokens, is_token = (x.reshape(target_ids.shape) for x in (np.where(is_token, tokens, 0.0), is_token))
+    return Scores(np.where(is_token.any(-1), tokens.sum(-1), -inf), tokens)
 
 
 def top(values: Float[ndarray, "B N"], count: int) -> tuple[Float[ndarray, "B K"], Int[ndarray, "B K"]]:

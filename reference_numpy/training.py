@@ -13,7 +13,7 @@ from numpy import ndarray
 from reference_numpy.backward import transformer_backward
 from reference_numpy.backward_trace import Activations, LayerInputs
 from reference_numpy.fast import FastAdam, by_sentence, reuse
-from reference_numpy.functional import log_softmax, masked_softmax
+from reference_numpy.functional import UNDERFLOW, log_softmax, masked_softmax
 from reference_numpy.masks import causal_mask, padding_mask, target_padding_mask
 from reference_numpy.optimizer import Adam, clip_factor, global_norm
 from reference_numpy.parallel import divide, plan_of
@@ -26,6 +26,8 @@ from transformer_spec.checks import (
     check_labels,
     check_same_batch,
     check_trainable,
+    check_type,
+    to_array,
 )
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import check_training_state, find, parameter_shapes
@@ -34,9 +36,10 @@ from transformer_spec.shapes import Float, Int
 from transformer_spec.taps import Recorder
 from transformer_spec.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 
-MIXED_BFLOAT16 = False  # whether this backend can compute in bfloat16 with float32 weights
+MIXED_BFLOAT16 = False  # NumPy cannot compute in bfloat16
 
 
+@UNDERFLOW
 def cross_entropy(
     logits: Float[ndarray, "B T V"], labels: Int[ndarray, "B T"], config: TransformerConfig
 ) -> tuple[Float[ndarray, ""], Int[ndarray, ""]]:
@@ -55,7 +58,8 @@ def cross_entropy(
         TypeError: Labels that are not integers.
         ValueError: Labels of the wrong shape or outside the vocabulary.
     """
-    labels = to_ids("labels", labels, config.target_vocab_size, None)
+    check_type("config", config, TransformerConfig)
+    logits, labels = to_array("logits", logits), to_ids("labels", labels, config.target_vocab_size, None)
     check_labels(labels.shape, logits.shape[:2])
     log_probabilities = log_softmax(logits)  # [B, T, V]
     right = np.take_along_axis(log_probabilities, labels[..., None], -1)[..., 0]  # [B, T]
@@ -92,6 +96,7 @@ def cross_entropy_backward(
     return np.where(counted, masked_softmax(logits) - target, 0.0)
 
 
+@UNDERFLOW
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
@@ -121,7 +126,6 @@ class Trainer:
     """Trains a model in place, one batch a step; between two steps the model is in inference mode.
 
     A step follows the gradient of the loss per target token, by Adam and with the learning rate of equation (3).
-    Parameters that the framework was told not to train stay as they are, and so do their moments.
 
     Args:
         model: The model to train, in float32 or float64.
@@ -133,7 +137,7 @@ class Trainer:
             one gives; ``local`` draws it for each share on its own, which is faster.
 
     Raises:
-        TypeError: The seed is not an integer, or the mesh is none of this framework's.
+        TypeError: Model, settings or mesh is something else, or the seed is not an integer.
         ValueError: The model's dtype cannot be trained, mixed precision needs float32, the seed is negative, the mesh
             has an unknown axis or does not divide the model, or there is no such dropout.
     """
@@ -147,7 +151,11 @@ class Trainer:
         mesh: Plan | None = None,
         dropout: str = "global",
     ) -> None:
+        _check_model(model)
+        check_type("settings", settings, TrainingConfig)
         check_trainable(model.source_embedding.table.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
+        if not model.source_embedding.table.any():
+            raise ValueError("the model has no weights yet: call set_weights(model, init_weights(config, seed)) first")
         seed = check_integer("seed", seed, minimum=0)
         check_choice("dropout", dropout, DROPOUTS)
         self.model = model
@@ -156,8 +164,9 @@ class Trainer:
         self.step = 0  # steps taken
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         adam = FastAdam if model.fast else Adam
-        self.optimizer = adam({name: find(model, name) for name in parameter_shapes(model.config)}, settings)
+        self.optimizer = adam(_parameters(model), settings)
 
+    @UNDERFLOW
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
         """Take one step of Adam on the loss per target token of a batch, with dropout.
 
@@ -178,17 +187,16 @@ class Trainer:
         norm = global_norm(gradient) / count
         scale = clip_factor(norm, settings.clip_norm) / count
         learning_rate = settings.learning_rate(self.step + 1, config.d_model)
+        self.optimizer.parameters = _parameters(self.model)
         self.optimizer.update(gradient, scale, learning_rate, settings.bias_corrections(self.step + 1))
         if self.model.fast:
             reuse(self.model, gradient)
         self.step += 1
         return StepResult(total / count, tokens, norm)
 
+    @UNDERFLOW
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-        """Return the loss per target token of a batch and the whole gradient that a step would follow, before clipping.
-
-        Arguments and errors as in ``train_step``, whose dropout, slices and devices it has. Nothing is updated.
-        """
+        """Return the loss per target token and the gradient of a step, before clipping, without taking the step."""
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(self.settings.accumulation_steps, len(batch[0]))
         total, tokens, gradient = self._gradient(batch)
@@ -211,7 +219,7 @@ class Trainer:
         return TrainingState(self.step, self.seed, first, second)
 
     def load_state(self, state: TrainingState) -> None:
-        """Go on from a state that any of the four packages exported.
+        """Resume from a state that ``export_state`` returned.
 
         Raises:
             TypeError: A moment is not of a floating-point dtype.
@@ -247,8 +255,20 @@ class Trainer:
         return LayerInputs({"encoder": (cross_mask,), "decoder": (self_mask, cross_mask)}, rng)
 
 
+def _parameters(model):
+    """Return the arrays of a model as they are now: a caller may assign others between two steps."""
+    return {name: find(model, name) for name in parameter_shapes(model.config)}
+
+
+def _check_model(model):
+    """Raise TypeError for anything but a whole model; its class may be a copy of ours."""
+    if getattr(model, "part", "") is not None:
+        raise TypeError(f"model must be a Transformer: got {type(model).__name__}")
+
+
 def _take(model, source_ids, target_ids, labels):
     """Take a batch from the outside, checked."""
+    _check_model(model)
     config = model.config
     source_ids = to_ids("source_ids", source_ids, config.source_vocab_size, config.max_positions)
     target_ids = to_ids("target_ids", target_ids, config.target_vocab_size, config.max_positions)
@@ -258,6 +278,7 @@ def _take(model, source_ids, target_ids, labels):
     return source_ids, target_ids, labels
 
 
+@UNDERFLOW
 def _backward(model, batch, seen, found, rng=None):
     """Return the summed loss, the number of tokens, and the gradient of the sum at every parameter and tap found."""
     source_ids, target_ids, labels = batch

@@ -9,12 +9,13 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.decoder import DecoderCache
+from reference_numpy.functional import UNDERFLOW
 from reference_numpy.masks import causal_mask
 from reference_numpy.part import Part
 from reference_numpy.runtime import to_ids
 from transformer_spec.checks import check_integer, check_next_ids, check_positions, check_same_batch
 from transformer_spec.shapes import Bool, Float, Int
-from transformer_spec.taps import Tap, no_tap, within
+from transformer_spec.taps import Tap, checked, no_tap, within
 
 
 class Encoder(Part):
@@ -39,8 +40,10 @@ class Encoder(Part):
 
     __call__ = encode
 
+    @UNDERFLOW
     def _encode(self, source_ids, source_mask, tap=no_tap, rng=None):
         """Return the memory of ids and a mask that have been checked."""
+        tap = checked(tap)
         x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
         if self.source_embedding_norm is not None:
             x = self.source_embedding_norm(x)
@@ -78,8 +81,10 @@ class Decoder(Part):
 
     __call__ = decode
 
+    @UNDERFLOW
     def _decode(self, target_ids, memory, target_mask, source_mask, tap=no_tap, rng=None):
         """Return the logits of ids, memory and masks that have been checked."""
+        tap = checked(tap)
         x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
@@ -116,6 +121,7 @@ class Decoder(Part):
         positions = self.target_position.vectors(capacity).astype(memory.dtype)  # [capacity, d_model]
         return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
+    @UNDERFLOW
     def decode_step(
         self, target_ids: Int[ndarray, " R"], cache: DecoderCache, tap: Tap = no_tap
     ) -> tuple[Float[ndarray, "R V"], DecoderCache]:
@@ -123,7 +129,7 @@ class Decoder(Part):
 
         Args:
             target_ids: The token at the next position of each hypothesis, those of one sentence side by side.
-            cache: What came before. JAX and TensorFlow leave it as it is, NumPy and PyTorch write into it.
+            cache: What came before. The step writes into it.
             tap: Receives each named intermediate and returns the value to go on with.
 
         Returns:
@@ -135,7 +141,7 @@ class Decoder(Part):
         """
         target_ids = to_ids("target_ids", np.asarray(target_ids)[None], self.config.target_vocab_size, None)[0]
         check_next_ids(target_ids.shape, cache.length, cache.self_mask.shape)
-        n = cache.length
+        tap, n = checked(tap), cache.length
         cache.self_mask[:, 0, 0, n] = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
         x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
         if self.target_embedding_norm is not None:

@@ -21,9 +21,9 @@ ONE_LAYER = {"num_encoder_layers": 1, "num_decoder_layers": 1, "attention_bias":
 NO_DROPOUT = {"embedding": 0.0, "attention": 0.0, "residual": 0.0, "feed_forward": 0.0}
 
 
-def build(backend, dtype="float64", **overrides):
+def build(backend, dtype="float64", *, fast=True, **overrides):
     config = tiny_config(**{**ONE_LAYER, **overrides})
-    return backend.package.Transformer.from_weights(config, random_weights(config), dtype=dtype)
+    return backend.package.Transformer.from_weights(config, random_weights(config), dtype=dtype, fast=fast)
 
 
 def assert_close(got, expected):

@@ -64,7 +64,7 @@ def test_info_says_which_library_is_slow():
     uneven["torch"][info.BY_ONEDNN] = 400.0
     assert list(info.slow(uneven, 0.0))[1] == (
         "torch: its products reach 38% of the best rate here, torch's by oneDNN; "
-        'precision="highest" lets oneDNN take them'
+        'torch.set_float32_matmul_precision("medium") uses that'
     )
     assert list(info.slow(uneven, 1000.0)) == ["the machine is busy, and rates vary: load average 1000.0"]
     assert list(info.slow(even, 1000.0)) == []

@@ -131,6 +131,54 @@ def test_source_and_target_of_different_batches(backend, model, nothing_runs):
         assert refusal(model.decode, target, memory, SOURCE) == expected
 
 
+def test_masked_arrays_are_refused(backend, model, nothing_runs):
+    """Their mask would be dropped: what it hides would be read."""
+    ids, mask = np.ma.masked_equal(SOURCE, 0), np.ma.array(SOURCE != 0, mask=SOURCE == 0)
+    for name, arguments in (("source_ids", (ids, TARGET)), ("source_mask", (SOURCE, TARGET, mask))):
+        message = f"{name} must be a plain array: got a masked array; call .filled(value) first"
+        assert refusal(model, *arguments) == (TypeError, message)
+    name, array = next(iter(random_weights(model.config).items()))
+    weights = {**random_weights(model.config), name: np.ma.array(array)}
+    message = f"{name} must be a plain array: got a masked array; call .filled(value) first"
+    assert refusal(backend.package.Transformer.from_weights, model.config, weights) == (TypeError, message)
+
+
+def test_a_config_or_settings_as_a_dict(backend, model):
+    options = {"rngs": None} if backend.name == "jax" else {}
+    build, train = backend.package.Transformer, backend.package.Trainer
+    message = "config must be a TransformerConfig: got dict; write TransformerConfig(**config)"
+    assert refusal(build, tiny_config().to_dict(), **options) == (TypeError, message)
+    assert refusal(build.from_weights, {}, random_weights(tiny_config())) == (TypeError, message)
+    message = "config must be a TransformerConfig: got int"
+    assert refusal(build, config=512, **options) == (TypeError, message)
+    message = "settings must be a TrainingConfig: got dict; write TrainingConfig(**settings)"
+    assert refusal(train, model, {"warmup_steps": 3}) == (TypeError, message)
+
+
+def test_a_tap_that_forgets_its_return(backend, model):
+    shown = []
+    for tap, first in ((lambda name, value: shown.append(name), "source_embedding.output"), (only_scores, "logits")):
+        message = f"the tap must return {first} or an array like it: got NoneType; end it with `return value`"
+        kind, said = refusal(model, SOURCE, TARGET, tap=tap)  # Keras adds the arguments of the call
+        assert kind is TypeError
+        assert message in said
+    message = (
+        "the tap must return target_embedding.output or an array like it: got NoneType; end it with `return value`"
+    )
+    cache = model.init_cache(SOURCE, 3)
+    assert refusal(model.decode_step, [1, 1], cache, tap={}) == (
+        TypeError,
+        "tap must be a function of a name and a value: got dict",
+    )
+    assert refusal(model.decode_step, [1, 1], cache, tap=lambda name, value: None) == (TypeError, message)
+
+
+def only_scores(name, value):
+    """Return every value but the logits."""
+    if name != "logits":
+        return value
+
+
 def test_missing_target(model):
     """Keras hands over source and target in one tuple; a source alone is no such tuple, of whatever batch size."""
     assert refusal(model, SOURCE)[0] is TypeError

@@ -86,7 +86,7 @@ def test_no_file_of_the_checker_imports_a_port():
     assert {name for name in found if not name.startswith(TEMPLATES)} == set()
 
 
-PORTS = tuple(f"{PARITY}/transformer/ports/{name}.py" for name in ("torch", "jax", "tensorflow"))
+PORTS = tuple(f"{PARITY}/transformer/ports/{name}.py" for name in ("torch", "onednn", "jax", "tensorflow"))
 
 
 def test_the_checker_loads_a_backend_only_when_it_needs_it():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -18,6 +19,7 @@ from transformer_spec import DropoutRates, TrainingConfig, TransformerConfig, ch
 
 SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
 TARGET = np.array([[1, 3, 4], [1, 5, 0]])
+LABELS = np.array([[3, 4, 2], [5, 2, 0]])
 ONE_LAYER = {"num_encoder_layers": 1, "num_decoder_layers": 1}
 
 
@@ -30,7 +32,7 @@ def build(dtype="float64", **overrides):
 @pytest.mark.parametrize("copied", [lambda x: x, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_tied_table_is_one_array_in_two_places(tie, copied):
     model = copied(build(tie_embeddings=tie))
-    assert model.output_proj.table is model.target_embedding.table
+    assert model.output_proj.embedding is model.target_embedding
     expected, x = model(SOURCE, TARGET), np.ones((1, 1, 24))
     logits = model.output_proj(x)
     model.target_embedding.table *= 2.0
@@ -118,12 +120,12 @@ def test_training_writes_into_nothing_it_is_given():
     trainer = ref.Trainer(
         ref.Transformer.from_weights(tiny_config(**ONE_LAYER), weights), TrainingConfig(warmup_steps=10)
     )
-    trainer.train_step(SOURCE, TARGET, np.array([[3, 4, 2], [5, 2, 0]]))
+    trainer.train_step(SOURCE, TARGET, LABELS)
     state = trainer.export_state()
     for array in (*state.first_moment.values(), *state.second_moment.values()):
         array.flags.writeable = False
     trainer.load_state(state)
-    trainer.train_step(SOURCE, TARGET, np.array([[3, 4, 2], [5, 2, 0]]))
+    trainer.train_step(SOURCE, TARGET, LABELS)
 
 
 def test_copies():
@@ -152,13 +154,13 @@ def test_threads_share_a_model():
 def test_global_state_is_left_alone():
     """Nor does it depend on any: not on NumPy's generator, nor on how errors are handled."""
     before, handling = np.random.get_state()[1].copy(), np.geterr()
-    for factor, under in ((1, "raise"), (20, "ignore")):  # where scores are large, probabilities underflow
+    for factor in (1, 20):  # where scores are large, probabilities underflow
         weights = {name: factor * array for name, array in random_weights(tiny_config()).items()}
-        with np.errstate(all="raise", under=under):
+        with np.errstate(all="raise"):
             model = ref.Transformer.from_weights(tiny_config(), weights)
             model(SOURCE, TARGET)
             ref.beam_search(model, SOURCE, max_length=3)
-            ref.Trainer(model, TrainingConfig()).train_step(SOURCE, TARGET, np.array([[3, 4, 2], [5, 2, 0]]))
+            ref.Trainer(model, TrainingConfig()).train_step(SOURCE, TARGET, LABELS)
     np.testing.assert_array_equal(np.random.get_state()[1], before)
     assert np.geterr() == handling
 
@@ -176,3 +178,130 @@ def test_fast_adam_updates_wide_rows_as_the_formulas_do():
     for name in ("parameters", "first_moment", "second_moment"):
         np.testing.assert_allclose(getattr(ours, name)["kernel"], getattr(plain, name)["kernel"], rtol=1e-12)
     assert not np.array_equal(ours.parameters["kernel"], start["kernel"])
+
+
+# --- What NumPy's users say and forget ---
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32"), "f4", ">f4", "single", np.zeros(1, "f").dtype])
+def test_a_dtype_in_every_spelling(dtype):
+    config = tiny_config(**ONE_LAYER)
+    built = ref.Transformer(config, dtype), ref.Transformer.from_weights(config, random_weights(config), dtype)
+    assert {array.dtype for model in built for array in model.export_weights().values()} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.int32, "int32", "bfloat16", "half-precision", None, 4, {"f": 4}])
+def test_a_dtype_that_is_not_offered(dtype):
+    for build_it in (ref.Transformer, lambda config, dtype: build(dtype)):
+        with pytest.raises(ValueError, match=r"^dtype must be one of float64, float32: got "):
+            build_it(tiny_config(**ONE_LAYER), dtype)
+
+
+def test_repr_shows_sizes_dtype_and_number_of_parameters():
+    model = build("float32")
+    count = sum(array.size for array in model.export_weights().values())
+    assert repr(model).startswith("Transformer(source_vocab_size=37, target_vocab_size=37, d_model=24, num_heads=")
+    assert repr(model).endswith(f"num_encoder_layers=1, num_decoder_layers=1): {count:,} parameters in float32")
+    encoder = ref.Encoder(model.config, np.float64)
+    assert repr(encoder).startswith("Encoder(")
+    assert f" {sum(array.size for array in encoder.export_weights().values()):,} parameters in float64" in repr(encoder)
+
+
+@pytest.mark.parametrize("rng", [0, True, np.random.RandomState(0), np.random])
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_a_seed_is_no_generator(rng, rate):
+    model = build(dropout=dict.fromkeys(("embedding", "attention", "residual", "feed_forward"), rate))
+    for call in (lambda: model(SOURCE, TARGET, rng=rng), lambda: model.encoder(model.encode(SOURCE), rng=rng)):
+        with pytest.raises(TypeError, match=r"^rng must be a numpy\.random\.Generator: got .*default_rng\(seed\)"):
+            call()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "swish"])
+def test_probabilities_may_underflow(activation, dtype, fast):
+    config = tiny_config(**ONE_LAYER, activation=activation)
+    weights = {name: 20 * array for name, array in random_weights(config).items()}
+    weights["encoder.layers.0.feed_forward.inner_proj.bias"][:] = -1e-300  # underflows in float32
+    rules = ref.SearchRules(no_repeat_ngram_size=2, renormalize=True)
+    with np.errstate(all="raise"):
+        model = ref.Transformer.from_weights(config, weights, dtype, fast=fast)
+        logits = model(SOURCE, TARGET)
+        ref.cross_entropy(logits, LABELS, config)
+        ref.gradients(model, SOURCE, TARGET, LABELS)
+        trainer = ref.Trainer(model, TrainingConfig())
+        trainer.train_step(SOURCE, TARGET, LABELS)
+        trainer.gradient(SOURCE, TARGET, LABELS)
+        trainer.evaluate(SOURCE, TARGET, LABELS)
+        ref.greedy_search(model, SOURCE, max_length=3)
+        ref.beam_search(model, SOURCE, max_length=3, rules=rules)
+        model.encoder.layers[0](model.encode(SOURCE))
+        big = np.full((1, 1, 2, 4), 1e3, dtype) * np.array([[1], [-1]], dtype)
+        ref.scaled_dot_product_attention(big, big, big)
+
+
+def test_masked_memory_and_labels_are_refused():
+    model, remedy = build(), r"must be a plain array: got a masked array; call \.filled\(value\) first$"
+    with pytest.raises(TypeError, match=f"^memory {remedy}"):
+        model.decode(TARGET, np.ma.array(model.encode(SOURCE)), SOURCE)
+    with pytest.raises(TypeError, match=f"^labels {remedy}"):
+        ref.gradients(model, SOURCE, TARGET, np.ma.masked_equal(LABELS, 0))
+
+
+def test_a_model_of_something_else():
+    weights = build().export_weights()
+    for call in (
+        lambda: ref.gradients(weights, SOURCE, TARGET, LABELS),
+        lambda: ref.Trainer(ref.Encoder(tiny_config()), TrainingConfig()),
+    ):
+        with pytest.raises(TypeError, match=r"^model must be a Transformer: got (dict|Encoder)$"):
+            call()
+
+
+def test_an_assigned_array_is_computed_with_exported_and_trained():
+    model = build()
+    trainer = ref.Trainer(model, TrainingConfig(warmup_steps=10))
+    layer, table = model.encoder.layers[0].feed_forward.inner_proj, np.full((37, 24), 0.5)
+    layer.kernel, model.source_embedding.table = np.zeros_like(layer.kernel), table
+    assert not model.export_weights()["encoder.layers.0.feed_forward.inner_proj.kernel"].any()
+    before = model(SOURCE, TARGET)
+    trainer.train_step(SOURCE, TARGET, LABELS)
+    assert layer.kernel.any()
+    assert not np.array_equal(model(SOURCE, TARGET), before)
+
+
+def test_other_layers_than_the_config_says_are_not_exported():
+    for change, found in ((lambda layers: layers.pop(), 1), (lambda layers: layers.append(layers[0]), 3)):
+        model = build(num_encoder_layers=2)
+        change(model.encoder.layers)
+        with pytest.raises(ValueError, match=f"^encoder.layers must have 2 layers, as the config says: got {found}$"):
+            model.export_weights()
+
+
+def test_arguments_in_the_wrong_place():
+    model, weights = build(), random_weights(tiny_config(**ONE_LAYER))
+    mapping = "must be a mapping of names to arrays, as export_weights() returns it: got"
+    for function, arguments, message in (
+        (ref.set_weights, (weights, model), "model must be a Model: got dict"),
+        (ref.get_weights, (ref.Trainer(model, TrainingConfig()),), "model must be a Model: got Trainer"),
+        (ref.set_weights, (model, [*weights.values()]), f"weights {mapping} list"),
+        (ref.save_weights, ("model.safetensors", model.config, model), f"weights {mapping} Transformer"),
+        (ref.cross_entropy, (np.ones((2, 3, 37)), LABELS, {}), "config must be a TransformerConfig: got dict"),
+    ):
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+            function(*arguments)
+    logits = model(SOURCE, TARGET)
+    assert ref.cross_entropy(logits.tolist(), LABELS, model.config) == ref.cross_entropy(logits, LABELS, model.config)
+
+
+@pytest.mark.parametrize("arguments", [(10, 7), (10, 8, "sines"), (10, 8, "split", "n"), (10, 2, "split", "m_minus_1")])
+def test_sinusoids_that_do_not_exist(arguments):
+    with pytest.raises(ValueError, match=r"even d_model|must be one of|at least 4"):
+        ref.sinusoidal_encoding(*arguments)
+
+
+def test_a_model_without_weights_is_not_trained():
+    """Its matrices are zero, and the gradients of some stay zero."""
+    message = r"^the model has no weights yet: call set_weights\(model, init_weights\(config, seed\)\) first$"
+    with pytest.raises(ValueError, match=message):
+        ref.Trainer(ref.Transformer(tiny_config()), TrainingConfig())

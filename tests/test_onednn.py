@@ -11,8 +11,13 @@ from tiers import first_alone
 import reference_numpy as ref
 import transformer_torch
 from transformer_bench.workload import DecodeWork
-from transformer_torch import fast, onednn
-from transformer_torch.onednn import Measured
+from transformer_parity.cli import info
+from transformer_parity.transformer.ports import onednn
+from transformer_parity.transformer.ports.onednn import Measured
+from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.registry import PORTS
+from transformer_torch import fast
+from transformer_torch import onednn as layouts
 
 FAST, EXACT, ROUNDED = 2.4, 4e-7, 3e-3
 
@@ -51,9 +56,9 @@ def test_the_choice_follows_the_measurement(gain, error, highest, fast, monkeypa
     measures(monkeypatch, gain, error)
     config = tiny_config(num_encoder_layers=1, num_decoder_layers=1)
     for precision, expected in (("highest", highest), ("fast", fast), ("highest", highest)):
-        transformer_torch.Transformer.from_weights(config, random_weights(config), precision=precision)
+        PORTS["torch"].load(config, random_weights(config), Placement("float32", "cpu", precision))
         assert torch.get_float32_matmul_precision() == expected
-        assert onednn.is_on() == (expected == "medium")
+        assert layouts.is_on() == (expected == "medium")
 
 
 @pytest.mark.parametrize("where", ["a GPU", "no oneDNN"])
@@ -64,6 +69,7 @@ def test_nothing_is_measured(where, monkeypatch):
     monkeypatch.setattr(module, "is_available", lambda: where == "a GPU")
     for precision, expected in (("fast", "high"), ("highest", "highest")):
         transformer_torch.set_precision(precision)
+        onednn.prefer(precision)
         assert torch.get_float32_matmul_precision() == expected
 
 
@@ -111,15 +117,14 @@ def test_a_product_with_fewer_bits_is_seen(bits):
 
 
 def test_the_description_says_who_multiplies(monkeypatch):
-    onednn.measured.cache_clear()
-    before = transformer_torch.describe()["products on a CPU"]
-    assert before == ("MKL" if torch.backends.mkl.is_available() else "the BLAS")
-    transformer_torch.set_precision("highest")
-    after = transformer_torch.describe()["products on a CPU"]
-    assert "; measured: oneDNN " in after
-    assert " times as fast, error " in after
+    blas = "MKL" if torch.backends.mkl.is_available() else "the BLAS"
+    assert transformer_torch.describe()["products on a CPU"] == blas
+    measures(monkeypatch, 2.5, EXACT)
+    found = info.multiplying("torch", transformer_torch)
+    assert found["products on a CPU"] == f"{blas}; measured: oneDNN 2.50 times as fast, error 4.0e-07"
+    assert found[info.BY_ONEDNN] > 2 * found[info.RATE]
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-    assert transformer_torch.describe()["products on a CPU"].startswith("oneDNN; measured: oneDNN ")
+    assert transformer_torch.describe()["products on a CPU"] == "oneDNN"
 
 
 @pytest.mark.parametrize("length", [9, 200])
@@ -147,21 +152,21 @@ def test_a_search_takes_the_products_that_were_chosen(beam_size, monkeypatch):
     allowed = tolerance(2e-6)
     measures(monkeypatch, FAST, EXACT)
     seen = []
-    inner = onednn.for_few_rows
+    inner = layouts.for_few_rows
 
     def spy(weight, *others):
         seen.append((weight.numel(), inner(weight, *others)))
         return seen[-1][1]
 
-    monkeypatch.setattr(onednn, "for_few_rows", spy)
-    monkeypatch.setattr(onednn, "LARGE_PRODUCT", 3 * (beam_size or 1) * 128 * 512)
+    monkeypatch.setattr(layouts, "for_few_rows", spy)
+    monkeypatch.setattr(layouts, "LARGE_PRODUCT", 3 * (beam_size or 1) * 128 * 512)
     work = DecodeWork("tiny", batch=3, source=7, target=6, beam_size=beam_size)
     weights = work.weights()
-    model = transformer_torch.Transformer.from_weights(work.config, weights, precision="highest")
+    model = PORTS["torch"].load(work.config, weights, Placement()).model
     found = work.search.run(transformer_torch, model, work.source_ids)
     assert {(size >= 128 * 512, multiply.func) for size, multiply in seen} == {
-        (True, onednn._by_onednn),
-        (False, onednn._by_mkl),
+        (True, layouts._by_onednn),
+        (False, layouts._by_mkl),
     }
     expected = work.search.run(ref, ref.Transformer.from_weights(work.config, weights, "float64"), work.source_ids)
     assert np.array_equal(found.ids, expected.ids)
@@ -171,7 +176,7 @@ def test_a_search_takes_the_products_that_were_chosen(beam_size, monkeypatch):
 def test_without_mkl_onednn_takes_small_products_too(monkeypatch):
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     weight = torch.ones(4, 3)
-    assert onednn.for_few_rows(weight, None, 2).func is onednn._by_mkl
+    assert layouts.for_few_rows(weight, None, 2).func is layouts._by_mkl
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
-    assert onednn.for_few_rows(weight, None, 2).func is onednn._by_onednn
-    assert onednn.for_few_rows(weight.double(), None, 2).func is onednn.F.linear
+    assert layouts.for_few_rows(weight, None, 2).func is layouts._by_onednn
+    assert layouts.for_few_rows(weight.double(), None, 2).func is layouts.F.linear

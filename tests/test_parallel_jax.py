@@ -98,7 +98,7 @@ import jax
 probe = shallow(probes()["accumulated"])
 one, many = alone(probe), trainer(probe, "data=2,fsdp=2")
 assert (jax.process_count(), jax.local_device_count(), many.mesh.size) == (2, 2, 4)
-assert not many.model.source_embedding.table.get_value().is_fully_addressable
+assert not many.model.source_embedding.embedding.get_value().is_fully_addressable
 assert_same_gradient(one, many, probe.batch(0))
 assert_same_bits(many.model.export_weights(), probe.weights())
 many.load_state(one.export_state())

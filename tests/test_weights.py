@@ -111,7 +111,7 @@ def change_in_place(backend, model):
             parameter.data.add_(1)
     elif backend.name == "jax":
         for name in parameter_shapes(model.config):
-            parameter = find(model, name)
+            parameter = backend.package.weights.parameter_of(model, name)
             parameter.set_value(parameter.get_value() + 1)
     else:
         for variable in model.trainable_variables:

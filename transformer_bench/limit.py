@@ -93,7 +93,11 @@ class Library(Participant):
 
     def prepare(self) -> dict[str, str]:
         package = PORTS[self.backend].import_package()
-        package.set_precision("highest")  # in PyTorch, by the better of two libraries
+        package.set_precision("highest")
+        if self.backend == "torch":
+            from transformer_parity.transformer.ports import onednn
+
+            onednn.prefer("highest")
         return package.describe()
 
     def load(self, work: Work, weights: Path) -> None:

@@ -22,6 +22,7 @@ from transformer_bench.rounds import Participant
 from transformer_bench.workload import SEED, DecodeWork, ForwardWork, TrainWork, Work
 from transformer_parity.engine.system.environment import prepare_environment
 from transformer_parity.transformer.distributed.environments import environments, number_of_processes
+from transformer_parity.transformer.ports.package import allow_dtype
 from transformer_parity.transformer.ports.protocol import Decoded, MissingFrameworkError
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_spec.parallel_plan import Plan
@@ -47,6 +48,7 @@ class Package(Participant):
         return self.package.describe()
 
     def load(self, work: Work, weights: Path) -> None:
+        allow_dtype(self.package, work.weights_dtype)
         model = self.package.load_transformer(weights, work.weights_dtype, work.device, "highest")  # without TF32
         self._run = self.ready(model, work)
 

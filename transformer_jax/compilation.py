@@ -20,8 +20,9 @@ from transformer_jax.optimizer import Adam, Arrays
 from transformer_jax.parallel import constrain, shardings
 from transformer_jax.runtime import compiler_options, quick_compilation
 from transformer_jax.transformer import Transformer
+from transformer_jax.weights import parameter_of
 from transformer_spec.config import TransformerConfig
-from transformer_spec.names import find, parameter_shapes
+from transformer_spec.names import parameter_shapes
 from transformer_spec.search import SearchPlan, pad_search
 from transformer_spec.shapes import Bool, Int
 from transformer_spec.training_config import TrainingConfig
@@ -65,13 +66,13 @@ def padded(
 def parameters_of(model: Transformer) -> Arrays:
     """Return every parameter's array by its canonical name."""
     # The raw value, because get_value takes an eighth of a small step.
-    return {name: find(model, name).get_raw_value() for name in parameter_shapes(model.config)}
+    return {name: parameter_of(model, name).get_raw_value() for name in parameter_shapes(model.config)}
 
 
 def put_parameters(model: Transformer, parameters: Arrays) -> None:
     """Let a model compute with these arrays, which may be traced."""
     for name, array in parameters.items():
-        find(model, name).set_raw_value(array)
+        parameter_of(model, name).set_raw_value(array)
 
 
 @dataclass(frozen=True)

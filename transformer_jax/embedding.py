@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from transformer_jax.initial import initial
+from transformer_jax.layers import Linear
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Float, Int
 
@@ -34,16 +34,17 @@ def sinusoidal_encoding(
     return np.stack(waves, axis=-1).reshape(length, d_model)
 
 
-class TokenEmbedding(nnx.Module):
+class TokenEmbedding(nnx.Embed):
     """Look up one learned vector per token, times sqrt(d_model) (section 3.4)."""
 
     def __init__(self, vocab_size: int, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
+        normal = nnx.initializers.normal(config.d_model**-0.5)
+        super().__init__(vocab_size, config.d_model, dtype=dtype, param_dtype=dtype, embedding_init=normal, rngs=rngs)
         self.multiplier = math.sqrt(config.d_model) if config.scale_embedding else 1.0
-        self.table = _normal_table(vocab_size, config.d_model, dtype, rngs)
 
-    def __call__(self, ids: Int[Array, "B L"]) -> Float[Array, "B L d_model"]:
+    def __call__(self, ids: Int[Array, "B L"]) -> Float[Array, "B L d_model"]:  # type: ignore[override]
         """Return the vectors of the tokens."""
-        return self.table[ids] * self.multiplier
+        return super().__call__(ids) * self.multiplier
 
 
 class SinusoidalPosition(nnx.Module):
@@ -65,48 +66,43 @@ class SinusoidalPosition(nnx.Module):
         )
 
 
-class LearnedPosition(nnx.Module):
+class LearnedPosition(nnx.Embed):
     """Add to each vector a learned vector of its position (Table 3, row E)."""
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
+        normal = nnx.initializers.normal(config.d_model**-0.5)
+        super().__init__(
+            config.max_length, config.d_model, dtype=dtype, param_dtype=dtype, embedding_init=normal, rngs=rngs
+        )
         self.offset = config.position_offset
-        self.table = _normal_table(config.max_length, config.d_model, dtype, rngs)
 
-    def __call__(self, x: Float[Array, "B L d_model"]) -> Float[Array, "B L d_model"]:
+    def __call__(self, x: Float[Array, "B L d_model"]) -> Float[Array, "B L d_model"]:  # type: ignore[override]
         """Return ``x`` with its positions."""
         return x + self.vectors(x.shape[1])
 
     def vectors(self, length: int) -> Float[Array, "L d_model"]:
-        """Return what is added at each of the first positions."""
-        return self.table[self.offset : self.offset + length]
+        """Return the vectors of the first positions."""
+        return self.embedding[self.offset : self.offset + length].astype(self.dtype)
 
 
-class OutputProjection(nnx.Module):
-    """Score every token of the vocabulary; where tied, by the transposed embedding table (section 3.4)."""
+def OutputProjection(  # noqa: N802  the name of a layer
+    config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32", *, rngs: nnx.Rngs
+) -> nnx.Linear | TiedProjection:
+    """Return a layer that scores every token of the vocabulary, if tied with the embedding matrix (section 3.4)."""
+    if config.tie_embeddings == "none":
+        return Linear(config.d_model, config.target_vocab_size, bias=config.output_bias, dtype=dtype, rngs=rngs)
+    return TiedProjection(embedding, config.output_bias, dtype)
 
-    def __init__(
-        self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32", *, rngs: nnx.Rngs
-    ) -> None:
-        shape = (config.d_model, config.target_vocab_size)
-        xavier, zeros = initial(nnx.initializers.xavier_uniform()), initial(nnx.initializers.zeros)
-        tied = config.tie_embeddings != "none"
-        self.table = embedding.table if tied else None
-        self.kernel = None if tied else nnx.Param(xavier(rngs.params(), shape, dtype))
-        self.bias = nnx.Param(zeros(rngs.params(), shape[1:], dtype)) if config.output_bias else None
+
+class TiedProjection(nnx.Module):
+    """Multiply by a transposed embedding matrix, and add a bias."""
+
+    def __init__(self, embedding: TokenEmbedding, bias: bool, dtype: str = "float32") -> None:
+        self.embedding = embedding
+        self.bias = nnx.Param(jnp.zeros(embedding.num_embeddings, dtype)) if bias else None
         self.dtype = dtype  # of the computation, as in nnx.Linear
 
     def __call__(self, x: Float[Array, "B L d_model"]) -> Float[Array, "B L V"]:
         """Return the logits of each position."""
-        logits = x.astype(self.dtype) @ self._matrix
+        logits = self.embedding.attend(x)
         return logits if self.bias is None else logits + self.bias.astype(self.dtype)
-
-    @property
-    def _matrix(self) -> Float[Array, "d_model V"]:
-        """The matrix that maps a state to logits."""
-        matrix = self.table.T if self.kernel is None else self.kernel[...]  # type: ignore[union-attr]
-        return matrix.astype(self.dtype)
-
-
-def _normal_table(rows: int, d_model: int, dtype: str, rngs: nnx.Rngs) -> nnx.Param:
-    normal = initial(nnx.initializers.normal(d_model**-0.5))
-    return nnx.Param(normal(rngs.params(), (rows, d_model), dtype))

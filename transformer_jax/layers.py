@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from transformer_jax.initial import initial
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float
 
@@ -38,20 +37,10 @@ def masked_softmax(
     return jnp.where(mask, weights, 0.0).astype(scores.dtype)
 
 
-class Linear(nnx.Linear):
-    """Multiply by a matrix and add a bias: ``x W + b``."""
-
-    def __init__(self, d_in: int, d_out: int, *, bias: bool, dtype: str = "float32", rngs: nnx.Rngs) -> None:
-        super().__init__(
-            d_in,
-            d_out,
-            use_bias=bias,
-            dtype=dtype,
-            param_dtype=dtype,
-            kernel_init=initial(nnx.initializers.xavier_uniform()),  # NNX's own default is a truncated normal
-            bias_init=initial(nnx.initializers.zeros),
-            rngs=rngs,
-        )
+def Linear(d_in: int, d_out: int, *, bias: bool, dtype: str = "float32", rngs: nnx.Rngs) -> nnx.Linear:  # noqa: N802
+    """Return a layer that multiplies by a matrix and adds a bias, ``x W + b``, with Xavier-uniform initial values."""
+    xavier = nnx.initializers.xavier_uniform()  # NNX's default is a truncated normal
+    return nnx.Linear(d_in, d_out, use_bias=bias, dtype=dtype, param_dtype=dtype, kernel_init=xavier, rngs=rngs)
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -68,8 +57,6 @@ class LayerNorm(nnx.LayerNorm):
             dtype=dtype,
             param_dtype=dtype,
             use_fast_variance=False,  # E[x^2] - E[x]^2 is garbage where the mean is large
-            scale_init=initial(nnx.initializers.ones),
-            bias_init=initial(nnx.initializers.zeros),
             rngs=rngs,
         )
         self.kind = config.layer_norm_kind

@@ -23,9 +23,10 @@ from jax import Array
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from transformer_jax.runtime import check_placement
+from transformer_jax.runtime import check_placement, to_numpy
+from transformer_jax.weights import parameter_of
 from transformer_spec.config import TransformerConfig
-from transformer_spec.names import find, parameter_shapes
+from transformer_spec.names import parameter_shapes
 from transformer_spec.parallel_plan import AXES, Plan, Shard, fsdp_axis, spread, tensor_axis
 
 Arrays = dict[str, Array]  # by canonical name
@@ -76,7 +77,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
     """Return what the devices of this process hold of each parameter of a trainer, by canonical name."""
     numbers, held = _numbers(trainer.mesh), {}
     for name in parameter_shapes(trainer.model.config):
-        array = find(trainer.model, name).get_value()
+        array = parameter_of(trainer.model, name).get_value()
         held[name] = [
             Shard(numbers.get(part.device, 0), _bounded(part.index, array.shape), np.array(part.data))
             for part in array.addressable_shards
@@ -152,11 +153,6 @@ def constrain(arrays: Arrays, mesh: Mesh | None, *, gathered: bool = False) -> A
         name: jax.lax.with_sharding_constraint(array, _sharding(mesh, _axes(name, array.shape, mesh, gathered)))
         for name, array in arrays.items()
     }
-
-
-def to_numpy(array: Array) -> np.ndarray:
-    """Copy an array out of its devices, those of other processes included: then each of them has to call this."""
-    return np.array(array) if array.is_fully_addressable else process_allgather(array, tiled=True)
 
 
 def _join():

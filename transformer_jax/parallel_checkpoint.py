@@ -18,10 +18,11 @@ from jax.experimental.multihost_utils import broadcast_one_to_all
 
 from transformer_jax.optimizer import Adam
 from transformer_jax.training import Trainer
+from transformer_jax.weights import parameter_of
 from transformer_spec.checkpoint import Checkpoint, checkpoint_tensors, describe_run
 from transformer_spec.checkpoint_folder import KIND, PREFIXES, begin_folder, check_held, partial_folder, read_run
 from transformer_spec.files import FIRST_MOMENT, SECOND_MOMENT, VocabularyFiles
-from transformer_spec.names import find, parameter_shapes
+from transformer_spec.names import parameter_shapes
 
 ARRAYS = "arrays"
 ERRORS = (FileExistsError, OSError, TypeError, ValueError)
@@ -67,7 +68,7 @@ def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
     found = _read(folder, shapes)
     names = parameter_shapes(trainer.model.config)
     for name in names:
-        find(trainer.model, name).set_value(found[name])
+        parameter_of(trainer.model, name).set_value(found[name])
     first, second = ({name: found[prefix + name] for name in names} for prefix in (FIRST_MOMENT, SECOND_MOMENT))
     trainer.optimizer = Adam(first, second, trainer.settings)
     trainer.step, trainer.seed = training["step"], training["seed"]
@@ -103,7 +104,7 @@ def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
 
 def _arrays(trainer):
     """Return all arrays of a run by name, divided as they are."""
-    weights = {name: find(trainer.model, name).get_value() for name in parameter_shapes(trainer.model.config)}
+    weights = {name: parameter_of(trainer.model, name).get_value() for name in parameter_shapes(trainer.model.config)}
     groups = weights, trainer.optimizer.first_moment, trainer.optimizer.second_moment
     return {prefix + name: group[name] for prefix, group in zip(PREFIXES, groups, strict=True) for name in weights}
 

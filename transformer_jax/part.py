@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -16,12 +16,11 @@ from transformer_jax.decoder import DecoderStack
 from transformer_jax.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_jax.encoder import EncoderStack
 from transformer_jax.fast import accelerate
-from transformer_jax.initial import Places
 from transformer_jax.layers import Dropout, LayerNorm
 from transformer_jax.masks import padding_mask, target_padding_mask
-from transformer_jax.runtime import PRECISIONS, check_placement, to_device, to_ids, to_mask, to_memory
+from transformer_jax.runtime import PRECISIONS, to_device, to_dtype, to_ids, to_mask, to_memory, to_rngs
 from transformer_jax.weights import get_weights, set_weights
-from transformer_spec.checks import check_choice, check_given, check_next_ids
+from transformer_spec.checks import check_choice, check_given, check_next_ids, check_type
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
 
@@ -35,9 +34,13 @@ class Part(nnx.Module):
 
     part: str | None = None
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", *, fast: bool = True, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: TransformerConfig, dtype: Any = "float32", *, fast: bool = True, rngs: Any) -> None:
+        if not isinstance(config, TransformerConfig):
+            raise TypeError(f"config must be a TransformerConfig: got {type(config).__name__}")
+        dtype, rngs = to_dtype(dtype), to_rngs(rngs)
         if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             raise RuntimeError("float64 is off in JAX: switch it on by jax.config.update('jax_enable_x64', True)")
+        check_type("config", config, TransformerConfig)
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         tied = config.tie_embeddings == "all"
         self.config = config
@@ -66,38 +69,44 @@ class Part(nnx.Module):
         cls,
         config: TransformerConfig,
         weights: Mapping[str, ndarray],
-        dtype: str = "float32",
-        device: str | None = None,
+        dtype: Any = "float32",
+        device: Any = None,
         precision: str | None = None,
         *,
         fast: bool = True,
+        rngs: Any = 0,
     ) -> Self:
-        """Build a model in inference mode that holds a copy of the given weights.
+        """Build a model in inference mode with a copy of the given weights.
 
         Args:
-            config: What the weights are weights of.
-            weights: One array per canonical name, of any floating-point dtype. A part leaves the others unread.
-            dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
-            device: ``cpu`` or ``gpu``. None leaves the place to the framework.
-            precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
-                None leaves it as it is.
+            config: The config of the weights.
+            weights: One array per canonical name, of any floating-point dtype. A part ignores the others' weights.
+            dtype: The dtype of parameters and computation, such as ``jnp.bfloat16`` or its name. Layers convert their
+                parameters to it, so casting the state of a model later does not change the dtype of the computation.
+            device: A ``jax.Device``, or ``cpu``, ``gpu`` or ``tpu``. None lets JAX move the arrays.
+            precision: The precision of this model's matmuls, ``highest`` or ``fast`` (see ``set_precision``). None uses
+                the process's.
             fast: True computes with ``fast.py``, which agrees with the formulas up to rounding. False computes each
                 formula as it is written.
+            rngs: The random state of dropout: an ``nnx.Rngs``, a key or a seed. Two models with the same seed drop the
+                same values. A ``Trainer`` uses its own seed instead.
 
         Raises:
-            TypeError: A weight is not of a floating-point dtype.
-            ValueError: The weights are not those of the config, or dtype, device or precision is unknown.
-            RuntimeError: The device is not visible.
+            TypeError: If a weight is not of a floating-point dtype, or config or rngs is of a wrong type.
+            ValueError: If the weights don't match the config, or dtype, device or precision is unknown.
+            RuntimeError: If the device is not visible, or the dtype is float64 and ``jax_enable_x64`` is off.
         """
-        check_placement(dtype, device)
+        dtype, place, rngs = to_dtype(dtype), to_device(device), to_rngs(rngs)
         if precision is not None:
             check_choice("precision", precision, PRECISIONS)
-        if dtype == "float64":
-            jax.config.update("jax_enable_x64", True)  # JAX has float64 for the whole process or not at all
-        place = to_device(device)
         with jax.default_device(place):
-            model = cls(config, dtype, fast=fast, rngs=Places(None if device is None else place))
+            model = nnx.eval_shape(lambda: cls(config, dtype, fast=fast, rngs=0))
             set_weights(model, weights)
+            for _, module in nnx.iter_modules(model):
+                if isinstance(module, Dropout):
+                    module.rngs = rngs.dropout.fork()
+        if device is not None:  # bind the arrays to it
+            nnx.update(model, jax.device_put(nnx.state(model), place))
         model.precision = precision
         model.eval()
         return model
@@ -106,23 +115,30 @@ class Part(nnx.Module):
     def from_file(
         cls,
         path: str | Path,
-        dtype: str = "float32",
-        device: str | None = None,
+        dtype: Any = "float32",
+        device: Any = None,
         precision: str | None = None,
         *,
         fast: bool = True,
+        rngs: Any = 0,
     ) -> Self:
         """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
-        return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
+        return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast, rngs=rngs)
 
     def export_weights(self) -> dict[str, ndarray]:
-        """Return a copy of every parameter under its canonical name, in the model's dtype."""
+        """Return a copy of every parameter under its canonical name, in the model's dtype.
+
+        The update of an ``nnx.LoRALinear`` is added to the matrix of its layer.
+
+        Raises:
+            ValueError: If a different layer replaces one of this package, or a trainable parameter has no such name.
+        """
         return get_weights(self)
 
     @property
     def device(self) -> jax.Device | None:
         """Where the parameters are bound to be; None where JAX is free to move them, or several devices hold them."""
-        table = (self.target_embedding if self.part == "decoder" else self.source_embedding).table.get_value()
+        table = (self.target_embedding if self.part == "decoder" else self.source_embedding).embedding.get_value()
         if isinstance(table, jax.core.Tracer) or not isinstance(table, Array) or not table.committed:
             return None
         first, *others = table.devices()
@@ -143,7 +159,7 @@ class Part(nnx.Module):
             _, mask = self._take("source", ids, None)
         else:
             mask = to_mask("source_mask", mask, np.shape(memory)[:2])
-        shape, dtype = (*mask.shape, self.config.d_model), self.target_embedding.table.dtype
+        shape, dtype = (*mask.shape, self.config.d_model), self.target_embedding.embedding.dtype
         if getattr(memory, "dtype", None) == self.output_proj.dtype:  # another one where precision is mixed
             dtype = memory.dtype
         return to_memory(memory, shape, dtype.name), mask

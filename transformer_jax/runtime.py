@@ -13,7 +13,9 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import Array
+from jax.experimental.multihost_utils import process_allgather
 
 from transformer_spec.checks import check_choice, check_ids, check_mask, check_memory, to_array
 from transformer_spec.search_rules import SearchRules
@@ -22,7 +24,7 @@ from transformer_spec.shapes import Bool, Float, Int
 jax.tree_util.register_static(SearchRules)  # rules are no arrays: what is compiled depends on them
 
 DTYPES = ("float64", "float32", "bfloat16")
-DEVICES = ("cpu", "gpu")
+DEVICES = ("cpu", "gpu", "tpu")
 PRECISIONS = ("highest", "fast")
 MATMUL_PRECISION = {"highest": "highest", "fast": "tensorfloat32"}  # by JAX's names
 
@@ -43,25 +45,57 @@ def set_precision(precision: str) -> None:
     jax.config.update("jax_default_matmul_precision", MATMUL_PRECISION[precision])
 
 
-def check_placement(dtype: str, device: str | None) -> None:
-    """Refuse a dtype or device that this backend or this machine lacks.
+def check_placement(dtype: Any, device: Any) -> None:
+    """Raise the errors of ``to_dtype`` and ``to_device``."""
+    to_dtype(dtype)
+    to_device(device)
+
+
+def to_dtype(dtype: Any) -> str:
+    """Return the name of a dtype, given that or the dtype itself.
 
     Raises:
-        ValueError: The backend knows no such dtype or device.
-        RuntimeError: The device is known but none is visible.
+        ValueError: If it is not one of ``DTYPES``.
     """
-    check_choice("dtype", dtype, DTYPES)
-    if device is not None:
-        check_choice("device", device, DEVICES)
-    if device == "gpu" and not _gpus():
-        raise RuntimeError(f"no GPU is visible to jax {jax.__version__}")
+    try:
+        name: Any = dtype if isinstance(dtype, str | None) else np.dtype(dtype).name
+    except TypeError:
+        name = dtype
+    check_choice("dtype", name, DTYPES)
+    return name
 
 
-def to_device(device: str | None) -> jax.Device | None:
-    """Return the framework's own device of that name; None is its default."""
+def to_device(device: Any) -> jax.Device | None:
+    """Return a device, given that or its platform; None is JAX's default device.
+
+    Raises:
+        ValueError: If there is no such platform.
+        RuntimeError: If the device is not visible.
+    """
     if device is None:
         return jax.config.jax_default_device  # type: ignore[attr-defined]
-    return jax.local_devices(backend=device)[0]  # of several processes, each has its own
+    if isinstance(device, jax.Device):
+        return device
+    check_choice("device", device, DEVICES)
+    try:
+        return jax.local_devices(backend=device)[0]  # each process has its own
+    except RuntimeError as error:
+        raise RuntimeError(f"no {device.upper()} is visible to jax {jax.__version__}") from error
+
+
+def to_rngs(rngs: Any) -> nnx.Rngs:
+    """Return random streams, given those, a key or a seed.
+
+    Raises:
+        TypeError: If it is something else.
+    """
+    if isinstance(rngs, nnx.Rngs):
+        return rngs
+    if isinstance(rngs, Array) and jnp.issubdtype(rngs.dtype, jax.dtypes.prng_key):
+        return nnx.Rngs(rngs)
+    if not isinstance(rngs, int | np.integer) or isinstance(rngs, bool):
+        raise TypeError(f"rngs must be an nnx.Rngs, a key or a seed: got {type(rngs).__name__}")
+    return nnx.Rngs(int(rngs))
 
 
 def as_placed(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,6 +140,11 @@ def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[Array, "
     memory = memory if isinstance(memory, Array) else np.asarray(memory)
     check_memory(memory.shape, memory.dtype.name, shape, dtype)
     return memory if isinstance(memory, Array) else jnp.array(memory)  # a copy: the caller's array is never aliased
+
+
+def to_numpy(array: Array) -> np.ndarray:
+    """Copy an array out of its devices, also of other processes, all of which must call this."""
+    return np.array(array) if array.is_fully_addressable else process_allgather(array, tiled=True)
 
 
 @contextmanager

@@ -186,8 +186,9 @@ def score(
     scores = model(source_ids, jnp.concatenate([start, labels[:, :-1]], 1), source_mask)  # [B * N, T, V]
     scores = jax.nn.log_softmax(scores.astype(jnp.promote_types(scores.dtype, jnp.float32)))
     tokens = jnp.take_along_axis(scores, labels[:, :, None], -1)[:, :, 0]
-    tokens = jnp.where(labels != model.config.pad_id, tokens, 0.0).reshape(target_ids.shape)
-    return Scores(jnp.where((target_ids != model.config.pad_id).any(-1), tokens.sum(-1), -inf), tokens)
+    is_token = labels != model.config.pad_id
+    tokens, is_token = (x.reshape(target_ids.shape) for x in (jnp.where(is_token, tokens, 0.0), is_token))
+    return Scores(jnp.where(is_token.any(-1), tokens.sum(-1), -inf), tokens)
 
 
 def top(values: Float[Array, "B N"], count: int) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:

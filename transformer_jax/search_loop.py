@@ -26,15 +26,19 @@ def run_search(
     as_numpy: bool,
 ) -> SearchResult:
     """Return what a search finds, given the class that takes its steps."""
+    leaves, structure = jax.tree.flatten(model)  # once: compiled code takes the leaves, and is kept by structure
+    if any(isinstance(x, jax.core.Tracer) for x in (source_ids, source_mask, *leaves)):
+        raise TypeError(
+            "a search must not be called inside jax.jit or another transformation: it compiles its loop itself. "
+            "Call it outside, or write the loop with init_cache and decode_step"
+        )
     source_ids, source_mask = _take_source(model.config, source_ids, source_mask)
     plan = search.plan(model.config, source_mask)
     batch, last = len(source_ids), plan.capacity
     if model.fast:
         source_ids, source_mask, plan = padded(model, source_ids, source_mask, plan)
-    dtype = jnp.promote_types(model.source_embedding.table.dtype, jnp.float32)  # bfloat16 is too coarse to sum in
+    dtype = jnp.promote_types(model.source_embedding.embedding.dtype, jnp.float32)  # bfloat16 is too coarse to sum in
     plan = plan.to(np.asarray, partial(np.asarray, dtype=dtype))
-    # The model is taken apart once: its leaves pass into compiled code, which is kept by structure and sizes.
-    leaves, structure = jax.tree.flatten(model)
     sizes = {"beam_size": plan.beam_size, "pool_size": plan.pool_size}
     state, cache = _start(structure, leaves, source_ids, source_mask, plan, kind=kind, **sizes)
     for n in [last] if on_step is None else range(1, last + 1):

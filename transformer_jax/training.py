@@ -24,9 +24,10 @@ from transformer_jax.compilation import (
     put_parameters,
 )
 from transformer_jax.optimizer import Adam, clip_factor, global_norm
-from transformer_jax.parallel import constrain, divide, place, plan_of, shardings, to_numpy
-from transformer_jax.runtime import as_placed, to_ids
+from transformer_jax.parallel import constrain, divide, place, plan_of, shardings
+from transformer_jax.runtime import as_placed, to_ids, to_numpy
 from transformer_jax.transformer import Transformer
+from transformer_jax.weights import check_layers
 from transformer_spec.checks import (
     check_accumulation,
     check_choice,
@@ -34,6 +35,7 @@ from transformer_spec.checks import (
     check_labels,
     check_same_batch,
     check_trainable,
+    check_type,
 )
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import check_training_state, parameter_shapes, rounded, tap_shapes
@@ -80,6 +82,9 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
 
     Arguments, result and errors as in ``reference_numpy.gradients``.
     """
+    if not isinstance(model, Transformer):
+        raise TypeError(f"model must be a Transformer of this package: got {type(model).__name__}")
+    check_layers(model)
     batch = _take(model, source_ids, target_ids, labels)
     differentiate = compile_quickly(_gradients, Structure.of(model))
     loss, (of_parameters, of_taps) = differentiate(parameters_of(model), batch)
@@ -107,7 +112,11 @@ class Trainer:
         mesh: Mesh | None = None,
         dropout: str = "global",
     ) -> None:
-        check_trainable(model.source_embedding.table.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
+        if not isinstance(model, Transformer):
+            raise TypeError(f"model must be a Transformer of this package: got {type(model).__name__}")
+        check_type("settings", settings, TrainingConfig)
+        check_layers(model)
+        check_trainable(model.source_embedding.embedding.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
         check_choice("dropout", dropout, DROPOUTS)
         model.eval()
@@ -123,7 +132,7 @@ class Trainer:
         first, second = (jax.tree.map(jnp.zeros_like, parameters) for _ in range(2))
         self.optimizer = Adam(first, second, settings)
         structure = Structure.of(model, mesh)
-        platform = next(iter(model.source_embedding.table.devices())).platform
+        platform = next(iter(model.source_embedding.embedding.devices())).platform
         self._compiled_step = compile_step(_step, structure, settings, platform)
         self._compiled_gradient = compile_quickly(_gradient, structure, settings)
         self._compiled_evaluation = compile_once(_evaluate, structure)
@@ -176,6 +185,7 @@ class Trainer:
 
     def export_state(self) -> TrainingState:
         """Return a copy of everything that the next step depends on, beside the weights and the settings."""
+        check_layers(self.model)
         names = parameter_shapes(self.model.config)  # in their order: jax.jit has sorted the keys
         first = {name: to_numpy(self.optimizer.first_moment[name]) for name in names}
         second = {name: to_numpy(self.optimizer.second_moment[name]) for name in names}
@@ -188,7 +198,7 @@ class Trainer:
             TypeError: A moment is not of a floating-point dtype.
             ValueError: The moments are not those of the model's config, or overflow its dtype.
         """
-        check_training_state(self.model.config, state, self.model.source_embedding.table.dtype.name)
+        check_training_state(self.model.config, state, self.model.source_embedding.embedding.dtype.name)
         first, second = (
             {
                 name: jax.device_put(rounded(name, moment[name], array.dtype.name), array.sharding)

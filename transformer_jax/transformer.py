@@ -15,7 +15,7 @@ from transformer_jax.part import Part
 from transformer_jax.runtime import as_placed
 from transformer_spec.checks import check_integer, check_positions, check_same_batch
 from transformer_spec.shapes import Bool, Float, Int
-from transformer_spec.taps import Tap, no_tap, within
+from transformer_spec.taps import Tap, checked, no_tap, within
 
 
 class Encoder(Part):
@@ -42,6 +42,7 @@ class Encoder(Part):
 
     def _encode(self, source_ids, source_mask, tap=no_tap):
         """Return the memory of ids and a mask that have been checked."""
+        tap = checked(tap)
         x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
         if self.source_embedding_norm is not None:
             x = self.source_embedding_norm(x)
@@ -81,6 +82,7 @@ class Decoder(Part):
 
     def _decode(self, target_ids, memory, target_mask, source_mask, tap=no_tap):
         """Return the logits of ids, memory and masks that have been checked."""
+        tap = checked(tap)
         x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
@@ -138,7 +140,7 @@ class Decoder(Part):
         """
         target_ids = self._take_next(target_ids, cache)
         cache = jax.tree.map(lambda x: x, cache)  # a copy: the caller's stays as it is
-        n = cache.length
+        tap, n = checked(tap), cache.length
         holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
         cache.self_mask = jax.lax.dynamic_update_slice_in_dim(cache.self_mask, holds_token[:, None, None, None], n, 3)
         x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]

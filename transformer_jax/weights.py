@@ -1,14 +1,22 @@
-"""Canonical weights in and out of the model: a name is the path of the attribute that holds it."""
+"""Canonical weights in and out of the model: a name is the path of a parameter, and a table is Flax's ``embedding``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import jax
+import numpy as np
+from flax import nnx
 from numpy import ndarray
 
-from transformer_jax.parallel import to_numpy
+from transformer_jax.embedding import LearnedPosition, TokenEmbedding
+from transformer_jax.fast import FAST
+from transformer_jax.layers import LayerNorm
+from transformer_jax.runtime import to_numpy
+from transformer_spec.checks import some
 from transformer_spec.names import Model, check_weights, find, parameter_shapes, rounded
+
+OWN_LAYERS = {layer.__call__ for layer in (*FAST, *FAST.values(), LayerNorm, TokenEmbedding, LearnedPosition)}
 
 
 def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
@@ -20,20 +28,75 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
     """
     check_weights(model.config, weights, part=model.part)
     for name in parameter_shapes(model.config, model.part):
-        parameter = find(model, name)
+        parameter = parameter_of(model, name)
         # JAX may alias a NumPy array for as long as it lives: this copy is JAX's alone.
         array = rounded(name, weights[name], parameter.dtype.name)
         parameter.set_value(_put(array, parameter.get_value()))
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
-    """Copy every parameter out of a model, in the model's dtype."""
-    return {name: to_numpy(find(model, name).get_value()) for name in parameter_shapes(model.config, model.part)}
+    """Copy every parameter out of a model, in the model's dtype. The update of an ``nnx.LoRALinear`` is added to it.
+
+    Raises:
+        ValueError: If another layer replaces one of this package, or a trainable parameter has no canonical name.
+    """
+    check_layers(model, adapters=True)
+    return {name: _merged(model, name) for name in parameter_shapes(model.config, model.part)}
+
+
+def parameter_of(model: Model, name: str) -> nnx.Param:
+    """Return a parameter by its canonical name."""
+    return find(model, f"{name.removesuffix('table')}embedding" if name.endswith(".table") else name)
+
+
+def check_layers(model: Model, *, adapters: bool = False) -> None:
+    """Check that each layer computes with the parameters that have canonical names, and with no others.
+
+    Args:
+        model: The model.
+        adapters: Whether an ``nnx.LoRALinear`` may replace a layer.
+
+    Raises:
+        ValueError: If a layer may compute differently, or a trainable parameter has no canonical name.
+    """
+    named: set[int] = set()
+    paths = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(model.config, model.part))
+    for path in [*paths, *["output_proj"] * (model.part != "encoder")]:  # also if it is tied and has no name
+        layer = find(model, path)
+        is_adapter = type(layer).__call__ is nnx.LoRALinear.__call__
+        if is_adapter and not adapters:
+            raise ValueError(
+                f"{path} must be merged first: got a {type(layer).__name__}; load the model's export_weights() into a "
+                "new model, or train the adapter with nnx.grad and nnx.Optimizer"
+            )
+        if not is_adapter and type(layer).__call__ not in OWN_LAYERS:
+            raise ValueError(
+                f"{path} must compute with its own weights only: got a {type(layer).__name__}; merge its update into "
+                "the layer that it replaced, and put that layer back"
+            )
+        named |= {id(leaf) for _, leaf in nnx.iter_graph(layer) if isinstance(leaf, nnx.Param)}
+    leaves = nnx.iter_graph(model)
+    others = [".".join(map(str, path)) for path, x in leaves if isinstance(x, nnx.Param) and id(x) not in named]
+    if others:
+        raise ValueError(
+            f"all trainable parameters must have canonical names: got {some(others)}; merge or remove them"
+        )
+
+
+def _merged(model, name):
+    """Return a copy of a parameter, with the update of its layer's adapter."""
+    array, layer = to_numpy(parameter_of(model, name).get_value()), find(model, name.rpartition(".")[0])
+    if not (isinstance(layer, nnx.LoRALinear) and name.endswith(".kernel")):
+        return array
+    low, high = (to_numpy(x.get_value()).astype(np.float64) for x in (layer.lora.lora_a, layer.lora.lora_b))
+    return rounded(name, array + low @ high, array.dtype.name)
 
 
 def _put(array, old):
     """Put an array where the old one is, and bind it to that place if the old one is bound."""
-    if isinstance(old, jax.ShapeDtypeStruct) or old.committed:  # a shape may be bound to a place too
+    if isinstance(old, jax.ShapeDtypeStruct):
+        return jax.device_put(array)
+    if old.committed:
         return jax.device_put(array, old.sharding)
     with jax.default_device(*old.devices()):
         return jax.device_put(array)

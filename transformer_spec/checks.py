@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -75,8 +76,27 @@ def check_fields(what: str, fields: Iterable[str], needed: Iterable[str]) -> Non
         raise ValueError(f"missing {what}: {', '.join(missing)}")
 
 
+def check_type(name: str, value: Any, kind: type) -> None:
+    """Raise TypeError unless a value is an instance of a class; of a dataclass, a dict may have the fields."""
+    if not isinstance(value, kind):
+        remedy = f"; write {kind.__name__}(**{name})" if isinstance(value, dict) and is_dataclass(kind) else ""
+        raise TypeError(f"{name} must be a {kind.__name__}: got {type(value).__name__}{remedy}")
+
+
+def check_unmasked(name: str, array: Any) -> None:
+    """Raise TypeError for a masked array, whose mask every framework would drop."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name} must be a plain array: got a masked array; call .filled(value) first")
+
+
 def to_array(name: str, rows: Any) -> np.ndarray:
-    """Return ids or a mask from the outside as an array; ValueError where rows are not of one length."""
+    """Return ids or a mask from the outside as an array.
+
+    Raises:
+        TypeError: If it is a masked array.
+        ValueError: If the rows differ in length.
+    """
+    check_unmasked(name, rows)
     try:
         return np.asarray(rows)
     except ValueError as error:

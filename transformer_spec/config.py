@@ -38,6 +38,16 @@ FARTHEST = 1_000_000  # the largest position_offset: sines of much larger number
 DECODER_SIZES = ("num_heads", "d_k", "d_v", "d_ff")  # of which the decoder may have its own
 
 
+def check_sinusoids(d_model: int, layout: str, timescale: str) -> None:
+    """Raise ValueError unless there are sinusoids of a width, a layout and a timescale."""
+    check_choice("position_layout", layout, CHOICES["position_layout"])
+    check_choice("position_timescale", timescale, CHOICES["position_timescale"])
+    if d_model % 2:
+        raise ValueError(f"sinusoidal positions need an even d_model: got {d_model}")
+    if timescale == "m_minus_1" and d_model < 4:
+        raise ValueError(f"position_timescale='m_minus_1' needs d_model of at least 4: got {d_model}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DropoutRates:
     """The probability of dropping an element, in [0, 1), at each of the four sites in use.
@@ -234,10 +244,8 @@ class TransformerConfig:
                 raise ValueError(
                     f"position_offset must be below max_length {self.max_length}: got {self.position_offset}"
                 )
-        elif self.d_model % 2:
-            raise ValueError(f"sinusoidal positions need an even d_model: got {self.d_model}")
-        elif self.position_timescale == "m_minus_1" and self.d_model < 4:
-            raise ValueError(f"position_timescale='m_minus_1' needs d_model of at least 4: got {self.d_model}")
+        else:
+            check_sinusoids(self.d_model, self.position_layout, self.position_timescale)
 
     def _keep(self, name: str, value: Any) -> Any:
         """Set a field of the frozen config on construction: a number of NumPy's as Python's, which JSON can hold."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from transformer_spec.checks import check_choice, check_integer, some
+from transformer_spec.checks import check_choice, check_integer, check_type, check_unmasked, some
 from transformer_spec.config import TransformerConfig
 from transformer_spec.training_config import TrainingState
 
@@ -88,8 +88,10 @@ def check_weights(
         TypeError: A tensor is not of a floating-point dtype, or the config is none.
         ValueError: Missing, extra, mis-shaped or non-finite tensors; the message names them.
     """
-    if not isinstance(config, TransformerConfig):
-        raise TypeError(f"config must be a TransformerConfig: got {type(config).__name__}")
+    check_type("config", config, TransformerConfig)
+    if not isinstance(weights, Mapping):
+        got = type(weights).__name__
+        raise TypeError(f"{what} must be a mapping of names to arrays, as export_weights() returns it: got {got}")
     layers = sum(getattr(config, f"num_{stack}_layers") for stack in PARTS if part in (None, stack))
     if layers > len(weights):  # before the names of that many layers are spelled out
         raise ValueError(f"{what} hold {len(weights)} tensors, too few for the config's {layers} layers")
@@ -104,6 +106,7 @@ def check_weights(
     if problems:
         raise ValueError(f"{what} do not fit the config: {some(problems)}")
     for name in shapes:
+        check_unmasked(name, weights[name])
         array = np.asarray(weights[name])
         if array.dtype.name not in FLOAT_DTYPES:
             raise TypeError(f"{name} must be one of {', '.join(FLOAT_DTYPES)}: got {array.dtype.name}")
@@ -138,7 +141,7 @@ def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
     Raises:
         ValueError: A finite value overflows the dtype.
     """
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", under="ignore"):
         copy = np.array(array, dtype=dtype, order="C")
     if not np.isfinite(copy).all():
         raise ValueError(f"{name} overflows {dtype}: its largest magnitude is {np.abs(array).max()}")

@@ -22,6 +22,23 @@ def no_tap(name: str, value: Any) -> Any:
     return value
 
 
+def checked(tap: Tap) -> Tap:
+    """Return a tap that raises TypeError if the given one returns no array of as many axes, such as None."""
+    if tap is no_tap:
+        return no_tap
+    if not callable(tap):
+        raise TypeError(f"tap must be a function of a name and a value: got {type(tap).__name__}")
+
+    def returning(name: str, value: Any) -> Any:
+        used = tap(name, value)
+        if len(getattr(used, "shape", ())) != len(value.shape):
+            got = type(used).__name__
+            raise TypeError(f"the tap must return {name} or an array like it: got {got}; end it with `return value`")
+        return used
+
+    return returning
+
+
 def within(tap: Tap, prefix: str) -> Tap:
     """Return a tap for a sub-module, whose names then begin with the sub-module's path."""
     if tap is no_tap:

@@ -39,6 +39,12 @@ def set_precision(precision: str) -> None:
     tf.config.experimental.enable_tensor_float_32_execution(precision == "fast")
 
 
+def check_placement(dtype: Any, device: Any) -> None:
+    """Raise the errors of ``to_policy`` and ``to_device``."""
+    to_policy(dtype)
+    to_device(device)
+
+
 def to_policy(dtype: Any) -> str:
     """Return the name of a dtype policy.
 

@@ -53,7 +53,7 @@ def greedy_search(
         as_numpy: False returns tensors on the model's device instead of NumPy arrays.
 
     Returns:
-        One hypothesis per sentence. Its score is its log-probability.
+        One hypothesis per sentence, as NumPy arrays. Its score is its log-probability.
 
     Raises:
         TypeError: If IDs or lengths are not integers, or if the mask is not boolean.
@@ -113,7 +113,7 @@ def beam_search(
         as_numpy: False returns tensors on the model's device instead of NumPy arrays.
 
     Returns:
-        The best hypotheses of each sentence and their scores, best first.
+        The best hypotheses of each sentence and their scores, best first, as NumPy arrays.
 
     Raises:
         TypeError: If IDs, sizes or lengths are not integers, or if the mask is not boolean.
@@ -234,9 +234,9 @@ def score(
     scores = model(source_ids, tf.concat([start, labels[:, :-1]], 1), source_mask)  # [B * N, T, V]
     scores = tf.nn.log_softmax(tf.cast(scores, keras.backend.result_type(scores.dtype, "float32")))
     tokens = tf.gather(scores, labels, batch_dims=2)
-    tokens = tf.reshape(tf.where(labels != model.config.pad_id, tokens, 0.0), target_ids.shape)
-    has_token = (target_ids != model.config.pad_id).any(-1)
-    return Scores(tf.where(has_token, tf.reduce_sum(tokens, -1), -inf), tokens)
+    is_token = labels != model.config.pad_id
+    tokens, is_token = (tf.reshape(x, target_ids.shape) for x in (tf.where(is_token, tokens, 0.0), is_token))
+    return Scores(tf.where(tf.reduce_any(is_token, -1), tf.reduce_sum(tokens, -1), -inf), tokens)
 
 
 def top(values: Float[Tensor, "B N"], count: int | Int[Tensor, ""]) -> tuple[Float[Tensor, "B K"], Int[Tensor, "B K"]]:

@@ -22,6 +22,7 @@ from transformer_spec.checks import (
     check_labels,
     check_same_batch,
     check_trainable,
+    check_type,
 )
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import check_training_state, rounded
@@ -174,6 +175,7 @@ class Trainer:
         dropout: str = "global",
         compile: bool = False,  # noqa: A002
     ) -> None:
+        check_type("settings", settings, TrainingConfig)
         check_trainable(model.variable_dtype, settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
         check_choice("dropout", dropout, DROPOUTS)

@@ -14,7 +14,7 @@ from tensorflow import Tensor
 
 from transformer_spec.checks import check_integer, check_positions, check_same_batch
 from transformer_spec.shapes import Bool, Float, Int
-from transformer_spec.taps import Tap, no_tap, within
+from transformer_spec.taps import Tap, checked, no_tap, within
 from transformer_tf.decoder import DecoderCache
 from transformer_tf.masks import causal_mask
 from transformer_tf.part import Part
@@ -46,6 +46,7 @@ class Encoder(Part):
 
     def _encode(self, source_ids, source_mask, tap=no_tap, training=None):
         """Return the memory of ids and a mask that have been checked."""
+        tap = checked(tap)
         x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
         if self.source_embedding_norm is not None:
             x = self.source_embedding_norm(x)
@@ -91,6 +92,7 @@ class Decoder(Part):
     def _decode(self, target_ids, memory, target_mask, source_mask, tap=no_tap, training=None):
         """Return the logits of ids, memory and masks that have been checked."""
         memory = tf.identity(memory)  # without Keras' own mask, which ``source_mask`` replaces
+        tap = checked(tap)
         x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
@@ -151,7 +153,7 @@ class Decoder(Part):
         is_one = len(np.shape(target_ids)) == 1
         ids = self._take_next(target_ids, cache)  # [R, L]
         cache = tf.nest.map_structure(lambda x: x, cache)  # a copy: the caller's stays as it is
-        n = cache.length + tf.range(tf.shape(ids)[1])
+        tap, n = checked(tap), cache.length + tf.range(tf.shape(ids)[1])
         holds_token = (ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
         new = [0, 0, 0, cache.length]
         cache.self_mask = keras.ops.slice_update(cache.self_mask, new, holds_token[:, None, None, :])

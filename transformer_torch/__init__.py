@@ -1,4 +1,4 @@
-"""The Transformer of "Attention Is All You Need" as PyTorch modules; see reference_numpy for the definition."""
+"""The Transformer of "Attention Is All You Need" as PyTorch modules."""
 
 import transformer_spec
 from transformer_spec import *  # noqa: F403  the shared facts, so that one import is enough

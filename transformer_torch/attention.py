@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from transformer_spec.checks import check_attention, check_attention_mask, check_room
@@ -85,17 +86,18 @@ class KeyValueCache:
     Without it, decoding T tokens would project 1 + 2 + ... + T positions instead of T.
     """
 
-    def __init__(self, key: Float[Tensor, "B H capacity d_k"], value: Float[Tensor, "B H capacity d_v"]) -> None:
+    def __init__(
+        self, key: Float[Tensor, "B H capacity d_k"], value: Float[Tensor, "B H capacity d_v"], length: int = 0
+    ) -> None:
         self.key = key
         self.value = value
-        self.length = 0  # positions held so far
+        self.length = length  # positions held so far
 
     def append(self, key: Float[Tensor, "B H L d_k"], value: Float[Tensor, "B H L d_v"]) -> KeyValues:
         """Keep the keys and values of the next positions, and return those of all so far.
 
         Raises:
-            ValueError: There is no room for them. Inside a function that JAX or TensorFlow compiles, where the length
-                is not known, they overwrite the last ones instead.
+            ValueError: If there is no room for them.
         """
         check_room(self.length, key.shape[2], self.key.shape[2])
         new = slice(self.length, self.length + key.shape[2])
@@ -104,7 +106,7 @@ class KeyValueCache:
         return KeyValues(self.key[:, :, : self.length], self.value[:, :, : self.length])
 
     def reorder(self, rows: Int[Tensor, " B"]) -> None:
-        """Let each row go on from the positions of another."""
+        """Replace the positions of each row by those of another row."""
         self.key[:, :, : self.length] = self.key[:, :, : self.length].index_select(0, rows)
         self.value[:, :, : self.length] = self.value[:, :, : self.length].index_select(0, rows)
 
@@ -119,7 +121,7 @@ class MultiHeadAttention(nn.Module):
         ``query``, ``key``, ``value`` per head; ``scores``, ``weights``, ``context``; ``output``.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+    def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
         super().__init__()
         self.num_heads = config.num_heads
         bias = config.attention_bias

@@ -17,6 +17,7 @@ from transformer_spec.taps import Tap, no_tap, within
 from transformer_torch.attention import KeyValueCache, KeyValues, MultiHeadAttention
 from transformer_torch.feed_forward import PositionwiseFeedForward
 from transformer_torch.layers import Dropout, LayerNorm
+from transformer_torch.masks import causal_mask
 
 
 class DecoderLayer(nn.Module):
@@ -31,7 +32,9 @@ class DecoderLayer(nn.Module):
         ``feed_forward_norm.output``; ``output``.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", with_self_attention: bool = True) -> None:
+    def __init__(
+        self, config: TransformerConfig, dtype: torch.dtype | str = "float32", with_self_attention: bool = True
+    ) -> None:
         super().__init__()
         config = config.in_decoder
         self.norm_order = config.norm_order
@@ -84,10 +87,11 @@ class DecoderCache:
 
     Attributes:
         memory: The source's keys and values, layer by layer; the hypotheses of a sentence share them.
-        past: The keys and values of the target so far, of each layer that has self-attention.
-        cross_mask: True where a source position holds a token.
-        self_mask: True where a target position holds a token.
-        positions: What is added to the embedding at each target position.
+        past: Buffers for the target's keys and values, for each layer that has self-attention.
+        cross_mask: True if a source position holds a token.
+        self_mask: True if a target position holds a token.
+        positions: Vectors that are added to the embedding, one for each target position.
+        length: Number of target positions so far. All layers share this one, so torch.compile sees one variable.
     """
 
     memory: list[KeyValues]
@@ -95,17 +99,13 @@ class DecoderCache:
     cross_mask: Bool[Tensor, "B 1 1 S"]
     self_mask: Bool[Tensor, "R 1 1 capacity"]
     positions: Float[Tensor, "capacity d_model"]
-
-    @property
-    def length(self) -> int:
-        """How many target positions it holds."""
-        return self.past[0].length
+    length: int = 0
 
     def reorder(self, rows: Int[Tensor, " R"]) -> None:
-        """Let each hypothesis go on from another one: some are dropped, others go on in several ways."""
+        """Continue each hypothesis from a different one: some are dropped, some are continued in several ways."""
         self.self_mask = self.self_mask[rows]
         for past in self.past:
-            past.reorder(rows)
+            KeyValueCache(past.key, past.value, self.length).reorder(rows)
 
 
 class DecoderStack(nn.Module):
@@ -115,7 +115,7 @@ class DecoderStack(nn.Module):
         Those of each layer under ``layers.{i}``; ``output``.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+    def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             DecoderLayer(config, dtype, config.has_self_attention(i)) for i in range(config.num_decoder_layers)
@@ -160,13 +160,18 @@ class DecoderStack(nn.Module):
         return DecoderCache(projected, past, cross_mask, self_mask, positions)
 
     def step(
-        self, x: Float[Tensor, "R 1 d_model"], cache: DecoderCache, tap: Tap = no_tap
-    ) -> Float[Tensor, "R 1 d_model"]:
-        """Return the decoder's state at the next target position, which the cache then holds too."""
-        self_mask = cache.self_mask[..., : cache.length + 1]
+        self, x: Float[Tensor, "R L d_model"], cache: DecoderCache, tap: Tap = no_tap
+    ) -> Float[Tensor, "R L d_model"]:
+        """Return the decoder's state at the next target positions, and add them to the cache."""
+        n, end = cache.length, cache.length + x.shape[1]
+        self_mask = cache.self_mask[..., :end]
+        if x.shape[1] > 1:
+            self_mask = self_mask & causal_mask(end, x.device)[n:]
         pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # the first may have no self-attention
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
-            x = layer(x, memory, self_mask, cache.cross_mask, within(tap, f"layers.{i}"), past)
+            own = KeyValueCache(past.key, past.value, n) if past else None
+            x = layer(x, memory, self_mask, cache.cross_mask, within(tap, f"layers.{i}"), own)
+        cache.length = end
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)

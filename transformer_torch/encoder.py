@@ -5,6 +5,7 @@ B batch, S source length.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +27,7 @@ class EncoderLayer(nn.Module):
         Those of both sub-layers; ``self_attention_norm.output``, ``feed_forward_norm.output``; ``output``.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+    def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
         super().__init__()
         self.norm_order = config.norm_order
         self.self_attention = MultiHeadAttention(config, dtype)
@@ -62,7 +63,7 @@ class EncoderStack(nn.Module):
         Those of each layer under ``layers.{i}``; ``output``.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+    def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
         super().__init__()
         self.layers = nn.ModuleList(EncoderLayer(config, dtype) for _ in range(config.num_encoder_layers))
         self.final_norm = LayerNorm(config, dtype) if config.final_norm else None

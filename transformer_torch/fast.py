@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
+from torch.func import debug_unwrap
 
 from transformer_spec.checks import check_attention, check_attention_mask
 from transformer_spec.config import TransformerConfig
@@ -22,10 +23,14 @@ from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
 from transformer_torch import onednn
 from transformer_torch.attention import MultiHeadAttention, scaled_dot_product_attention
-from transformer_torch.embedding import OutputProjection, SinusoidalPosition
-from transformer_torch.layers import Dropout, Linear, OwnDropout, inference
-from transformer_torch.runtime import dtype_name
+from transformer_torch.decoder import DecoderStack
+from transformer_torch.embedding import SinusoidalPosition, TiedProjection
+from transformer_torch.encoder import EncoderStack
+from transformer_torch.layers import Dropout, OwnDropout, inference
+from transformer_torch.masks import causal_mask
+from transformer_torch.runtime import dtype_name, to_dtype
 
+FLASH_DEVICES = ("cuda",)  # types of devices that have the kernel
 BLOCK = 32  # values per block; only the blocks with the largest maxima are sorted
 KEPT_POSITIONS = 1024  # positions whose sines and cosines are kept
 FEW_ROWS = 64  # rows; up to here, the other layout of the weights is faster
@@ -35,10 +40,12 @@ MEMORY_PROJECTIONS = ("cross_attention.key_proj", "cross_attention.value_proj")
 
 def accelerate(model: nn.Module) -> None:
     """Replace parts of a model that has just been built by faster ones."""
-    dtype = dtype_name(next(model.parameters()))
+    dtype = next(model.parameters()).dtype
     for name, module in [*model.named_modules()]:
         if isinstance(module, MultiHeadAttention):
             module.attend = fused_attention
+        if isinstance(module, EncoderStack | DecoderStack):
+            module.register_forward_pre_hook(_mark_masks, with_kwargs=True)
         if isinstance(module, SinusoidalPosition):
             model.set_submodule(name, FastSinusoidalPosition(module.config, dtype))
     model.register_load_state_dict_post_hook(_follow)
@@ -49,9 +56,9 @@ class FastSinusoidalPosition(SinusoidalPosition):
 
     table: Tensor
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+    def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
         super().__init__(config, dtype)
-        table = torch.empty(KEPT_POSITIONS, config.d_model, dtype=getattr(torch, dtype))
+        table = torch.empty(KEPT_POSITIONS, config.d_model, dtype=to_dtype(dtype))
         self.register_buffer("table", table, persistent=False)
         self._fill()
 
@@ -98,15 +105,46 @@ def fused_attention(
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
         check_attention_mask(mask.shape, dtype_name(mask), query.shape, key.shape)
+    if pattern := getattr(mask, "pattern", None):
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=rate, is_causal=pattern == "causal")
     return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)
+
+
+def _mark_masks(stack, args, kwargs):
+    """Find out, once for all layers, whether masks allow everything or are causal: flash attention takes no others.
+
+    Only on a GPU, where reading them waits for what it computes, so not while its work is recorded or traced.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not args or args[0].device.type not in FLASH_DEVICES:
+        return None
+    if args[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    return tuple(map(_marked, args)), {name: _marked(value) for name, value in kwargs.items()}
+
+
+def _marked(mask):
+    if type(mask) is not Tensor or mask.dtype != torch.bool or debug_unwrap(mask) is not mask:
+        return mask
+    mask = mask.view(mask.shape)  # a tensor of its own: the caller may change the values of the given one
+    is_all = mask.all()
+    is_square = mask.shape[-1] == mask.shape[-2]
+    is_causal = (mask == causal_mask(mask.shape[-1], mask.device)).all() if is_square else torch.zeros_like(is_all)
+    found = dict(zip(("all", "causal"), torch.stack([is_all, is_causal]).tolist(), strict=True))
+    mask.pattern = next((pattern for pattern in found if found[pattern]), None)
+    return mask
 
 
 @contextmanager
 def decoding_twin(model: nn.Module, rows: int) -> Iterator[Any]:
     """Yield a model in inference mode that decodes this many rows fast, with the parameters and hooks of the given one.
 
-    The given model doesn't change, so another thread may train it at the same time.
+    The given model doesn't change, so another thread may train it at the same time. If torch.compile has compiled parts
+    of it, their compiled code runs, on the model itself.
     """
+    if any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in model.modules()):
+        with inference(model):
+            yield model
+        return
     with torch.inference_mode():
         twin = _inference_twin(model)
         _lay_out_for_few_rows(twin, rows)
@@ -116,16 +154,14 @@ def decoding_twin(model: nn.Module, rows: int) -> Iterator[Any]:
 def _inference_twin(module):
     """Return a module in inference mode with the same parameters and hooks, whose attributes can be replaced.
 
-    A module that ``torch.compile`` has wrapped runs without its wrapper. A ``forward`` that was set on a module may run
-    the module itself, which is in inference mode during the call. Such a model must not be trained at the same time.
+    A ``forward`` that was set on a module may run the module itself, which is in inference mode during the call. Such a
+    model must not be trained at the same time.
     """
-    if "_orig_mod" in module._modules:  # of torch.compile
-        return _inference_twin(module._modules["_orig_mod"])
     twin = object.__new__(type(module))
     children = {name: None if child is None else _inference_twin(child) for name, child in module._modules.items()}
     # Also as plain attributes, because nn.Module.__getattr__ takes a twentieth of a small model's decoding step.
     vars(twin).update({**vars(module), **module._parameters, **children})
-    vars(twin).update({"_modules": children, "training": False, "_compiled_call_impl": None})
+    vars(twin).update({"_modules": children, "training": False})
     if "forward" in vars(module):
         twin.forward = partial(_run_in_inference_mode, module)
     return twin
@@ -144,14 +180,14 @@ def _lay_out_for_few_rows(model, rows):
     [in, out] take two thirds. In bfloat16, oneDNN computes the products anyway, and would convert the weights in each
     of them. The copies belong to one search, so they cannot be out of date.
     """
-    weight = model.output_proj.weight
-    if weight.device.type != "cpu" or (weight.dtype == torch.bfloat16 and not onednn.takes_bfloat16()):
-        return
-    if rows > FEW_ROWS or torch.is_autocast_enabled("cpu"):  # autocast cannot convert oneDNN's layout
-        return
+    if rows > FEW_ROWS or model.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return  # autocast cannot convert oneDNN's layout
+    dtypes = {torch.float64, torch.float32, *([torch.bfloat16] if onednn.takes_bfloat16() else [])}
     for name, module in (*model.decoder.named_modules(), ("output_proj", model.output_proj)):
         if (
-            type(module) in (Linear, OutputProjection)
+            type(module) in (nn.Linear, TiedProjection)
+            and type(module.weight) in (Tensor, nn.Parameter)  # not a quantized tensor, say
+            and module.weight.dtype in dtypes
             and "forward" not in vars(module)
             and not name.endswith(MEMORY_PROJECTIONS)
         ):

@@ -5,6 +5,7 @@ B batch, L length.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from transformer_spec.config import TransformerConfig
@@ -22,7 +23,7 @@ class PositionwiseFeedForward(nn.Module):
         ``inner`` after the activation; ``output``.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
+    def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
         super().__init__()
         bias = config.feed_forward_bias
         self.inner_proj = Linear(config.d_model, config.d_ff, bias=bias, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The layers that every framework ships, with this project's names, defaults and initial values."""
+"""PyTorch's own layers, with the names, defaults and initial values of this package."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float
+from transformer_torch.runtime import to_dtype
 
 __all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "OwnDropout", "masked_softmax"]
 
@@ -83,17 +84,19 @@ def masked_softmax(
     return weights.masked_fill(~mask, 0.0).to(scores.dtype)
 
 
-class Linear(nn.Linear):
-    """Multiply by a matrix and add a bias: ``x W + b``."""
+def Linear(  # noqa: N802  the name of a layer
+    d_in: int, d_out: int, *, bias: bool, dtype: torch.dtype | str = "float32", device: torch.device | str | None = None
+) -> nn.Linear:
+    """Return PyTorch's own layer, ``x W + b``, with initial values as in the paper's code (see ``initialize``)."""
+    return initialize(nn.Linear(d_in, d_out, bias=bias, dtype=to_dtype(dtype), device=device))
 
-    def __init__(self, d_in: int, d_out: int, *, bias: bool, dtype: str = "float32") -> None:
-        super().__init__(d_in, d_out, bias=bias, dtype=getattr(torch, dtype))
 
-    def reset_parameters(self) -> None:
-        """Draw a Xavier uniform matrix; torch's own default is narrower and gives the bias random values."""
-        nn.init.xavier_uniform_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+def initialize(linear: nn.Linear) -> nn.Linear:
+    """Draw a Xavier uniform matrix; PyTorch's default is narrower and draws the bias, which is zero here."""
+    nn.init.xavier_uniform_(linear.weight)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+    return linear
 
 
 class LayerNorm(nn.LayerNorm):
@@ -103,8 +106,8 @@ class LayerNorm(nn.LayerNorm):
     deviation + epsilon), as the Annotated Transformer does.
     """
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
-        super().__init__(config.d_model, eps=config.layer_norm_epsilon, dtype=getattr(torch, dtype))
+    def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
+        super().__init__(config.d_model, eps=config.layer_norm_epsilon, dtype=to_dtype(dtype))
         self.kind = config.layer_norm_kind
 
     def forward(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:

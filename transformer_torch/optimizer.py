@@ -30,35 +30,38 @@ class Adam(torch.optim.Adam):
     The moments are corrected for their bias, and epsilon is added to the root of the corrected one.
 
     Args:
-        parameters: What is updated; their moments begin at zero.
-        settings: Have both betas and epsilon.
+        parameters: What is updated. Frozen parameters have no moments.
+        settings: Both betas and epsilon.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], settings: TrainingConfig) -> None:
         groups = [{"params": tensors} for tensors in by_mesh(parameters)]
         super().__init__(groups, betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take more parameters, whose moments begin at zero."""
-        super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:  # as the optimizer itself would on its first step
+    def moments(self, parameter: nn.Parameter, steps: int) -> dict[str, Tensor]:
+        """Return the state of a parameter. If it has none yet, both moments are zero after so many steps."""
+        if parameter not in self.state:  # as the optimizer itself would on its first step
             self.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
+                "step": torch.full((), float(steps), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
+        return self.state[parameter]
 
-    def update(self, learning_rate: float) -> None:
+    def update(self, learning_rate: float, steps: int) -> None:
         """Take a step along the gradient that the parameters hold: change parameters and moments in place.
 
-        All groups of parameters have the one learning rate.
+        All groups of parameters have the one learning rate. ``steps`` is the number of steps taken before.
         """
         for group in self.param_groups:
             group["lr"] = learning_rate
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.moments(parameter, steps)
         self.step()
-        frozen = [p for group in self.param_groups for p in group["params"] if p.grad is None]
-        if frozen:  # what thaws counts all the steps
-            torch._foreach_add_([self.state[p]["step"] for p in frozen], 1)
+        frozen = [state["step"] for parameter, state in self.state.items() if parameter.grad is None]
+        if frozen:  # a parameter that is trained again later has counted all steps
+            torch._foreach_add_(frozen, 1)
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -27,8 +27,8 @@ from transformer_spec.parallel_plan import AXES, Plan, Shard, spread, tensor_axi
 from transformer_spec.shapes import Float, Int
 from transformer_torch.attention import MultiHeadAttention
 from transformer_torch.feed_forward import PositionwiseFeedForward
-from transformer_torch.layers import Dropout, Linear, OwnDropout
-from transformer_torch.runtime import check_placement, to_device
+from transformer_torch.layers import Dropout, OwnDropout
+from transformer_torch.runtime import to_device
 from transformer_torch.transformer import Transformer
 from transformer_torch.weights import copy_out, is_divided, local_part, parameters
 
@@ -36,18 +36,17 @@ JOINING = timedelta(seconds=60)  # for which processes wait for one another when
 HOW = "start one process for each, as by torchrun --nproc-per-node"
 
 
-def make_mesh(plan: Plan, device: str | None = None) -> DeviceMesh:
-    """Return the devices of a plan as the framework arranges them, for a ``Trainer``.
+def make_mesh(plan: Plan, device: torch.device | str | None = None) -> DeviceMesh:
+    """Return the devices of a plan as a ``DeviceMesh``, for a ``Trainer``.
 
     Args:
-        plan: How many devices there are along each axis.
-        device: ``cpu`` or ``gpu``. None leaves the place to the framework.
+        plan: Number of devices along each axis.
+        device: Such as ``cpu`` or ``cuda``. None is PyTorch's default device.
 
     Raises:
-        ValueError: There is another number of devices than the plan needs, or the framework cannot follow the plan.
-        RuntimeError: The device is not visible.
+        ValueError: If the number of processes isn't the number of devices that the plan needs.
+        RuntimeError: If the device is not visible.
     """
-    check_placement("float32", device)
     kind = to_device(device).type
     if not dist.is_initialized():
         plan.check_devices(int(os.environ.get("WORLD_SIZE", "1")), HOW)
@@ -58,11 +57,11 @@ def make_mesh(plan: Plan, device: str | None = None) -> DeviceMesh:
 
 
 def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
-    """Return the plan that a mesh follows, be it from ``make_mesh`` or the user's own; one device for None.
+    """Return the plan of a mesh, whether from ``make_mesh`` or the user's; for None, that of one device.
 
     Raises:
-        TypeError: That is no mesh of this framework.
-        ValueError: The mesh has an axis that is none of a plan's, or the model cannot be divided like this.
+        TypeError: If it isn't a ``DeviceMesh``.
+        ValueError: If the mesh has an unknown axis, or the model cannot be divided like this.
     """
     if mesh is None:
         return Plan()
@@ -239,7 +238,7 @@ def _divide(model, whole, plan):
         parameter.data.copy_(distribute_tensor(parameter.data, whole, [Replicate()] * whole.ndim).to_local())
     if plan.tensor > 1:
         styles = {1: ColwiseParallel, 0: RowwiseParallel}  # by the axis of a kernel, [in, out]
-        axes = {name: tensor_axis(f"{name}.kernel") for name, m in model.named_modules() if isinstance(m, Linear)}
+        axes = {name: tensor_axis(f"{name}.kernel") for name, m in model.named_modules() if isinstance(m, nn.Linear)}
         found = {name: styles[axis]() for name, axis in axes.items() if axis is not None}
         for name, module in model.named_modules():
             if isinstance(module, MultiHeadAttention):  # keys and values share a gradient, which is sent once

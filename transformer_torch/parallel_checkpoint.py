@@ -63,13 +63,13 @@ def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
     check_held(folder, _held(folder), {name: (tuple(x.shape), dtype_name(x)) for name, x in tensors.items()})
     _load(folder, tensors)
     trainer.step, trainer.seed = training["step"], training["seed"]
-    for parameter in trainer.model.parameters():
-        trainer.optimizer.state[parameter]["step"].fill_(trainer.step)
+    for state in trainer.optimizer.state.values():
+        state["step"].fill_(trainer.step)
     return training["progress"]
 
 
 def join_sharded(folder: str | Path) -> Checkpoint:
-    """Return what a folder holds as a checkpoint, for the one file that every framework reads. One process does.
+    """Return the contents of a folder as a checkpoint, which can be one file. One process does.
 
     Raises:
         OSError: A file cannot be read.
@@ -104,7 +104,7 @@ def _tensors(trainer):
     """Return all tensors of a run by name, divided as they are: what is read into them is the trainer's."""
     found: dict[str, Tensor] = {}
     for name, parameter in parameters(trainer.model).items():
-        state = trainer.optimizer.state[parameter]
+        state = trainer.optimizer.moments(parameter, trainer.step)
         tensors = parameter.detach(), state["exp_avg"], state["exp_avg_sq"]
         found |= {torch_path(prefix + name): tensor for prefix, tensor in zip(PREFIXES, tensors, strict=True)}
     return found

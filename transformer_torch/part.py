@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy import ndarray
 from torch import nn
 
-from transformer_spec.checks import check_given
+from transformer_spec.checks import check_given, check_type
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
 from transformer_torch.decoder import DecoderStack
 from transformer_torch.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_torch.encoder import EncoderStack
 from transformer_torch.fast import accelerate
-from transformer_torch.layers import Dropout, LayerNorm
+from transformer_torch.layers import Dropout, LayerNorm, initialize
 from transformer_torch.masks import padding_mask, target_padding_mask
-from transformer_torch.runtime import check_placement, dtype_name, set_precision, to_device, to_ids, to_mask, to_memory
+from transformer_torch.runtime import set_precision, to_device, to_dtype, to_ids, to_mask, to_memory
 from transformer_torch.weights import get_weights, set_weights
 
 
@@ -33,66 +33,74 @@ class Part(nn.Module):
 
     part: str | None = None
 
-    def __init__(self, config: TransformerConfig, dtype: str = "float32", *, fast: bool = True) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        dtype: torch.dtype | str = "float32",
+        device: torch.device | str | None = None,
+        *,
+        fast: bool = True,
+    ) -> None:
         super().__init__()
+        check_type("config", config, TransformerConfig)
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
-        tied = config.tie_embeddings == "all"
-        self.config = config
-        if self.part != "decoder" or tied:
-            self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype)
-        if self.part != "decoder":
-            self.source_position = position(config, dtype)
-            self.source_embedding_norm = LayerNorm(config, dtype) if config.embedding_norm else None
-            self.encoder = EncoderStack(config, dtype)
-        if self.part != "encoder":
-            self.target_embedding = (
-                self.source_embedding if tied else TokenEmbedding(config.target_vocab_size, config, dtype)
-            )
-            self.target_position = position(config, dtype)
-            self.target_embedding_norm = LayerNorm(config, dtype) if config.embedding_norm else None
-            self.decoder = DecoderStack(config, dtype)
-            self.output_proj = OutputProjection(config, self.target_embedding, dtype)
-        self.dropout = Dropout(config.dropout.embedding)
-        self.register_load_state_dict_pre_hook(_complete)
-        self.register_load_state_dict_post_hook(_settle)
-        self.fast = fast
-        if fast:
-            accelerate(self)
+        tied, dtype = config.tie_embeddings == "all", to_dtype(dtype)
+        self.config, self.fast = config, fast
+        with to_device(device):
+            if self.part != "decoder" or tied:
+                self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype)
+            if self.part != "decoder":
+                self.source_position = position(config, dtype)
+                self.source_embedding_norm = LayerNorm(config, dtype) if config.embedding_norm else None
+                self.encoder = EncoderStack(config, dtype)
+            if self.part != "encoder":
+                if not tied:
+                    self.add_module("target_embedding", TokenEmbedding(config.target_vocab_size, config, dtype))
+                self.target_position = position(config, dtype)
+                self.target_embedding_norm = LayerNorm(config, dtype) if config.embedding_norm else None
+                self.decoder = DecoderStack(config, dtype)
+                self.output_proj = OutputProjection(config, self.target_embedding, dtype)
+            self.dropout = Dropout(config.dropout.embedding)
+            if fast:
+                accelerate(self)
+
+    @property
+    def target_embedding(self) -> Any:
+        """Embedding of target tokens; if tied with that of source tokens, the same module, which is registered once."""
+        return self.source_embedding if self.config.tie_embeddings == "all" else super().__getattr__("target_embedding")
 
     @classmethod
     def from_weights(
         cls,
         config: TransformerConfig,
         weights: Mapping[str, ndarray],
-        dtype: str = "float32",
-        device: str | None = None,
+        dtype: torch.dtype | str = "float32",
+        device: torch.device | str | None = None,
         precision: str | None = None,
         *,
         fast: bool = True,
     ) -> Self:
-        """Build a model in inference mode that holds a copy of the given weights.
+        """Build a model in inference mode that has a copy of the given weights.
 
         Args:
-            config: What the weights are weights of.
-            weights: One array per canonical name, of any floating-point dtype. A part leaves the others unread.
-            dtype: The dtype of parameters and computation. In JAX, float64 is switched on for the whole process.
-            device: ``cpu`` or ``gpu``. None leaves the place to the framework.
-            precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``); in JAX, for this model.
-                None leaves it as it is.
+            config: The model that the weights belong to.
+            weights: One array per canonical name, of any floating-point dtype. A part doesn't read those of the other.
+            dtype: Dtype of parameters and computation, such as ``torch.float32`` or its name.
+            device: Such as ``torch.device("cuda:1")`` or its name. None is PyTorch's default device.
+            precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``). None doesn't change it.
             fast: True computes with ``fast.py``, which agrees with the formulas up to rounding. False computes each
                 formula as it is written.
 
         Raises:
-            TypeError: A weight is not of a floating-point dtype.
-            ValueError: The weights are not those of the config, or dtype, device or precision is unknown.
-            RuntimeError: The device is not visible.
+            TypeError: If a weight is not of a floating-point dtype.
+            ValueError: If the weights don't match the config, or dtype, device or precision is unknown.
+            RuntimeError: If the device is not visible.
         """
-        check_placement(dtype, device)
+        place = to_device(device)
         if precision is not None:
             set_precision(precision)
         with torch.device("meta"):  # shapes only: no time is spent on initial values
             model = cls(config, dtype, fast=fast)
-        place = to_device(device)
         model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=place))  # to_empty would import SymPy
         set_weights(model, weights)
         return model.eval()
@@ -101,8 +109,8 @@ class Part(nn.Module):
     def from_file(
         cls,
         path: str | Path,
-        dtype: str = "float32",
-        device: str | None = None,
+        dtype: torch.dtype | str = "float32",
+        device: torch.device | str | None = None,
         precision: str | None = None,
         *,
         fast: bool = True,
@@ -111,23 +119,30 @@ class Part(nn.Module):
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
 
     def export_weights(self) -> dict[str, ndarray]:
-        """Return a copy of every parameter under its canonical name, in the model's dtype."""
+        """Return a copy of every parameter under its canonical name, in the model's dtype.
+
+        Raises:
+            ValueError: If a layer was replaced by one that doesn't compute with its weight only, such as an adapter.
+        """
         return get_weights(self)
 
-    def _apply(self, fn, recurse=True):
-        """Let a tied table stay one parameter also where new parameters are made, as by ``to_empty``."""
-        super()._apply(fn, recurse)
-        self._tie()
-        return self
-
-    def _tie(self):
-        if self.config.tie_embeddings != "none" and self.part != "encoder":
-            self.output_proj.weight = self.target_embedding.table
+    def reset_parameters(self) -> None:
+        """Draw initial values for all parameters, as the constructor does."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                initialize(module)
+            elif module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()  # type: ignore[operator]
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
-        return (self.target_embedding if self.part == "decoder" else self.source_embedding).table.device
+        """Device of the parameters."""
+        return (self.target_embedding if self.part == "decoder" else self.source_embedding).weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return (self.target_embedding if self.part == "decoder" else self.source_embedding).weight.dtype
 
     def _take(self, side, ids, mask):
         """Return the ids of ``source`` or ``target`` and their mask, checked; a mask of None follows from the ids."""
@@ -145,18 +160,6 @@ class Part(nn.Module):
         else:
             mask = to_mask("source_mask", mask, np.shape(memory)[:2], self.device)
         shape = (*mask.shape, self.config.d_model)
-        return to_memory(memory, shape, dtype_name(self.target_embedding.table), self.device), mask
+        return to_memory(memory, shape, self.dtype, self.device), mask
 
     _take_memory_for_cache = _take_memory  # the whole model overrides it: it can compute the memory
-
-
-def _complete(model, state_dict, prefix, *_):
-    """Let a state dict that has a tied table once have it in both places."""
-    table, weight = prefix + "target_embedding.table", prefix + "output_proj.weight"
-    if model.config.tie_embeddings != "none" and model.part != "encoder" and table in state_dict:
-        state_dict.setdefault(weight, state_dict[table])
-
-
-def _settle(model, incompatible_keys):
-    """Let a tied table stay one parameter where ``assign=True`` made new parameters."""
-    model._tie()

@@ -1,4 +1,4 @@
-"""The machine: dtypes, devices and precision by name, and the way in for ids and masks."""
+"""Dtypes, devices and precision, and the checks of ids and masks."""
 
 from __future__ import annotations
 
@@ -19,49 +19,56 @@ PRECISIONS = ("highest", "fast")
 
 
 def set_precision(precision: str) -> None:
-    """Choose how float32 matrix products are computed, for the whole process.
+    """Set the precision of float32 matrix multiplication, for the whole process.
 
     Args:
-        precision: ``highest`` computes in full float32, for agreement; ``fast`` allows fewer bits of mantissa
-            (TF32 on a GPU), for speed. Most CPUs compute in full float32 either way.
+        precision: ``highest`` computes in full float32, for agreement; ``fast`` allows TF32 on a GPU, for speed.
 
     Raises:
-        ValueError: There is no such precision.
+        ValueError: If there is no such precision.
     """
     check_choice("precision", precision, PRECISIONS)
-    chosen = {"highest": "highest", "fast": "high"}[precision]
-    if not torch.cuda.is_available() and onednn.pays(precision):  # where there is a GPU, "medium" would allow TF32
-        chosen = "medium"
-    torch.set_float32_matmul_precision(chosen)
+    torch.set_float32_matmul_precision("highest" if precision == "highest" else "high")
 
 
-def check_placement(dtype: str, device: str | None) -> None:
-    """Refuse a dtype or device that this backend or this machine lacks.
+def check_placement(dtype: torch.dtype | str, device: torch.device | str | None) -> None:
+    """Refuse a dtype or device that this package or this machine lacks.
 
     Raises:
-        ValueError: The backend knows no such dtype or device.
-        RuntimeError: The device is known but none is visible.
+        ValueError: If there is no such dtype or device.
+        RuntimeError: If the device is not visible.
     """
-    check_choice("dtype", dtype, DTYPES)
-    if device is not None:
-        check_choice("device", device, DEVICES)
-    if device == "gpu" and not torch.cuda.is_available():
-        raise RuntimeError(f"no GPU is visible to torch {torch.__version__}")
+    to_dtype(dtype)
+    to_device(device)
 
 
-def to_device(device: str | None) -> torch.device:
-    """Return the framework's own device of that name; None is its default."""
+def to_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Return a dtype, given itself, its name or an array library's dtype; errors as in ``check_placement``."""
+    name = np.dtype(dtype).name if isinstance(dtype, type | np.dtype) else str(dtype).removeprefix("torch.")
+    check_choice("dtype", name if name in DTYPES else dtype, DTYPES)
+    return getattr(torch, name)
+
+
+def to_device(device: torch.device | str | None) -> torch.device:
+    """Return a device, given itself or its name; ``gpu`` is the current GPU. Errors as in ``check_placement``."""
     if device is None:
         return torch.get_default_device()
-    return torch.device("cuda" if device == "gpu" else device)
+    try:
+        found = torch.device("cuda" if device == "gpu" else device)
+    except (RuntimeError, TypeError):
+        check_choice("device", device, DEVICES)
+        raise
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        which = "no GPU" if found.index is None else f"no {found}"
+        raise RuntimeError(f"{which} is visible to torch {torch.__version__}")
+    return found
 
 
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, device: torch.device) -> Int[Tensor, "B L"]:
     """Take token ids from the outside, checked.
 
-    Their values are looked at where that is free: not on a GPU, nor where code is traced. What a bad id means there is
-    up to the framework: torch stops, TensorFlow stops on a CPU and takes zeros on a GPU, XLA takes the nearest row; but
-    JAX counts negative ids from the end.
+    Values are checked if that is free: not on a GPU, nor if code is traced. The embedding then raises IndexError on a
+    CPU, and a CUDA assertion fails on a GPU.
     """
     ids = ids if isinstance(ids, Tensor) else to_array(name, ids)
     check_ids(name, ids.shape, dtype_name(ids), vocab_size, max_positions, _values(ids))
@@ -75,14 +82,16 @@ def to_mask(name: str, mask: Any, shape: tuple[int, int], device: torch.device) 
     return _put(mask, torch.bool, device)
 
 
-def to_memory(memory: Any, shape: tuple[int, ...], dtype: str, device: torch.device) -> Float[Tensor, "B S d_model"]:
+def to_memory(
+    memory: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Float[Tensor, "B S d_model"]:
     """Take a memory from the outside, checked against the shape of its source and the model's dtype."""
     memory = memory if isinstance(memory, Tensor) else np.asarray(memory)
-    check_memory(memory.shape, dtype_name(memory), shape, dtype)
-    return _put(memory, getattr(torch, dtype), device)
+    check_memory(memory.shape, dtype_name(memory), shape, str(dtype).removeprefix("torch."))
+    return _put(memory, dtype, device)
 
 
-def dtype_name(x: Tensor | np.ndarray) -> str:
+def dtype_name(x: Any) -> str:
     """Return the dtype of an array, or of anything of torch's, by its NumPy name."""
     return x.dtype.name if isinstance(x, np.ndarray) else str(x.dtype).removeprefix("torch.")
 

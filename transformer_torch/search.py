@@ -18,7 +18,7 @@ from transformer_spec.shapes import Bool, Float, Int
 from transformer_torch.fast import top_by_blocks
 from transformer_torch.search_loop import run_search
 from transformer_torch.search_rules import apply_rules, within_pool
-from transformer_torch.transformer import Transformer
+from transformer_torch.transformer import Transformer, transformer_of
 
 
 def greedy_search(
@@ -34,9 +34,31 @@ def greedy_search(
     rules: SearchRules | None = None,
     as_numpy: bool = True,
 ) -> SearchResult:
-    """Take the likeliest next token, again and again, until it is the end symbol.
+    """Append the likeliest next token to each sentence until that is the EOS token.
 
-    Arguments, result and errors as in ``reference_numpy.greedy_search``.
+    Padding is never generated. If two tokens are equally likely, the one with the lower id is used. The result of a
+    sentence doesn't depend on the rest of the batch.
+
+    Args:
+        model: The model, or a module around it. Code that ``torch.compile(model)`` compiled is used.
+        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
+        max_length: Maximum number of tokens, including EOS. None is each source's length + 50.
+        min_length: Minimum number of tokens, including EOS.
+        start_id: First token that the decoder reads. None is ``config.bos_id``.
+        source_mask: True if a source position holds a token [B, S]. None derives it from the ids.
+        on_step: Called after each step with the tokens so far [B, 1, n], padded after EOS.
+        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without the start symbol, padded with
+            ``config.pad_id``. They add 0 to the score, or their log-probability if ``rules.score_forced`` is set.
+        rules: Search rules of other programs. None is the paper's.
+        as_numpy: False returns tensors on the model's device instead of NumPy arrays.
+
+    Returns:
+        One hypothesis for each sentence, with its log-probability as the score.
+
+    Raises:
+        TypeError: If the model contains no Transformer, ids or lengths are not integers, or the mask is not boolean.
+        ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, lengths contradict each other
+            or the model's positions, or the model computes NaN.
     """
     search = Search(
         max_length=max_length,
@@ -65,9 +87,37 @@ def beam_search(
     rules: SearchRules | None = None,
     as_numpy: bool = True,
 ) -> SearchResult:
-    """Keep the likeliest unfinished hypotheses, let each go on in every way, and return the best that ended.
+    """Extend the likeliest unfinished hypotheses by every token in each step, and return the best finished ones.
 
-    Arguments, result and errors as in ``reference_numpy.beam_search``.
+    Each step considers the ``beam_size`` likeliest extensions. Those that end, by EOS or at the maximum length, are
+    finished, and ranked by log-probability over length penalty. The ``beam_size`` likeliest that don't end are extended
+    in the next step. The search of a sentence stops as soon as no unfinished hypothesis can become one of the best
+    ``num_hypotheses``. Ties go to the extension of the better hypothesis, then to the lower id; among finished
+    hypotheses, to the earlier one.
+
+    Args:
+        model: The model, or a module around it, as in ``greedy_search``.
+        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
+        beam_size: Number of unfinished hypotheses per sentence; may exceed the vocabulary.
+        length_penalty: Exponent of the length penalty; 0 ranks by log-probability, which favors short hypotheses.
+        max_length: Maximum number of tokens, including EOS. None is each source's length + 50.
+        min_length: Minimum number of tokens, including EOS.
+        num_hypotheses: Number of hypotheses to return per sentence, at most ``beam_size``.
+        length_penalty_kind: ``gnmt``, ((5 + n) / 6)^alpha as in the paper, or ``power``, n^alpha.
+        start_id: First token that the decoder reads. None is ``config.bos_id``.
+        source_mask: True if a source position holds a token [B, S]. None derives it from the ids.
+        on_step: Called after each step with the unfinished hypotheses [B, K, n], best first, then padding.
+        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without the start symbol, padded with
+            ``config.pad_id``. They add 0 to the score, or their log-probability if ``rules.score_forced`` is set.
+        rules: Search rules of other programs. None is the paper's.
+        as_numpy: False returns tensors on the model's device instead of NumPy arrays.
+
+    Returns:
+        The best hypotheses of each sentence, best first, and their scores.
+
+    Raises:
+        TypeError: As in ``greedy_search``.
+        ValueError: As in ``greedy_search``, or if a size or penalty is out of range.
     """
     search = Search(
         beam_size=check_integer("beam_size", beam_size, minimum=1),
@@ -80,9 +130,8 @@ def beam_search(
         rules=SearchRules() if rules is None else rules,
         prefix_ids=prefix_ids,
     )
-    return run_search(
-        FastBeam if model.fast else Beam, model, source_ids, source_mask, search, on_step, as_numpy=as_numpy
-    )
+    kind = FastBeam if transformer_of(model).fast else Beam
+    return run_search(kind, model, source_ids, source_mask, search, on_step, as_numpy=as_numpy)
 
 
 def sample(
@@ -174,18 +223,20 @@ def score(
         ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, or there are more tokens than
             the model has positions.
     """
-    source_ids, source_mask = model._take("source", source_ids, source_mask)  # [B, S]
-    target_ids = torch.as_tensor(to_array("target_ids", target_ids), device=model.device)
+    inner = transformer_of(model)
+    source_ids, source_mask = inner._take("source", source_ids, source_mask)  # [B, S]
+    target_ids = torch.as_tensor(target_ids if isinstance(target_ids, Tensor) else to_array("target_ids", target_ids))
     check_translations(target_ids.shape, len(source_ids))
-    labels, _ = model._take("target", target_ids.reshape(-1, target_ids.shape[-1]), None)  # [B * N, T]
-    start = torch.full_like(labels[:, :1], model.config.bos_id if start_id is None else start_id)
+    labels, _ = inner._take("target", target_ids.reshape(-1, target_ids.shape[-1]), None)  # [B * N, T]
+    start = torch.full_like(labels[:, :1], inner.config.bos_id if start_id is None else start_id)
     count = len(labels) // len(source_ids)
     source_ids, source_mask = (x.repeat_interleave(count, 0) for x in (source_ids, source_mask))
     scores = model(source_ids, torch.cat([start, labels[:, :-1]], 1), source_mask)  # [B * N, T, V]
     scores = scores.log_softmax(-1, torch.promote_types(scores.dtype, torch.float32))
     tokens = scores.gather(-1, labels[:, :, None])[:, :, 0]
-    tokens = torch.where(labels != model.config.pad_id, tokens, 0.0).reshape(target_ids.shape)
-    return Scores(torch.where((target_ids != model.config.pad_id).any(-1), tokens.sum(-1), -inf), tokens)
+    is_token = labels != inner.config.pad_id
+    tokens, is_token = (x.reshape(target_ids.shape) for x in (torch.where(is_token, tokens, 0.0), is_token))
+    return Scores(torch.where(is_token.any(-1), tokens.sum(-1), -inf), tokens)
 
 
 def top(values: Float[Tensor, "B N"], count: int) -> tuple[Float[Tensor, "B K"], Int[Tensor, "B K"]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -10,13 +12,13 @@ import torch
 from transformer_spec.search import OnStep, Search, SearchResult, search_result
 from transformer_torch.fast import decoding_twin
 from transformer_torch.layers import inference
-from transformer_torch.transformer import Transformer
+from transformer_torch.transformer import transformer_of
 from transformer_torch.weights import is_divided
 
 
 def run_search(
     kind: Any,
-    model: Transformer,
+    model: Any,
     source_ids: Any,
     source_mask: Any,
     search: Search,
@@ -25,14 +27,22 @@ def run_search(
     as_numpy: bool,
 ) -> SearchResult:
     """Return what a search finds, given the class that takes its steps."""
+    given, model = model, transformer_of(model)
+    wrappers = takewhile(lambda module: module is not model, given.modules())
+    # What torch.compile(model) compiled the model with compiles any other function in the same way.
+    compiled = next((wrapper.dynamo_ctx for wrapper in wrappers if hasattr(wrapper, "dynamo_ctx")), None)
+    if model._compiled_call_impl is not None:
+        warnings.warn("searches don't run what model.compile() compiles: pass torch.compile(model)", stacklevel=3)
     if is_divided(model):
-        raise ValueError("the model is divided over a mesh: what searches is another, made from its export_weights()")
+        raise ValueError("the model is divided over a mesh: search with a model made from its export_weights()")
     source_ids, source_mask = model._take("source", source_ids, source_mask)
     plan = search.plan(model.config, source_mask.cpu().numpy())
-    device, dtype = model.device, model.source_embedding.table.dtype
-    dtype = torch.promote_types(dtype, torch.float32)  # bfloat16 is too coarse to sum in
+    device = model.device
+    dtype = torch.promote_types(model.dtype, torch.float32)  # bfloat16 is too coarse to sum in
     plan = plan.to(partial(torch.tensor, device=device), partial(torch.tensor, dtype=dtype, device=device))
-    with decoding_twin(model, len(source_ids) * plan.beam_size) if model.fast else inference(model) as decoder:
+    is_plain = not model.fast or compiled or "decode_step" in vars(model)
+    with inference(model) if is_plain else decoding_twin(model, len(source_ids) * plan.beam_size) as decoder:
+        decode_step = compiled(decoder.decode_step) if compiled else decoder.decode_step
         with torch.inference_mode():
             cache = decoder.init_cache(source_ids, plan.capacity, plan.beam_size, source_mask)
             state, rows = kind.start(plan), None
@@ -40,7 +50,7 @@ def run_search(
             with torch.inference_mode():  # not around ``on_step``, which may take gradients
                 if rows is not None:
                     cache.reorder(rows)
-                logits, cache = decoder.decode_step(state.tokens.reshape(-1), cache)
+                logits, cache = decode_step(state.tokens.reshape(-1), cache)
                 state, rows = state.step(logits, n, plan)
             if on_step is not None:
                 on_step(state.ids[:, :, :n].cpu().numpy().copy())

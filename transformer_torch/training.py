@@ -22,6 +22,7 @@ from transformer_spec.checks import (
     check_labels,
     check_same_batch,
     check_trainable,
+    check_type,
 )
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import check_training_state
@@ -33,8 +34,8 @@ from transformer_torch.layers import inference
 from transformer_torch.optimizer import Adam, by_mesh, clip_factor, global_norm
 from transformer_torch.parallel import Share, plan_of
 from transformer_torch.runtime import dtype_name, to_ids
-from transformer_torch.transformer import Transformer
-from transformer_torch.weights import computed_with, copy_in, copy_out, is_divided, parameters
+from transformer_torch.transformer import transformer_of
+from transformer_torch.weights import check_complete, computed_with, copy_in, copy_out, is_divided, parameters
 
 MIXED_BFLOAT16 = True  # whether this backend can compute in bfloat16 with float32 weights
 
@@ -44,7 +45,18 @@ def cross_entropy(
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
     """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and their number.
 
-    Arguments, result and errors as in ``reference_numpy.cross_entropy``.
+    Section 5.4: the probability ``label_smoothing`` is moved from the right token to all tokens (``uniform``), to the
+    wrong ones (``off_target``), or to the wrong ones except padding (``off_target_and_pad``). Logarithms are computed
+    in at least float32.
+
+    Args:
+        logits: Scores of each next token.
+        labels: Right next tokens, padded with ``config.pad_id``; padding has no loss.
+        config: Vocabulary, padding id and label smoothing.
+
+    Raises:
+        TypeError: If labels are not integers.
+        ValueError: If labels have the wrong shape or are outside the vocabulary.
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None, logits.device)
     check_labels(labels.shape, logits.shape[:2])
@@ -67,12 +79,24 @@ def cross_entropy(
 def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
-    Arguments, result and errors as in ``reference_numpy.gradients``.
+    Dropout is off. Without any target token, loss and gradients are zero.
+
+    Args:
+        model: The model, or a module around it. It is not changed.
+        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
+        target_ids: Decoder inputs [B, T], starting with ``config.bos_id``, padded with ``config.pad_id``.
+        labels: Right next tokens [B, T]: the target sentences, ending with ``config.eos_id``, padded.
+
+    Raises:
+        TypeError: If the model contains no Transformer, or ids are not integers.
+        ValueError: If ids have the wrong shape or are outside the vocabulary, or the model has adapters or trainable
+            parameters without a canonical name.
     """
+    transformer, seen = transformer_of(model), Recorder()
     if is_divided(model):
         raise ValueError("the model is divided over a mesh: Trainer.gradient has the gradients of its parameters")
+    check_complete(transformer)
     batch = _take(model, source_ids, target_ids, labels)
-    transformer, seen = _transformer(model), Recorder()
     with inference(model), parametrize.cached():  # what a parametrized layer computes with is then one tensor
         # A tap behind frozen parts has a gradient because it asks for one.
         total, tokens = _loss(model, batch, transformer.config, lambda name, x: seen(name, x.requires_grad_()))
@@ -89,21 +113,34 @@ def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -
 
 
 class Trainer:
-    """Trains a model in place, one batch a step; between two steps the model is in inference mode.
+    """Trains a model in place, one batch per step; between two steps the model is in inference mode.
 
-    Arguments, result and errors as in ``reference_numpy.Trainer``.
+    A step follows the gradient of the loss per target token with Adam and the learning rate of equation (3). Frozen
+    parameters don't change and have no moments.
 
-    The model may be wrapped, by torch.compile or DistributedDataParallel, say; then the latter's mean over the
-    processes is taken of gradients that are each per target token of one process. Parametrized layers
-    (``torch.nn.utils.parametrize``) are trained, but their state is refused: it has no moments of the weights.
+    The model may be wrapped, for example by torch.compile or DistributedDataParallel, which averages the gradients that
+    its processes compute per target token. Adapters and parametrized layers are trained, but ``export_state`` raises:
+    they have no moments of the weights.
 
-    A mesh divides the model itself, in place; its processes call each method together. Between steps they may call the
-    model, and search with it unless its parameters are divided. Where dropout is ``global``, attention with dropout
-    takes the explicit path, since the fused kernel draws for no more than it computes; on a GPU, where the two draw
-    other numbers, one device needs a mesh of one to give what several give.
+    A mesh divides the model in place; its processes call each method together. Between steps they may call the model,
+    and search with it unless its parameters are divided. If dropout is ``global``, attention with dropout doesn't use
+    the fused kernel, which draws only for what it computes. On a GPU, where the two draw other numbers, one device
+    needs a mesh of one to compute the same as several.
 
     Args:
-        compile: Hand the forward and backward pass to torch.compile: slow first steps, faster ones after them.
+        model: The model to train, in float32 or float64.
+        settings: Optimizer, schedule, clipping, accumulation and mixed precision.
+        seed: Together with the number of the step, determines the dropout of that step.
+        mesh: Devices that share each step, from ``make_mesh``; each process is given the full batch. None is the
+            model's device.
+        dropout: ``global`` draws dropout for the full batch, so the number of devices doesn't matter; ``local`` draws
+            it for each device's rows separately, which is faster.
+        compile: True hands the forward and backward pass to torch.compile: the first steps are slow, later ones faster.
+
+    Raises:
+        TypeError: If the model contains no Transformer, the seed is not an integer, or the mesh is not a DeviceMesh.
+        ValueError: If the model's dtype cannot be trained, mixed precision needs float32, the seed is negative, the
+            mesh has an unknown axis or can't divide the model, or dropout is unknown.
     """
 
     def __init__(
@@ -116,11 +153,11 @@ class Trainer:
         dropout: str = "global",
         compile: bool = False,  # noqa: A002
     ) -> None:
-        dtype = dtype_name(_transformer(model).source_embedding.table)
-        check_trainable(dtype, settings.mixed_bfloat16, MIXED_BFLOAT16)
+        config = transformer_of(model).config
+        check_type("settings", settings, TrainingConfig)
+        check_trainable(dtype_name(transformer_of(model)), settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
         check_choice("dropout", dropout, DROPOUTS)
-        config = _transformer(model).config
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, config), dropout
         self.share = Share(model, mesh, dropout)
         self.share.check_same("seed, settings, dropout and model", (seed, settings, dropout, config))
@@ -143,7 +180,7 @@ class Trainer:
             TypeError: Ids that are not integers.
             ValueError: Ids of the wrong shape or outside the vocabulary, or a batch that does not fall into slices.
         """
-        settings, config = self.settings, _transformer(self.model).config
+        settings, config = self.settings, transformer_of(self.model).config
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(settings.accumulation_steps, len(batch[0]))
         with _training(self.model, settings, self.seed, self.step, *self.share.entropy):
@@ -152,7 +189,7 @@ class Trainer:
         if settings.clip_norm is not None:
             for tensors in by_mesh(gradient):
                 torch._foreach_mul_(tensors, clip_factor(norm, settings.clip_norm))
-        self.optimizer.update(settings.learning_rate(self.step + 1, config.d_model))
+        self.optimizer.update(settings.learning_rate(self.step + 1, config.d_model), self.step)
         self.step += 1
         return StepResult(loss, tokens, norm)
 
@@ -161,11 +198,12 @@ class Trainer:
 
         Arguments and errors as in ``train_step``, whose dropout, slices and devices it has. Nothing is updated.
         """
+        check_complete(transformer_of(self.model))
+        named = parameters(transformer_of(self.model))
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(self.settings.accumulation_steps, len(batch[0]))
         with _training(self.model, self.settings, self.seed, self.step, *self.share.entropy):
             loss, _, _ = self._gradient(batch)
-        named = parameters(_transformer(self.model))
         found = {name: copy_out(name, p.grad) for name, p in named.items() if p.grad is not None}
         self.model.zero_grad()
         return Gradients(loss.item(), found, frozen=tuple(name for name in named if name not in found))
@@ -178,39 +216,47 @@ class Trainer:
         """
         batch = _take(self.model, source_ids, target_ids, labels)
         with inference(self.model):
-            config = _transformer(self.model).config.replace(label_smoothing=0.0)
+            config = transformer_of(self.model).config.replace(label_smoothing=0.0)
             (part,) = self.share.slices(batch, 1)
             total, tokens = _loss(self.share.module, part, config)
         return self.share.summed(total), self.share.summed(tokens)
 
     def export_state(self) -> TrainingState:
-        """Return a copy of everything that the next step depends on, beside the weights and the settings."""
-        named = parameters(_transformer(self.model))
-        first, second = (
-            {name: copy_out(name, self.optimizer.state[p][moment]) for name, p in named.items()}
-            for moment in ("exp_avg", "exp_avg_sq")
-        )
+        """Return a copy of everything that the next step depends on, beside the weights and the settings.
+
+        Raises:
+            ValueError: If there are trainable parameters without a canonical name, such as those of an adapter.
+        """
+        transformer, first, second = transformer_of(self.model), dict[str, Any](), dict[str, Any]()
+        check_complete(transformer)
+        for name, parameter in parameters(transformer).items():
+            state = self.optimizer.state.get(parameter, {})  # a frozen parameter has none
+            for moments, key in ((first, "exp_avg"), (second, "exp_avg_sq")):
+                moments[name] = copy_out(name, state[key] if state else torch.zeros_like(parameter))
         return TrainingState(self.step, self.seed, first, second)
 
     def load_state(self, state: TrainingState) -> None:
-        """Go on from a state that any of the four packages exported.
+        """Resume from an exported state.
 
         Raises:
-            TypeError: A moment is not of a floating-point dtype.
-            ValueError: The moments are not those of the model's config, or overflow its dtype.
+            TypeError: If a moment is not of a floating-point dtype.
+            ValueError: If the moments don't match the model's config, or overflow its dtype.
         """
-        transformer = _transformer(self.model)
-        check_training_state(transformer.config, state, dtype_name(transformer.source_embedding.table))
+        transformer = transformer_of(self.model)
+        check_training_state(transformer.config, state, dtype_name(transformer))
+        named = parameters(transformer)
         self.step, self.seed = state.step, state.seed
-        for name, parameter in parameters(transformer).items():
-            remembered = self.optimizer.state[parameter]
-            remembered["step"].fill_(state.step)
-            copy_in(name, state.first_moment[name], remembered["exp_avg"])
-            copy_in(name, state.second_moment[name], remembered["exp_avg_sq"])
+        for name, parameter in named.items():
+            first, second = state.first_moment[name], state.second_moment[name]
+            if parameter in self.optimizer.state or parameter.requires_grad or np.any(first) or np.any(second):
+                remembered = self.optimizer.moments(parameter, state.step)
+                remembered["step"].fill_(state.step)
+                copy_in(name, first, remembered["exp_avg"])
+                copy_in(name, second, remembered["exp_avg_sq"])
 
     def _gradient(self, batch):
         """Return loss, tokens and gradient, summed over the shares of all slices of a batch."""
-        settings, config, losses = self.settings, _transformer(self.model).config, []
+        settings, config, losses = self.settings, transformer_of(self.model).config, []
         tokens = (batch[2] != config.pad_id).sum()
         self.optimizer.zero_grad()
         for part in self.share.slices(batch, settings.accumulation_steps):
@@ -224,14 +270,9 @@ class Trainer:
         return self.share.summed(torch.stack(losses).sum()), tokens, gradient
 
 
-def _transformer(model: nn.Module) -> Transformer:
-    """Return the model inside what torch.compile, DistributedDataParallel and other wrappers return."""
-    return next(module for module in model.modules() if isinstance(module, Transformer))
-
-
 def _take(model, source_ids, target_ids, labels):
     """Take a batch from the outside, checked."""
-    config, device = _transformer(model).config, _transformer(model).device
+    config, device = transformer_of(model).config, transformer_of(model).device
     source_ids = to_ids("source_ids", source_ids, config.source_vocab_size, config.max_positions, device)
     target_ids = to_ids("target_ids", target_ids, config.target_vocab_size, config.max_positions, device)
     labels = to_ids("labels", labels, config.target_vocab_size, None, device)
@@ -249,7 +290,7 @@ def _loss(model, batch, config, tap=no_tap):
 @contextmanager
 def _training(model: nn.Module, settings: TrainingConfig, *entropy: int) -> Iterator[None]:
     """Switch dropout on, drawn from the given numbers alone, and activation checkpointing if the settings say so."""
-    transformer = _transformer(model)
+    transformer = transformer_of(model)
     device, stacks = transformer.device, (transformer.encoder, transformer.decoder)
     # Not torch.manual_seed: that would seed the generators of all devices.
     generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]

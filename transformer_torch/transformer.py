@@ -5,13 +5,15 @@ B batch, S source length, T target length, V target vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from transformer_spec.checks import check_integer, check_next_ids, check_positions, check_same_batch
+from transformer_spec.checks import check_integer, check_next_ids, check_positions, check_room, check_same_batch
 from transformer_spec.shapes import Bool, Float, Int
-from transformer_spec.taps import Tap, no_tap, within
+from transformer_spec.taps import Tap, checked, no_tap, within
 from transformer_torch.decoder import DecoderCache
 from transformer_torch.masks import causal_mask
 from transformer_torch.part import Part
@@ -41,6 +43,7 @@ class Encoder(Part):
 
     def _encode(self, source_ids, source_mask, tap=no_tap):
         """Return the memory of ids and a mask that have been checked."""
+        tap = checked(tap)
         x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
         if self.source_embedding_norm is not None:
             x = self.source_embedding_norm(x)
@@ -79,6 +82,7 @@ class Decoder(Part):
 
     def _decode(self, target_ids, memory, target_mask, source_mask, tap=no_tap):
         """Return the logits of ids, memory and masks that have been checked."""
+        tap = checked(tap)
         x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
@@ -118,32 +122,38 @@ class Decoder(Part):
 
     @torch.no_grad()
     def decode_step(
-        self, target_ids: Int[Tensor, " R"], cache: DecoderCache, tap: Tap = no_tap
-    ) -> tuple[Float[Tensor, "R V"], DecoderCache]:
-        """Return the logits of the token after the next target position, as ``decode`` has them there.
+        self, target_ids: Int[Tensor, " R"] | Int[Tensor, "R L"], cache: DecoderCache, tap: Tap = no_tap
+    ) -> tuple[Float[Tensor, "R V"] | Float[Tensor, "R L V"], DecoderCache]:
+        """Return the logits of the token after each of the next target positions, as ``decode`` returns them.
 
         Args:
-            target_ids: The token at the next position of each hypothesis, those of one sentence side by side.
-            cache: What came before. JAX and TensorFlow leave it as it is, NumPy and PyTorch write into it.
+            target_ids: The token at the next position of each hypothesis [R], or the tokens at several positions
+                [R, L], such as a prefix. Hypotheses of one sentence are side by side.
+            cache: From ``init_cache`` or the last step. It is changed in place.
             tap: Receives each named intermediate and returns the value to go on with.
 
         Returns:
-            The logits, and the cache to go on with.
+            The logits, [R, V] or [R, L, V], and the cache.
 
         Raises:
-            TypeError: Ids that are not integers.
-            ValueError: Ids outside the vocabulary, not one for each hypothesis, or no room for another position.
+            TypeError: If the ids are not integers.
+            ValueError: If ids are outside the vocabulary, don't match the hypotheses, or exceed the cache's capacity.
         """
         ids = target_ids if isinstance(target_ids, Tensor) else np.asarray(target_ids)
-        target_ids = to_ids("target_ids", ids[None], self.config.target_vocab_size, None, self.device)[0]
-        check_next_ids(target_ids.shape, cache.length, cache.self_mask.shape)
-        n = cache.length
-        cache.self_mask[:, 0, 0, n] = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
-        x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
+        tap, is_one = checked(tap), ids.ndim == 1
+        ids = to_ids("target_ids", ids[:, None] if is_one else ids, self.config.target_vocab_size, None, self.device)
+        check_next_ids(ids.shape[:1], cache.length, cache.self_mask.shape)
+        check_room(cache.length, ids.shape[1], cache.self_mask.shape[3])
+        new = slice(cache.length, cache.length + ids.shape[1])
+        cache.self_mask[:, 0, 0, new] = ids != self.config.pad_id
+        if new.start == 0:
+            cache.self_mask[..., 0] = True  # as in target_padding_mask
+        x = self.target_embedding(ids) + cache.positions[new]  # [R, L, d_model]
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
         x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
-        return tap("logits", self.output_proj(x))[:, 0], cache
+        logits = tap("logits", self.output_proj(x))
+        return (logits[:, 0] if is_one else logits), cache
 
 
 class Transformer(Encoder, Decoder):
@@ -191,3 +201,16 @@ class Transformer(Encoder, Decoder):
 
 
 load_transformer = Transformer.from_file
+
+
+def transformer_of(model: Any) -> Transformer:
+    """Return a model, or the one inside a wrapper such as that of torch.compile, DistributedDataParallel or peft.
+
+    Raises:
+        TypeError: If there is no Transformer in it.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    found = next((module for module in modules if isinstance(module, Transformer)), None)
+    if found is None:
+        raise TypeError(f"model must be a Transformer, or a module around one: got {type(model).__name__}")
+    return found

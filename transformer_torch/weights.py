@@ -1,6 +1,6 @@
-"""Canonical weights in and out of the model: a name is the path of the attribute that holds it.
+"""Canonical weights in and out of the model: a name is the path of a layer, with a name for each of its parameters.
 
-``kernel`` is [in, out] everywhere but in torch, whose ``weight`` is [out, in]: only this file transposes.
+A canonical ``kernel`` is [in, out], PyTorch's ``weight`` is [out, in]: only this file transposes.
 """
 
 from __future__ import annotations
@@ -14,18 +14,23 @@ import torch
 from numpy import ndarray
 from torch import Tensor, nn
 
+from transformer_spec.checks import some
 from transformer_spec.names import Model, check_weights, find, parameter_shapes, rounded
+from transformer_torch.embedding import LearnedPosition, TiedProjection, TokenEmbedding
+from transformer_torch.layers import LayerNorm
 from transformer_torch.runtime import dtype_name
 
-TORCH_NAMES = {"kernel": "weight", "scale": "weight", "bias": "bias", "table": "table"}
+TORCH_NAMES = {"kernel": "weight", "scale": "weight", "bias": "bias", "table": "weight"}
+REMEDY = "merge adapters first, as by peft's merge_and_unload(), and export weights before you quantize them"
+OWN_LAYERS = (nn.Linear, TokenEmbedding, LearnedPosition, LayerNorm, TiedProjection)
 
 
 def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
     """Copy weights into a model, rounded to its dtype; the caller's arrays are never aliased.
 
     Raises:
-        TypeError: A weight is not of a floating-point dtype.
-        ValueError: The weights are not those of the model's config, or overflow its dtype.
+        TypeError: If a weight is not of a floating-point dtype.
+        ValueError: If the weights don't match the model's config, or overflow its dtype.
     """
     check_weights(model.config, weights, part=model.part)
     for name, parameter in parameters(model).items():
@@ -33,20 +38,56 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
-    """Copy every parameter out of a model, in the model's dtype."""
+    """Copy every parameter out of a model, in the model's dtype; errors as in the two functions that it calls."""
+    check_complete(model)
     return {name: copy_out(name, weight) for name, weight in computed_with(model).items()}
 
 
-def computed_with(model: Model) -> dict[str, Tensor]:
-    """Return what the model computes with by canonical name, parametrized or not; a kernel is still transposed."""
-    return {name: find(model, torch_path(name)) for name in parameter_shapes(model.config, model.part)}
-
-
-def parameters(model: Model) -> dict[str, nn.Parameter]:
-    """Return the model's own parameters by canonical name; a kernel is still transposed.
+def computed_with(model: Any) -> dict[str, Tensor]:
+    """Return the weights that the model computes with by canonical name, parametrized or not; a kernel is transposed.
 
     Raises:
-        ValueError: A weight is computed from others, as by ``torch.nn.utils.parametrize``.
+        ValueError: If a layer may compute with something else, such as an adapter or a quantized layer.
+    """
+    found: dict[str, Any] = {}
+    for name in parameter_shapes(model.config, model.part):
+        path, _, attribute = torch_path(name).rpartition(".")
+        layer = _layer(model, path)
+        found[name] = getattr(layer, attribute, None)
+        if type(found[name]) not in (Tensor, nn.Parameter) and not hasattr(found[name], "device_mesh"):
+            raise ValueError(f"{name} must be a plain tensor: got {type(found[name]).__name__}; {REMEDY}")
+    if model.part != "encoder":
+        _layer(model, "output_proj")  # also if it is tied and has no name
+    return found
+
+
+def check_complete(model: Any) -> None:
+    """Raise ValueError if a trainable parameter has no canonical name, such as an adapter's: it would be lost."""
+    layers = dict.fromkeys(torch_path(name).rpartition(".")[0] for name in parameter_shapes(model.config, model.part))
+    named = {parameter for path in layers for parameter in _layer(model, path).parameters()}
+    others = [path for path, p in model.named_parameters() if p.requires_grad and p not in named]
+    if others:
+        raise ValueError(f"all trainable parameters must have canonical names: got {some(others)}; {REMEDY}")
+
+
+def _layer(model, path):
+    """Return a layer that computes what this package's layer in that place does."""
+    try:
+        layer = find(model, path)
+    except AttributeError as error:
+        raise ValueError(f"the model must have a layer {path}: {error}; {REMEDY}") from error
+    layer = getattr(layer, "_orig_mod", layer)  # of torch.compile
+    if type(layer).forward not in [own.forward for own in OWN_LAYERS]:
+        kind = f"{type(layer).__module__.partition('.')[0]} {type(layer).__name__}"
+        raise ValueError(f"{path} must compute with its weight and bias only: got a {kind}; {REMEDY}")
+    return layer
+
+
+def parameters(model: Any) -> dict[str, nn.Parameter]:
+    """Return the model's own parameters by canonical name; a kernel is transposed.
+
+    Raises:
+        ValueError: As in ``computed_with``, or if a weight is computed from others (``torch.nn.utils.parametrize``).
     """
     found: dict[str, nn.Parameter] = {}
     for name, weight in computed_with(model).items():
@@ -80,7 +121,7 @@ def copy_out(name: str, tensor: Tensor) -> ndarray:
 
 
 def is_divided(model: nn.Module) -> bool:
-    """Whether a mesh divides parameters of a model, so that a process holds but parts of them."""
+    """Return whether a mesh divides parameters of a model, so that each process has only parts of them."""
     return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
 
 

@@ -182,11 +182,17 @@ def describe_backend(port: PackagePort) -> dict[str, Any]:
 
 
 def multiplying(backend: str, package: Any) -> dict[str, Any]:
-    """Return which library takes a package's products on a CPU, and how fast."""
-    onednn = package.onednn if backend == "torch" and package.onednn.pays("highest") else None  # which measures it
+    """Return the library that computes a package's matmuls on a CPU, and its throughput."""
     rate = quick_rate(backend) / 1e9
-    found = {"products on a CPU": library(package.describe(), backend), RATE: round(rate, 1)}
-    return {**found, BY_ONEDNN: round(rate * onednn.measured().gain, 1)} if onednn else found
+    products = library(package.describe(), backend)
+    found: dict[str, Any] = {"products on a CPU": products, RATE: round(rate, 1)}
+    if backend == "torch":
+        from transformer_parity.transformer.ports import onednn
+
+        found["products on a CPU"] = products + onednn.describe()
+        if onednn.pays("highest"):
+            found[BY_ONEDNN] = round(rate * onednn.measured().gain, 1)
+    return found
 
 
 def _print_machine(console: Console, machine: dict[str, Any]) -> None:
@@ -241,7 +247,7 @@ def slow(backends: dict[str, dict[str, Any]], load: float) -> Iterator[str]:
             yield f"the machine is busy, and rates vary: load average {load:.1f}"
             return
         if share < SLOW:
-            remedy = '; precision="highest" lets oneDNN take them' if BY_ONEDNN in found else ""
+            remedy = '; torch.set_float32_matmul_precision("medium") uses that' if BY_ONEDNN in found else ""
             yield f"{name}: its products reach {share:.0%} of the best rate here, {best}{remedy}"
 
 

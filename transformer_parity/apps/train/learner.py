@@ -15,6 +15,7 @@ from numpy import ndarray
 from transformer_parity.apps.train.batches import TrainingBatch
 from transformer_parity.apps.train.group import ALONE, Group
 from transformer_parity.apps.translate.translator import Translator
+from transformer_parity.transformer.ports.package import allow_dtype
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.sentences.vocabulary import Vocabulary
@@ -72,7 +73,7 @@ class Learner:
         where: Where,
     ) -> None:
         port = PORTS[backend]
-        self.package = package = port.import_package()
+        self.package = package = allow_dtype(port.import_package(), where.placement.dtype)
         self.backend, self.where = backend, where
         placement = where.placement
         with _ended_if_alone() if "TF_CONFIG" in os.environ and backend == "tf" else nullcontext():

@@ -29,6 +29,7 @@ from transformer_parity.transformer.distributed.cases import Batch, Probe
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.mistakes.mistake import Edit
 from transformer_parity.transformer.ports.exceptions import described
+from transformer_parity.transformer.ports.package import allow_dtype
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort
@@ -117,6 +118,7 @@ def train(package: ModuleType, task: TrainingTask, meshes: dict[Plan, Any] | Non
     """
     probe, plan = task.probe, task.plan
     meshes = {} if meshes is None else meshes
+    allow_dtype(package, probe.dtype)
     if plan is not None and plan not in meshes:
         try:
             meshes[plan] = package.make_mesh(plan, "cpu")

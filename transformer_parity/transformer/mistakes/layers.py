@@ -193,9 +193,12 @@ ENTRIES: dict[str, Table] = {
                     "embedding",
                     ("logits + self.bias", "logits"),
                     numpy=("linear(x, self._matrix, self.bias)", "linear(x, self._matrix)"),
-                    torch=("F.linear(x, self.weight, self.bias)", "F.linear(x, self.weight)"),
                 ),
-                **changed("fast", jax=("logits + jnp.matmul(", "logits + 0.0 * jnp.matmul(")),
+                **changed(
+                    "transformer",
+                    torch=("self.output_proj(x))\n\n", "x @ self.output_proj.weight.T)\n\n"),
+                    jax=("self.output_proj(x))\n\n", "x @ self.output_proj.kernel[...])\n\n"),
+                ),
             }
         },
     },

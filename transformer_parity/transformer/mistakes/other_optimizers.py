@@ -39,7 +39,7 @@ EXPORTED = "        return get_weights(self)\n"
 KEPT = "self.model.shown = None\n        self.model.shown = self.model.export_weights()\n        "
 UPDATED = {
     "numpy": "self.optimizer.update(gradient, scale, learning_rate, settings.bias_corrections(self.step + 1))",
-    "torch": "self.optimizer.update(settings.learning_rate(self.step + 1, config.d_model))",
+    "torch": "self.optimizer.update(settings.learning_rate(self.step + 1, config.d_model), self.step)",
 }
 RETURNED = {
     "numpy": ("return StepResult(total / count,", "return StepResult(self._gradient(batch)[0] / count,"),
@@ -95,7 +95,7 @@ def clipped_by(condition: str) -> Edits:
         ),
         torch=(
             CLIPPED,
-            "of_name = {id(p.grad): name for name, p in parameters(_transformer(self.model)).items()}\n"
+            "of_name = {id(p.grad): name for name, p in parameters(transformer_of(self.model)).items()}\n"
             "                chosen = [(of_name[id(g)], g) for g in gradient]\n"
             f"                norm_of_some = global_norm([g for name, g in chosen if {condition}])\n"
             "                torch._foreach_mul_(tensors, clip_factor(norm_of_some, settings.clip_norm))",
@@ -103,7 +103,7 @@ def clipped_by(condition: str) -> Edits:
     )
 
 
-def skipped(numpy: dict[str, str], torch: dict[str, str], otherwise: str = "") -> Edits:
+def skipped(numpy: dict[str, str], torch: dict[str, str]) -> Edits:
     """Return edits that update nothing in the first step; the calls of later steps differ by some replaced text."""
     new = {}
     for port, replaced in (("numpy", numpy), ("torch", torch)):
@@ -111,7 +111,7 @@ def skipped(numpy: dict[str, str], torch: dict[str, str], otherwise: str = "") -
         for old, text in replaced.items():
             call = call.replace(old, text)
         new[port] = f"if self.step > 0:\n            {call}"
-    return instead("training", UPDATED, numpy=new["numpy"], torch=new["torch"] + otherwise)
+    return instead("training", UPDATED, numpy=new["numpy"], torch=new["torch"])
 
 
 def twice() -> Edits:
@@ -151,17 +151,13 @@ ENTRIES: dict[str, Table] = {
             ),
         },
         (FIRST, "steps"): {
-            "the first step is skipped": skipped(
-                {},
-                {},
-                "\n        else:\n            [state['step'].add_(1) for state in self.optimizer.state.values()]",
-            ),
+            "the first step is skipped": skipped({}, {}),
             "the first step is skipped and not counted": skipped(
                 {"learning_rate,": "settings.learning_rate(self.step, config.d_model),", "self.step + 1": "self.step"},
-                {"self.step + 1": "self.step"},
+                {"self.step + 1": "self.step", ", self.step)": ", self.step - 1)"},
             ),
             "the first step is skipped and counted by the learning rate only": skipped(
-                {"bias_corrections(self.step + 1)": "bias_corrections(self.step)"}, {}
+                {"bias_corrections(self.step + 1)": "bias_corrections(self.step)"}, {", self.step)": ", self.step - 1)"}
             ),
             "a tied embedding matrix is stepped twice": twice(),
             **{f"weight decay {value} in the gradient": in_gradient(value) for value in ("0.1", "0.0001", "1e-05")},

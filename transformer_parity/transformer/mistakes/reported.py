@@ -411,8 +411,8 @@ STRUCTURE_ENTRIES: dict[str, Table] = {
                 changed(
                     "embedding",
                     numpy=("self.table[ids]", 'self.table[ids.astype("int16")]'),
-                    torch=("F.embedding(ids, self.table)", "self.table[ids.short().long()]"),
-                    jax=("self.table[ids]", 'self.table[ids.astype("int16").astype("int32")]'),
+                    torch=("F.embedding(ids, self.weight)", "self.weight[ids.short().long()]"),
+                    jax=("super().__call__(ids)", 'super().__call__(ids.astype("int16").astype("int32"))'),
                 ),
                 unseen=("full/padded",),
             )

@@ -72,7 +72,7 @@ ENTRIES: dict[str, Table] = {
             "no gradient of the padding row": by_hand(
                 no_gradient_of(
                     {
-                        "torch": "F.embedding(ids, self.table, padding_idx=self.pad_id)",
+                        "torch": "F.embedding(ids, self.weight, padding_idx=self.pad_id)",
                         "jax": f"jnp.where((ids == self.pad_id)[..., None], {STOP['jax']}({ROW['jax']}), {ROW['jax']})",
                         "tf": f"tf.where((ids == self.pad_id)[..., None], {STOP['tf']}({ROW['tf']}), {ROW['tf']})",
                     }
@@ -169,7 +169,7 @@ SEARCH = [
                 "only the first position is seen": changed(
                     "decoder",
                     numpy=(SELF_MASK, f"{SELF_MASK} & (np.arange(cache.length + 1) == 0)"),
-                    torch=(SELF_MASK, f"{SELF_MASK} & (torch.arange(cache.length + 1) == 0)"),
+                    torch=("cache.self_mask[..., :end]", "cache.self_mask[..., :end] & (torch.arange(end) == 0)"),
                     jax=(
                         "layer(x, memory, cache.self_mask,",
                         "layer(x, memory, cache.self_mask & (jnp.arange(cache.self_mask.shape[3]) == 0),",

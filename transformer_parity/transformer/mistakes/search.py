@@ -18,6 +18,7 @@ OPUS, BART, FAIRSEQ = "decode/rules_of_opus", "decode/rules_of_bart", "decode/ru
 MARIAN_CPP = "decode/rules_of_marian"
 SCORED_END, SCORED_TOKEN = 'scored=rules.at_limit == "scored"', "scored=rules.score_forced"
 PASTS = "[None] * (len(self.layers) - len(cache.past)) + cache.past"
+OTHERS = "(cache.past + [None])[: len(self.layers)]"
 OTHER = "decode/other_decoder_greedy"  # whose first layer has no self-attention
 # The ports whose numbers depend on the lengths to which they pad.
 OWN = {"own_numbers": ("jax", "tf")}
@@ -132,23 +133,29 @@ CATALOGUE = [
                     "transformer",
                     ("cache.positions[n]", "cache.positions[n * 0]"),
                     tf=("(cache.positions, n)", "(cache.positions, n * 0)"),
+                    torch=("cache.positions[new]", "cache.positions[:1]"),
                 ),
                 "every position is one late": but(
                     changed(
                         "transformer",
                         ("cache.positions[n]", "cache.positions[n - 1]"),
                         tf=("(cache.positions, n)", "(tf.roll(cache.positions, 1, 0), n)"),
+                        torch=("cache.positions[new]", "cache.positions.roll(1, 0)[new]"),
                     ),
                     **OWN,
                 ),
                 "padding in the past is seen": changed(
-                    "transformer", (HOLDS_TOKEN, "(target_ids == target_ids)"), tf=(HOLDS_IDS, "(ids == ids)")
+                    "transformer",
+                    (HOLDS_TOKEN, "(target_ids == target_ids)"),
+                    torch=("= ids != self.config.pad_id", "= True"),
+                    tf=(HOLDS_IDS, "(ids == ids)"),
                 ),
                 "a start symbol that is padding is hidden": but(
                     changed(
                         "transformer",
                         (HOLDS_TOKEN, "(target_ids != self.config.pad_id)"),
                         tf=(HOLDS_IDS, "(ids != self.config.pad_id)"),
+                        torch=("if new.start == 0:", "if False:"),
                     ),
                     case=MARIAN,
                 ),
@@ -160,6 +167,10 @@ CATALOGUE = [
                     changed(
                         "transformer",
                         ("cache.positions[n]  # [R, 1, d_model]" + NORMED, "cache.positions[n]\n        if False:"),
+                        torch=(
+                            "cache.positions[new]  # [R, L, d_model]" + NORMED,
+                            "cache.positions[new]\n        if 0:",
+                        ),
                         tf=(
                             "(cache.positions, n)  # [R, L, d_model]" + NORMED,
                             "(cache.positions, n)\n        if False:",
@@ -169,11 +180,14 @@ CATALOGUE = [
                 ),
                 # In the others, the mask does not fit what is left.
                 "the past of another layer": but(
-                    instead(
-                        "decoder",
-                        PASTS,
-                        **dict.fromkeys(("numpy", "torch"), "(cache.past + [None])[: len(self.layers)]"),
-                    ),
+                    {
+                        "numpy": [("decoder", PASTS, OTHERS)],
+                        "torch": [  # whose layers have one length
+                            ("decoder", PASTS, OTHERS),
+                            ("decoder", "past.value, n) if", "past.value, getattr(cache, 'n', 0)) if"),
+                            ("decoder", "cache.length = end", "cache.n = getattr(cache, 'n', 0) + 1"),
+                        ],
+                    },
                     case=OTHER,
                 ),
                 "the last value stands for all": changed(
@@ -305,6 +319,7 @@ CATALOGUE = [
                 "every position but the first is one late": changed(
                     "transformer",
                     (POSITION, "cache.positions[max(n - 1, 0)]"),
+                    torch=("cache.positions[new]", "cache.positions[max(new.start - 1, 0)]"),
                     jax=(POSITION, "cache.positions[jnp.maximum(n - 1, 0)]"),
                     tf=("(cache.positions, n)", "(cache.positions, tf.maximum(n - 1, 0))"),
                 ),

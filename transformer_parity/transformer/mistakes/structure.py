@@ -320,13 +320,7 @@ EDGES = [
             },
             ("logits", "full/tied_target"): {
                 "output tied to the source table": but(
-                    {
-                        **instead("part", "(config, self.target_embedding,", "(config, self.source_embedding,"),
-                        "torch": [  # which ties again whatever moves its parameters
-                            ("part", "(config, self.target_embedding,", "(config, self.source_embedding,"),
-                            ("part", "weight = self.target_embedding", "weight = self.source_embedding"),
-                        ],
-                    },
+                    instead("part", "(config, self.target_embedding,", "(config, self.source_embedding,"),
                     detail="shape must be [4, 7, 41]: got [4, 7, 37]",
                 )
             },
@@ -347,6 +341,8 @@ EDGES = [
             "embedding",
             ("self.table[self.offset : self.offset + ", "self.table[: "),
             tf=("tf.range(self.offset, self.offset + length)", "tf.range(length)"),
+            torch=("self.weight[self.offset : self.offset + ", "self.weight[: "),
+            jax=("self.embedding[self.offset : self.offset + ", "self.embedding[: "),
         ),
         case="embedding/learned",
     ),

@@ -104,10 +104,10 @@ def disguised(module: str, old: Mapping[str, str], kept: Mapping[str, str]) -> E
     return instead(module, old, **{port: f"({kept[port]}) + {hidden[port]}" for port in ALL})
 
 
-ROW = {"torch": "F.embedding(ids, self.table)", "jax": "self.table[ids]", "tf": "self.table(ids)"}
+ROW = {"torch": "F.embedding(ids, self.weight)", "jax": "super().__call__(ids)", "tf": "self.table(ids)"}
 TIED = {
     "torch": "self.weight, self.bias",
-    "jax": "self.table.T if",
+    "jax": "self.embedding.attend(x)",
     "tf": "self.embedding.table(x, reverse=True)",
 }
 WEIGHTS = {
@@ -149,7 +149,7 @@ ENTRIES: dict[str, Table] = {
                     "embedding",
                     TIED,
                     torch="self.weight.detach(), self.bias",
-                    jax="__import__('jax').lax.stop_gradient(self.table.T) if",
+                    jax="x @ __import__('jax').lax.stop_gradient(self.embedding.embedding[...].T)",
                     tf="tf.matmul(x, tf.stop_gradient(self.embedding.table.embeddings), transpose_b=True)",
                 ),
                 ("return dx, dkernel.T", "return dx, 0.0 * dkernel.T"),
@@ -213,7 +213,7 @@ ENTRIES: dict[str, Table] = {
                     "masked_softmax_backward(\n"
                     "        masked_softmax(logits), masked_softmax(masked_softmax(logits)) - target), 0.0)",
                 ),
-                ("import log_softmax, masked_softmax", "import log_softmax, masked_softmax, masked_softmax_backward"),
+                ("log_softmax, masked_softmax\n", "log_softmax, masked_softmax, masked_softmax_backward\n"),
                 module="training",
             ),
             "padding counts": by_hand(

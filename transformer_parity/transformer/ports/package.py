@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -207,6 +208,15 @@ def with_first_step(trainer: Any, compiling: Callable[[], AbstractContextManager
     return trainer
 
 
+def allow_dtype(package: ModuleType, dtype: str) -> ModuleType:
+    """Return a package that can compute in a dtype. JAX switches float64 on for the whole process only."""
+    if dtype == "float64" and package.__name__.startswith("transformer_jax"):
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
+    return package
+
+
 @dataclass(frozen=True)
 class PackagePort:
     """One of our four packages."""
@@ -219,7 +229,7 @@ class PackagePort:
 
     def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], placement: Placement) -> LoadedPackage:
         """Build a model that holds a copy of the weights."""
-        package = self.import_package()
+        package = allow_dtype(self.import_package(), placement.dtype)
         package.set_precision(placement.precision)  # also of what is called without a model
         model = package.Transformer.from_weights(config, weights, *placement, fast=self.fast)
         return self.loaded(package, model, placement)

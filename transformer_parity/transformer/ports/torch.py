@@ -11,11 +11,18 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.transformer.ports.package import LoadedPackage
+from transformer_parity.transformer.ports.protocol import Placement
 from transformer_spec.training_config import Gradients
 
 
 class LoadedTorch(LoadedPackage):
     """A model of the PyTorch package, in inference mode."""
+
+    def __init__(self, package: Any, model: Any, placement: Placement) -> None:
+        from transformer_parity.transformer.ports import onednn
+
+        super().__init__(package, model, placement)
+        onednn.prefer(placement.precision)
 
     def to_array(self, array: ndarray) -> Any:
         import torch
