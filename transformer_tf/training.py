@@ -45,7 +45,11 @@ MIXED_BFLOAT16 = True  # whether this backend can compute in bfloat16 with float
 
 
 def cross_entropy(
-    logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"], config: TransformerConfig | None = None
+    logits: Float[Tensor, "B T V"],
+    labels: Int[Tensor, "B T"],
+    config: TransformerConfig | None = None,
+    *,
+    summed: bool = True,
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
     """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and their number.
 
@@ -53,6 +57,7 @@ def cross_entropy(
         logits: The model's output.
         labels: The right next tokens, padded with ``config.pad_id``. Padding adds nothing to the sum.
         config: The model's config, which has the smoothing and its kind.
+        summed: False returns the loss of each label, and whether it counts, both [B, T].
 
     Raises:
         TypeError: If the labels are not integers, or if Keras calls the function as a loss.
@@ -61,34 +66,6 @@ def cross_entropy(
     if config is None or (tf.is_tensor(labels) and labels.dtype.is_floating):  # Keras converts labels to floats
         got = "no config" if config is None else f"{labels.dtype.name} labels"
         raise TypeError(f"labels must be integers: got {got}. To compile a model, use loss=CrossEntropy(model.config)")
-    losses, counted = _losses(logits, labels, config)
-    return tf.reduce_sum(tf.where(counted, losses, 0.0)), tf.math.count_nonzero(counted, dtype=tf.int32)
-
-
-@keras.saving.register_keras_serializable("transformer_tf")
-class CrossEntropy(keras.losses.Loss):
-    """The loss of ``cross_entropy`` for ``model.compile`` and ``fit``: its mean over the target tokens of a batch.
-
-    Args:
-        config: The model's config. Labels of ``config.pad_id`` have no loss.
-    """
-
-    def __init__(self, config: TransformerConfig, name: str = "cross_entropy", **kwargs: Any) -> None:
-        super().__init__(name=name, **kwargs)
-        self.config = config if isinstance(config, TransformerConfig) else TransformerConfig.from_dict(config)
-
-    def call(self, y_true: Float[Tensor, "B T"], y_pred: Float[Tensor, "B T V"]) -> Float[Tensor, "B T"]:
-        """Return the loss of each label. Keras' own mask marks the labels that count."""
-        losses, losses._keras_mask = _losses(y_pred, tf.cast(y_true, tf.int32), self.config)
-        return losses
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, which Keras saves."""
-        return {**super().get_config(), "config": self.config.to_dict()}
-
-
-def _losses(logits, labels, config):
-    """Return the loss of each label, and whether it counts [B, T]."""
     labels = to_ids("labels", labels, config.target_vocab_size, None)
     check_labels(tuple(labels.shape), tuple(logits.shape[:2]))
     wide = tf.cast(logits, keras.backend.result_type(logits.dtype, "float32"))
@@ -107,7 +84,32 @@ def _losses(logits, labels, config):
         classes -= 1
     losses = -(1.0 - smoothing) * right - (smoothing / classes * spread if smoothing else 0.0)  # [B, T]
     counted = labels != config.pad_id
-    return losses, counted
+    if not summed:
+        return losses, counted
+    return tf.reduce_sum(tf.where(counted, losses, 0.0)), tf.math.count_nonzero(counted, dtype=tf.int32)
+
+
+@keras.saving.register_keras_serializable("transformer_tf")
+class CrossEntropy(keras.losses.Loss):
+    """The loss of ``cross_entropy`` for ``model.compile`` and ``fit``: its mean over the target tokens of a batch.
+
+    Args:
+        config: The model's config. Labels of ``config.pad_id`` have no loss.
+    """
+
+    def __init__(self, config: TransformerConfig, name: str = "cross_entropy", **kwargs: Any) -> None:
+        super().__init__(name=name, **kwargs)
+        self.config = config if isinstance(config, TransformerConfig) else TransformerConfig.from_dict(config)
+
+    def call(self, y_true: Float[Tensor, "B T"], y_pred: Float[Tensor, "B T V"]) -> Float[Tensor, "B T"]:
+        """Return the loss of each label. Keras' own mask marks the labels that count."""
+        labels = tf.cast(y_true, tf.int32)
+        losses, losses._keras_mask = cross_entropy(y_pred, labels, self.config, summed=False)
+        return losses
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor, which Keras saves."""
+        return {**super().get_config(), "config": self.config.to_dict()}
 
 
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
