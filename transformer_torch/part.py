@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -45,7 +46,7 @@ class Part(nn.Module):
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         tied, dtype = config.tie_embeddings == "all", to_dtype(dtype)
         self.config, self.fast = config, fast
-        with to_device(device):
+        with nullcontext() if device is None else to_device(device):
             if self.part != "decoder" or tied:
                 self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype)
             if self.part != "decoder":
