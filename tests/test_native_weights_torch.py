@@ -232,6 +232,7 @@ def test_initial_values_are_xavier_and_zero(port):
     assert port.package.Linear(3, 2, bias=False, device="meta").weight.is_meta
     embedding = port.package.TokenEmbedding(500, tiny_config(d_model=64, num_heads=4))
     assert abs(embedding.weight.std().item() * 8 - 1) < 0.05
+    assert embedding.embed_scale == embedding.multiplier == 8.0  # peft scales what an adapter adds by the former
 
 
 # --- Dtypes, devices and wrong objects ---
