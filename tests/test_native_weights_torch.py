@@ -201,6 +201,14 @@ def test_an_own_output_matrix_replaces_the_layer(port):
         model.export_weights()
 
 
+def test_an_own_target_embedding_is_used_and_not_lost(port):
+    model, plain = build(port, tie_embeddings="all"), build(port, tie_embeddings="all")
+    model.target_embedding = port.package.TokenEmbedding(37, model.config, "float64")
+    assert (model(SOURCE, TARGET) - plain(SOURCE, TARGET)).abs().max() > 0.01
+    with pytest.raises(ValueError, match=r"got target_embedding\.weight;"):
+        model.export_weights()
+
+
 # --- Initial values ---
 
 

@@ -55,7 +55,8 @@ class Part(nn.Module):
                 self.encoder = EncoderStack(config, dtype)
             if self.part != "encoder":
                 if not tied:
-                    self.add_module("target_embedding", TokenEmbedding(config.target_vocab_size, config, dtype))
+                    own = TokenEmbedding(config.target_vocab_size, config, dtype)
+                    self.target_embedding = own  # type: ignore[misc]
                 self.target_position = position(config, dtype)
                 self.target_embedding_norm = LayerNorm(config, dtype) if config.embedding_norm else None
                 self.decoder = DecoderStack(config, dtype)
@@ -67,7 +68,8 @@ class Part(nn.Module):
     @property
     def target_embedding(self) -> Any:
         """Embedding of target tokens; if tied with that of source tokens, the same module, which is registered once."""
-        return self.source_embedding if self.config.tie_embeddings == "all" else super().__getattr__("target_embedding")
+        own = self._modules.get("target_embedding")
+        return self.source_embedding if own is None else own
 
     @classmethod
     def from_weights(

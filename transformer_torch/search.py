@@ -223,19 +223,19 @@ def score(
         ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, or there are more tokens than
             the model has positions.
     """
-    inner = transformer_of(model)
-    source_ids, source_mask = inner._take("source", source_ids, source_mask)  # [B, S]
-    target_ids = torch.as_tensor(to_array("target_ids", target_ids), device=inner.device)
+    given, model = model, transformer_of(model)
+    source_ids, source_mask = model._take("source", source_ids, source_mask)  # [B, S]
+    target_ids = torch.as_tensor(to_array("target_ids", target_ids), device=model.device)
     check_translations(target_ids.shape, len(source_ids))
-    labels, _ = inner._take("target", target_ids.reshape(-1, target_ids.shape[-1]), None)  # [B * N, T]
-    start = torch.full_like(labels[:, :1], inner.config.bos_id if start_id is None else start_id)
+    labels, _ = model._take("target", target_ids.reshape(-1, target_ids.shape[-1]), None)  # [B * N, T]
+    start = torch.full_like(labels[:, :1], model.config.bos_id if start_id is None else start_id)
     count = len(labels) // len(source_ids)
     source_ids, source_mask = (x.repeat_interleave(count, 0) for x in (source_ids, source_mask))
-    scores = model(source_ids, torch.cat([start, labels[:, :-1]], 1), source_mask)  # [B * N, T, V]
+    scores = given(source_ids, torch.cat([start, labels[:, :-1]], 1), source_mask)  # [B * N, T, V]
     scores = scores.log_softmax(-1, torch.promote_types(scores.dtype, torch.float32))
     tokens = scores.gather(-1, labels[:, :, None])[:, :, 0]
-    tokens = torch.where(labels != inner.config.pad_id, tokens, 0.0).reshape(target_ids.shape)
-    return Scores(torch.where((target_ids != inner.config.pad_id).any(-1), tokens.sum(-1), -inf), tokens)
+    tokens = torch.where(labels != model.config.pad_id, tokens, 0.0).reshape(target_ids.shape)
+    return Scores(torch.where((target_ids != model.config.pad_id).any(-1), tokens.sum(-1), -inf), tokens)
 
 
 def top(values: Float[Tensor, "B N"], count: int) -> tuple[Float[Tensor, "B K"], Int[Tensor, "B K"]]:
