@@ -201,6 +201,14 @@ def test_an_own_output_matrix_replaces_the_layer(port):
         model.export_weights()
 
 
+def test_an_own_target_embedding_is_used_and_not_lost(port):
+    model, plain = build(port, tie_embeddings="all"), build(port, tie_embeddings="all")
+    model.target_embedding = port.package.TokenEmbedding(37, model.config, "float64")
+    assert (model(SOURCE, TARGET) - plain(SOURCE, TARGET)).abs().max() > 0.01
+    with pytest.raises(ValueError, match=r"got target_embedding\.weight;"):
+        model.export_weights()
+
+
 # --- Initial values ---
 
 
@@ -232,6 +240,7 @@ def test_initial_values_are_xavier_and_zero(port):
     assert port.package.Linear(3, 2, bias=False, device="meta").weight.is_meta
     embedding = port.package.TokenEmbedding(500, tiny_config(d_model=64, num_heads=4))
     assert abs(embedding.weight.std().item() * 8 - 1) < 0.05
+    assert embedding.embed_scale == embedding.multiplier == 8.0  # peft scales what an adapter adds by the former
 
 
 # --- Dtypes, devices and wrong objects ---

@@ -25,8 +25,8 @@ MISTAKES = {  # by name: case, module, text, and the text in its place; the same
     "a tap of a cached step is not called": (
         STEPWISE,
         "transformer",
-        'tap("logits", self.output_proj(x))[:, 0]',
-        "self.output_proj(x)[:, 0]",
+        'logits = tap("logits", self.output_proj(x))',
+        "logits = self.output_proj(x)",
     ),
     "the memory for a cache is ignored": (STEPWISE, "transformer", "if memory is None:", "if True:"),
     "on_step is not called": (BEAM, "search_loop", "if on_step is not None:", "if False:"),
@@ -128,7 +128,7 @@ OF_A_PACKAGE = {
             "    loss = total / tokens.clamp(min=1)\n            loss.b",
             "    loss = total / tokens\n            loss.b",
         ),
-        "a search by the formulas": (FORMULAS, "search_loop", "else inference(model) as", "else model as"),
+        "a search by the formulas": (FORMULAS, "search_loop", "with inference(model) if", "with model if"),
         "dropout in gradients": (GRADIENTS, "layers", "    model.eval()\n", "    pass\n"),
         "trained parameters are called frozen": (
             GRADIENTS,
@@ -139,7 +139,7 @@ OF_A_PACKAGE = {
         "a moment is not loaded": (
             STEPS,
             "training",
-            'copy_in(name, state.second_moment[name], remembered["exp_avg_sq"])',
+            'copy_in(name, second, remembered["exp_avg_sq"])',
             "pass",
         ),
         "the trainer's gradient": (STEPS, "training", "copy_out(name, p.grad) for", "2 * copy_out(name, p.grad) for"),

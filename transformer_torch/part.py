@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,7 +47,7 @@ class Part(nn.Module):
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         tied, dtype = config.tie_embeddings == "all", to_dtype(dtype)
         self.config, self.fast = config, fast
-        with to_device(device):
+        with nullcontext() if device is None else to_device(device):
             if self.part != "decoder" or tied:
                 self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype)
             if self.part != "decoder":
@@ -55,7 +56,8 @@ class Part(nn.Module):
                 self.encoder = EncoderStack(config, dtype)
             if self.part != "encoder":
                 if not tied:
-                    self.add_module("target_embedding", TokenEmbedding(config.target_vocab_size, config, dtype))
+                    own = TokenEmbedding(config.target_vocab_size, config, dtype)
+                    self.target_embedding = own  # type: ignore[misc]
                 self.target_position = position(config, dtype)
                 self.target_embedding_norm = LayerNorm(config, dtype) if config.embedding_norm else None
                 self.decoder = DecoderStack(config, dtype)
@@ -67,7 +69,8 @@ class Part(nn.Module):
     @property
     def target_embedding(self) -> Any:
         """Embedding of target tokens; if tied with that of source tokens, the same module, which is registered once."""
-        return self.source_embedding if self.config.tie_embeddings == "all" else super().__getattr__("target_embedding")
+        own = self._modules.get("target_embedding")
+        return self.source_embedding if own is None else own
 
     @classmethod
     def from_weights(

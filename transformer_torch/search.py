@@ -223,18 +223,18 @@ def score(
         ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, or there are more tokens than
             the model has positions.
     """
-    inner = transformer_of(model)
-    source_ids, source_mask = inner._take("source", source_ids, source_mask)  # [B, S]
+    given, model = model, transformer_of(model)
+    source_ids, source_mask = model._take("source", source_ids, source_mask)  # [B, S]
     target_ids = torch.as_tensor(target_ids if isinstance(target_ids, Tensor) else to_array("target_ids", target_ids))
     check_translations(target_ids.shape, len(source_ids))
-    labels, _ = inner._take("target", target_ids.reshape(-1, target_ids.shape[-1]), None)  # [B * N, T]
-    start = torch.full_like(labels[:, :1], inner.config.bos_id if start_id is None else start_id)
+    labels, _ = model._take("target", target_ids.reshape(-1, target_ids.shape[-1]), None)  # [B * N, T]
+    start = torch.full_like(labels[:, :1], model.config.bos_id if start_id is None else start_id)
     count = len(labels) // len(source_ids)
     source_ids, source_mask = (x.repeat_interleave(count, 0) for x in (source_ids, source_mask))
-    scores = model(source_ids, torch.cat([start, labels[:, :-1]], 1), source_mask)  # [B * N, T, V]
+    scores = given(source_ids, torch.cat([start, labels[:, :-1]], 1), source_mask)  # [B * N, T, V]
     scores = scores.log_softmax(-1, torch.promote_types(scores.dtype, torch.float32))
     tokens = scores.gather(-1, labels[:, :, None])[:, :, 0]
-    is_token = labels != inner.config.pad_id
+    is_token = labels != model.config.pad_id
     tokens, is_token = (x.reshape(target_ids.shape) for x in (torch.where(is_token, tokens, 0.0), is_token))
     return Scores(torch.where(is_token.any(-1), tokens.sum(-1), -inf), tokens)
 
