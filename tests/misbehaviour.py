@@ -170,7 +170,7 @@ MISBEHAVIOUR = [
         INFERENCE,
         "the model after a step is",
         in_training(
-            ("        model.eval()\n        generator", "        generator"),
+            ("        model.eval()\n            generator", "        generator"),
             ("        self.step += 1\n", "        self.step += 1\n        self.model.train()\n"),
             None,  # Keras has no mode: training is an argument of the call
         ),

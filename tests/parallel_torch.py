@@ -171,7 +171,7 @@ def go_on(rank: int, path: Path, plan: str, probe: str, steps: int) -> dict[str,
 
 
 REFUSED = {
-    "search": "ValueError: the model is divided over a mesh: what searches is another, made from its export_weights()",
+    "search": "ValueError: the model is divided over a mesh: search with a model made from its export_weights()",
     "gradients": "ValueError: the model is divided over a mesh: Trainer.gradient has the gradients of its parameters",
     "again": "ValueError: a mesh divides a model that nothing else has wrapped or divided: got FSDPTransformer",
     "wrapped": "ValueError: a mesh divides a model that nothing else has wrapped or divided: got Sequential",

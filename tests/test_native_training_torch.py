@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -283,3 +285,17 @@ def test_gradients_of_a_pruned_layer(port):
     prune.remove(model.get_submodule(name), "weight")
     kernel = model.export_weights()[f"{name}.kernel"]
     assert (kernel == 0).sum() == kernel.size // 2
+
+
+def test_two_trainers_in_two_threads_draw_what_each_would_alone(port):
+    """Dropout depends on seed and step only, also if another trainer takes its steps meanwhile."""
+    dropout = {"embedding": 0.3, "residual": 0.3, "attention": 0.3, "feed_forward": 0.3}
+
+    def run(seed):
+        return losses(port.package.Trainer(build(port, dropout=dropout), SETTINGS, seed), 30)
+
+    expected = [run(seed) for seed in range(2)]
+    state = torch.get_rng_state()
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(run, range(2))) == expected
+    assert torch.equal(torch.get_rng_state(), state)

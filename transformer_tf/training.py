@@ -104,7 +104,8 @@ class CrossEntropy(keras.losses.Loss):
     def call(self, y_true: Float[Tensor, "B T"], y_pred: Float[Tensor, "B T V"]) -> Float[Tensor, "B T"]:
         """Return the loss of each label. Keras' own mask marks the labels that count."""
         labels = tf.cast(y_true, tf.int32)
-        losses, losses._keras_mask = cross_entropy(y_pred, labels, self.config, summed=False)
+        losses, mask = cross_entropy(y_pred, labels, self.config, summed=False)
+        losses._keras_mask = mask
         return losses
 
     def get_config(self) -> dict[str, Any]:

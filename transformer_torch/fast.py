@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -138,13 +137,14 @@ def _marked(mask):
 def decoding_twin(model: nn.Module, rows: int) -> Iterator[Any]:
     """Yield a model in inference mode that decodes this many rows fast, with the parameters and hooks of the given one.
 
-    The given model doesn't change, so another thread may train it at the same time. If torch.compile has compiled parts
-    of it, their compiled code runs, on the model itself.
+    The given model doesn't change, so another thread may train it at the same time. But if torch.compile or a tool has
+    changed what parts of it run, the model itself is yielded.
     """
-    if any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in model.modules()):
-        with inference(model):
-            yield model
-        return
+    for module in model.modules():
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None or "forward" in vars(module):
+            with inference(model):
+                yield model
+            return
     with torch.inference_mode():
         twin = _inference_twin(model)
         _lay_out_for_few_rows(twin, rows)
@@ -152,24 +152,13 @@ def decoding_twin(model: nn.Module, rows: int) -> Iterator[Any]:
 
 
 def _inference_twin(module):
-    """Return a module in inference mode with the same parameters and hooks, whose attributes can be replaced.
-
-    A ``forward`` that was set on a module may run the module itself, which is in inference mode during the call. Such a
-    model must not be trained at the same time.
-    """
+    """Return a module in inference mode with the same parameters and hooks, whose attributes can be replaced."""
     twin = object.__new__(type(module))
     children = {name: None if child is None else _inference_twin(child) for name, child in module._modules.items()}
     # Also as plain attributes, because nn.Module.__getattr__ takes a twentieth of a small model's decoding step.
     vars(twin).update({**vars(module), **module._parameters, **children})
     vars(twin).update({"_modules": children, "training": False})
-    if "forward" in vars(module):
-        twin.forward = partial(_run_in_inference_mode, module)
     return twin
-
-
-def _run_in_inference_mode(module, *args, **kwargs):
-    with inference(module):
-        return module.forward(*args, **kwargs)
 
 
 def _lay_out_for_few_rows(model, rows):
@@ -188,7 +177,6 @@ def _lay_out_for_few_rows(model, rows):
             type(module) in (nn.Linear, TiedProjection)
             and type(module.weight) in (Tensor, nn.Parameter)  # not a quantized tensor, say
             and module.weight.dtype in dtypes
-            and "forward" not in vars(module)
             and not name.endswith(MEMORY_PROJECTIONS)
         ):
             module.forward = onednn.for_few_rows(module.weight, module.bias, rows)

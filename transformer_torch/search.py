@@ -47,8 +47,8 @@ def greedy_search(
         start_id: First token that the decoder reads. None is ``config.bos_id``.
         source_mask: True if a source position holds a token [B, S]. None derives it from the ids.
         on_step: Called after each step with the tokens so far [B, 1, n], padded after EOS.
-        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without the start symbol, padded with
-            ``config.pad_id``. They add 0 to the score, or their log-probability if ``rules.score_forced`` is set.
+        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without BOS, padded. They add 0 to
+            the score, or their log-probability if ``rules.score_forced`` is set.
         rules: Search rules of other programs. None is the paper's.
         as_numpy: False returns tensors on the model's device instead of NumPy arrays.
 
@@ -107,8 +107,8 @@ def beam_search(
         start_id: First token that the decoder reads. None is ``config.bos_id``.
         source_mask: True if a source position holds a token [B, S]. None derives it from the ids.
         on_step: Called after each step with the unfinished hypotheses [B, K, n], best first, then padding.
-        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without the start symbol, padded with
-            ``config.pad_id``. They add 0 to the score, or their log-probability if ``rules.score_forced`` is set.
+        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without BOS, padded. They add 0 to
+            the score, or their log-probability if ``rules.score_forced`` is set.
         rules: Search rules of other programs. None is the paper's.
         as_numpy: False returns tensors on the model's device instead of NumPy arrays.
 

@@ -37,8 +37,7 @@ def run_search(
         raise ValueError("the model is divided over a mesh: search with a model made from its export_weights()")
     source_ids, source_mask = model._take("source", source_ids, source_mask)
     plan = search.plan(model.config, source_mask.cpu().numpy())
-    device = model.device
-    dtype = torch.promote_types(model.dtype, torch.float32)  # bfloat16 is too coarse to sum in
+    device, dtype = model.device, torch.promote_types(model.dtype, torch.float32)  # bfloat16 is too coarse to sum in
     plan = plan.to(partial(torch.tensor, device=device), partial(torch.tensor, dtype=dtype, device=device))
     is_plain = not model.fast or compiled or "decode_step" in vars(model)
     with inference(model) if is_plain else decoding_twin(model, len(source_ids) * plan.beam_size) as decoder:

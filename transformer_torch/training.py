@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ from transformer_torch.runtime import dtype_name, to_ids
 from transformer_torch.transformer import transformer_of
 from transformer_torch.weights import check_complete, computed_with, copy_in, copy_out, is_divided, parameters
 
+DRAWING = Lock()  # of dropout from the default generator
 MIXED_BFLOAT16 = True  # whether this backend can compute in bfloat16 with float32 weights
 
 
@@ -121,6 +123,9 @@ class Trainer:
     The model may be wrapped, for example by torch.compile or DistributedDataParallel, which averages the gradients that
     its processes compute per target token. Adapters and parametrized layers are trained, but ``export_state`` raises:
     they have no moments of the weights.
+
+    Dropout is drawn from PyTorch's default generator, which each step seeds; afterwards its state is as before. Code in
+    other threads that draws from it during a step gets different numbers.
 
     A mesh divides the model in place; its processes call each method together. Between steps they may call the model,
     and search with it unless its parameters are divided. If dropout is ``global``, attention with dropout doesn't use
@@ -289,20 +294,25 @@ def _loss(model, batch, config, tap=no_tap):
 
 @contextmanager
 def _training(model: nn.Module, settings: TrainingConfig, *entropy: int) -> Iterator[None]:
-    """Switch dropout on, drawn from the given numbers alone, and activation checkpointing if the settings say so."""
+    """Switch dropout on, drawn from the given numbers only, and activation checkpointing if the settings say so.
+
+    Compiled code, fused kernels and the caller's own layers draw from the default generator. A step seeds it, and
+    restores its state. Steps of different trainers therefore wait for each other.
+    """
     transformer = transformer_of(model)
     device, stacks = transformer.device, (transformer.encoder, transformer.decoder)
     # Not torch.manual_seed: that would seed the generators of all devices.
     generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
-    state = generator.get_state()
-    generator.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
-    model.train()
-    for stack in stacks:
-        stack.activation_checkpointing = settings.activation_checkpointing
-    try:
-        yield
-    finally:
+    with DRAWING:
+        state = generator.get_state()
+        generator.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))
+        model.train()
         for stack in stacks:
-            stack.activation_checkpointing = False
-        model.eval()
-        generator.set_state(state)
+            stack.activation_checkpointing = settings.activation_checkpointing
+        try:
+            yield
+        finally:
+            for stack in stacks:
+                stack.activation_checkpointing = False
+            model.eval()
+            generator.set_state(state)

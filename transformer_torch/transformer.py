@@ -140,8 +140,9 @@ class Decoder(Part):
             ValueError: If ids are outside the vocabulary, don't match the hypotheses, or exceed the cache's capacity.
         """
         ids = target_ids if isinstance(target_ids, Tensor) else np.asarray(target_ids)
-        tap, is_one = checked(tap), ids.ndim == 1
-        ids = to_ids("target_ids", ids[:, None] if is_one else ids, self.config.target_vocab_size, None, self.device)
+        tap, is_one = checked(tap), ids.ndim < 2
+        ids = to_ids("target_ids", ids[None] if is_one else ids, self.config.target_vocab_size, None, self.device)
+        ids = ids.T if is_one else ids  # [R, L]
         check_next_ids(ids.shape[:1], cache.length, cache.self_mask.shape)
         check_room(cache.length, ids.shape[1], cache.self_mask.shape[3])
         new = slice(cache.length, cache.length + ids.shape[1])
