@@ -147,6 +147,11 @@ def test_encoder_layers_follow_the_mask_of_their_input(port, kind):
     np.testing.assert_allclose(port.to_numpy(pooled), expected.mean(1), atol=1e-5)
 
 
+def test_a_mask_of_scores_is_called_attention_mask(port):
+    with pytest.raises(ValueError, match=r"mask must have shape \[batch, length\]: got \(1, 1, 4, 4\). Pass it as"):
+        port.package.EncoderLayer(CONFIG)(random_vectors(4), mask=np.ones((1, 1, 4, 4), bool))
+
+
 def test_layers_follow_an_embedding_that_masks_zero(port, tmp_path):
     import keras
 

@@ -41,10 +41,15 @@ def attention_mask_for(memory: Any, attention_mask: Any = None, mask: Any = None
         memory: Tensor [B, M, d_model]. ``Embedding(mask_zero=True)`` attaches a mask to its output, for example.
         attention_mask: Boolean mask that broadcasts to [B, H, L, M], or None.
         mask: Boolean mask [B, M]. None uses the mask that Keras has attached to the memory.
+
+    Raises:
+        ValueError: If ``mask`` does not have two axes.
     """
     mask = getattr(memory, "_keras_mask", None) if mask is None else mask
     if mask is None:
         return attention_mask
+    if len(mask.shape) != 2:
+        raise ValueError(f"mask must have shape [batch, length]: got {tuple(mask.shape)}. Pass it as attention_mask")
     return mask[:, None, None, :] if attention_mask is None else attention_mask & mask[:, None, None, :]
 
 

@@ -4,15 +4,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from numpy import ndarray
 
 from transformer_parity.transformer.ports.compile_clock import COMPILING
-from transformer_parity.transformer.ports.package import COMPILED_IN_FULL, LoadedPackage, find, with_first_step
-from transformer_parity.transformer.ports.protocol import Placement
+from transformer_parity.transformer.ports.package import (
+    ATTENTION,
+    COMPILED_IN_FULL,
+    LoadedPackage,
+    find,
+    with_first_step,
+)
+from transformer_parity.transformer.ports.protocol import Placement, Result
 from transformer_spec.search import OnStep, Search, SearchResult
 from transformer_spec.search_rules import SearchRules
 from transformer_spec.training_config import TrainingConfig
@@ -26,6 +32,14 @@ class LoadedTf(LoadedPackage):
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._called: set[Any] = set()
         self._sum: Any = None
+
+    def run(
+        self, block: str, inputs: Mapping[str, ndarray], *, taps: bool, given: Mapping[str, ndarray] | None = None
+    ) -> Result:
+        """Run one block. In Keras' layers, the mask of the scores is called ``attention_mask``."""
+        if block != ATTENTION:
+            inputs = {"attention_mask" if name == "mask" else name: x for name, x in inputs.items()}
+        return super().run(block, inputs, taps=taps, given=given)
 
     def to_array(self, array: ndarray) -> Any:
         import tensorflow as tf
