@@ -23,6 +23,8 @@ OTHER = "decode/other_decoder_greedy"  # whose first layer has no self-attention
 OWN = {"own_numbers": ("jax", "tf")}
 
 HOLDS_TOKEN = "(target_ids != self.config.pad_id) | (n == 0)"
+HOLDS_IDS = HOLDS_TOKEN.replace("target_ids", "ids")
+NORMED = "\n        if self.target_embedding_norm is not None:"
 PENALISED = "best / plan.penalties[n]"
 LONGEST = 'longest = n if plan.rules.stop == "current" else plan.limits'
 
@@ -130,19 +132,26 @@ CATALOGUE = [
                 "every position is one late": but(
                     instead("transformer", "cache.positions[n]", "cache.positions[n - 1]"), **OWN
                 ),
-                "padding in the past is seen": instead("transformer", HOLDS_TOKEN, "(target_ids == target_ids)"),
+                "padding in the past is seen": changed(
+                    "transformer", (HOLDS_TOKEN, "(target_ids == target_ids)"), jax=(HOLDS_IDS, "(ids == ids)")
+                ),
                 "a start symbol that is padding is hidden": but(
-                    instead("transformer", HOLDS_TOKEN, "(target_ids != self.config.pad_id)"), case=MARIAN
+                    changed(
+                        "transformer",
+                        (HOLDS_TOKEN, "(target_ids != self.config.pad_id)"),
+                        jax=(HOLDS_IDS, "(ids != self.config.pad_id)"),
+                    ),
+                    case=MARIAN,
                 ),
                 "padding in the source is seen": but(instead("decoder", "cache.cross_mask,", "None,"), **OWN),
                 "all layers attend to the first layer's memory": instead(
                     "decoder", "cache.memory, pasts,", "cache.memory[:1] * len(cache.memory), pasts,"
                 ),
                 "no norm on the embedding": but(
-                    instead(
+                    changed(
                         "transformer",
-                        "cache.positions[n]  # [R, 1, d_model]\n        if self.target_embedding_norm is not None:",
-                        "cache.positions[n]\n        if False:",
+                        ("cache.positions[n]  # [R, 1, d_model]" + NORMED, "cache.positions[n]\n        if False:"),
+                        jax=("cache.positions[n]  # [R, L, d_model]" + NORMED, "cache.positions[n]\n        if False:"),
                     ),
                     case=OTHER,
                 ),
