@@ -18,6 +18,9 @@ import reference_numpy as ref
 from reference_numpy import Plan
 from transformer_parity.transformer.distributed.cases import probes  # noqa: F401  likewise
 from transformer_parity.transformer.distributed.environments import environments
+from transformer_parity.transformer.distributed.jax_process import prepare_jax_process
+
+prepare_jax_process()  # if this is one of multiple processes
 
 GRADIENTS, STEPS = 1e-11, 1e-10  # budgets in float64
 

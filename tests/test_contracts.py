@@ -241,10 +241,10 @@ def test_unknown_dtype_device_and_precision(backend):
     config = tiny_config()
     weights = random_weights(config)
     dtypes = "float64, float32" if backend.name == "numpy" else "float64, float32, bfloat16"
-    devices = "cpu" if backend.name == "numpy" else "cpu, gpu"
+    devices = {"numpy": "cpu", "jax": "cpu, gpu, tpu"}.get(backend.name, "cpu, gpu")
     for options, message in (
         ({"dtype": "float16"}, f"dtype must be one of {dtypes}: got 'float16'"),
-        ({"device": "tpu"}, f"device must be one of {devices}: got 'tpu'"),
+        ({"device": "npu"}, f"device must be one of {devices}: got 'npu'"),
         ({"precision": "high"}, "precision must be one of highest, fast: got 'high'"),
     ):
         assert refusal(backend.package.Transformer.from_weights, config, weights, **options) == (ValueError, message)

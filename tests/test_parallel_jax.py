@@ -221,6 +221,30 @@ def test_processes_that_were_given_different_things_are_refused(what, change):
     run(DIFFERENT.format(what=what, change=change), processes=2, devices=1)
 
 
+ASYNCHRONOUS = """
+import jax
+from transformer_jax import make_mesh
+sys.excepthook = sys.__excepthook__
+jax.config.update("jax_cpu_enable_async_dispatch", True)
+jax.config.update("jax_enable_preemption_service", True)
+before = dict(jax.config.values)
+try:
+    make_mesh(Plan.parse("data=2"))
+except RuntimeError as error:
+    assert "jax.config.update('jax_cpu_enable_async_dispatch', False)" in str(error), error
+else:
+    raise AssertionError("it may wait permanently")
+assert jax.process_count() == 2
+assert sys.excepthook is sys.__excepthook__
+changed = {name for name, value in jax.config.values.items() if value != before.get(name)}
+assert not changed, changed
+"""
+
+
+def test_a_mesh_changes_no_setting_of_its_process():
+    run(ASYNCHRONOUS, processes=2, devices=1)
+
+
 # --- All plans and cases ---
 
 CASE = """

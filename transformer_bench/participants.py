@@ -22,6 +22,7 @@ from transformer_bench.rounds import Participant
 from transformer_bench.workload import SEED, DecodeWork, ForwardWork, TrainWork, Work
 from transformer_parity.engine.system.environment import prepare_environment
 from transformer_parity.transformer.distributed.environments import environments, number_of_processes
+from transformer_parity.transformer.distributed.jax_process import prepare_jax_process
 from transformer_parity.transformer.ports.package import allow_dtype
 from transformer_parity.transformer.ports.protocol import Decoded, MissingFrameworkError
 from transformer_parity.transformer.ports.registry import PORTS
@@ -123,6 +124,8 @@ class TrainOnDevices(TrainPackage):
 
     def prepare(self) -> dict[str, str]:
         self.package = PORTS[self.backend].import_package()
+        if self.backend == "jax":
+            prepare_jax_process()
         self.mesh = self.package.make_mesh(self.plan, self.device)
         return self.package.describe()
 

@@ -55,7 +55,8 @@ def scaled_dot_product_attention(
     if mask is not None:
         check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
     # jax.nn.dot_product_attention computes the softmax in float32 even in a float64 model, averages over forbidden keys
-    # if a row allows none, and requires d_k == d_v. Under jit, XLA compiles these lines as a whole.
+    # if a row allows none, and requires d_k == d_v. Its cuDNN kernel accepts only float16 and bfloat16. Under jit, XLA
+    # compiles these lines as a whole.
     d_k = query.shape[-1]
     scores = tap("scores", query @ key.mT / math.sqrt(d_k))  # [B, H, L, M]
     weights = tap("weights", masked_softmax(scores, mask))  # [B, H, L, M]
@@ -99,8 +100,8 @@ class KeyValueCache:
         """Keep the keys and values of the next positions, and return those of all so far.
 
         Raises:
-            ValueError: There is no room for them. Inside a function that JAX or TensorFlow compiles, where the length
-                is not known, they overwrite the last ones instead.
+            ValueError: If the capacity is exceeded. Traced code does not know the length: there, they overwrite the
+                last positions instead.
         """
         length = None if isinstance(self.length, jax.core.Tracer) else int(self.length)
         check_room(length, key.shape[2], self.key.shape[2])

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from numpy import ndarray
 
+from transformer_jax.attention import MultiHeadAttention, scaled_dot_product_attention
 from transformer_jax.optimizer import Adam, Arrays
 from transformer_jax.parallel import constrain, shardings
 from transformer_jax.runtime import compiler_options, quick_compilation
@@ -96,6 +97,10 @@ class Structure:
         """Return a model in inference mode that computes with these arrays, which may be traced."""
         model = nnx.merge(self.graph, self.state, copy=True)
         put_parameters(model, constrain(parameters, self.mesh, gathered=True))
+        if self.mesh is not None:  # whose devices share the heads, which blocks would compute one after another
+            for _, module in nnx.iter_modules(model):
+                if isinstance(module, MultiHeadAttention):
+                    module.attend = scaled_dot_product_attention
         model.eval()
         return model
 

@@ -162,12 +162,16 @@ class DecoderStack(nnx.Module):
         return DecoderCache(projected, past, cross_mask, jnp.zeros((rows, 1, 1, capacity), bool), positions)
 
     def step(
-        self, x: Float[Array, "R 1 d_model"], cache: DecoderCache, tap: Tap = no_tap
-    ) -> Float[Array, "R 1 d_model"]:
-        """Return the decoder's state at the next target position, which the cache then holds too."""
+        self, x: Float[Array, "R L d_model"], cache: DecoderCache, tap: Tap = no_tap
+    ) -> Float[Array, "R L d_model"]:
+        """Return the decoder's state at the next target positions, and add these to the cache."""
+        mask = cache.self_mask  # [R, 1, 1, capacity]
+        if x.shape[1] > 1:  # the positions of one step must not attend to later ones
+            last = cache.length + jnp.arange(x.shape[1])[:, None]
+            mask = mask & (jnp.arange(mask.shape[3]) <= last)  # [R, 1, L, capacity]
         pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # the first may have no self-attention
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
-            x = layer(x, memory, cache.self_mask, cache.cross_mask, within(tap, f"layers.{i}"), past)
+            x = layer(x, memory, mask, cache.cross_mask, within(tap, f"layers.{i}"), past)
         if self.final_norm is not None:
             x = self.final_norm(x)
         return tap("output", x)

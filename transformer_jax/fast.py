@@ -65,17 +65,15 @@ def attend_by_blocks(
 
     Taps need all scores at the same time, and so does dropout, which draws for all weights at once.
     """
-    if tap is not no_tap or dropout is not None or query.shape[2] <= QUERY_BLOCK or not _is_one_cpu():
+    if tap is not no_tap or dropout is not None or query.shape[2] <= QUERY_BLOCK:
         return scaled_dot_product_attention(query, key, value, mask, dropout, tap)
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
         check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
-    return _attend_in_blocks(query, key, value, mask)
-
-
-def _is_one_cpu():
-    """Whether the process computes on one CPU only: several devices share the heads, and a GPU takes all at a time."""
-    return jax.default_backend() == "cpu" and jax.device_count() == 1
+    # By the platform that the code is compiled for, which jax.export can choose. A GPU computes all blocks in parallel.
+    return jax.lax.platform_dependent(
+        query, key, value, mask, cpu=_attend_in_blocks, default=scaled_dot_product_attention
+    )
 
 
 def _attend_in_blocks(query, key, value, mask):

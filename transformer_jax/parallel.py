@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
@@ -39,21 +38,28 @@ MORE_DEVICES = (
 
 
 def make_mesh(plan: Plan, device: str | None = None) -> Mesh:
-    """Return the devices of a plan as the framework arranges them, for a ``Trainer``.
+    """Return a mesh of the devices of a plan, for a ``Trainer``.
+
+    If ``JAX_COORDINATOR_ADDRESS`` is set, the process first joins the others, by ``jax.distributed.initialize``.
 
     Args:
-        plan: How many devices there are along each axis.
-        device: ``cpu`` or ``gpu``. None leaves the place to the framework.
+        plan: The number of devices along each axis.
+        device: ``cpu``, ``gpu`` or ``tpu``. None uses JAX's default platform.
 
     Raises:
-        ValueError: There is another number of devices than the plan needs, or the framework cannot follow the plan.
-        RuntimeError: The device is not visible.
+        ValueError: If the number of devices doesn't match the plan, or the platform is unknown.
+        RuntimeError: If the device is not visible, or multiple processes dispatch asynchronously to CPUs.
     """
     _join()
     check_placement("float32", device)
     devices = jax.devices(device)
-    if jax.process_count() == 1:  # of several processes, each needs a part
+    if jax.process_count() == 1:
         devices = devices[: plan.devices]
+    elif devices[0].platform == "cpu" and jax.config.values.get("jax_cpu_enable_async_dispatch"):
+        raise RuntimeError(
+            "multiple processes on CPUs may wait for each other permanently: call "
+            "jax.config.update('jax_cpu_enable_async_dispatch', False) before JAX is used"
+        )
     plan.check_devices(len(devices), MORE_DEVICES)
     sizes = {axis: size for axis in AXES if (size := getattr(plan, axis)) > 1} or {"data": 1}
     return jax.make_mesh((*sizes.values(),), (*sizes,), (AxisType.Auto,) * len(sizes), devices=devices)
@@ -159,15 +165,11 @@ def _join():
     """Let this process join the others that its environment tells of, unless it has."""
     if "JAX_COORDINATOR_ADDRESS" not in os.environ or jax.distributed.is_initialized():
         return
-    # Of two programs that run at a time, CPUs of two processes may take either first, and wait for each other for ever.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
-    jax.config.update("jax_enable_preemption_service", False)  # which would take SIGTERM and go on
     # What is not given is found by JAX, where Slurm or Open MPI has started the processes.
     given: dict[str, Any] = {key: int(os.environ[name]) for key in KEYS if (name := f"JAX_{key.upper()}") in os.environ}
     if given.get("process_id") == 0:
         _check_port(os.environ["JAX_COORDINATOR_ADDRESS"])
     jax.distributed.initialize(**given, initialization_timeout=60, heartbeat_timeout_seconds=30)
-    sys.excepthook = _stop
 
 
 def _check_port(address):
@@ -182,13 +184,6 @@ def _check_port(address):
             coordinator.bind(("", int(address.rpartition(":")[2])))
         except OSError as error:
             raise RuntimeError(f"JAX_COORDINATOR_ADDRESS={address}: {error.strerror}") from error
-
-
-def _stop(kind, error, trace):
-    """End a process by an error, at once: else it would wait for the others, which wait for its part of a step."""
-    sys.__excepthook__(kind, error, trace)
-    sys.stdout.flush()
-    os._exit(1)
 
 
 def _axes(name, shape, mesh, gathered=False):

@@ -20,7 +20,7 @@ from transformer_jax.layers import Dropout, LayerNorm
 from transformer_jax.masks import padding_mask, target_padding_mask
 from transformer_jax.runtime import PRECISIONS, to_device, to_dtype, to_ids, to_mask, to_memory, to_rngs
 from transformer_jax.weights import get_weights, set_weights
-from transformer_spec.checks import check_choice, check_given, check_next_ids, check_type
+from transformer_spec.checks import check_choice, check_given, check_next_ids, check_room, check_type
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
 
@@ -35,8 +35,7 @@ class Part(nnx.Module):
     part: str | None = None
 
     def __init__(self, config: TransformerConfig, dtype: Any = "float32", *, fast: bool = True, rngs: Any) -> None:
-        if not isinstance(config, TransformerConfig):
-            raise TypeError(f"config must be a TransformerConfig: got {type(config).__name__}")
+        check_type("config", config, TransformerConfig)
         dtype, rngs = to_dtype(dtype), to_rngs(rngs)
         if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             raise RuntimeError("float64 is off in JAX: switch it on by jax.config.update('jax_enable_x64', True)")
@@ -167,9 +166,10 @@ class Part(nnx.Module):
     _take_memory_for_cache = _take_memory  # the whole model overrides it: it can compute the memory
 
     def _take_next(self, ids, cache):
-        """Return the ids of the next target position, checked."""
+        """Return the ids of the next target positions [R, L], checked."""
         ids = ids if isinstance(ids, Array) else np.asarray(ids)
-        ids = to_ids("target_ids", ids[None], self.config.target_vocab_size, None)[0]
+        ids = to_ids("target_ids", ids[:, None] if ids.ndim == 1 else ids, self.config.target_vocab_size, None)
         length = None if isinstance(cache.length, jax.core.Tracer) else int(cache.length)
-        check_next_ids(ids.shape, length, cache.self_mask.shape)
+        check_next_ids(ids.shape[:1], length, cache.self_mask.shape)
+        check_room(length, ids.shape[1], cache.self_mask.shape[3])
         return ids

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from transformer_jax.decoder import DecoderCache
@@ -122,32 +123,35 @@ class Decoder(Part):
 
     @as_placed
     def decode_step(
-        self, target_ids: Int[Array, " R"], cache: DecoderCache, tap: Tap = no_tap
-    ) -> tuple[Float[Array, "R V"], DecoderCache]:
-        """Return the logits of the token after the next target position, as ``decode`` has them there.
+        self, target_ids: Int[Array, " R"] | Int[Array, "R L"], cache: DecoderCache, tap: Tap = no_tap
+    ) -> tuple[Float[Array, "R V"] | Float[Array, "R L V"], DecoderCache]:
+        """Return the logits of the token after each of the next target positions, as ``decode`` returns them.
 
         Args:
-            target_ids: The token at the next position of each hypothesis, those of one sentence side by side.
-            cache: What came before. JAX and TensorFlow leave it as it is, NumPy and PyTorch write into it.
-            tap: Receives each named intermediate and returns the value to go on with.
+            target_ids: The token at the next position of each hypothesis [R], or the tokens at several positions
+                [R, L], such as a prefix. Hypotheses of one sentence are side by side.
+            cache: From ``init_cache`` or the last step. It is not changed.
+            tap: Callback for named intermediate values. Its return value replaces the intermediate.
 
         Returns:
-            The logits, and the cache to go on with.
+            The logits, [R, V] or [R, L, V], and the cache for the next step.
 
         Raises:
-            TypeError: Ids that are not integers.
-            ValueError: Ids outside the vocabulary, not one for each hypothesis, or no room for another position.
+            TypeError: If the ids are not integers.
+            ValueError: If ids are outside the vocabulary, don't match the hypotheses, or exceed the cache's capacity.
         """
-        target_ids = self._take_next(target_ids, cache)
-        cache = jax.tree.map(lambda x: x, cache)  # a copy: the caller's stays as it is
-        tap, n = checked(tap), cache.length
-        holds_token = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
-        cache.self_mask = jax.lax.dynamic_update_slice_in_dim(cache.self_mask, holds_token[:, None, None, None], n, 3)
-        x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
+        tap, is_one = checked(tap), np.ndim(target_ids) == 1
+        ids = self._take_next(target_ids, cache)  # [R, L]
+        cache = jax.tree.map(lambda x: x, cache)  # a copy, so that the caller's does not change
+        n = cache.length + jnp.arange(ids.shape[1])
+        holds_token = ((ids != self.config.pad_id) | (n == 0))[:, None, None]  # as in target_padding_mask
+        cache.self_mask = jax.lax.dynamic_update_slice_in_dim(cache.self_mask, holds_token, cache.length, 3)
+        x = self.target_embedding(ids) + cache.positions[n]  # [R, L, d_model]
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
         x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
-        return tap("logits", self.output_proj(x))[:, 0], cache
+        logits = tap("logits", self.output_proj(x))
+        return (logits[:, 0] if is_one else logits), cache
 
 
 class Transformer(Encoder, Decoder):

@@ -15,6 +15,7 @@ from numpy import ndarray
 from transformer_parity.apps.train.batches import TrainingBatch
 from transformer_parity.apps.train.group import ALONE, Group
 from transformer_parity.apps.translate.translator import Translator
+from transformer_parity.transformer.distributed.jax_process import prepare_jax_process
 from transformer_parity.transformer.ports.package import allow_dtype
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
@@ -76,6 +77,8 @@ class Learner:
         self.package = package = allow_dtype(port.import_package(), where.placement.dtype)
         self.backend, self.where = backend, where
         placement = where.placement
+        if where.plan is not None and backend == "jax":
+            prepare_jax_process()
         with _ended_if_alone() if "TF_CONFIG" in os.environ and backend == "tf" else nullcontext():
             mesh = None if where.plan is None else package.make_mesh(where.plan, placement.device)
         with getattr(mesh, "scope", nullcontext)():  # TensorFlow makes copies of variables where it makes them

@@ -26,6 +26,7 @@ from transformer_parity.engine.processes.messages import Broken, Parent
 from transformer_parity.engine.tensors import plain
 from transformer_parity.transformer.cases.for_ports import port_config
 from transformer_parity.transformer.distributed.cases import Batch, Probe
+from transformer_parity.transformer.distributed.jax_process import prepare_jax_process
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.mistakes.mistake import Edit
 from transformer_parity.transformer.ports.exceptions import described
@@ -241,6 +242,8 @@ def _package(backend):
     """Import one of the four packages; return what trains it, and what describes it."""
     provenance.import_packages()
     package, meshes = PORTS[backend].import_package(), dict[Plan, Any]()
+    if backend == "jax":
+        prepare_jax_process()
     return lambda task: train(edited_package(package.__name__, task.edits), task, meshes), lambda: {
         **package.describe(),
         **provenance.files_elsewhere(),

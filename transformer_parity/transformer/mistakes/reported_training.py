@@ -171,8 +171,8 @@ SEARCH = [
                     numpy=(SELF_MASK, f"{SELF_MASK} & (np.arange(cache.length + 1) == 0)"),
                     torch=("cache.self_mask[..., :end]", "cache.self_mask[..., :end] & (torch.arange(end) == 0)"),
                     jax=(
-                        "layer(x, memory, cache.self_mask,",
-                        "layer(x, memory, cache.self_mask & (jnp.arange(cache.self_mask.shape[3]) == 0),",
+                        "layer(x, memory, mask,",
+                        "layer(x, memory, mask & (jnp.arange(mask.shape[3]) == 0),",
                     ),
                     tf=(
                         "layer(x, memory, mask,",

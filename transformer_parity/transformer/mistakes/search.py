@@ -148,6 +148,7 @@ CATALOGUE = [
                     "transformer",
                     (HOLDS_TOKEN, "(target_ids == target_ids)"),
                     torch=("= ids != self.config.pad_id", "= True"),
+                    jax=(HOLDS_IDS, "(ids == ids)"),
                     tf=(HOLDS_IDS, "(ids == ids)"),
                 ),
                 "a start symbol that is padding is hidden": but(
@@ -156,6 +157,7 @@ CATALOGUE = [
                         (HOLDS_TOKEN, "(target_ids != self.config.pad_id)"),
                         tf=(HOLDS_IDS, "(ids != self.config.pad_id)"),
                         torch=("if new.start == 0:", "if False:"),
+                        jax=(HOLDS_IDS, "(ids != self.config.pad_id)"),
                     ),
                     case=MARIAN,
                 ),
@@ -175,6 +177,7 @@ CATALOGUE = [
                             "(cache.positions, n)  # [R, L, d_model]" + NORMED,
                             "(cache.positions, n)\n        if False:",
                         ),
+                        jax=("cache.positions[n]  # [R, L, d_model]" + NORMED, "cache.positions[n]\n        if False:"),
                     ),
                     case=OTHER,
                 ),
