@@ -13,6 +13,7 @@ from numpy import ndarray
 from reference_numpy.attention import KeyValueCache, KeyValues, MultiHeadAttention
 from reference_numpy.feed_forward import PositionwiseFeedForward
 from reference_numpy.layers import Dropout, LayerNorm
+from reference_numpy.masks import causal_mask
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap, within
@@ -159,10 +160,11 @@ class DecoderStack:
         return DecoderCache(projected, past, cross_mask, np.zeros((rows, 1, 1, capacity), bool), positions)
 
     def step(
-        self, x: Float[ndarray, "R 1 d_model"], cache: DecoderCache, tap: Tap = no_tap
-    ) -> Float[ndarray, "R 1 d_model"]:
-        """Return the decoder's state at the next target position, which the cache then holds too."""
-        self_mask = cache.self_mask[..., : cache.length + 1]
+        self, x: Float[ndarray, "R L d_model"], cache: DecoderCache, tap: Tap = no_tap
+    ) -> Float[ndarray, "R L d_model"]:
+        """Return the decoder's state at the next target positions, and add these to the cache."""
+        end = cache.length + x.shape[1]
+        self_mask = cache.self_mask[..., :end] & causal_mask(end)[cache.length :]
         pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # the first may have no self-attention
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             x = layer(x, memory, self_mask, cache.cross_mask, within(tap, f"layers.{i}"), past=past)

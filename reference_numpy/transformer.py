@@ -13,7 +13,7 @@ from reference_numpy.functional import UNDERFLOW
 from reference_numpy.masks import causal_mask
 from reference_numpy.part import Part
 from reference_numpy.runtime import to_ids
-from transformer_spec.checks import check_integer, check_next_ids, check_positions, check_same_batch
+from transformer_spec.checks import check_integer, check_next_ids, check_positions, check_room, check_same_batch
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, checked, no_tap, within
 
@@ -123,31 +123,37 @@ class Decoder(Part):
 
     @UNDERFLOW
     def decode_step(
-        self, target_ids: Int[ndarray, " R"], cache: DecoderCache, tap: Tap = no_tap
-    ) -> tuple[Float[ndarray, "R V"], DecoderCache]:
-        """Return the logits of the token after the next target position, as ``decode`` has them there.
+        self, target_ids: Int[ndarray, " R"] | Int[ndarray, "R L"], cache: DecoderCache, tap: Tap = no_tap
+    ) -> tuple[Float[ndarray, "R V"] | Float[ndarray, "R L V"], DecoderCache]:
+        """Return the logits of the token after each of the next target positions, as ``decode`` returns them.
 
         Args:
-            target_ids: The token at the next position of each hypothesis, those of one sentence side by side.
-            cache: What came before. The step writes into it.
-            tap: Receives each named intermediate and returns the value to go on with.
+            target_ids: The token at the next position of each hypothesis [R], or the tokens at several positions
+                [R, L], such as a prefix. Hypotheses of one sentence are side by side.
+            cache: From ``init_cache`` or the last step. The step writes into it.
+            tap: Receives each named intermediate and returns the value to continue with.
 
         Returns:
-            The logits, and the cache to go on with.
+            The logits, [R, V] or [R, L, V], and the cache for the next step.
 
         Raises:
-            TypeError: Ids that are not integers.
-            ValueError: Ids outside the vocabulary, not one for each hypothesis, or no room for another position.
+            TypeError: If the ids are not integers.
+            ValueError: If ids are outside the vocabulary, don't match the hypotheses, or exceed the cache's capacity.
         """
-        target_ids = to_ids("target_ids", np.asarray(target_ids)[None], self.config.target_vocab_size, None)[0]
-        check_next_ids(target_ids.shape, cache.length, cache.self_mask.shape)
-        tap, n = checked(tap), cache.length
-        cache.self_mask[:, 0, 0, n] = (target_ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
-        x = self.target_embedding(target_ids[:, None]) + cache.positions[n]  # [R, 1, d_model]
+        ids = np.asarray(target_ids)
+        is_one = ids.ndim < 2
+        ids = to_ids("target_ids", ids[None] if is_one else ids, self.config.target_vocab_size, None)
+        ids = ids.T if is_one else ids  # [R, L]
+        check_next_ids(ids.shape[:1], cache.length, cache.self_mask.shape)
+        check_room(cache.length, ids.shape[1], cache.self_mask.shape[3])
+        tap, n = checked(tap), cache.length + np.arange(ids.shape[1])
+        cache.self_mask[:, 0, 0, n] = (ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
+        x = self.target_embedding(ids) + cache.positions[n]  # [R, L, d_model]
         if self.target_embedding_norm is not None:
             x = self.target_embedding_norm(x)
         x = self.decoder.step(tap("target_embedding.output", x), cache, within(tap, "decoder"))
-        return tap("logits", self.output_proj(x))[:, 0], cache
+        logits = tap("logits", self.output_proj(x))
+        return (logits[:, 0] if is_one else logits), cache
 
 
 class Transformer(Encoder, Decoder):

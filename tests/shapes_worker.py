@@ -107,7 +107,7 @@ def run(backend, build, record):
         dropout.rows = 3
         dropout(floats[0])
     if backend.name == "numpy":  # what no other component of it calls
-        from transformer_spec.search import pad_search
+        from transformer_spec.search_padding import pad_search
 
         plan = package.Search(max_length=9).plan(model.config, source != 0)
         pad_search(source, source != 0, plan, None, lambda length: 16)

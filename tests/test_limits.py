@@ -12,8 +12,9 @@ MOST_LINES, MOST_LINES_OF_TESTS, MOST_PARAMETERS = 400, 500, 8
 LONG_FILES = {"transformer_parity/transformer/mistakes/reported.py": "data: one entry for each reported bug"}
 SEARCH = "the public options of a search, as DESIGN.md and the frameworks' own searches name them"
 LONG_SIGNATURES = {
-    "reference_numpy/search.py: greedy_search": SEARCH,
-    **{f"{package}/search.py: beam_search": SEARCH for package in BACKENDS},
+    f"{package}/search.py: {search}": SEARCH
+    for package in BACKENDS
+    for search in ("greedy_search", "beam_search", "sample")
 }
 SAME_NAMES = {"MyPort": "the templates of `parity init-port`, of which a user takes one"}
 

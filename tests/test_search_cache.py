@@ -50,6 +50,22 @@ def test_cached_equals_uncached_step_by_step(backend, preset):
     check_steps(backend, case.config, weights, case.inputs["source_ids"], case.inputs["target_ids"][:, :3])
 
 
+@pytest.mark.parametrize("beam_size", [1, 2])
+def test_a_step_takes_several_tokens(backend, beam_size):
+    """A prefix, one token, and two tokens: the logits of the whole target, with padding inside and a first layer."""
+    config, weights = lively(skip_first_self_attention=True, num_decoder_layers=2)
+    model, source_ids = load(backend, config, weights), sources(config)
+    target_ids = np.random.default_rng(1).integers(3, 13, (5 * beam_size, 6))
+    target_ids[1, 2] = config.pad_id
+    cache, found = model.init_cache(source_ids, 6, beam_size), []
+    for tokens in (target_ids[:, :3], target_ids[:, 3], target_ids[:, 4:]):
+        logits, cache = model.decode_step(tokens, cache)
+        assert tuple(logits.shape) == (*tokens.shape, 13)
+        found.append(backend.to_numpy(logits).reshape(len(tokens), -1, 13))
+    whole = backend.to_numpy(model(source_ids.repeat(beam_size, 0), target_ids))
+    np.testing.assert_allclose(np.concatenate(found, 1), whole, rtol=1e-11, atol=1e-12)
+
+
 def test_a_cache_that_is_full_refuses_more(backend):
     """Beyond its capacity a position would be dropped, or take the place of another."""
     config, weights = lively()

@@ -24,7 +24,8 @@ from transformer_jax.transformer import Transformer
 from transformer_jax.weights import parameter_of
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import parameter_shapes
-from transformer_spec.search import SearchPlan, pad_search
+from transformer_spec.search import SearchPlan
+from transformer_spec.search_padding import pad_search
 from transformer_spec.shapes import Bool, Int
 from transformer_spec.training_config import TrainingConfig
 

@@ -165,10 +165,10 @@ class DecoderStack(nnx.Module):
         self, x: Float[Array, "R L d_model"], cache: DecoderCache, tap: Tap = no_tap
     ) -> Float[Array, "R L d_model"]:
         """Return the decoder's state at the next target positions, and add these to the cache."""
-        mask = cache.self_mask  # [R, 1, 1, capacity]
+        mask = cache.self_mask
         if x.shape[1] > 1:  # the positions of one step must not attend to later ones
             last = cache.length + jnp.arange(x.shape[1])[:, None]
-            mask = mask & (jnp.arange(mask.shape[3]) <= last)  # [R, 1, L, capacity]
+            mask = mask & (jnp.arange(mask.shape[3]) <= last)
         pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # the first may have no self-attention
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             x = layer(x, memory, mask, cache.cross_mask, within(tap, f"layers.{i}"), past)

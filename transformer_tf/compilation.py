@@ -15,7 +15,8 @@ import numpy as np
 import tensorflow as tf
 from numpy import ndarray
 
-from transformer_spec.search import SearchPlan, pad_search, power_of_two
+from transformer_spec.search import SearchPlan
+from transformer_spec.search_padding import pad_search, power_of_two
 from transformer_spec.shapes import Bool, Int
 from transformer_tf.layers import own_rows
 from transformer_tf.runtime import compiles_quickly, placed

@@ -26,7 +26,7 @@ ONE_MORE = """\
         penalties = ((6.0 + __import__("numpy").arange(len(plan.penalties))) / 6.0) ** search.length_penalty
         plan = plan._replace(penalties=penalties)
 """
-SELF_MASK = "self_mask = cache.self_mask[..., : cache.length + 1]"
+SELF_MASK = "self_mask = cache.self_mask[..., :end]"
 
 
 def where_none_has_ended(within: str) -> Edits:
@@ -168,7 +168,7 @@ SEARCH = [
                 # A causal mask of one row allows the first key alone.
                 "only the first position is seen": changed(
                     "decoder",
-                    numpy=(SELF_MASK, f"{SELF_MASK} & (np.arange(cache.length + 1) == 0)"),
+                    numpy=(SELF_MASK, f"{SELF_MASK} & (np.arange(end) == 0)"),
                     torch=("cache.self_mask[..., :end]", "cache.self_mask[..., :end] & (torch.arange(end) == 0)"),
                     jax=(
                         "layer(x, memory, mask,",

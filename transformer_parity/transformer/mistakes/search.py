@@ -23,8 +23,7 @@ OTHER = "decode/other_decoder_greedy"  # whose first layer has no self-attention
 # The ports whose numbers depend on the lengths to which they pad.
 OWN = {"own_numbers": ("jax", "tf")}
 
-HOLDS_TOKEN = "(target_ids != self.config.pad_id) | (n == 0)"
-HOLDS_IDS = HOLDS_TOKEN.replace("target_ids", "ids")
+HOLDS_TOKEN = "(ids != self.config.pad_id) | (n == 0)"
 NORMED = "\n        if self.target_embedding_norm is not None:"
 PENALISED = "best / plan.penalties[n]"
 LONGEST = 'longest = n if plan.rules.stop == "current" else plan.limits'
@@ -146,18 +145,14 @@ CATALOGUE = [
                 ),
                 "padding in the past is seen": changed(
                     "transformer",
-                    (HOLDS_TOKEN, "(target_ids == target_ids)"),
+                    (HOLDS_TOKEN, "(ids == ids)"),
                     torch=("= ids != self.config.pad_id", "= True"),
-                    jax=(HOLDS_IDS, "(ids == ids)"),
-                    tf=(HOLDS_IDS, "(ids == ids)"),
                 ),
                 "a start symbol that is padding is hidden": but(
                     changed(
                         "transformer",
-                        (HOLDS_TOKEN, "(target_ids != self.config.pad_id)"),
-                        tf=(HOLDS_IDS, "(ids != self.config.pad_id)"),
+                        (HOLDS_TOKEN, "(ids != self.config.pad_id)"),
                         torch=("if new.start == 0:", "if False:"),
-                        jax=(HOLDS_IDS, "(ids != self.config.pad_id)"),
                     ),
                     case=MARIAN,
                 ),
@@ -168,7 +163,7 @@ CATALOGUE = [
                 "no norm on the embedding": but(
                     changed(
                         "transformer",
-                        ("cache.positions[n]  # [R, 1, d_model]" + NORMED, "cache.positions[n]\n        if False:"),
+                        ("cache.positions[n]  # [R, L, d_model]" + NORMED, "cache.positions[n]\n        if False:"),
                         torch=(
                             "cache.positions[new]  # [R, L, d_model]" + NORMED,
                             "cache.positions[new]\n        if 0:",
@@ -177,7 +172,6 @@ CATALOGUE = [
                             "(cache.positions, n)  # [R, L, d_model]" + NORMED,
                             "(cache.positions, n)\n        if False:",
                         ),
-                        jax=("cache.positions[n]  # [R, L, d_model]" + NORMED, "cache.positions[n]\n        if False:"),
                     ),
                     case=OTHER,
                 ),
@@ -321,7 +315,7 @@ CATALOGUE = [
             LOGITS: {
                 "every position but the first is one late": changed(
                     "transformer",
-                    (POSITION, "cache.positions[max(n - 1, 0)]"),
+                    (POSITION, "cache.positions[np.maximum(n - 1, 0)]"),
                     torch=("cache.positions[new]", "cache.positions[max(new.start - 1, 0)]"),
                     jax=(POSITION, "cache.positions[jnp.maximum(n - 1, 0)]"),
                     tf=("(cache.positions, n)", "(cache.positions, tf.maximum(n - 1, 0))"),

@@ -8,7 +8,7 @@ from transformer_parity.transformer.mistakes.mistake import Edits, Mistake, chan
 from transformer_parity.transformer.mistakes.search import PENALISED, planned, ruled
 
 POSITION, IS_OVER = "cache.positions[n]", "is_over = finished[:, -1] >= attainable"
-SELF_MASK = "self_mask = cache.self_mask[..., : cache.length + 1]"
+SELF_MASK = "self_mask = cache.self_mask[..., :end]"
 TOTALS = "totals = self.alive[:, :, None] +"
 MOST = "best, index = self.top(totals.reshape(batch, -1), 2 * beam_size)  # [B, 2K]"
 LEFT = "alive, rank = self.top(np.where(~ends, best, -inf), beam_size)  # [B, K]"
@@ -69,7 +69,7 @@ def seen(where: str) -> Edits:
 
 def at_position(position: str) -> Edits:
     """Return an edit that gives each token of a cached step another position."""
-    vectors = f"self.target_position.vectors({position} + 1)[{position}].astype(cache.positions.dtype)"
+    vectors = f"self.target_position.vectors({position}.max() + 1)[{position}].astype(cache.positions.dtype)"
     return changed("transformer", numpy=(POSITION, vectors))
 
 
