@@ -224,3 +224,18 @@ def test_names_of_parameters(port):
     model = port.package.Transformer.from_weights(config, random_weights(config))
     assert list(model.export_weights()) == list(parameter_shapes(config))
     assert_same_bits(model.export_weights(), random_weights(config))
+
+
+def test_an_export_for_a_gpu_has_no_loops(port):
+    """Blocks of queries are for a CPU, whichever machine exports the model."""
+    import jax
+
+    config = tiny_config(num_encoder_layers=1)
+    encoder = port.package.Encoder(config, rngs=0)
+    encoder.eval()
+    ids = jax.ShapeDtypeStruct((1, 300), "int32")
+    loops = {
+        platform: jax.export.export(jax.jit(encoder), platforms=[platform])(ids).mlir_module().count("stablehlo.while")
+        for platform in ("cpu", "cuda")
+    }
+    assert loops["cuda"] == 0 < loops["cpu"]
