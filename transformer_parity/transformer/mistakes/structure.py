@@ -33,7 +33,7 @@ LOOKED_UP, GIVEN = "TokenEmbedding(config.source_vocab_size, config", 'mask = to
 ENCODED = "memory = self._encode(source_ids, "
 ALL_TOKENS = '__import__("numpy").ones(source_ids.shape, bool)'
 NO_MASK = f"        source_mask = {ALL_TOKENS} if source_mask is None else source_mask\n"
-WIDE_LOGITS = 'tap("logits", x.float() @ self.target_embedding.table.float().T)'  # not of widened bfloat16 values
+WIDE_LOGITS = 'tap("logits", x.float() @ self.target_embedding.weight.float().T)'  # not of widened bfloat16 values
 QUERY_TAP = 'q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]\n'
 KEY_TAP = 'k = tap("key", k)  # [B, H, M, d_k]\n'
 
