@@ -168,7 +168,9 @@ class Part(nnx.Module):
     def _take_next(self, ids, cache):
         """Return the ids of the next target positions [R, L], checked."""
         ids = ids if isinstance(ids, Array) else np.asarray(ids)
-        ids = to_ids("target_ids", ids[:, None] if ids.ndim == 1 else ids, self.config.target_vocab_size, None)
+        is_one = ids.ndim < 2
+        ids = to_ids("target_ids", ids[None] if is_one else ids, self.config.target_vocab_size, None)
+        ids = ids.T if is_one else ids
         length = None if isinstance(cache.length, jax.core.Tracer) else int(cache.length)
         check_next_ids(ids.shape[:1], length, cache.self_mask.shape)
         check_room(length, ids.shape[1], cache.self_mask.shape[3])

@@ -140,7 +140,7 @@ class Decoder(Part):
             TypeError: If the ids are not integers.
             ValueError: If ids are outside the vocabulary, don't match the hypotheses, or exceed the cache's capacity.
         """
-        tap, is_one = checked(tap), np.ndim(target_ids) == 1
+        tap, is_one = checked(tap), np.ndim(target_ids) < 2
         ids = self._take_next(target_ids, cache)  # [R, L]
         cache = jax.tree.map(lambda x: x, cache)  # a copy, so that the caller's does not change
         n = cache.length + jnp.arange(ids.shape[1])
