@@ -90,8 +90,10 @@ def run(backend, build, record):
             package.greedy_search(model, source, max_length=3)
             for rules in (SearchRules(), SearchRules(pool="first")):
                 package.beam_search(model, source, 3, max_length=3, rules=rules)
-            cache = model.init_cache(array(source), 2, beam_size=2)
-            for target_ids in np.array([[1, 1, 1, 1], [3, 4, 0, 5]]):
+            package.sample(model, source, 2, max_length=3, prefix_ids=[[3], [4]])
+            package.score(model, source, target)
+            cache = model.init_cache(array(source), 4, beam_size=2)
+            for target_ids in (np.array([1, 1, 1, 1]), np.array([3, 4, 0, 5]), np.array([[3, 4]] * 4)):
                 _, cache = model.decode_step(array(target_ids), cache)
                 cache.reorder(array(np.array([1, 1, 2, 3])))
         package.set_weights(model, model.export_weights())
@@ -141,7 +143,7 @@ def misfits(backend, model):
     yield model.call if backend.name == "tf" else model, floats(2, 3), ids  # Keras' call does not go by annotations
     yield model.encode, floats(2, 3)
     cache = model.init_cache(ids, 2)
-    yield model.decode_step, ids, cache
+    yield model.decode_step, floats(2), cache
     yield model.decoder.step, floats(3, 24), cache
     yield cache.past[0].append, floats(2, 3, 24), floats(2, 3, 24)
 

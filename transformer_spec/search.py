@@ -143,7 +143,7 @@ class Search:
     min_length: int = 1
     start_id: int | None = None
     rules: SearchRules = field(default_factory=SearchRules)
-    prefix_ids: tuple[tuple[int, ...], ...] | None = None
+    prefix_ids: Any = None  # one row of ids per sentence, kept as tuples
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None

@@ -8,7 +8,7 @@ from transformer_parity.transformer.mistakes.mistake import Edits, Mistake, chan
 from transformer_parity.transformer.mistakes.search import PENALISED, planned, ruled
 
 POSITION, IS_OVER = "cache.positions[n]", "is_over = finished[:, -1] >= attainable"
-SELF_MASK = "self_mask = cache.self_mask[..., :end]"
+SELF_MASK = "self_mask = cache.self_mask[..., :end] & causal_mask(end)[cache.length :]"
 TOTALS = "totals = self.alive[:, :, None] +"
 MOST = "best, index = self.top(totals.reshape(batch, -1), 2 * beam_size)  # [B, 2K]"
 LEFT = "alive, rank = self.top(np.where(~ends, best, -inf), beam_size)  # [B, K]"
