@@ -79,7 +79,7 @@ def test_weights_of_a_replaced_layer_are_not_exported(port, change):
 
 
 def test_a_trainable_parameter_without_a_name_is_not_lost(port):
-    """A module that the user added: only its weights would be missing in what is exported."""
+    """A module that the user added: only its weights would be missing in what is exported, also if it is frozen."""
     model = build(port)
     model.encoder.adapter = nn.Linear(24, 24)
     port.package.set_weights(model, random_weights(model.config))
@@ -89,6 +89,9 @@ def test_a_trainable_parameter_without_a_name_is_not_lost(port):
         with pytest.raises(ValueError, match=message):
             refused()
     model.encoder.adapter.requires_grad_(False)
+    with pytest.raises(ValueError, match=message):
+        model.export_weights()
+    del model.encoder.adapter
     assert_same_bits(model.export_weights(), build(port).export_weights())
 
 

@@ -61,6 +61,12 @@ class FastSinusoidalPosition(SinusoidalPosition):
         self.register_buffer("table", table, persistent=False)
         self._fill()
 
+    def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
+        """Return ``x`` with its positions. If parameters got another dtype, the table is too coarse or too fine."""
+        if x.dtype == self.table.dtype:
+            return super().forward(x)
+        return x + super().vectors(x.shape[1]).to(x)
+
     def vectors(self, length: int) -> Float[Tensor, "L d_model"]:
         """Return the vector that is added at each of the first positions."""
         if torch.compiler.is_exporting() or length > KEPT_POSITIONS:  # an exported model takes any length

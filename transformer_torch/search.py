@@ -16,6 +16,7 @@ from transformer_spec.search import OnStep, Scores, Search, SearchPlan, SearchRe
 from transformer_spec.search_rules import SearchRules
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_torch.fast import top_by_blocks
+from transformer_torch.layers import inference
 from transformer_torch.search_loop import run_search
 from transformer_torch.search_rules import apply_rules, within_pool
 from transformer_torch.transformer import Transformer, transformer_of
@@ -205,7 +206,7 @@ def score(
 ) -> Scores:
     """Return the log-probabilities that the model assigns to given translations, for example to rerank them.
 
-    To score each token of the hypotheses of a search, pass its ``nbest_ids``.
+    To score each token of the hypotheses of a search, pass its ``nbest_ids``. Dropout is off.
 
     Args:
         model: The model.
@@ -224,14 +225,17 @@ def score(
             the model has positions.
     """
     given, model = model, transformer_of(model)
+    start_id = model.config.bos_id if start_id is None else start_id
+    start_id = check_integer("start_id", start_id, minimum=0, maximum=model.config.target_vocab_size - 1)
     source_ids, source_mask = model._take("source", source_ids, source_mask)  # [B, S]
     target_ids = torch.as_tensor(target_ids if isinstance(target_ids, Tensor) else to_array("target_ids", target_ids))
     check_translations(target_ids.shape, len(source_ids))
     labels, _ = model._take("target", target_ids.reshape(-1, target_ids.shape[-1]), None)  # [B * N, T]
-    start = torch.full_like(labels[:, :1], model.config.bos_id if start_id is None else start_id)
+    start = torch.full_like(labels[:, :1], start_id)
     count = len(labels) // len(source_ids)
     source_ids, source_mask = (x.repeat_interleave(count, 0) for x in (source_ids, source_mask))
-    scores = given(source_ids, torch.cat([start, labels[:, :-1]], 1), source_mask)  # [B * N, T, V]
+    with inference(given):
+        scores = given(source_ids, torch.cat([start, labels[:, :-1]], 1), source_mask)  # [B * N, T, V]
     scores = scores.log_softmax(-1, torch.promote_types(scores.dtype, torch.float32))
     tokens = scores.gather(-1, labels[:, :, None])[:, :, 0]
     is_token = labels != model.config.pad_id

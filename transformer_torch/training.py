@@ -24,6 +24,7 @@ from transformer_spec.checks import (
     check_same_batch,
     check_trainable,
     check_type,
+    some,
 )
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import check_training_state
@@ -262,6 +263,9 @@ class Trainer:
     def _gradient(self, batch):
         """Return loss, tokens and gradient, summed over the shares of all slices of a batch."""
         settings, config, losses = self.settings, transformer_of(self.model).config, []
+        known = dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"])
+        if lost := [name for name, p in self.model.named_parameters() if p.requires_grad and p not in known]:
+            raise ValueError(f"the optimizer must have all trainable parameters: make a new Trainer for {some(lost)}")
         tokens = (batch[2] != config.pad_id).sum()
         self.optimizer.zero_grad()
         for part in self.share.slices(batch, settings.accumulation_steps):
@@ -270,8 +274,7 @@ class Trainer:
             loss = total / tokens.clamp(min=1)
             loss.backward()
             losses.append(loss.detach())
-        trained = (p for group in self.optimizer.param_groups for p in group["params"])
-        gradient = [p.grad for p in trained if p.grad is not None]  # a frozen parameter has none
+        gradient = [p.grad for p in known if p.grad is not None]  # a frozen parameter has none
         return self.share.summed(torch.stack(losses).sum()), tokens, gradient
 
 

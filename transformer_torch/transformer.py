@@ -15,9 +15,13 @@ from transformer_spec.checks import check_integer, check_next_ids, check_positio
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, checked, no_tap, within
 from transformer_torch.decoder import DecoderCache
+from transformer_torch.embedding import LearnedPosition, SinusoidalPosition
+from transformer_torch.fast import FastSinusoidalPosition
 from transformer_torch.masks import causal_mask
 from transformer_torch.part import Part
 from transformer_torch.runtime import to_ids
+
+OWN_POSITIONS = (SinusoidalPosition, FastSinusoidalPosition, LearnedPosition)
 
 
 class Encoder(Part):
@@ -117,7 +121,10 @@ class Decoder(Part):
         capacity = check_positions("capacity", capacity, self.config.max_positions)
         beam_size = check_integer("beam_size", beam_size, minimum=1)
         memory, source_mask = self._take_memory_for_cache(memory, source_ids, source_mask)
-        positions = self.target_position.vectors(capacity).to(memory)  # [capacity, d_model]
+        position = getattr(self.target_position, "_orig_mod", self.target_position)  # of torch.compile
+        if type(position).forward not in [own.forward for own in OWN_POSITIONS]:
+            raise ValueError(f"target_position must be of this package for decoding: got {type(position).__name__}")
+        positions = self.target_position(memory.new_zeros(1, capacity, memory.shape[2]))[0]  # [capacity, d_model]
         return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
     @torch.no_grad()
@@ -208,10 +215,13 @@ def transformer_of(model: Any) -> Transformer:
     """Return a model, or the one inside a wrapper such as that of torch.compile, DistributedDataParallel or peft.
 
     Raises:
-        TypeError: If there is no Transformer in it.
+        TypeError: If there is no Transformer in it, or more than one.
     """
+    if isinstance(model, Transformer):
+        return model
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    found = next((module for module in modules if isinstance(module, Transformer)), None)
-    if found is None:
-        raise TypeError(f"model must be a Transformer, or a module around one: got {type(model).__name__}")
-    return found
+    found = [module for module in modules if isinstance(module, Transformer)]
+    if len(found) != 1:
+        got = f"{type(model).__name__} with {len(found)}" if found else type(model).__name__
+        raise TypeError(f"model must be a Transformer, or a module around one: got {got}")
+    return found[0]

@@ -39,7 +39,7 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
 def get_weights(model: Model) -> dict[str, ndarray]:
     """Copy every parameter out of a model, in the model's dtype; errors as in the two functions that it calls."""
-    check_complete(model)
+    check_complete(model, frozen=True)
     return {name: copy_out(name, weight) for name, weight in computed_with(model).items()}
 
 
@@ -61,20 +61,27 @@ def computed_with(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def check_complete(model: Any) -> None:
-    """Raise ValueError if a trainable parameter has no canonical name, such as an adapter's: it would be lost."""
+def check_complete(model: Any, *, frozen: bool = False) -> None:
+    """Raise ValueError if a trainable (or frozen) parameter has no canonical name, such as an adapter's.
+
+    Nor has the matrix of an output layer that is tied to an embedding which was replaced since.
+    """
     layers = dict.fromkeys(torch_path(name).rpartition(".")[0] for name in parameter_shapes(model.config, model.part))
     named = {parameter for path in layers for parameter in _layer(model, path).parameters()}
-    others = [path for path, p in model.named_parameters() if p.requires_grad and p not in named]
+    others = [path for path, p in model.named_parameters() if (frozen or p.requires_grad) and p not in named]
     if others:
-        raise ValueError(f"all trainable parameters must have canonical names: got {some(others)}; {REMEDY}")
+        kind = "" if frozen else "trainable "
+        raise ValueError(f"all {kind}parameters must have canonical names: got {some(others)}; {REMEDY}")
+    output = None if model.part == "encoder" else _layer(model, "output_proj")
+    if isinstance(output, TiedProjection) and output.embedding is not _layer(model, "target_embedding"):
+        raise ValueError("output_proj must be tied to target_embedding: got one that is tied to another embedding")
 
 
 def _layer(model, path):
     """Return a layer that computes what this package's layer in that place does."""
     try:
         layer = find(model, path)
-    except AttributeError as error:
+    except (AttributeError, IndexError) as error:
         raise ValueError(f"the model must have a layer {path}: {error}; {REMEDY}") from error
     layer = getattr(layer, "_orig_mod", layer)  # of torch.compile
     if type(layer).forward not in [own.forward for own in OWN_LAYERS]:

@@ -1,0 +1,188 @@
+"""PyTorch: habits that work with other modules, and gave wrong results without an error here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from conftest import random_weights
+from native_models import BATCH, LABELS, NO_DROPOUT, SETTINGS, SOURCE, TARGET, build
+from torch import nn
+
+pytestmark = pytest.mark.only("torch")
+HALF = dict.fromkeys(NO_DROPOUT, 0.5)
+
+
+# --- Parameters get another dtype ---
+
+
+def assigned(model):
+    """Load a state dict in the dtype that it has."""
+    model.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()}, assign=True)
+    return model
+
+
+def replaced(model):
+    """Replace the data of each parameter, as CLIP and peft do before training."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    return model
+
+
+@pytest.mark.parametrize("change", [assigned, replaced])
+def test_positions_are_exact_if_parameters_get_another_dtype(port, change):
+    model, expected = change(build(port, "bfloat16")), build(port, "bfloat16").float()
+    with torch.no_grad():
+        torch.testing.assert_close(model(SOURCE, TARGET), expected(SOURCE, TARGET), rtol=0, atol=0)
+        for cache in (model.init_cache(SOURCE, 4), expected.init_cache(SOURCE, 4)):
+            cache.positions -= expected.target_position.table[:4]
+            assert not cache.positions.any()
+
+
+def test_positions_are_exact_with_parameters_of_a_functional_call(port):
+    parameters = {name: parameter.double() for name, parameter in build(port, "float32").named_parameters()}
+    found = torch.func.functional_call(build(port, "float32"), parameters, (SOURCE, TARGET))
+    torch.testing.assert_close(found, build(port, "float32").double()(SOURCE, TARGET), rtol=0, atol=1e-12)
+
+
+# --- Searches and scores ---
+
+
+@pytest.mark.parametrize("names", [("first", "second"), ("teacher", "student", "third")])
+def test_a_search_of_several_models_is_refused(port, names):
+    """The first one alone would search."""
+    models = nn.ModuleDict({name: build(port) for name in names})
+    with pytest.raises(TypeError, match=f"got ModuleDict with {len(names)}$"):
+        port.package.greedy_search(models, SOURCE)
+
+
+def test_a_model_that_holds_another_one_is_searched(port):
+    model, expected = build(port), port.package.greedy_search(build(port), SOURCE)
+    model.teacher = build(port).requires_grad_(False)
+    np.testing.assert_array_equal(port.package.greedy_search(model, SOURCE).ids, expected.ids)
+
+
+def test_scores_have_no_dropout(port):
+    """As searches have none, and as gradients have none; modes stay as they are."""
+    model = build(port, dropout=HALF).train()
+    model.encoder.eval()
+    found, expected = (port.package.score(x, SOURCE, LABELS) for x in (model, build(port)))
+    torch.testing.assert_close(found.tokens, expected.tokens, rtol=0, atol=0)
+    assert (model.training, model.encoder.training, model.decoder.training) == (True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("start_id", "error", "message"),
+    [(1.5, TypeError, "an integer: got 1.5"), (-1, ValueError, "at least 0: got -1"), (99, ValueError, "at most 36")],
+)
+def test_the_start_symbol_of_a_score_is_checked(port, start_id, error, message):
+    with pytest.raises(error, match=f"start_id must be {message}"):
+        port.package.score(build(port), SOURCE, LABELS, start_id=start_id)
+
+
+def test_hooks_of_positions_fire_in_a_search(port):
+    model = build(port)
+    model.target_position.register_forward_hook(lambda module, arguments, output: arguments[0])  # no positions
+    with torch.no_grad():
+        step, _ = model.decode_step(TARGET, model.init_cache(SOURCE, 4))
+        torch.testing.assert_close(step, model(SOURCE, TARGET), rtol=0, atol=1e-12)
+
+
+def test_positions_of_another_kind_are_not_decoded(port):
+    class Halved(port.package.SinusoidalPosition):
+        def forward(self, x):
+            return x + self.vectors(x.shape[1]).to(x) / 2
+
+    for position in (Halved(build(port).config), nn.Identity()):
+        model = build(port)
+        model.target_position = position
+        with pytest.raises(ValueError, match=f"must be of this package for decoding: got {type(position).__name__}"):
+            port.package.greedy_search(model, SOURCE)
+
+
+def test_compiled_positions_are_decoded(port):
+    model, expected = build(port), port.package.greedy_search(build(port), SOURCE)
+    model.target_position = torch.compile(model.target_position, backend="eager")
+    np.testing.assert_array_equal(port.package.greedy_search(model, SOURCE).ids, expected.ids)
+    torch.compiler.reset()
+
+
+# --- Ids ---
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_ids_are_refused(port, layout):
+    rows = torch.nested.nested_tensor([torch.tensor([5, 6, 7]), torch.tensor([8])], layout=layout)
+    with pytest.raises(TypeError, match="source_ids must be a dense tensor"):
+        build(port)(rows, TARGET)
+
+
+def test_sparse_ids_are_refused(port):
+    with pytest.raises(TypeError, match="target_ids must be a dense tensor"):
+        build(port)(SOURCE, torch.tensor(TARGET).to_sparse())
+
+
+# --- Layers that are added, removed or replaced ---
+
+
+def added_layer(package, model):
+    model.encoder.layers.append(package.EncoderLayer(model.config, "float64"))
+
+
+def added_norm(package, model):
+    model.encoder.final_norm = nn.LayerNorm(24, dtype=torch.float64)
+
+
+def removed_layer(package, model):
+    model.encoder.layers = model.encoder.layers[:0]
+
+
+def other_embedding(package, model):
+    model.target_embedding = package.TokenEmbedding(37, model.config, "float64")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (added_layer, r"all parameters must have canonical names: got encoder\.layers\.1"),
+        (added_norm, r"all parameters must have canonical names: got encoder\.final_norm"),
+        (removed_layer, r"the model must have a layer encoder\.layers\.0"),
+        (other_embedding, "output_proj must be tied to target_embedding"),
+    ],
+)
+def test_other_layers_of_a_frozen_model_are_not_lost(port, change, message):
+    model = build(port, tie_embeddings="target_output")
+    change(port.package, model)
+    model.requires_grad_(False)(SOURCE, TARGET)
+    with pytest.raises(ValueError, match=message):
+        model.export_weights()
+
+
+def test_frozen_layers_that_are_added_have_no_gradients(port):
+    model = build(port)
+    added_norm(port.package, model)
+    model.encoder.final_norm.requires_grad_(False)
+    assert port.package.gradients(model, *BATCH).parameters.keys() == random_weights(model.config).keys()
+
+
+# --- Training ---
+
+
+def assigned_parameters(model):
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+
+
+def replaced_layer(model):
+    model.encoder.layers[0].feed_forward.inner_proj = nn.Linear(24, 40, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("change", [assigned_parameters, replaced_layer])
+@pytest.mark.parametrize("method", ["train_step", "gradient"])
+def test_parameters_that_a_trainer_does_not_know_are_named(port, change, method):
+    """They would keep their values."""
+    model = build(port)
+    trainer = port.package.Trainer(model, SETTINGS)
+    change(model)
+    with pytest.raises(ValueError, match=r"make a new Trainer for .*weight"):
+        getattr(trainer, method)(*BATCH)
