@@ -17,7 +17,7 @@ from reference_numpy.search_loop import run_search
 from reference_numpy.search_rules import apply_rules, within_pool
 from reference_numpy.transformer import Transformer
 from transformer_spec.checks import check_integer, check_translations, to_array
-from transformer_spec.search import OnStep, Scores, Search, SearchPlan, SearchResult
+from transformer_spec.search import OnStep, Scores, Search, SearchPlan, SearchResult, check_start
 from transformer_spec.search_rules import SearchRules
 from transformer_spec.shapes import Bool, Float, Int
 
@@ -230,7 +230,7 @@ def score(
     target_ids = to_array("target_ids", target_ids)
     check_translations(target_ids.shape, len(source_ids))
     labels, _ = model._take("target", target_ids.reshape(-1, target_ids.shape[-1]), None)  # [B * N, T]
-    start = np.full_like(labels[:, :1], model.config.bos_id if start_id is None else start_id)
+    start = np.full_like(labels[:, :1], check_start(start_id, model.config))
     source_ids, source_mask = (x.repeat(len(labels) // len(x), 0) for x in (source_ids, source_mask))
     scores = log_softmax(model(source_ids, np.concatenate([start, labels[:, :-1]], 1), source_mask))  # [B * N, T, V]
     tokens = np.take_along_axis(scores, labels[:, :, None], -1)[:, :, 0]

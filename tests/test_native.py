@@ -83,6 +83,12 @@ def test_every_parameter_has_a_gradient(port):
     assert sum(np.abs(gradient).max() < 1e-9 for gradient in gradients) == 3
 
 
+@pytest.mark.parametrize("arguments", [(10, 7), (10, 8, "sines"), (10, 8, "split", "n"), (10, 2, "split", "m_minus_1")])
+def test_sinusoids_that_do_not_exist(backend, arguments):
+    with pytest.raises(ValueError, match=r"even d_model|must be one of|at least 4"):
+        backend.package.sinusoidal_encoding(*arguments)
+
+
 # --- Each package alone ---
 
 # Runs in a process of its own, in which the other frameworks do not exist, and every warning is an error.

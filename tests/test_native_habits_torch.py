@@ -9,6 +9,8 @@ from conftest import random_weights
 from native_models import BATCH, LABELS, NO_DROPOUT, SETTINGS, SOURCE, TARGET, build
 from torch import nn
 
+from transformer_torch import SinusoidalPosition
+
 pytestmark = pytest.mark.only("torch")
 HALF = dict.fromkeys(NO_DROPOUT, 0.5)
 
@@ -71,15 +73,6 @@ def test_scores_have_no_dropout(port):
     assert (model.training, model.encoder.training, model.decoder.training) == (True, False, True)
 
 
-@pytest.mark.parametrize(
-    ("start_id", "error", "message"),
-    [(1.5, TypeError, "an integer: got 1.5"), (-1, ValueError, "at least 0: got -1"), (99, ValueError, "at most 36")],
-)
-def test_the_start_symbol_of_a_score_is_checked(port, start_id, error, message):
-    with pytest.raises(error, match=f"start_id must be {message}"):
-        port.package.score(build(port), SOURCE, LABELS, start_id=start_id)
-
-
 def test_hooks_of_positions_fire_in_a_search(port):
     model = build(port)
     model.target_position.register_forward_hook(lambda module, arguments, output: arguments[0])  # no positions
@@ -88,16 +81,25 @@ def test_hooks_of_positions_fire_in_a_search(port):
         torch.testing.assert_close(step, model(SOURCE, TARGET), rtol=0, atol=1e-12)
 
 
-def test_positions_of_another_kind_are_not_decoded(port):
-    class Halved(port.package.SinusoidalPosition):
-        def forward(self, x):
-            return x + self.vectors(x.shape[1]).to(x) / 2
+class Halved(SinusoidalPosition):
+    """Add half of each position's vector."""
 
-    for position in (Halved(build(port).config), nn.Identity()):
-        model = build(port)
-        model.target_position = position
-        with pytest.raises(ValueError, match=f"must be of this package for decoding: got {type(position).__name__}"):
-            port.package.greedy_search(model, SOURCE)
+    def forward(self, x):
+        return x + self.vectors(x.shape[1]).to(x) / 2
+
+
+def test_positions_of_a_subclass_are_decoded(port):
+    model = build(port)
+    model.target_position = Halved(model.config)
+    step, _ = model.decode_step(TARGET, model.init_cache(SOURCE, TARGET.shape[1]))
+    torch.testing.assert_close(step, model(SOURCE, TARGET), rtol=0, atol=1e-12)
+
+
+def test_positions_of_another_kind_are_not_decoded(port):
+    model = build(port)
+    model.target_position = nn.Identity()
+    with pytest.raises(ValueError, match="target_position must add one vector per position: got Identity"):
+        port.package.greedy_search(model, SOURCE)
 
 
 def test_compiled_positions_are_decoded(port):

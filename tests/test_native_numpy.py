@@ -294,12 +294,6 @@ def test_arguments_in_the_wrong_place():
     assert ref.cross_entropy(logits.tolist(), LABELS, model.config) == ref.cross_entropy(logits, LABELS, model.config)
 
 
-@pytest.mark.parametrize("arguments", [(10, 7), (10, 8, "sines"), (10, 8, "split", "n"), (10, 2, "split", "m_minus_1")])
-def test_sinusoids_that_do_not_exist(arguments):
-    with pytest.raises(ValueError, match=r"even d_model|must be one of|at least 4"):
-        ref.sinusoidal_encoding(*arguments)
-
-
 def test_a_model_without_weights_is_not_trained():
     """Its matrices are zero, and the gradients of some stay zero."""
     message = r"^the model has no weights yet: call set_weights\(model, init_weights\(config, seed\)\) first$"

@@ -259,6 +259,21 @@ def test_translations_that_make_no_sense_are_refused(backend, target_ids, error,
     assert str(raised.value) == message
 
 
+@pytest.mark.parametrize(
+    ("start_id", "error", "message"),
+    [
+        (1.5, TypeError, "start_id must be an integer: got 1.5"),
+        (-1, ValueError, "start_id must be at least 0: got -1"),
+        (13, ValueError, "start_id must lie in [0, 13): got 13"),
+    ],
+)
+def test_the_start_of_a_score_is_checked(backend, start_id, error, message):
+    config, weights = lively()
+    with pytest.raises(error) as raised:
+        backend.package.score(load(backend, config, weights), sources(config), np.full((5, 3), 5), start_id=start_id)
+    assert str(raised.value) == message
+
+
 def test_settings_of_sampling_need_a_seed():
     for settings in ({"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.5}):
         with pytest.raises(ValueError, match="are of sampling, which needs a seed"):

@@ -13,17 +13,29 @@ from flax import nnx
 from jax import Array
 
 from transformer_jax.layers import Linear
-from transformer_spec.config import TransformerConfig
+from transformer_spec.config import TransformerConfig, check_sinusoids
 from transformer_spec.shapes import Float, Int
 
 
 def sinusoidal_encoding(
     length: int, d_model: int, layout: str = "interleaved", timescale: str = "m", offset: int = 0
 ) -> Float[np.ndarray, "L d_model"]:
-    """Return one row of sines and cosines of the position per position, in float64.
+    """Return one row of sines and cosines per position, in float64 (section 3.5).
 
-    Arguments, result and errors as in ``reference_numpy.sinusoidal_encoding``.
+    ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(...)``.
+
+    Args:
+        length: Number of positions.
+        d_model: Number of channels, which is even.
+        layout: ``interleaved`` alternates sine and cosine (the paper), ``split`` puts all sines first.
+        timescale: ``m`` spaces m = d_model / 2 wavelengths from 2 pi up to but not including 10000 * 2 pi (the paper),
+            ``m_minus_1`` includes it.
+        offset: Number of the first position.
+
+    Raises:
+        ValueError: If there is no such layout or timescale, or ``d_model`` doesn't fit it.
     """
+    check_sinusoids(d_model, layout, timescale)
     m = d_model // 2
     steps = m if timescale == "m" else m - 1
     frequencies = 10000.0 ** (-np.arange(m) / steps)

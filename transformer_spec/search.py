@@ -21,6 +21,14 @@ LENGTH_PENALTIES = ("gnmt", "power")
 OnStep = Callable[[ndarray], None]  # is shown the unfinished hypotheses after each step, [B, K, n]
 
 
+def check_start(start_id: Any, config: TransformerConfig) -> int:
+    """Return the first token that the decoder reads; None is BOS. TypeError or ValueError if it is no target token."""
+    start_id = config.bos_id if start_id is None else check_integer("start_id", start_id, minimum=0)
+    if start_id >= config.target_vocab_size:
+        raise ValueError(f"start_id must lie in [0, {config.target_vocab_size}): got {start_id}")
+    return start_id
+
+
 class Scores(NamedTuple):
     """The log-probabilities of given translations, in nats.
 
@@ -250,9 +258,7 @@ class Search:
         """Return the numbers that this search needs for some sentences; errors as in ``beam_search``."""
         if config.eos_id == config.pad_id:
             raise ValueError(f"a search needs an end symbol that is not padding: both are {config.eos_id}")
-        start_id = config.bos_id if self.start_id is None else self.start_id
-        if start_id >= config.target_vocab_size:
-            raise ValueError(f"start_id must lie in [0, {config.target_vocab_size}): got {start_id}")
+        start_id = check_start(self.start_id, config)
         self.rules.check_ids(config)
         limits = self._limits(config, source_mask)
         if self.min_length > limits.min():

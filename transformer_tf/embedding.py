@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import Tensor
 
-from transformer_spec.config import TransformerConfig
+from transformer_spec.config import TransformerConfig, check_sinusoids
 from transformer_spec.shapes import Float, Int
 from transformer_tf.block import Block, initial
 from transformer_tf.layers import Linear
@@ -33,7 +33,11 @@ def sinusoidal_encoding(
         timescale: ``m`` spaces m = d_model / 2 wavelengths from 2 pi up to but not including 10000 * 2 pi (the paper),
             ``m_minus_1`` includes it.
         offset: Number of the first position.
+
+    Raises:
+        ValueError: If there is no such layout or timescale, or ``d_model`` doesn't fit it.
     """
+    check_sinusoids(d_model, layout, timescale)
     m = d_model // 2
     steps = m if timescale == "m" else m - 1
     frequencies = tf.constant(10000.0 ** (-np.arange(m) / steps), tf.float64)

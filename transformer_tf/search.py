@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow import Tensor
 
 from transformer_spec.checks import check_integer, check_translations, to_array
-from transformer_spec.search import OnStep, Scores, Search, SearchPlan, SearchResult
+from transformer_spec.search import OnStep, Scores, Search, SearchPlan, SearchResult, check_start
 from transformer_spec.search_rules import SearchRules
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_tf.fast import top_by_blocks
@@ -229,7 +229,7 @@ def score(
     target_ids = to_array("target_ids", target_ids)
     check_translations(target_ids.shape, len(source_ids))
     labels, _ = model._take("target", target_ids.reshape(-1, target_ids.shape[-1]), None)  # [B * N, T]
-    start = tf.fill([len(labels), 1], model.config.bos_id if start_id is None else start_id)
+    start = tf.fill([len(labels), 1], check_start(start_id, model.config))
     source_ids, source_mask = (tf.repeat(x, len(labels) // len(x), 0) for x in (source_ids, source_mask))
     scores = model(source_ids, tf.concat([start, labels[:, :-1]], 1), source_mask)  # [B * N, T, V]
     scores = tf.nn.log_softmax(tf.cast(scores, keras.backend.result_type(scores.dtype, "float32")))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor, nn
 
-from transformer_spec.config import TransformerConfig
+from transformer_spec.config import TransformerConfig, check_sinusoids
 from transformer_spec.shapes import Float, Int
 from transformer_torch.layers import Linear
 from transformer_torch.runtime import to_dtype
@@ -32,7 +32,11 @@ def sinusoidal_encoding(
         timescale: ``m`` spaces m = d_model / 2 wavelengths from 2 pi up to but not including 10000 * 2 pi (the
             paper), ``m_minus_1`` includes it (tensor2tensor).
         offset: Number of the first position.
+
+    Raises:
+        ValueError: If there is no such layout or timescale, or ``d_model`` doesn't fit it.
     """
+    check_sinusoids(d_model, layout, timescale)
     m = d_model // 2
     steps = m if timescale == "m" else m - 1
     frequencies = 10000.0 ** (-torch.arange(m, dtype=torch.float64, device="cpu") / steps)

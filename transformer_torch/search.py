@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from transformer_spec.checks import check_integer, check_translations, to_array
-from transformer_spec.search import OnStep, Scores, Search, SearchPlan, SearchResult
+from transformer_spec.search import OnStep, Scores, Search, SearchPlan, SearchResult, check_start
 from transformer_spec.search_rules import SearchRules
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_torch.fast import top_by_blocks
@@ -225,13 +225,11 @@ def score(
             the model has positions.
     """
     given, model = model, transformer_of(model)
-    start_id = model.config.bos_id if start_id is None else start_id
-    start_id = check_integer("start_id", start_id, minimum=0, maximum=model.config.target_vocab_size - 1)
     source_ids, source_mask = model._take("source", source_ids, source_mask)  # [B, S]
     target_ids = torch.as_tensor(target_ids if isinstance(target_ids, Tensor) else to_array("target_ids", target_ids))
     check_translations(target_ids.shape, len(source_ids))
     labels, _ = model._take("target", target_ids.reshape(-1, target_ids.shape[-1]), None)  # [B * N, T]
-    start = torch.full_like(labels[:, :1], start_id)
+    start = torch.full_like(labels[:, :1], check_start(start_id, model.config))
     count = len(labels) // len(source_ids)
     source_ids, source_mask = (x.repeat_interleave(count, 0) for x in (source_ids, source_mask))
     with inference(given):

@@ -16,12 +16,9 @@ from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, checked, no_tap, within
 from transformer_torch.decoder import DecoderCache
 from transformer_torch.embedding import LearnedPosition, SinusoidalPosition
-from transformer_torch.fast import FastSinusoidalPosition
 from transformer_torch.masks import causal_mask
 from transformer_torch.part import Part
 from transformer_torch.runtime import to_ids
-
-OWN_POSITIONS = (SinusoidalPosition, FastSinusoidalPosition, LearnedPosition)
 
 
 class Encoder(Part):
@@ -122,8 +119,8 @@ class Decoder(Part):
         beam_size = check_integer("beam_size", beam_size, minimum=1)
         memory, source_mask = self._take_memory_for_cache(memory, source_ids, source_mask)
         position = getattr(self.target_position, "_orig_mod", self.target_position)  # of torch.compile
-        if type(position).forward not in [own.forward for own in OWN_POSITIONS]:
-            raise ValueError(f"target_position must be of this package for decoding: got {type(position).__name__}")
+        if not isinstance(position, SinusoidalPosition | LearnedPosition):
+            raise ValueError(f"target_position must add one vector per position: got {type(position).__name__}")
         positions = self.target_position(memory.new_zeros(1, capacity, memory.shape[2]))[0]  # [capacity, d_model]
         return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
