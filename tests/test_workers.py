@@ -207,11 +207,13 @@ def test_a_port_that_never_returns_is_ended_whether_it_computes_or_not(waits, wr
 
 
 def test_one_with_an_answer_in_time_is_not_ended(write):
+    short = [case for case in port_cases(tiny(d_k=None, d_v=None), [ACTIVATIONS]) if "thousand" not in case.name]
+    cases = {"mine:Mine": short}
     started = time.monotonic()
-    findings = compare(write("time.sleep(0.02)"), timeout=2.0)
+    findings = compare(write("time.sleep(0.02)"), cases=cases, timeout=2.0)
     assert time.monotonic() - started > 2.0  # in all
-    assert FAILED not in {finding.verdict for finding in findings}
-    assert compare(write(), timeout=None) == findings
+    assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
+    assert compare(write(), cases=cases, timeout=None) == findings
 
 
 @pytest.mark.extended("timed processes")
