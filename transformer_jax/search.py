@@ -35,9 +35,29 @@ def greedy_search(
     rules: SearchRules | None = None,
     as_numpy: bool = True,
 ) -> SearchResult:
-    """Take the likeliest next token, again and again, until it is the end symbol.
+    """Return the translation that takes the likeliest next token in each step, until it is the EOS token.
 
-    Arguments, result and errors as in ``reference_numpy.greedy_search``.
+    Padding is never generated. If two tokens are equally likely, the lower ID is taken.
+
+    Args:
+        model: Model to search with.
+        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
+        max_length: Maximum number of tokens, including EOS. None is the length of each source + 50.
+        min_length: Minimum number of tokens, including EOS.
+        start_id: First token that the decoder reads. None is ``config.bos_id``.
+        source_mask: True if a source position holds a token [B, S]. None derives it from the IDs.
+        on_step: Function that is called after each step with the tokens so far [B, 1, n], padded after EOS.
+        prefix_ids: First tokens of the hypotheses of each sentence [B, P], without BOS, padded. They add 0 to the
+            score, or their log-probability if ``rules.score_forced`` is set.
+        rules: Search rules of another program. None is the paper's search.
+        as_numpy: False returns JAX arrays on the model's device instead of NumPy arrays.
+
+    Returns:
+        One hypothesis per sentence. Its score is its log-probability.
+
+    Raises:
+        TypeError: If IDs, sizes or lengths are not integers, or if the mask is not boolean.
+        ValueError: If an argument has the wrong shape or value, or if the model computes NaN.
     """
     search = Search(
         max_length=max_length,
@@ -68,9 +88,35 @@ def beam_search(
     rules: SearchRules | None = None,
     as_numpy: bool = True,
 ) -> SearchResult:
-    """Keep the likeliest unfinished hypotheses, let each go on in every way, and return the best that ended.
+    """Return the best translations that beam search finds.
 
-    Arguments, result and errors as in ``reference_numpy.beam_search``.
+    Each step considers the ``beam_size`` likeliest continuations of all hypotheses. Those that end, with EOS or at the
+    maximum length, are finished and ranked by log-probability divided by length penalty. The search of a sentence stops
+    when no unfinished hypothesis can still become one of the best ``num_hypotheses``. Padding is never generated.
+
+    Args:
+        model: Model to search with.
+        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
+        beam_size: Number of unfinished hypotheses per sentence.
+        length_penalty: Exponent of the length penalty. 0 ranks by log-probability, which favors short hypotheses.
+        max_length: Maximum number of tokens, including EOS. None is the length of each source + 50.
+        min_length: Minimum number of tokens, including EOS.
+        num_hypotheses: Number of hypotheses to return per sentence, at most ``beam_size``.
+        length_penalty_kind: ``gnmt``, ((5 + n) / 6)^alpha as in the paper, or ``power``, n^alpha.
+        start_id: First token that the decoder reads. None is ``config.bos_id``.
+        source_mask: True if a source position holds a token [B, S]. None derives it from the IDs.
+        on_step: Function that is called after each step with the unfinished hypotheses [B, K, n], best first.
+        prefix_ids: First tokens of the hypotheses of each sentence [B, P], without BOS, padded. They add 0 to the
+            score, or their log-probability if ``rules.score_forced`` is set.
+        rules: Search rules of another program. None is the paper's search.
+        as_numpy: False returns JAX arrays on the model's device instead of NumPy arrays.
+
+    Returns:
+        The best hypotheses of each sentence and their scores, best first.
+
+    Raises:
+        TypeError: If IDs, sizes or lengths are not integers, or if the mask is not boolean.
+        ValueError: If an argument has the wrong shape or value, or if the model computes NaN.
     """
     search = Search(
         beam_size=check_integer("beam_size", beam_size, minimum=1),

@@ -54,7 +54,19 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and their number.
 
-    Arguments, result and errors as in ``reference_numpy.cross_entropy``.
+    Section 5.4: the probability ``label_smoothing`` is moved from the right token to all tokens (``uniform``), to the
+    wrong tokens (``off_target``), or to the wrong tokens except padding (``off_target_and_pad``). Logarithms are
+    computed in at least float32.
+
+    Args:
+        logits: Scores of each next token.
+        labels: Right next tokens, padded with ``config.pad_id``. Padding has no loss.
+        config: Vocabulary, padding ID and label smoothing.
+
+    Raises:
+        TypeError: If the labels are not integers.
+        ValueError: If the labels have the wrong shape or are outside the vocabulary. Under ``jax.jit`` and on a GPU,
+            where values can't be checked, the loss of a label outside the vocabulary is NaN.
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None)
     check_labels(labels.shape, logits.shape[:2])
@@ -80,7 +92,17 @@ def cross_entropy(
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
-    Arguments, result and errors as in ``reference_numpy.gradients``.
+    Dropout is off. A batch without target tokens has zero loss and zero gradients.
+
+    Args:
+        model: Model, which is not changed.
+        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
+        target_ids: Decoder input [B, T], starting with ``config.bos_id``, padded.
+        labels: Right next tokens [B, T]: the target sentences, ending with ``config.eos_id``, padded.
+
+    Raises:
+        TypeError: If the model is not a Transformer of this package, or the IDs are not integers.
+        ValueError: If IDs have the wrong shape or are outside the vocabulary, or if a parameter has no canonical name.
     """
     if not isinstance(model, Transformer):
         raise TypeError(f"model must be a Transformer of this package: got {type(model).__name__}")
@@ -98,9 +120,23 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
 
 
 class Trainer:
-    """Trains a model in place, one batch a step; between two steps the model is in inference mode.
+    """Trains a model in place, one batch per step; between two steps the model is in inference mode.
 
-    Arguments, result and errors as in ``reference_numpy.Trainer``.
+    A step follows the gradient of the loss per target token with Adam and the learning rate of equation (3). Each step
+    is compiled once for each shape of a batch.
+
+    Args:
+        model: Model in float32 or float64.
+        settings: Optimizer, schedule, clipping, accumulation and mixed precision.
+        seed: Determines the dropout of a step, together with the number of the step.
+        mesh: Devices that share each step, as ``make_mesh`` returns them. None is the model's device.
+        dropout: ``global`` draws dropout for the whole batch, so any number of devices computes the same; ``local``
+            draws it for each device separately, which is faster.
+
+    Raises:
+        TypeError: If the model is not a Transformer of this package, or the seed is not an integer.
+        ValueError: If the model's dtype cannot be trained, mixed precision needs float32, the seed is negative, the
+            mesh can't divide the model, or a trainable parameter has no canonical name.
     """
 
     def __init__(
