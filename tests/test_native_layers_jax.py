@@ -183,12 +183,11 @@ def test_loaded_models_drop_by_their_seed(port):
     from flax import nnx
 
     config, found = CONFIG.replace(dropout={**NO_DROPOUT, "residual": 0.5}), []
-    for rngs in ({}, {"rngs": 0}, {"rngs": 7}, {"rngs": nnx.Rngs(7)}, {"rngs": nnx.Rngs(dropout=8)}):
-        model = port.package.Transformer.from_weights(config, random_weights(config), **rngs)
+    for rngs in (0, 7, nnx.Rngs(7), nnx.Rngs(dropout=8)):
+        model = port.package.Transformer.from_weights(config, random_weights(config), rngs=rngs)
         model.train()
         found.append(port.to_numpy(model(SOURCE, TARGET)))
-    usual, zero, seven, same, eight = found
-    np.testing.assert_array_equal(usual, zero)
+    zero, seven, same, eight = found
     np.testing.assert_array_equal(seven, same)
     assert min(np.abs(a - b).max() for a, b in ((zero, seven), (zero, eight), (seven, eight))) > 1e-3
 
@@ -199,8 +198,8 @@ def test_wrong_types_are_named(port):
         (lambda: port.package.Transformer({}, rngs=0), "config must be a TransformerConfig: got dict"),
         (lambda: port.package.Transformer.from_weights({}, {}), "config must be a TransformerConfig: got dict"),
         (lambda: port.package.Trainer(model, {}), "settings must be a TrainingConfig: got dict"),
-        (lambda: port.package.Trainer(model.encoder, SETTINGS), "model must be a Transformer .*: got EncoderStack"),
-        (lambda: port.package.gradients(model.encoder, *BATCH), "model must be a Transformer .*: got EncoderStack"),
+        (lambda: port.package.Trainer(model.encoder, SETTINGS), "model must be a Transformer .* got .*EncoderStack"),
+        (lambda: port.package.gradients(model.encoder, *BATCH), "model must be a Transformer .* got .*EncoderStack"),
     ):
         with pytest.raises(TypeError, match=message):
             call()

@@ -51,7 +51,8 @@ class TokenEmbedding(nnx.Embed):
 
     def __init__(self, vocab_size: int, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
         normal = nnx.initializers.normal(config.d_model**-0.5)
-        super().__init__(vocab_size, config.d_model, dtype=dtype, param_dtype=dtype, embedding_init=normal, rngs=rngs)
+        super().__init__(vocab_size, config.d_model, param_dtype=dtype, embedding_init=normal, rngs=rngs)
+        self.dtype = None  # compute in the dtype of the matrix, as Flax's other layers do by default
         self.multiplier = math.sqrt(config.d_model) if config.scale_embedding else 1.0
 
     def __call__(self, ids: Int[Array, "B L"]) -> Float[Array, "B L d_model"]:  # type: ignore[override]
@@ -83,18 +84,16 @@ class LearnedPosition(nnx.Embed):
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
         normal = nnx.initializers.normal(config.d_model**-0.5)
-        super().__init__(
-            config.max_length, config.d_model, dtype=dtype, param_dtype=dtype, embedding_init=normal, rngs=rngs
-        )
+        super().__init__(config.max_length, config.d_model, param_dtype=dtype, embedding_init=normal, rngs=rngs)
         self.offset = config.position_offset
 
     def __call__(self, x: Float[Array, "B L d_model"]) -> Float[Array, "B L d_model"]:  # type: ignore[override]
         """Return ``x`` with its positions."""
-        return x + self.vectors(x.shape[1])
+        return x + self.vectors(x.shape[1]).astype(x.dtype)
 
     def vectors(self, length: int) -> Float[Array, "L d_model"]:
         """Return the vectors of the first positions."""
-        return self.embedding[self.offset : self.offset + length].astype(self.dtype)
+        return self.embedding[self.offset : self.offset + length]
 
 
 def OutputProjection(  # noqa: N802  the name of a layer
@@ -112,9 +111,8 @@ class TiedProjection(nnx.Module):
     def __init__(self, embedding: TokenEmbedding, bias: bool, dtype: str = "float32") -> None:
         self.embedding = embedding
         self.bias = nnx.Param(jnp.zeros(embedding.num_embeddings, dtype)) if bias else None
-        self.dtype = dtype  # of the computation, as in nnx.Linear
 
     def __call__(self, x: Float[Array, "B L d_model"]) -> Float[Array, "B L V"]:
         """Return the logits of each position."""
         logits = self.embedding.attend(x)
-        return logits if self.bias is None else logits + self.bias.astype(self.dtype)
+        return logits if self.bias is None else logits + self.bias.astype(logits.dtype)

@@ -40,7 +40,7 @@ def masked_softmax(
 def Linear(d_in: int, d_out: int, *, bias: bool, dtype: str = "float32", rngs: nnx.Rngs) -> nnx.Linear:  # noqa: N802
     """Return a layer that multiplies by a matrix and adds a bias, ``x W + b``, with Xavier-uniform initial values."""
     xavier = nnx.initializers.xavier_uniform()  # NNX's default is a truncated normal
-    return nnx.Linear(d_in, d_out, use_bias=bias, dtype=dtype, param_dtype=dtype, kernel_init=xavier, rngs=rngs)
+    return nnx.Linear(d_in, d_out, use_bias=bias, param_dtype=dtype, kernel_init=xavier, rngs=rngs)
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -54,7 +54,6 @@ class LayerNorm(nnx.LayerNorm):
         super().__init__(
             config.d_model,
             epsilon=config.layer_norm_epsilon,
-            dtype=dtype,
             param_dtype=dtype,
             use_fast_variance=False,  # E[x^2] - E[x]^2 is garbage where the mean is large
             rngs=rngs,

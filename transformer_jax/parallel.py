@@ -22,13 +22,12 @@ from jax import Array
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from transformer_jax.optimizer import Arrays
 from transformer_jax.runtime import check_placement, to_numpy
 from transformer_jax.weights import parameter_of
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import parameter_shapes
 from transformer_spec.parallel_plan import AXES, Plan, Shard, fsdp_axis, spread, tensor_axis
-
-Arrays = dict[str, Array]  # by canonical name
 
 KEYS = ("num_processes", "process_id")
 MORE_DEVICES = (

@@ -18,7 +18,7 @@ from transformer_jax.encoder import EncoderStack
 from transformer_jax.fast import accelerate
 from transformer_jax.layers import Dropout, LayerNorm
 from transformer_jax.masks import padding_mask, target_padding_mask
-from transformer_jax.runtime import PRECISIONS, to_device, to_dtype, to_ids, to_mask, to_memory, to_rngs
+from transformer_jax.runtime import PRECISIONS, as_array, to_device, to_dtype, to_ids, to_mask, to_memory, to_rngs
 from transformer_jax.weights import get_weights, set_weights
 from transformer_spec.checks import check_choice, check_given, check_next_ids, check_room, check_type
 from transformer_spec.config import TransformerConfig
@@ -39,7 +39,6 @@ class Part(nnx.Module):
         dtype, rngs = to_dtype(dtype), to_rngs(rngs)
         if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             raise RuntimeError("float64 is off in JAX: switch it on by jax.config.update('jax_enable_x64', True)")
-        check_type("config", config, TransformerConfig)
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         tied = config.tie_embeddings == "all"
         self.config = config
@@ -73,29 +72,30 @@ class Part(nnx.Module):
         precision: str | None = None,
         *,
         fast: bool = True,
-        rngs: Any = 0,
+        rngs: Any = None,
     ) -> Self:
         """Build a model in inference mode with a copy of the given weights.
 
         Args:
             config: The config of the weights.
             weights: One array per canonical name, of any floating-point dtype. A part ignores the others' weights.
-            dtype: The dtype of parameters and computation, such as ``jnp.bfloat16`` or its name. Layers convert their
-                parameters to it, so casting the state of a model later does not change the dtype of the computation.
+            dtype: The dtype of the parameters, such as ``jnp.bfloat16`` or its name. Layers compute in the dtype of
+                their parameters, also after the state of the model is cast.
             device: A ``jax.Device``, or ``cpu``, ``gpu`` or ``tpu``. None lets JAX move the arrays.
             precision: The precision of this model's matmuls, ``highest`` or ``fast`` (see ``set_precision``). None uses
                 the process's.
             fast: True computes with ``fast.py``, which agrees with the formulas up to rounding. False computes each
                 formula as it is written.
-            rngs: The random state of dropout: an ``nnx.Rngs``, a key or a seed. Two models with the same seed drop the
-                same values. A ``Trainer`` uses its own seed instead.
+            rngs: The random state of dropout: an ``nnx.Rngs``, a key or a seed. Without it, dropout raises Flax's error
+                in train mode. A ``Trainer`` does not need it, because it has its own seed.
 
         Raises:
             TypeError: If a weight is not of a floating-point dtype, or config or rngs is of a wrong type.
             ValueError: If the weights don't match the config, or dtype, device or precision is unknown.
             RuntimeError: If the device is not visible, or the dtype is float64 and ``jax_enable_x64`` is off.
         """
-        dtype, place, rngs = to_dtype(dtype), to_device(device), to_rngs(rngs)
+        dtype, place = to_dtype(dtype), to_device(device)
+        stream = None if rngs is None else to_rngs(rngs).dropout
         if precision is not None:
             check_choice("precision", precision, PRECISIONS)
         with jax.default_device(place):
@@ -103,7 +103,7 @@ class Part(nnx.Module):
             set_weights(model, weights)
             for _, module in nnx.iter_modules(model):
                 if isinstance(module, Dropout):
-                    module.rngs = rngs.dropout.fork()
+                    module.rngs = nnx.data(stream and stream.fork())
         if device is not None:  # bind the arrays to it
             nnx.update(model, jax.device_put(nnx.state(model), place))
         model.precision = precision
@@ -119,7 +119,7 @@ class Part(nnx.Module):
         precision: str | None = None,
         *,
         fast: bool = True,
-        rngs: Any = 0,
+        rngs: Any = None,
     ) -> Self:
         """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast, rngs=rngs)
@@ -159,15 +159,13 @@ class Part(nnx.Module):
         else:
             mask = to_mask("source_mask", mask, np.shape(memory)[:2])
         shape, dtype = (*mask.shape, self.config.d_model), self.target_embedding.embedding.dtype
-        if getattr(memory, "dtype", None) == self.output_proj.dtype:  # another one where precision is mixed
+        if getattr(memory, "dtype", None) == self.target_embedding.dtype:  # another one where precision is mixed
             dtype = memory.dtype
         return to_memory(memory, shape, dtype.name), mask
 
-    _take_memory_for_cache = _take_memory  # the whole model overrides it: it can compute the memory
-
     def _take_next(self, ids, cache):
         """Return the ids of the next target positions [R, L], checked."""
-        ids = ids if isinstance(ids, Array) else np.asarray(ids)
+        ids = as_array("target_ids", ids)
         is_one = ids.ndim < 2
         ids = to_ids("target_ids", ids[None] if is_one else ids, self.config.target_vocab_size, None)
         ids = ids.T if is_one else ids

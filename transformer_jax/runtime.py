@@ -89,13 +89,9 @@ def to_rngs(rngs: Any) -> nnx.Rngs:
     Raises:
         TypeError: If it is something else.
     """
-    if isinstance(rngs, nnx.Rngs):
-        return rngs
-    if isinstance(rngs, Array) and jnp.issubdtype(rngs.dtype, jax.dtypes.prng_key):
-        return nnx.Rngs(rngs)
-    if not isinstance(rngs, int | np.integer) or isinstance(rngs, bool):
+    if not isinstance(rngs, nnx.Rngs | Array | int | np.integer) or isinstance(rngs, bool):
         raise TypeError(f"rngs must be an nnx.Rngs, a key or a seed: got {type(rngs).__name__}")
-    return nnx.Rngs(int(rngs))
+    return rngs if isinstance(rngs, nnx.Rngs) else nnx.Rngs(int(rngs) if np.isscalar(rngs) else rngs)
 
 
 def as_placed(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,6 +109,11 @@ def as_placed(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def as_array(name: str, value: Any) -> Any:
+    """Return an array of JAX, which may be traced, unchanged; anything else as an array of NumPy, see ``to_array``."""
+    return value if isinstance(value, Array) else to_array(name, value)
+
+
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[Array, "B L"]:
     """Take token ids from the outside, checked.
 
@@ -120,26 +121,24 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> I
     up to the framework: torch stops, TensorFlow stops on a CPU and takes zeros on a GPU, XLA takes the nearest row; but
     JAX counts negative ids from the end.
     """
-    if isinstance(ids, Array):
-        check_ids(name, ids.shape, ids.dtype.name, vocab_size, max_positions, _values(ids))
-        return ids.astype(jnp.int32)
-    array = to_array(name, ids)
-    check_ids(name, array.shape, array.dtype.name, vocab_size, max_positions, array)
-    return jnp.asarray(array.astype(np.int32))  # a copy: the caller's array is never aliased
+    ids = as_array(name, ids)
+    values = _values(ids) if isinstance(ids, Array) else ids
+    check_ids(name, ids.shape, ids.dtype.name, vocab_size, max_positions, values)
+    return jnp.asarray(ids.astype(np.int32))  # a copy: the caller's array is never aliased
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int]) -> Bool[Array, "B L"]:
     """Take a padding mask from the outside, checked against the shape of its ids."""
-    mask = mask if isinstance(mask, Array) else to_array(name, mask).copy()
+    mask = as_array(name, mask)
     check_mask(name, mask.shape, mask.dtype.name, shape)
-    return jnp.asarray(mask)
+    return jnp.array(mask)  # a copy: the caller's array is never aliased
 
 
 def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[Array, "B S d_model"]:
     """Take a memory from the outside, checked against the shape of its source and the model's dtype."""
-    memory = memory if isinstance(memory, Array) else np.asarray(memory)
+    memory = as_array("memory", memory)
     check_memory(memory.shape, memory.dtype.name, shape, dtype)
-    return memory if isinstance(memory, Array) else jnp.array(memory)  # a copy: the caller's array is never aliased
+    return jnp.array(memory)  # a copy: the caller's array is never aliased
 
 
 def to_numpy(array: Array) -> np.ndarray:

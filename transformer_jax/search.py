@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from transformer_jax.fast import top_by_blocks
-from transformer_jax.search_loop import run_search
+from transformer_jax.runtime import as_array
+from transformer_jax.search_loop import build, run_search
 from transformer_jax.search_rules import apply_rules, within_pool
-from transformer_jax.transformer import Transformer
-from transformer_spec.checks import check_integer, check_translations, to_array
+from transformer_jax.transformer import Transformer, check_model
+from transformer_spec.checks import check_integer, check_translations
 from transformer_spec.search import OnStep, Scores, Search, SearchPlan, SearchResult, check_start
 from transformer_spec.search_rules import SearchRules
 from transformer_spec.shapes import Bool, Float, Int
@@ -59,6 +60,7 @@ def greedy_search(
         TypeError: If IDs, sizes or lengths are not integers, or if the mask is not boolean.
         ValueError: If an argument has the wrong shape or value, or if the model computes NaN.
     """
+    check_model(model)
     search = Search(
         max_length=max_length,
         min_length=min_length,
@@ -118,6 +120,7 @@ def beam_search(
         TypeError: If IDs, sizes or lengths are not integers, or if the mask is not boolean.
         ValueError: If an argument has the wrong shape or value, or if the model computes NaN.
     """
+    check_model(model)
     search = Search(
         beam_size=check_integer("beam_size", beam_size, minimum=1),
         length_penalty=length_penalty,
@@ -185,6 +188,7 @@ def sample(
         ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, a setting is out of range,
             lengths contradict each other or the model's positions, or the model computes NaN.
     """
+    check_model(model)
     search = Search(
         num_hypotheses=check_integer("num_samples", num_samples, minimum=1),
         temperature=temperature,
@@ -205,7 +209,7 @@ def score(
 ) -> Scores:
     """Return the log-probabilities that the model assigns to given translations, for example to rerank them.
 
-    To score each token of the hypotheses of a search, pass its ``nbest_ids``.
+    Dropout is off. To score each token of the hypotheses of a search, pass its ``nbest_ids``.
 
     Args:
         model: The model.
@@ -223,8 +227,11 @@ def score(
         ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, or there are more tokens than
             the model has positions.
     """
+    check_model(model)
+    leaves, structure = jax.tree.flatten(model)
+    model = build(structure, leaves)  # the caller's model keeps its mode
     source_ids, source_mask = model._take("source", source_ids, source_mask)  # [B, S]
-    target_ids = to_array("target_ids", target_ids)
+    target_ids = as_array("target_ids", target_ids)
     check_translations(target_ids.shape, len(source_ids))
     labels, _ = model._take("target", target_ids.reshape(-1, target_ids.shape[-1]), None)  # [B * N, T]
     start = jnp.full_like(labels[:, :1], check_start(start_id, model.config))

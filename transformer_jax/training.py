@@ -26,7 +26,7 @@ from transformer_jax.compilation import (
 from transformer_jax.optimizer import Adam, clip_factor, global_norm
 from transformer_jax.parallel import constrain, divide, place, plan_of, shardings
 from transformer_jax.runtime import as_placed, to_ids, to_numpy
-from transformer_jax.transformer import Transformer
+from transformer_jax.transformer import Transformer, check_model
 from transformer_jax.weights import check_layers
 from transformer_spec.checks import (
     check_accumulation,
@@ -43,8 +43,6 @@ from transformer_spec.parallel_plan import DROPOUTS
 from transformer_spec.shapes import Float, Int
 from transformer_spec.taps import no_tap
 from transformer_spec.training_config import Gradients, StepResult, TrainingConfig, TrainingState
-
-Batch = tuple[Array, Array, Array]  # source_ids, target_ids, labels
 
 MIXED_BFLOAT16 = True  # whether this backend can compute in bfloat16 with float32 weights
 
@@ -104,14 +102,13 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
         TypeError: If the model is not a Transformer of this package, or the IDs are not integers.
         ValueError: If IDs have the wrong shape or are outside the vocabulary, or if a parameter has no canonical name.
     """
-    if not isinstance(model, Transformer):
-        raise TypeError(f"model must be a Transformer of this package: got {type(model).__name__}")
+    check_model(model)
     check_layers(model)
     batch = _take(model, source_ids, target_ids, labels)
     differentiate = compile_quickly(_gradients, Structure.of(model))
     loss, (of_parameters, of_taps) = differentiate(parameters_of(model), batch)
     # The names give the order, which jax.jit loses: it sorts the keys of a dict.
-    taps = _tap_shapes(model.config, batch)
+    taps = tap_shapes(model.config, *batch[0].shape, batch[1].shape[1])
     return Gradients(
         float(loss),
         {name: np.array(of_parameters[name]) for name in parameter_shapes(model.config)},
@@ -148,8 +145,7 @@ class Trainer:
         mesh: Mesh | None = None,
         dropout: str = "global",
     ) -> None:
-        if not isinstance(model, Transformer):
-            raise TypeError(f"model must be a Transformer of this package: got {type(model).__name__}")
+        check_model(model)
         check_type("settings", settings, TrainingConfig)
         check_layers(model)
         check_trainable(model.source_embedding.embedding.dtype.name, settings.mixed_bfloat16, MIXED_BFLOAT16)
@@ -265,11 +261,6 @@ def _take(model, source_ids, target_ids, labels):
     return source_ids, target_ids, labels
 
 
-def _tap_shapes(config: TransformerConfig, batch: Batch) -> dict[str, tuple[int, ...]]:
-    source_ids, target_ids, _ = batch
-    return tap_shapes(config, len(source_ids), source_ids.shape[1], target_ids.shape[1])
-
-
 def _loss(model, batch, config, tap=no_tap):
     """Return the summed loss of a batch, and the number of its target tokens."""
     source_ids, target_ids, labels = batch
@@ -291,7 +282,7 @@ def _gradients(structure, parameters, batch):
         return total / jnp.maximum(tokens, 1).astype(total.dtype)
 
     dtype = parameters["source_embedding.table"].dtype
-    shapes = _tap_shapes(structure.config, batch)
+    shapes = tap_shapes(structure.config, *batch[0].shape, batch[1].shape[1])
     zeros = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
     return jax.value_and_grad(loss, argnums=(0, 1))(parameters, zeros)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,8 +32,9 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
     for name in parameter_shapes(model.config, model.part):
         parameter = parameter_of(model, name)
         # JAX may alias a NumPy array for as long as it lives: this copy is JAX's alone.
-        array = rounded(name, weights[name], parameter.dtype.name)
-        parameter.set_value(_put(array, parameter.get_value()))
+        array, old = rounded(name, weights[name], parameter.dtype.name), parameter.get_value()
+        is_bound = isinstance(old, jax.Array) and old.committed
+        parameter.set_value(jax.device_put(array, old.sharding if is_bound else None))
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
@@ -62,7 +65,9 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
     named: set[int] = set()
     paths = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(model.config, model.part))
     for path in [*paths, *["output_proj"] * (model.part != "encoder")]:  # also if it is tied and has no name
-        layer = find(model, path)
+        layer: Any = None
+        with suppress(AttributeError, IndexError):  # a layer that is missing
+            layer = find(model, path)
         is_adapter = type(layer).__call__ is nnx.LoRALinear.__call__
         if is_adapter and not adapters:
             raise ValueError(
@@ -75,6 +80,13 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
                 "the layer that it replaced, and put that layer back"
             )
         named |= {id(leaf) for _, leaf in nnx.iter_graph(layer) if isinstance(leaf, nnx.Param)}
+    for name in parameter_shapes(model.config, model.part):
+        parameter = parameter_of(model, name)
+        if not isinstance(parameter, nnx.Variable if adapters else nnx.Param):
+            raise ValueError(
+                f"{name} must be an nnx.Param: got {type(parameter).__name__}; assign an nnx.Param, or train the other "
+                "parameters with nnx.grad and nnx.Optimizer"
+            )
     leaves = nnx.iter_graph(model)
     others = [".".join(map(str, path)) for path, x in leaves if isinstance(x, nnx.Param) and id(x) not in named]
     if others:
@@ -90,13 +102,3 @@ def _merged(model, name):
         return array
     low, high = (to_numpy(x.get_value()).astype(np.float64) for x in (layer.lora.lora_a, layer.lora.lora_b))
     return rounded(name, array + low @ high, array.dtype.name)
-
-
-def _put(array, old):
-    """Put an array where the old one is, and bind it to that place if the old one is bound."""
-    if isinstance(old, jax.ShapeDtypeStruct):
-        return jax.device_put(array)
-    if old.committed:
-        return jax.device_put(array, old.sharding)
-    with jax.default_device(*old.devices()):
-        return jax.device_put(array)

@@ -172,7 +172,11 @@ STRUCTURE = table(
         },
         f"{SELF}.query": {
             "still in training mode": {
-                **changed("part", torch=("model.eval()", "model"), jax=("        model.eval()\n", "")),
+                **changed("part", torch=("model.eval()", "model")),
+                "jax": [
+                    ("part", "        model.eval()\n", ""),
+                    ("part", "None if rngs is None else to_rngs(rngs)", "to_rngs(0)"),
+                ],
                 **changed(
                     "transformer", tf=(f"{ENCODED}source_mask, tap, training)", f"{ENCODED}source_mask, tap, True)")
                 ),

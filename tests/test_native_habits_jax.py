@@ -1,0 +1,212 @@
+"""What users of JAX and Flax NNX try with a model: it works, or the error says what to do instead."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import random_weights, tiny_config
+from native_models import BATCH, LABELS, ONE_LAYER, SETTINGS, SOURCE, TARGET, build
+
+import reference_numpy as ref
+
+pytestmark = pytest.mark.only("jax")
+
+RATES = {"embedding": 0.5, "attention": 0.5, "residual": 0.5, "feed_forward": 0.5}
+KERNEL = "encoder.layers.0.feed_forward.inner_proj.kernel"
+
+
+def cast(model, dtype):
+    import jax
+    from flax import nnx
+
+    nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model, nnx.Param)))
+
+
+def inner_proj(model):
+    return model.encoder.layers[0].feed_forward.inner_proj
+
+
+# --- Dtypes and random state ---
+
+
+@pytest.mark.parametrize("tie", ["all", "none"])
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+def test_a_model_computes_in_the_dtype_its_state_is_cast_to(port, tie, positions):
+    overrides = {"tie_embeddings": tie, "position_encoding": positions, "output_bias": True}
+    for before, after in (("float32", "bfloat16"), ("float32", "float64"), ("float64", "float32")):
+        model, expected = build(port, before, **overrides), build(port, after, **overrides)
+        cast(model, after)
+        if before == "float32":  # its values are rounded already
+            port.package.set_weights(expected, model.export_weights())
+        logits = model(SOURCE, TARGET)
+        assert logits.dtype == model.encode(SOURCE).dtype == after
+        np.testing.assert_array_equal(logits, expected(SOURCE, TARGET))
+        found, right = (port.package.beam_search(x, SOURCE, 2, max_length=4) for x in (model, expected))
+        np.testing.assert_array_equal(found.nbest_ids, right.nbest_ids)
+        np.testing.assert_array_equal(found.nbest_scores, right.nbest_scores)
+
+
+def test_a_loaded_model_without_rngs_does_not_drop_in_silence(port):
+    """Two models with one implicit seed would drop the same values."""
+    config = tiny_config(**ONE_LAYER, dropout=RATES)
+    model = port.package.Transformer.from_weights(config, random_weights(config))
+    model.train()
+    with pytest.raises(ValueError, match="no `rngs` argument was provided to Dropout"):
+        model(SOURCE, TARGET)
+    found = port.package.greedy_search(model, SOURCE, 4), port.package.Trainer(model, SETTINGS).train_step(*BATCH)
+    given = port.package.Transformer.from_weights(config, random_weights(config), rngs=0)
+    expected = port.package.greedy_search(given, SOURCE, 4), port.package.Trainer(given, SETTINGS).train_step(*BATCH)
+    np.testing.assert_array_equal(found[0].scores, expected[0].scores)
+    assert found[1].loss == expected[1].loss
+
+
+def test_rngs_may_be_an_old_key(port):
+    import jax
+
+    config = tiny_config(**ONE_LAYER)
+    old, new = (port.package.Transformer(config, rngs=key(3)) for key in (jax.random.PRNGKey, jax.random.key))
+    np.testing.assert_array_equal(old.encode(SOURCE), new.encode(SOURCE))
+
+
+# --- Scores ---
+
+
+def test_a_score_has_no_dropout_in_train_mode(port):
+    model = build(port, dropout=RATES)
+    expected = port.package.score(model, SOURCE, LABELS)
+    model.train()
+    found = port.package.score(model, SOURCE, LABELS)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    assert not model.dropout.deterministic
+
+
+def test_a_score_is_compiled_and_differentiated(port):
+    """In train mode, with ids that are traced: as the cross-entropy without dropout and without smoothing."""
+    from flax import nnx
+
+    model = build(port, dropout=RATES, label_smoothing=0.0)
+    score = port.package.score
+    expected, logits = score(model, SOURCE, LABELS), model(SOURCE, np.array([[1, 3, 4], [1, 5, 2]]))
+    total, _ = port.package.cross_entropy(logits, LABELS, model.config)
+    np.testing.assert_allclose(expected.sequences.sum(), -total, rtol=1e-12)
+    model.train()
+    tokens = nnx.jit(lambda model, source, target: score(model, source, target).tokens)(model, SOURCE, LABELS)
+    np.testing.assert_allclose(tokens, expected.tokens, rtol=1e-12)
+    gradient = nnx.jit(nnx.grad(lambda model: -score(model, SOURCE, LABELS).sequences.sum()))(model)
+    right = ref.gradients(build(Reference, dropout=RATES, label_smoothing=0.0), SOURCE, [[1, 3, 4], [1, 5, 2]], LABELS)
+    found = gradient["encoder"]["layers"][0]["feed_forward"]["inner_proj"]["kernel"][...]
+    np.testing.assert_allclose(found, 5 * right.parameters[KERNEL], rtol=1e-9, atol=1e-12)
+
+
+class Reference:
+    name, package = "numpy", ref
+
+
+def test_a_model_of_something_else_is_refused(port):
+    from flax import nnx
+
+    package, model = port.package, build(port)
+    others = (
+        *(None, SOURCE, nnx.state(model), nnx.split(model), nnx.Sequential(model), build(Reference)),
+        *(package.Encoder(model.config, rngs=0), package.Decoder(model.config, rngs=0), nnx.jit(lambda model: model)),
+    )
+    for other in others:
+        for call in (
+            lambda: package.greedy_search(other, SOURCE),  # noqa: B023
+            lambda: package.beam_search(other, SOURCE),  # noqa: B023
+            lambda: package.sample(other, SOURCE),  # noqa: B023
+            lambda: package.score(other, SOURCE, LABELS),  # noqa: B023
+            lambda: package.gradients(other, *BATCH),  # noqa: B023
+            lambda: package.Trainer(other, SETTINGS),  # noqa: B023
+        ):
+            with pytest.raises(TypeError, match="model must be a Transformer of this package: got <class"):
+                call()
+
+
+class Tensor:
+    """An array of a framework whose rows have no ``tolist``."""
+
+    def __init__(self, rows):
+        self.rows = np.asarray(rows)
+
+    def __iter__(self):
+        return map(Tensor, self.rows)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.rows
+
+
+def test_a_prefix_of_another_framework(port):
+    import jax.numpy as jnp
+
+    model = build(port)
+    expected = port.package.greedy_search(model, SOURCE, 5, prefix_ids=[[7], [8, 9]])
+    for prefix in (jnp.array([[7, 0], [8, 9]]), Tensor([[7, 0], [8, 9]]), [Tensor([7]), jnp.array([8, 9])]):
+        found = port.package.greedy_search(model, SOURCE, 5, prefix_ids=prefix)
+        np.testing.assert_array_equal(found.ids, expected.ids)
+
+
+def test_a_search_calls_the_encode_of_a_subclass(port):
+    class Silent(port.package.Transformer):
+        """Reads nothing."""
+
+        def encode(self, source_ids, source_mask=None):
+            return 0.0 * super().encode(source_ids, source_mask)
+
+    model = build(port)
+    silent = Silent.from_weights(model.config, model.export_weights(), "float64")
+    cache = model.init_cache(SOURCE, 1, memory=0.0 * model.encode(SOURCE))
+    logits, _ = model.decode_step(TARGET[:, 0], cache)
+    found = port.package.greedy_search(silent, SOURCE, 1)
+    np.testing.assert_allclose(found.scores, port.package.score(silent, SOURCE, found.ids).sequences, rtol=1e-12)
+    np.testing.assert_array_equal(found.ids[:, 0], np.asarray(logits).argmax(-1))
+    assert (port.package.greedy_search(model, SOURCE, 1).scores != found.scores).all()
+
+
+# --- Parameters that are not as they were built ---
+
+
+def test_frozen_variables_are_not_trained_in_silence(port):
+    import optax
+    from flax import nnx
+
+    class Frozen(nnx.Variable):
+        """A parameter that must not change."""
+
+    model = build(port)
+    inner_proj(model).kernel = Frozen(inner_proj(model).kernel[...])
+    before = model.export_weights()
+    for call in (lambda: port.package.Trainer(model, SETTINGS), lambda: port.package.gradients(model, *BATCH)):
+        with pytest.raises(ValueError, match=rf"{KERNEL} must be an nnx\.Param: got Frozen; .* nnx\.Optimizer"):
+            call()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    optimizer.update(model, nnx.grad(lambda model: model(SOURCE, TARGET).std())(model))
+    after = model.export_weights()
+    changed = [name for name in after if (after[name] != before[name]).any()]
+    assert KERNEL not in changed
+    assert len(changed) > 10
+
+
+def test_parameters_that_are_missing_are_named(port):
+    import jax.numpy as jnp
+    from flax import nnx
+
+    def assign_an_array(model):
+        inner_proj(model).kernel = jnp.ones([24, 40])
+
+    def remove_a_bias(model):
+        inner_proj(model).bias = None
+
+    def remove_a_layer(model):
+        model.encoder.layers = nnx.List([])
+
+    for change, message in (
+        (assign_an_array, rf"{KERNEL} must be an nnx\.Param: got ArrayImpl; assign an nnx\.Param"),
+        (remove_a_bias, r"inner_proj\.bias must be an nnx\.Param: got NoneType"),
+        (remove_a_layer, r"encoder\.layers\.0\.\S+ must compute with its own weights only: got a NoneType; .* back"),
+    ):
+        model = build(port)
+        change(model)
+        for call in (model.export_weights, lambda: port.package.Trainer(model, SETTINGS)):  # noqa: B023
+            with pytest.raises(ValueError, match=message):
+                call()
