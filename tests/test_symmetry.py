@@ -123,7 +123,7 @@ ALLOWED = [
     ("jax", "parallel.divide", "*", "each process computes its own share; NumPy all of them"),
     *(
         ("jax", "parallel", f"adds definition {name}", "its pure functions take and return arrays, placed on a mesh")
-        for name in ("Arrays", "shardings", "place", "constrain")
+        for name in ("shardings", "place", "constrain")
     ),
     ("tf", "training.Trainer._gradient", "adds parameter random_bits", "its dropout is given numbers, not a generator"),
     *(

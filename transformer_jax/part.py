@@ -86,8 +86,8 @@ class Part(nnx.Module):
                 the process's.
             fast: True computes with ``fast.py``, which agrees with the formulas up to rounding. False computes each
                 formula as it is written.
-            rngs: The random state of dropout: an ``nnx.Rngs``, a key or a seed. Without it, dropout raises Flax's error
-                in train mode. A ``Trainer`` does not need it, because it has its own seed.
+            rngs: The random state of dropout: an ``nnx.Rngs``, a key or a seed. Without it, train mode raises Flax's
+                error. A ``Trainer`` has its own seed.
 
         Raises:
             TypeError: If a weight is not of a floating-point dtype, or config or rngs is of a wrong type.
@@ -162,6 +162,8 @@ class Part(nnx.Module):
         if getattr(memory, "dtype", None) == self.target_embedding.dtype:  # another one where precision is mixed
             dtype = memory.dtype
         return to_memory(memory, shape, dtype.name), mask
+
+    _take_memory_for_cache = _take_memory  # the whole model overrides it: it can compute the memory
 
     def _take_next(self, ids, cache):
         """Return the ids of the next target positions [R, L], checked."""

@@ -14,7 +14,7 @@ from jax import Array
 
 from transformer_jax.fast import top_by_blocks
 from transformer_jax.runtime import as_array
-from transformer_jax.search_loop import build, run_search
+from transformer_jax.search_loop import run_search
 from transformer_jax.search_rules import apply_rules, within_pool
 from transformer_jax.transformer import Transformer, check_model
 from transformer_spec.checks import check_integer, check_translations
@@ -228,8 +228,8 @@ def score(
             the model has positions.
     """
     check_model(model)
-    leaves, structure = jax.tree.flatten(model)
-    model = build(structure, leaves)  # the caller's model keeps its mode
+    model = jax.tree.map(lambda x: x, model)  # a copy, so that the caller's keeps its mode
+    model.eval()
     source_ids, source_mask = model._take("source", source_ids, source_mask)  # [B, S]
     target_ids = as_array("target_ids", target_ids)
     check_translations(target_ids.shape, len(source_ids))

@@ -55,7 +55,7 @@ def run_search(
 @compiled(static_argnames=("structure", "kind", "beam_size", "pool_size"))
 def _start(structure, leaves, source_ids, source_mask, plan, kind, beam_size, pool_size):
     """Encode the source, and return the state before the first step, with the cache."""
-    model, plan = build(structure, leaves), plan._replace(beam_size=beam_size, pool_size=pool_size)
+    model, plan = _build(structure, leaves), plan._replace(beam_size=beam_size, pool_size=pool_size)
     cache = model.init_cache(source_ids, plan.capacity, beam_size, source_mask)
     return kind.start(plan), cache
 
@@ -63,7 +63,7 @@ def _start(structure, leaves, source_ids, source_mask, plan, kind, beam_size, po
 @compiled(static_argnames="structure", donate_argnames=("state", "cache"))
 def _advance(structure, leaves, state, cache, plan, last):
     """Take steps until ``last`` have been taken or all sentences have ended; return whether any goes on."""
-    model = build(structure, leaves)
+    model = _build(structure, leaves)
 
     def step(carry):
         state, cache = carry
@@ -77,8 +77,8 @@ def _advance(structure, leaves, state, cache, plan, last):
     return state, cache, state.goes_on()
 
 
-def build(structure: Any, leaves: Any) -> Transformer:
-    """Return a model from its leaves, in inference mode. The model that they come from stays as it is."""
+def _build(structure, leaves):
+    """Return the model in inference mode; the one that was taken apart stays as it is."""
     model = jax.tree.unflatten(structure, leaves)
     model.eval()
     return model

@@ -117,9 +117,7 @@ class Decoder(Part):
         """
         capacity = check_positions("capacity", capacity, self.config.max_positions)
         beam_size = check_integer("beam_size", beam_size, minimum=1)
-        if memory is None and isinstance(self, Encoder):
-            memory = self.encode(source_ids, source_mask)
-        memory, source_mask = self._take_memory(memory, source_ids, source_mask)
+        memory, source_mask = self._take_memory_for_cache(memory, source_ids, source_mask)
         positions = jnp.asarray(self.target_position.vectors(capacity), memory.dtype)  # [capacity, d_model]
         return self.decoder.init_cache(memory, source_mask[:, None, None, :], positions, beam_size)
 
@@ -192,6 +190,12 @@ class Transformer(Encoder, Decoder):
         check_same_batch(source_ids.shape, target_ids.shape)
         memory = self._encode(source_ids, source_mask, tap)
         return self._decode(target_ids, memory, target_mask, source_mask, tap)
+
+    def _take_memory_for_cache(self, memory, ids, mask):
+        """Return the memory and the mask of its source, checked; a memory of None is computed from the source."""
+        if memory is None:
+            memory = self.encode(ids, mask)
+        return self._take_memory(memory, ids, mask)
 
 
 def check_model(model: object) -> None:
