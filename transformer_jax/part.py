@@ -159,7 +159,9 @@ class Part(nnx.Module):
         else:
             mask = to_mask("source_mask", mask, np.shape(memory)[:2])
         shape, dtype = (*mask.shape, self.config.d_model), self.target_embedding.embedding.dtype
-        if getattr(memory, "dtype", None) == self.target_embedding.dtype:  # another one where precision is mixed
+        if getattr(memory, "dtype", None) == (
+            self.target_embedding.dtype or dtype
+        ):  # another one where precision is mixed
             dtype = memory.dtype
         return to_memory(memory, shape, dtype.name), mask
 
