@@ -91,7 +91,9 @@ def to_rngs(rngs: Any) -> nnx.Rngs:
     """
     if not isinstance(rngs, nnx.Rngs | Array | int | np.integer) or isinstance(rngs, bool):
         raise TypeError(f"rngs must be an nnx.Rngs, a key or a seed: got {type(rngs).__name__}")
-    return rngs if isinstance(rngs, nnx.Rngs) else nnx.Rngs(int(rngs) if np.isscalar(rngs) else rngs)
+    if isinstance(rngs, nnx.Rngs):
+        return rngs
+    return nnx.Rngs(rngs if isinstance(rngs, Array) else int(rngs))
 
 
 def as_placed(method: Callable[..., Any]) -> Callable[..., Any]:

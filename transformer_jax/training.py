@@ -108,7 +108,7 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
     differentiate = compile_quickly(_gradients, Structure.of(model))
     loss, (of_parameters, of_taps) = differentiate(parameters_of(model), batch)
     # The names give the order, which jax.jit loses: it sorts the keys of a dict.
-    taps = tap_shapes(model.config, *batch[0].shape, batch[1].shape[1])
+    taps = tap_shapes(model.config, len(batch[0]), batch[0].shape[1], batch[1].shape[1])
     return Gradients(
         float(loss),
         {name: np.array(of_parameters[name]) for name in parameter_shapes(model.config)},
@@ -282,7 +282,7 @@ def _gradients(structure, parameters, batch):
         return total / jnp.maximum(tokens, 1).astype(total.dtype)
 
     dtype = parameters["source_embedding.table"].dtype
-    shapes = tap_shapes(structure.config, *batch[0].shape, batch[1].shape[1])
+    shapes = tap_shapes(structure.config, len(batch[0]), batch[0].shape[1], batch[1].shape[1])
     zeros = {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
     return jax.value_and_grad(loss, argnums=(0, 1))(parameters, zeros)
 
