@@ -81,10 +81,9 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
             )
         named |= {id(leaf) for _, leaf in nnx.iter_graph(layer) if isinstance(leaf, nnx.Param)}
     for name in parameter_shapes(model.config, model.part):
-        parameter = parameter_of(model, name)
-        if not isinstance(parameter, nnx.Variable if adapters else nnx.Param):
+        if not isinstance(found := parameter_of(model, name), nnx.Variable if adapters else nnx.Param):
             raise ValueError(
-                f"{name} must be an nnx.Param: got {type(parameter).__name__}; assign an nnx.Param, or train the other "
+                f"{name} must be an nnx.Param: got {type(found).__name__}; assign an nnx.Param, or train the other "
                 "parameters with nnx.grad and nnx.Optimizer"
             )
     leaves = nnx.iter_graph(model)
