@@ -32,9 +32,8 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
     for name in parameter_shapes(model.config, model.part):
         parameter = parameter_of(model, name)
         # JAX may alias a NumPy array for as long as it lives: this copy is JAX's alone.
-        array, old = rounded(name, weights[name], parameter.dtype.name), parameter.get_value()
-        is_bound = isinstance(old, jax.Array) and old.committed
-        parameter.set_value(jax.device_put(array, old.sharding if is_bound else None))
+        array = rounded(name, weights[name], parameter.dtype.name)
+        parameter.set_value(_put(array, parameter.get_value()))
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
@@ -101,3 +100,13 @@ def _merged(model, name):
         return array
     low, high = (to_numpy(x.get_value()).astype(np.float64) for x in (layer.lora.lora_a, layer.lora.lora_b))
     return rounded(name, array + low @ high, array.dtype.name)
+
+
+def _put(array, old):
+    """Put an array where the old one is, and bind it to that place if the old one is bound."""
+    if isinstance(old, jax.ShapeDtypeStruct):
+        return jax.device_put(array)
+    if old.committed:
+        return jax.device_put(array, old.sharding)
+    with jax.default_device(*old.devices()):
+        return jax.device_put(array)
