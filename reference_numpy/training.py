@@ -24,6 +24,7 @@ from transformer_spec.checks import (
     check_choice,
     check_integer,
     check_labels,
+    check_logits,
     check_same_batch,
     check_trainable,
     check_type,
@@ -60,7 +61,7 @@ def cross_entropy(
     """
     check_type("config", config, TransformerConfig)
     logits, labels = to_array("logits", logits), to_ids("labels", labels, config.target_vocab_size, None)
-    check_labels(labels.shape, logits.shape[:2])
+    check_logits(logits.shape, labels.shape, config.target_vocab_size)
     log_probabilities = log_softmax(logits)  # [B, T, V]
     right = np.take_along_axis(log_probabilities, labels[..., None], -1)[..., 0]  # [B, T]
     smoothing = config.label_smoothing

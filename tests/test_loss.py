@@ -196,6 +196,15 @@ def test_cross_entropy_of_labels_of_another_shape(backend, shape):
     )
 
 
+@pytest.mark.parametrize("shape", [(3, 3, 4), (3, 3, 6), (3, 3)])
+def test_cross_entropy_of_logits_of_another_vocabulary(backend, shape):
+    logits, labels = backend.from_numpy(np.zeros(shape)), backend.from_numpy(LABELS)
+    assert refusal(backend.package.cross_entropy, logits, labels, loss_config()) == (
+        ValueError,
+        f"logits must have shape (3, 3, 5): got {shape}",
+    )
+
+
 def labels_with(label):
     labels = LABELS.copy()
     labels[1, 2] = label

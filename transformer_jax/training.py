@@ -33,6 +33,7 @@ from transformer_spec.checks import (
     check_choice,
     check_integer,
     check_labels,
+    check_logits,
     check_same_batch,
     check_trainable,
     check_type,
@@ -67,7 +68,7 @@ def cross_entropy(
             where values can't be checked, the loss of a label outside the vocabulary is NaN.
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None)
-    check_labels(labels.shape, logits.shape[:2])
+    check_logits(logits.shape, labels.shape, config.target_vocab_size)
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))  # [B, T, V]
     log_totals = jax.nn.logsumexp(wide, -1)
     right = jnp.take_along_axis(wide, labels[..., None], -1)[..., 0] - log_totals  # [B, T]

@@ -260,6 +260,12 @@ def check_labels(shape: Shape, target_shape: Shape) -> None:
     _check_shape("labels", shape, target_shape)
 
 
+def check_logits(shape: Shape, labels_shape: Shape, vocab_size: int) -> None:
+    """Raise ValueError unless there is one logit per target token at the position of each label."""
+    _check_shape("labels", labels_shape, shape[:2])
+    _check_shape("logits", shape, (*labels_shape, vocab_size))
+
+
 def check_accumulation(accumulation_steps: int, batch: int) -> None:
     """Refuse a batch that does not fall into slices of equal size."""
     if batch % accumulation_steps:

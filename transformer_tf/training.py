@@ -20,6 +20,7 @@ from transformer_spec.checks import (
     check_choice,
     check_integer,
     check_labels,
+    check_logits,
     check_same_batch,
     check_trainable,
     check_type,
@@ -67,7 +68,7 @@ def cross_entropy(
         got = "no config" if config is None else f"{labels.dtype.name} labels"
         raise TypeError(f"labels must be integers: got {got}. To compile a model, use loss=CrossEntropy(model.config)")
     labels = to_ids("labels", labels, config.target_vocab_size, None)
-    check_labels(tuple(labels.shape), tuple(logits.shape[:2]))
+    check_logits(tuple(logits.shape), tuple(labels.shape), config.target_vocab_size)
     wide = tf.cast(logits, keras.backend.result_type(logits.dtype, "float32"))
     log_probabilities = tf.nn.log_softmax(wide)  # [B, T, V]
     right = tf.gather(log_probabilities, labels, batch_dims=2)  # [B, T]

@@ -21,6 +21,7 @@ from transformer_spec.checks import (
     check_choice,
     check_integer,
     check_labels,
+    check_logits,
     check_same_batch,
     check_trainable,
     check_type,
@@ -62,7 +63,7 @@ def cross_entropy(
         ValueError: If labels have the wrong shape or are outside the vocabulary.
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None, logits.device)
-    check_labels(labels.shape, logits.shape[:2])
+    check_logits(logits.shape, labels.shape, config.target_vocab_size)
     log_probabilities = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))  # [B, T, V]
     spread = log_probabilities.sum(-1)  # [B, T]
     right = log_probabilities.take_along_dim(labels[..., None], -1)[..., 0]  # [B, T]

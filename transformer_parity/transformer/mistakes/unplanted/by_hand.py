@@ -202,7 +202,7 @@ OMITTED = {
     "the first label": "(np.arange(labels.shape[1]) > 0)",
     "the last position": "(np.arange(labels.shape[1]) < labels.shape[1] - 1)",
 }
-LABELS = "    check_labels(labels.shape, logits.shape[:2])\n"
+LABELS = "    check_logits(logits.shape, labels.shape, config.target_vocab_size)\n"
 OTHERS = 'others = {"uniform": 0'
 
 
