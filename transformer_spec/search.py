@@ -345,6 +345,7 @@ def _prefix_rows(rows: Any) -> tuple[tuple[int, ...], ...]:
     """Return the rows of ``prefix_ids`` [B, P] as tuples; they may be of different lengths."""
     if not hasattr(rows, "__iter__"):
         raise TypeError(f"prefix_ids must have one row of ids per sentence: got {rows!r}")
+    rows = [np.asarray(row) if hasattr(row, "__array__") and not hasattr(row, "tolist") else row for row in rows]
     rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]
     if not all(isinstance(row, list | tuple) for row in rows):
         raise TypeError("prefix_ids must have one row of ids per sentence: got a single row")

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 from numpy import ndarray
 
+from transformer_spec.checks import check_type
 from transformer_spec.search import SearchPlan
 from transformer_spec.search_padding import pad_search, power_of_two
 from transformer_spec.shapes import Bool, Int
@@ -24,6 +25,13 @@ from transformer_tf.transformer import Transformer
 
 # Everything that has been traced for a model, as long as the model lives. Keras saves and copies attributes of a model.
 _TRACED: WeakKeyDictionary[Transformer, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
+
+
+def check_call(name: str, model: Any) -> None:
+    """Raise TypeError unless a model is a Transformer, RuntimeError in a ``tf.function``."""
+    check_type("model", model, Transformer)
+    if not tf.executing_eagerly():
+        raise RuntimeError(f"{name} needs values: call it outside of tf.function")
 
 
 def padded(
@@ -68,7 +76,7 @@ def _call(function, model, args, constants, by_xla):
 def call_on_devices(trainer: Any, function: Callable[..., Any], part: Any, *numbers: Any, by_xla: bool = False) -> Any:
     """Call a function of a trainer; on a mesh, each device calls it for its share.
 
-    TensorFlow traces it once for all lengths, and again if different parameters are frozen.
+    TensorFlow traces it once for all lengths, and again if different parameters are frozen or settings change.
 
     Args:
         trainer: The trainer.
@@ -79,7 +87,11 @@ def call_on_devices(trainer: Any, function: Callable[..., Any], part: Any, *numb
     """
     if trainer.mesh is None and (compiles_quickly() or not (trainer.model.fast or by_xla)):
         return function(*part, *numbers)
-    key = function.__name__, *(name for name, variable in trainer._variables.items() if variable.trainable)
+    key = (
+        function.__name__,
+        trainer.settings,
+        *(name for name, variable in trainer._variables.items() if variable.trainable),
+    )
     if key not in trainer._traced:
         trainer._traced[key] = _traced(trainer, function, (part, *numbers), by_xla)
     return trainer._traced[key](part, *numbers)

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from numpy import ndarray
 
-from transformer_spec.checks import check_given, check_next_ids, check_room, check_same_batch, check_type
+from transformer_spec.checks import check_given, check_next_ids, check_room, check_same_batch
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
 from transformer_tf.block import Configured, loading
@@ -47,7 +47,6 @@ class Part(Configured, keras.Model):
         self, config: TransformerConfig, dtype: str | None = None, *, fast: bool = True, **kwargs: Any
     ) -> None:
         super().__init__(dtype=dtype, **kwargs)
-        check_type("config", config, TransformerConfig)
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         norm = LayerNorm if config.embedding_norm else lambda *_, **__: None
         tied = config.tie_embeddings == "all"

@@ -16,6 +16,7 @@ from transformer_spec.checks import check_integer, check_translations, to_array
 from transformer_spec.search import OnStep, Scores, Search, SearchPlan, SearchResult, check_start
 from transformer_spec.search_rules import SearchRules
 from transformer_spec.shapes import Bool, Float, Int
+from transformer_tf.compilation import check_call
 from transformer_tf.fast import top_by_blocks
 from transformer_tf.search_loop import run_search
 from transformer_tf.search_rules import apply_rules, within_pool
@@ -60,6 +61,7 @@ def greedy_search(
         ValueError: If an argument has the wrong shape or value, or if the model computes NaN.
         RuntimeError: If it is called in a ``tf.function``.
     """
+    check_call("greedy_search", model)
     search = Search(
         max_length=max_length,
         min_length=min_length,
@@ -120,6 +122,7 @@ def beam_search(
         ValueError: If an argument has the wrong shape or value, or if the model computes NaN.
         RuntimeError: If it is called in a ``tf.function``.
     """
+    check_call("beam_search", model)
     search = Search(
         beam_size=check_integer("beam_size", beam_size, minimum=1),
         length_penalty=length_penalty,
@@ -187,6 +190,7 @@ def sample(
         ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, a setting is out of range,
             lengths contradict each other or the model's positions, or the model computes NaN.
     """
+    check_call("sample", model)
     search = Search(
         num_hypotheses=check_integer("num_samples", num_samples, minimum=1),
         temperature=temperature,
@@ -207,7 +211,7 @@ def score(
 ) -> Scores:
     """Return the log-probabilities that the model assigns to given translations, for example to rerank them.
 
-    To score each token of the hypotheses of a search, pass its ``nbest_ids``.
+    To score each token of the hypotheses of a search, pass its ``nbest_ids``. Dropout is off.
 
     Args:
         model: The model.
@@ -224,14 +228,16 @@ def score(
         TypeError: If ids are not integers, or the mask is not boolean.
         ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, or there are more tokens than
             the model has positions.
+        RuntimeError: If it is called in a ``tf.function``.
     """
+    check_call("score", model)
     source_ids, source_mask = model._take("source", source_ids, source_mask)  # [B, S]
     target_ids = to_array("target_ids", target_ids)
     check_translations(target_ids.shape, len(source_ids))
     labels, _ = model._take("target", target_ids.reshape(-1, target_ids.shape[-1]), None)  # [B * N, T]
     start = tf.fill([len(labels), 1], check_start(start_id, model.config))
     source_ids, source_mask = (tf.repeat(x, len(labels) // len(x), 0) for x in (source_ids, source_mask))
-    scores = model(source_ids, tf.concat([start, labels[:, :-1]], 1), source_mask)  # [B * N, T, V]
+    scores = model(source_ids, tf.concat([start, labels[:, :-1]], 1), source_mask, training=False)  # [B * N, T, V]
     scores = tf.nn.log_softmax(tf.cast(scores, keras.backend.result_type(scores.dtype, "float32")))
     tokens = tf.gather(scores, labels, batch_dims=2)
     is_token = labels != model.config.pad_id

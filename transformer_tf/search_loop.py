@@ -25,13 +25,7 @@ def run_search(
     *,
     as_numpy: bool,
 ) -> SearchResult:
-    """Return what a search finds, given the class that takes its steps.
-
-    Raises:
-        RuntimeError: If it is called in a ``tf.function``.
-    """
-    if not tf.executing_eagerly():
-        raise RuntimeError("a search compiles its own loop and returns NumPy arrays: call it outside of tf.function")
+    """Return what a search finds, given the class that takes its steps."""
     with placed(model.device):
         source_ids, source_mask = (x.numpy() for x in model._take("source", source_ids, source_mask))
     plan = search.plan(model.config, source_mask)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 import numpy as np
@@ -30,7 +30,7 @@ from transformer_spec.parallel_plan import DROPOUTS
 from transformer_spec.shapes import Float, Int
 from transformer_spec.taps import Recorder, no_tap
 from transformer_spec.training_config import Gradients, StepResult, TrainingConfig, TrainingState
-from transformer_tf.compilation import call_on_devices
+from transformer_tf.compilation import call_on_devices, check_call
 from transformer_tf.fast import FastAdam
 from transformer_tf.layers import Dropout
 from transformer_tf.optimizer import Adam, clip_factor, global_norm
@@ -99,6 +99,9 @@ class CrossEntropy(keras.losses.Loss):
 
     def __init__(self, config: TransformerConfig, name: str = "cross_entropy", **kwargs: Any) -> None:
         super().__init__(name=name, **kwargs)
+        self._dtype = keras.backend.result_type(
+            self._dtype, "float32"
+        )  # Keras converts labels, and bfloat16 rounds 257
         self.config = config if isinstance(config, TransformerConfig) else TransformerConfig.from_dict(config)
 
     def call(self, y_true: Float[Tensor, "B T"], y_pred: Float[Tensor, "B T V"]) -> Float[Tensor, "B T"]:
@@ -128,6 +131,7 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
         TypeError: If the IDs are not integers.
         ValueError: If IDs have the wrong shape or are outside the vocabulary, or if a parameter has no canonical name.
     """
+    check_call("gradients", model)
     batch = _take(model, source_ids, target_ids, labels)
     named, seen = variables(model), Recorder()
     trained = _trained(named)
@@ -177,6 +181,7 @@ class Trainer:
         compile: bool = False,  # noqa: A002
     ) -> None:
         check_type("settings", settings, TrainingConfig)
+        check_call("Trainer", model)
         check_trainable(model.variable_dtype, settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
         check_choice("dropout", dropout, DROPOUTS)
@@ -200,6 +205,12 @@ class Trainer:
         check_copies(self)
         self._traced: dict[tuple[str, ...], Any] = {}  # by function, and what is trained
 
+    def __reduce__(self) -> NoReturn:
+        """Raise TypeError: a copy of the optimizer would not update the variables of a copy of the model."""
+        raise TypeError(
+            "a Trainer cannot be copied: make one for a copy of the model, and call load_state(export_state())"
+        )
+
     def start(self, names: Iterable[str]) -> None:
         """Begin the moments of these parameters at zero, unless they have moments."""
         with placed(self.model.device) if self.mesh is None else self.mesh.scope():
@@ -217,11 +228,13 @@ class Trainer:
             TypeError: Ids that are not integers.
             ValueError: Ids of the wrong shape or outside the vocabulary, or a batch that does not fall into slices.
         """
+        check_call("train_step", self.model)
         settings, config = self.settings, self.model.config
         batch = _take(self.model, source_ids, target_ids, labels)
         learning_rate = settings.learning_rate(self.step + 1, config.d_model)
         numbers = learning_rate, settings.bias_corrections(self.step + 1)
         self.start(_trained(self._variables))
+        self.optimizer.settings = settings  # which may have been replaced
         with placed(self.model.device):
             numbers = tf.nest.map_structure(lambda number: tf.constant(number, self.model.variable_dtype), numbers)
             result = call_on_devices(self, self._step, self._part(batch), numbers, by_xla=self._compile)
@@ -233,6 +246,7 @@ class Trainer:
 
         Arguments and errors as in ``train_step``, whose dropout, slices and devices it has. Nothing is updated.
         """
+        check_call("gradient", self.model)
         batch = _take(self.model, source_ids, target_ids, labels)
         with placed(self.model.device):
             total, tokens, gradient = call_on_devices(self, self._gradient, self._part(batch), by_xla=self._compile)
@@ -336,8 +350,19 @@ def _loss(model, batch, config, tap=no_tap, training=False):
 
 
 def _trained(named):
-    """Return those of Keras' variables that are not frozen, as TensorFlow's."""
-    return {name: variable.value for name, variable in named.items() if variable.trainable}
+    """Return those of Keras' variables that are not frozen, as TensorFlow's.
+
+    Raises:
+        ValueError: If one has a regularizer or a constraint, which the loss and the optimizer leave out.
+    """
+    trained = {name: variable for name, variable in named.items() if variable.trainable}
+    for name, variable in trained.items():
+        for kind in ("regularizer", "constraint"):
+            if getattr(variable, kind) is not None:
+                raise ValueError(
+                    f"{name} has a {kind}, which only compile and fit follow: train with them, or remove it"
+                )
+    return {name: variable.value for name, variable in trained.items()}
 
 
 def _differentiate(tape, loss, places):
