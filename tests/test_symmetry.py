@@ -133,6 +133,7 @@ ALLOWED = [
     ("tf", "optimizer.global_norm", "*", SHIPPED),
     ("tf", "optimizer", "adds definition Adam.start", "frozen parameters have no moments"),
     ("tf", "training", "adds definition Trainer.start", "frozen parameters have no moments"),
+    ("tf", "training", "adds definition Trainer.__reduce__", "a copied optimizer would update other variables"),
     (
         "torch",
         "optimizer.Adam.update",

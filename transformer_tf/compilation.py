@@ -48,17 +48,13 @@ def padded(
     return pad_search(source_ids, source_mask, plan, model.config.max_positions, round_up)
 
 
-def call_traced(function: Callable[..., Any], model: Transformer, *args: Any, **constants: Any) -> Any:
-    """Call a function of a model, traced once for tensors and numbers of all sizes, and again for other constants."""
-    return _call(function, model, args, constants, False)
+def call_traced(
+    function: Callable[..., Any], model: Transformer, *args: Any, by_xla: bool = False, **constants: Any
+) -> Any:
+    """Call a function of a model, traced once for tensors and numbers of all sizes, and again for other constants.
 
-
-def call_compiled(function: Callable[..., Any], model: Transformer, *args: Any, **constants: Any) -> Any:
-    """Do what ``call_traced`` does, and let XLA compile the function for each shape."""
-    return _call(function, model, args, constants, True)
-
-
-def _call(function, model, args, constants, by_xla):
+    If ``by_xla`` is set, XLA compiles it for each shape.
+    """
     with placed(model.device):
         args = tf.nest.map_structure(tf.convert_to_tensor, args)
         if compiles_quickly() or not model.fast:
@@ -87,11 +83,8 @@ def call_on_devices(trainer: Any, function: Callable[..., Any], part: Any, *numb
     """
     if trainer.mesh is None and (compiles_quickly() or not (trainer.model.fast or by_xla)):
         return function(*part, *numbers)
-    key = (
-        function.__name__,
-        trainer.settings,
-        *(name for name, variable in trainer._variables.items() if variable.trainable),
-    )
+    trained = (name for name, variable in trainer._variables.items() if variable.trainable)
+    key = function.__name__, trainer.settings, *trained
     if key not in trainer._traced:
         trainer._traced[key] = _traced(trainer, function, (part, *numbers), by_xla)
     return trainer._traced[key](part, *numbers)

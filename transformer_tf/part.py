@@ -143,6 +143,15 @@ class Part(Configured, keras.Model):
         signature = [tf.TensorSpec([None, None], tf.int32, name) for name in names]
         return tf.function(lambda *ids: self(*ids), signature, autograph=False) if names else None
 
+    def load_own_variables(self, store: Any) -> None:
+        """Raise ValueError if a stack in Keras' file has more layers than the model's, which Keras would skip."""
+        super().load_own_variables(store)
+        for stack in (layer for layer in self.layers if isinstance(layer, EncoderStack | DecoderStack)):
+            path = f"{getattr(store, '_h5_entry_path', None) or ''}/{stack.name}/layers"
+            count = len(getattr(store, "h5_file", {}).get(path, ()))
+            if count > len(stack.layers):
+                raise ValueError(f"{stack.name} must have {count} layers, as the file has: got {len(stack.layers)}")
+
     def export_weights(self) -> dict[str, ndarray]:
         """Return a copy of every parameter under its canonical name, in the model's dtype."""
         return get_weights(self)

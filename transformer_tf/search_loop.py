@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from transformer_spec.search import OnStep, Search, SearchResult, search_result
-from transformer_tf.compilation import call_compiled, call_traced, padded
+from transformer_tf.compilation import call_traced, padded
 from transformer_tf.runtime import placed
 from transformer_tf.transformer import Transformer
 
@@ -39,7 +39,7 @@ def run_search(
     arrays = plan._replace(rules=())  # type: ignore[arg-type]  # rules are constants, not tensors
     cache = call_traced(Transformer.init_cache, model, source_ids, plan.capacity, plan.beam_size, source_mask)
     for n in [last] if on_step is None else range(1, last + 1):
-        state, cache = call_compiled(_advance, model, state, cache, arrays, n, rules=plan.rules)
+        state, cache = call_traced(_advance, model, state, cache, arrays, n, by_xla=True, rules=plan.rules)
         if on_step is not None:
             on_step(np.array(state.ids[:batch, :, :n], np.int64))
         if not state.goes_on():

@@ -99,9 +99,7 @@ class CrossEntropy(keras.losses.Loss):
 
     def __init__(self, config: TransformerConfig, name: str = "cross_entropy", **kwargs: Any) -> None:
         super().__init__(name=name, **kwargs)
-        self._dtype = keras.backend.result_type(
-            self._dtype, "float32"
-        )  # Keras converts labels, and bfloat16 rounds 257
+        self._dtype = keras.backend.result_type(self.dtype, "float32")  # of labels too, and bfloat16 rounds 257
         self.config = config if isinstance(config, TransformerConfig) else TransformerConfig.from_dict(config)
 
     def call(self, y_true: Float[Tensor, "B T"], y_pred: Float[Tensor, "B T V"]) -> Float[Tensor, "B T"]:
@@ -203,7 +201,7 @@ class Trainer:
         self.optimizer = adam(parameters(model), settings)
         self.start(_trained(self._variables))
         check_copies(self)
-        self._traced: dict[tuple[str, ...], Any] = {}  # by function, and what is trained
+        self._traced: dict[tuple[Any, ...], Any] = {}  # by function, settings, and what is trained
 
     def __reduce__(self) -> NoReturn:
         """Raise TypeError: a copy of the optimizer would not update the variables of a copy of the model."""
@@ -299,7 +297,7 @@ class Trainer:
         settings = self.settings
         total, tokens, gradient = self._gradient(batch, random_bits)
         count = tf.cast(tf.maximum(tokens, 1), total.dtype)
-        norm = global_norm([*gradient.values()]) / count
+        norm = tf.cast(global_norm([*gradient.values()]), total.dtype) / count
         scale = clip_factor(norm, settings.clip_norm) / count
         self.optimizer.update(gradient, scale, *numbers)
         return total / count, tokens, norm
@@ -350,18 +348,12 @@ def _loss(model, batch, config, tap=no_tap, training=False):
 
 
 def _trained(named):
-    """Return those of Keras' variables that are not frozen, as TensorFlow's.
-
-    Raises:
-        ValueError: If one has a regularizer or a constraint, which the loss and the optimizer leave out.
-    """
+    """Return those of Keras' variables that are not frozen, as TensorFlow's; ValueError if fit would treat one else."""
     trained = {name: variable for name, variable in named.items() if variable.trainable}
     for name, variable in trained.items():
         for kind in ("regularizer", "constraint"):
             if getattr(variable, kind) is not None:
-                raise ValueError(
-                    f"{name} has a {kind}, which only compile and fit follow: train with them, or remove it"
-                )
+                raise ValueError(f"{name} has a {kind}: remove it, or train by compile and fit, which follow it")
     return {name: variable.value for name, variable in trained.items()}
 
 
