@@ -85,7 +85,7 @@ def test_tf_traces_a_search_once(port, search, monkeypatch):
     model, find, encoded, traces, sizes = build(port), getattr(port.package, search), [], [], set()
     three = np.concatenate([SOURCE, SOURCE[:1]])
     four_and_longer = np.pad(three, ((0, 1), (0, 2)), constant_values=7)
-    encode, decode_step, call = type(model)._encode, model.decode_step, port.package.compilation._call
+    encode, decode_step, call = type(model)._encode, model.decode_step, port.package.search_loop.call_traced
 
     def traced_decode_step(model, *args):
         traces.append(args)
@@ -95,13 +95,13 @@ def test_tf_traces_a_search_once(port, search, monkeypatch):
         encoded.append(args)
         return encode(model, *args, **options)
 
-    def sized_call(function, model, args, *options):
+    def sized_call(function, model, *args, **options):
         sizes.add((function, *(tuple(np.shape(x)) for x in tf.nest.flatten(args))))
-        return call(function, model, args, *options)
+        return call(function, model, *args, **options)
 
     monkeypatch.setattr(type(model), "decode_step", traced_decode_step)
     monkeypatch.setattr(type(model), "_encode", traced_encode)
-    monkeypatch.setattr(port.package.compilation, "_call", sized_call)
+    monkeypatch.setattr(port.package.search_loop, "call_traced", sized_call)
     first = find(model, three, max_length=9)
     assert (len(encoded), len(traces), len(sizes)) == (1, 1, 2)  # the encoder, and the loop
     find(model, four_and_longer, max_length=9)

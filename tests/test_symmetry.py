@@ -46,6 +46,7 @@ ALLOWED = [
     ("tf", "*.__init__", "adds parameter **kwargs", KERAS),
     ("tf", "transformer.Transformer.__call__", "adds parameter training", MODES),
     ("tf", "part", "adds definition Part.__call__", KERAS),
+    ("tf", "part", "adds definition Part.load_own_variables", KERAS),
     ("tf", "transformer.*code", "adds parameter training", MODES),
     ("tf", "attention.MultiHeadAttention.__call__", "adds parameter training", MODES),
     ("tf", "encoder.EncoderStack.__call__", "adds parameter training", MODES),
@@ -135,6 +136,7 @@ ALLOWED = [
     ("tf", "optimizer.global_norm", "*", SHIPPED),
     ("tf", "optimizer", "adds definition Adam.start", "frozen parameters have no moments"),
     ("tf", "training", "adds definition Trainer.start", "frozen parameters have no moments"),
+    ("tf", "training", "adds definition Trainer.__reduce__", "a copied optimizer would update other variables"),
     (
         "torch",
         "optimizer.Adam.update",

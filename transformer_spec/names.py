@@ -36,7 +36,10 @@ def find(model: Any, path: str) -> Any:
     def step(owner: Any, key: str) -> Any:
         return owner[int(key)] if key.isdecimal() else getattr(owner, key)
 
-    return reduce(step, path.split("."), model)
+    try:
+        return reduce(step, path.split("."), model)
+    except IndexError:
+        raise ValueError(f"the model must have {path}: its config says so") from None
 
 
 def parameter_shapes(config: TransformerConfig, part: str | None = None) -> dict[str, tuple[int, ...]]:
@@ -122,6 +125,7 @@ def check_training_state(config: TransformerConfig, state: TrainingState, dtype:
         ValueError: A negative step or seed; missing, extra, mis-shaped, non-finite or impossible moments, or moments
             that overflow the dtype.
     """
+    check_type("state", state, TrainingState)
     check_integer("step", state.step, minimum=0)
     check_integer("seed", state.seed, minimum=0)
     check_weights(config, state.first_moment, "first moments")

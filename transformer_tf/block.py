@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 from tensorflow import Tensor
 
+from transformer_spec.checks import check_attention_mask, check_type
 from transformer_spec.config import TransformerConfig
 
 _LOADING: ContextVar[bool] = ContextVar("loading", default=False)
@@ -43,14 +44,20 @@ def attention_mask_for(memory: Any, attention_mask: Any = None, mask: Any = None
         mask: Boolean mask [B, M]. None uses the mask that Keras has attached to the memory.
 
     Raises:
-        ValueError: If ``mask`` does not have two axes.
+        TypeError: If ``attention_mask`` is not boolean.
+        ValueError: If ``mask`` does not have two axes, or ``attention_mask`` does not broadcast to the memory.
     """
     mask = getattr(memory, "_keras_mask", None) if mask is None else mask
     if mask is None:
         return attention_mask
     if len(mask.shape) != 2:
         raise ValueError(f"mask must have shape [batch, length]: got {tuple(mask.shape)}. Pass it as attention_mask")
-    return mask[:, None, None, :] if attention_mask is None else attention_mask & mask[:, None, None, :]
+    if attention_mask is None:
+        return mask[:, None, None, :]
+    check_attention_mask(
+        tuple(attention_mask.shape), attention_mask.dtype.name, (mask.shape[0], None, None), (None, None, mask.shape[1])
+    )
+    return attention_mask & mask[:, None, None, :]
 
 
 class Configured:
@@ -69,15 +76,22 @@ class Configured:
         """Keep the arguments, as Keras itself does where they are plain numbers.
 
         Raises:
+            TypeError: If the config is not a ``TransformerConfig``.
             RuntimeError: If Keras computes with a different framework.
         """
         if keras.backend.backend() != "tensorflow":
             raise RuntimeError(f"transformer_tf needs Keras on TensorFlow: KERAS_BACKEND is {keras.backend.backend()}")
         layer = super().__new__(cls, *args, **kwargs)
         given = cls._signature.bind(layer, *args, **kwargs).arguments
+        if "config" in given:
+            check_type("config", given["config"], TransformerConfig)
         own = {name: value for name, value in given.items() if name not in ("self", "kwargs")}
         vars(layer)["_given"] = {**own, **given.get("kwargs", {})}  # not by setattr, or Keras would save it
         return layer
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Call the layer without options that are None, which would hide the training mode of the layer around."""
+        return super().__call__(*args, **{name: value for name, value in options.items() if value is not None})  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
         """Return what ``from_config`` needs to build the layer again: Keras saves it beside the weights."""
@@ -110,10 +124,10 @@ class Block(Configured, keras.layers.Layer):
         self.built = True
         self.supports_masking = True  # the output keeps Keras' mask of the first input
 
-    def _show_to_checkpoints(self, layers: list[keras.layers.Layer]) -> None:
-        """Let ``tf.train.Checkpoint`` find the layers of a list: by itself it looks into none of Keras' lists."""
-        for i, layer in enumerate(layers):
-            self._track_trackable(layer, f"layers.{i}")
+    def _trackable_children(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Let ``tf.train.Checkpoint`` find the layers of a stack: by itself it looks into none of Keras' lists."""
+        layers = {f"layers.{i}": layer for i, layer in enumerate(getattr(self, "layers", ()))}
+        return {**super()._trackable_children(*args, **options), **layers}
 
     def recomputed(self, *inputs: Tensor, **options: Any) -> Tensor:
         """Call the layer, but keep only its inputs for the backward pass, which computes all in between again.

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 from numpy import ndarray
 
+from transformer_spec.checks import check_type
 from transformer_spec.search import SearchPlan
 from transformer_spec.search_padding import pad_search, power_of_two
 from transformer_spec.shapes import Bool, Int
@@ -24,6 +25,13 @@ from transformer_tf.transformer import Transformer
 
 # Everything that has been traced for a model, as long as the model lives. Keras saves and copies attributes of a model.
 _TRACED: WeakKeyDictionary[Transformer, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
+
+
+def check_call(name: str, model: Any) -> None:
+    """Raise TypeError unless a model is a Transformer, RuntimeError in a ``tf.function``."""
+    check_type("model", model, Transformer)
+    if not tf.executing_eagerly():
+        raise RuntimeError(f"{name} needs values: call it outside of tf.function")
 
 
 def padded(
@@ -40,17 +48,13 @@ def padded(
     return pad_search(source_ids, source_mask, plan, model.config.max_positions, round_up)
 
 
-def call_traced(function: Callable[..., Any], model: Transformer, *args: Any, **constants: Any) -> Any:
-    """Call a function of a model, traced once for tensors and numbers of all sizes, and again for other constants."""
-    return _call(function, model, args, constants, False)
+def call_traced(
+    function: Callable[..., Any], model: Transformer, *args: Any, by_xla: bool = False, **constants: Any
+) -> Any:
+    """Call a function of a model, traced once for tensors and numbers of all sizes, and again for other constants.
 
-
-def call_compiled(function: Callable[..., Any], model: Transformer, *args: Any, **constants: Any) -> Any:
-    """Do what ``call_traced`` does, and let XLA compile the function for each shape."""
-    return _call(function, model, args, constants, True)
-
-
-def _call(function, model, args, constants, by_xla):
+    If ``by_xla`` is set, XLA compiles it for each shape.
+    """
     with placed(model.device):
         args = tf.nest.map_structure(tf.convert_to_tensor, args)
         if compiles_quickly() or not model.fast:
@@ -68,7 +72,7 @@ def _call(function, model, args, constants, by_xla):
 def call_on_devices(trainer: Any, function: Callable[..., Any], part: Any, *numbers: Any, by_xla: bool = False) -> Any:
     """Call a function of a trainer; on a mesh, each device calls it for its share.
 
-    TensorFlow traces it once for all lengths, and again if different parameters are frozen.
+    TensorFlow traces it once for all lengths, and again if different parameters are frozen or settings change.
 
     Args:
         trainer: The trainer.
@@ -79,7 +83,8 @@ def call_on_devices(trainer: Any, function: Callable[..., Any], part: Any, *numb
     """
     if trainer.mesh is None and (compiles_quickly() or not (trainer.model.fast or by_xla)):
         return function(*part, *numbers)
-    key = function.__name__, *(name for name, variable in trainer._variables.items() if variable.trainable)
+    trained = (name for name, variable in trainer._variables.items() if variable.trainable)
+    key = function.__name__, trainer.settings, *trained
     if key not in trainer._traced:
         trainer._traced[key] = _traced(trainer, function, (part, *numbers), by_xla)
     return trainer._traced[key](part, *numbers)

@@ -130,7 +130,6 @@ class DecoderStack(Block):
                 for i in range(config.num_decoder_layers)
             ]
             self.final_norm = LayerNorm(config, dtype, name="final_norm") if config.final_norm else None
-        self._show_to_checkpoints(self.layers)
         self.activation_checkpointing = False  # a Trainer switches it on for a step that is to save memory
 
     def call(

@@ -80,7 +80,6 @@ class EncoderStack(Block):
         with keras.name_scope(self.name):
             self.layers = [EncoderLayer(config, dtype, name=f"layer_{i}") for i in range(config.num_encoder_layers)]
             self.final_norm = LayerNorm(config, dtype, name="final_norm") if config.final_norm else None
-        self._show_to_checkpoints(self.layers)
         self.activation_checkpointing = False  # a Trainer switches it on for a step that is to save memory
 
     def call(

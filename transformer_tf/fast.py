@@ -46,14 +46,10 @@ def attend_by_blocks(
     if mask is not None:
         check_attention_mask(tuple(mask.shape), mask.dtype.name, tuple(query.shape), tuple(key.shape))
     is_long = query.shape[2] is not None and query.shape[2] > QUERY_BLOCK
-    if tap is no_tap and dropout is None and is_long and _is_cpu():
+    is_cpu = not tf.config.list_physical_devices("GPU")  # a GPU is faster with all heads at a time
+    if tap is no_tap and dropout is None and is_long and is_cpu:
         return _attend_in_blocks(query, key, value, mask)
     return scaled_dot_product_attention(query, key, value, mask, dropout, tap)
-
-
-def _is_cpu():
-    """Whether the process computes on CPUs only: a GPU is faster with all heads at a time."""
-    return not tf.config.list_physical_devices("GPU")
 
 
 def _attend_in_blocks(query, key, value, mask):

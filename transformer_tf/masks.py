@@ -5,6 +5,7 @@ B batch, S source length, T target length, L length of either.
 
 from __future__ import annotations
 
+import keras
 import tensorflow as tf
 from tensorflow import Tensor
 
@@ -13,7 +14,7 @@ from transformer_spec.shapes import Bool, Int
 
 def padding_mask(ids: Int[Tensor, "B L"], pad_id: int) -> Bool[Tensor, "B L"]:
     """Mark the positions that hold a token rather than padding."""
-    return ids != pad_id
+    return keras.ops.not_equal(ids, pad_id)
 
 
 def target_padding_mask(target_ids: Int[Tensor, "B T"], pad_id: int) -> Bool[Tensor, "B T"]:

@@ -38,7 +38,7 @@ class Adam:
         for name in names:
             for moments in (self.first_moment, self.second_moment):
                 if name not in moments:
-                    moments[name] = _zeros_like(self.parameters[name])
+                    moments[name] = tf.Variable(tf.zeros_like(self.parameters[name]), trainable=False)
 
     def update(
         self, gradient: Mapping[str, Tensor], scale: Tensor, learning_rate: Tensor, corrections: tuple[Tensor, Tensor]
@@ -62,7 +62,3 @@ class Adam:
             m_hat = m / correction1
             v_hat = v / correction2
             theta.assign_sub(learning_rate * m_hat / (tf.sqrt(v_hat) + settings.epsilon))
-
-
-def _zeros_like(variable: tf.Variable) -> tf.Variable:
-    return tf.Variable(tf.zeros_like(variable), trainable=False)

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from numpy import ndarray
 
-from transformer_spec.checks import check_given, check_next_ids, check_room, check_same_batch, check_type
+from transformer_spec.checks import check_given, check_next_ids, check_room, check_same_batch
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
 from transformer_tf.block import Configured, loading
@@ -47,7 +47,6 @@ class Part(Configured, keras.Model):
         self, config: TransformerConfig, dtype: str | None = None, *, fast: bool = True, **kwargs: Any
     ) -> None:
         super().__init__(dtype=dtype, **kwargs)
-        check_type("config", config, TransformerConfig)
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         norm = LayerNorm if config.embedding_norm else lambda *_, **__: None
         tied = config.tie_embeddings == "all"
@@ -143,6 +142,15 @@ class Part(Configured, keras.Model):
         names = {None: ["source_ids", "target_ids"], "encoder": ["source_ids"], "decoder": []}[self.part]
         signature = [tf.TensorSpec([None, None], tf.int32, name) for name in names]
         return tf.function(lambda *ids: self(*ids), signature, autograph=False) if names else None
+
+    def load_own_variables(self, store: Any) -> None:
+        """Raise ValueError if a stack in Keras' file has more layers than the model's, which Keras would skip."""
+        super().load_own_variables(store)
+        for stack in (layer for layer in self.layers if isinstance(layer, EncoderStack | DecoderStack)):
+            path = f"{getattr(store, '_h5_entry_path', None) or ''}/{stack.name}/layers"
+            count = len(getattr(store, "h5_file", {}).get(path, ()))
+            if count > len(stack.layers):
+                raise ValueError(f"{stack.name} must have {count} layers, as the file has: got {len(stack.layers)}")
 
     def export_weights(self) -> dict[str, ndarray]:
         """Return a copy of every parameter under its canonical name, in the model's dtype."""

@@ -111,6 +111,7 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> I
     if keras.backend.is_keras_tensor(ids):
         raise TypeError(f"{name} must have values: got a keras.Input; call the model itself, an Encoder or a Decoder")
     if tf.is_tensor(ids):
+        ids = tf.convert_to_tensor(ids)  # it may be a variable
         on_host = "CPU" in getattr(ids, "backing_device", "CPU")  # a traced tensor is nowhere, and its values unknown
         values = tf.get_static_value(ids) if on_host else None
         check_ids(name, tuple(ids.shape), ids.dtype.name, vocab_size, max_positions, values)

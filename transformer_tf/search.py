@@ -16,6 +16,7 @@ from transformer_spec.checks import check_integer, check_translations, to_array
 from transformer_spec.search import OnStep, Scores, Search, SearchPlan, SearchResult, check_start
 from transformer_spec.search_rules import SearchRules
 from transformer_spec.shapes import Bool, Float, Int
+from transformer_tf.compilation import check_call
 from transformer_tf.fast import top_by_blocks
 from transformer_tf.search_loop import run_search
 from transformer_tf.search_rules import apply_rules, within_pool
@@ -67,9 +68,7 @@ def greedy_search(
         rules=SearchRules() if rules is None else rules,
         prefix_ids=prefix_ids,
     )
-    return run_search(
-        FastGreedy if model.fast else Greedy, model, source_ids, source_mask, search, on_step, as_numpy=as_numpy
-    )
+    return run_search((Greedy, FastGreedy), model, source_ids, source_mask, search, on_step, as_numpy=as_numpy)
 
 
 def beam_search(
@@ -131,9 +130,7 @@ def beam_search(
         rules=SearchRules() if rules is None else rules,
         prefix_ids=prefix_ids,
     )
-    return run_search(
-        FastBeam if model.fast else Beam, model, source_ids, source_mask, search, on_step, as_numpy=as_numpy
-    )
+    return run_search((Beam, FastBeam), model, source_ids, source_mask, search, on_step, as_numpy=as_numpy)
 
 
 def sample(
@@ -199,7 +196,7 @@ def sample(
         rules=SearchRules() if rules is None else rules,
         prefix_ids=prefix_ids,
     )
-    return run_search(Sample, model, source_ids, source_mask, search, on_step, as_numpy=as_numpy)
+    return run_search((Sample, Sample), model, source_ids, source_mask, search, on_step, as_numpy=as_numpy)
 
 
 def score(
@@ -207,7 +204,7 @@ def score(
 ) -> Scores:
     """Return the log-probabilities that the model assigns to given translations, for example to rerank them.
 
-    To score each token of the hypotheses of a search, pass its ``nbest_ids``.
+    To score each token of the hypotheses of a search, pass its ``nbest_ids``. Dropout is off.
 
     Args:
         model: The model.
@@ -224,14 +221,16 @@ def score(
         TypeError: If ids are not integers, or the mask is not boolean.
         ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, or there are more tokens than
             the model has positions.
+        RuntimeError: If it is called in a ``tf.function``.
     """
+    check_call("score", model)
     source_ids, source_mask = model._take("source", source_ids, source_mask)  # [B, S]
     target_ids = to_array("target_ids", target_ids)
     check_translations(target_ids.shape, len(source_ids))
     labels, _ = model._take("target", target_ids.reshape(-1, target_ids.shape[-1]), None)  # [B * N, T]
     start = tf.fill([len(labels), 1], check_start(start_id, model.config))
     source_ids, source_mask = (tf.repeat(x, len(labels) // len(x), 0) for x in (source_ids, source_mask))
-    scores = model(source_ids, tf.concat([start, labels[:, :-1]], 1), source_mask)  # [B * N, T, V]
+    scores = model(source_ids, tf.concat([start, labels[:, :-1]], 1), source_mask, training=False)  # [B * N, T, V]
     scores = tf.nn.log_softmax(tf.cast(scores, keras.backend.result_type(scores.dtype, "float32")))
     tokens = tf.gather(scores, labels, batch_dims=2)
     is_token = labels != model.config.pad_id

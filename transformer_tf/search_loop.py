@@ -10,13 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from transformer_spec.search import OnStep, Search, SearchResult, search_result
-from transformer_tf.compilation import call_compiled, call_traced, padded
+from transformer_tf.compilation import call_traced, check_call, padded
 from transformer_tf.runtime import placed
 from transformer_tf.transformer import Transformer
 
 
 def run_search(
-    kind: Any,
+    kinds: tuple[Any, Any],
     model: Transformer,
     source_ids: Any,
     source_mask: Any,
@@ -25,13 +25,8 @@ def run_search(
     *,
     as_numpy: bool,
 ) -> SearchResult:
-    """Return what a search finds, given the class that takes its steps.
-
-    Raises:
-        RuntimeError: If it is called in a ``tf.function``.
-    """
-    if not tf.executing_eagerly():
-        raise RuntimeError("a search compiles its own loop and returns NumPy arrays: call it outside of tf.function")
+    """Return what a search finds, given the class that takes its steps, and the one for a fast model."""
+    check_call("a search", model)
     with placed(model.device):
         source_ids, source_mask = (x.numpy() for x in model._take("source", source_ids, source_mask))
     plan = search.plan(model.config, source_mask)
@@ -41,11 +36,11 @@ def run_search(
     dtype = keras.backend.result_type(model.compute_dtype, "float32")  # bfloat16 is too coarse to sum in
     with placed(model.device):
         plan = plan.to(partial(tf.constant, dtype=tf.int32), partial(tf.constant, dtype=dtype))
-        state = kind.start(plan)
+        state = kinds[model.fast].start(plan)
     arrays = plan._replace(rules=())  # type: ignore[arg-type]  # rules are constants, not tensors
     cache = call_traced(Transformer.init_cache, model, source_ids, plan.capacity, plan.beam_size, source_mask)
     for n in [last] if on_step is None else range(1, last + 1):
-        state, cache = call_compiled(_advance, model, state, cache, arrays, n, rules=plan.rules)
+        state, cache = call_traced(_advance, model, state, cache, arrays, n, by_xla=True, rules=plan.rules)
         if on_step is not None:
             on_step(np.array(state.ids[:batch, :, :n], np.int64))
         if not state.goes_on():

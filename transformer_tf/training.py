@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 import numpy as np
@@ -31,7 +31,7 @@ from transformer_spec.parallel_plan import DROPOUTS
 from transformer_spec.shapes import Float, Int
 from transformer_spec.taps import Recorder, no_tap
 from transformer_spec.training_config import Gradients, StepResult, TrainingConfig, TrainingState
-from transformer_tf.compilation import call_on_devices
+from transformer_tf.compilation import call_on_devices, check_call
 from transformer_tf.fast import FastAdam
 from transformer_tf.layers import Dropout
 from transformer_tf.optimizer import Adam, clip_factor, global_norm
@@ -100,6 +100,7 @@ class CrossEntropy(keras.losses.Loss):
 
     def __init__(self, config: TransformerConfig, name: str = "cross_entropy", **kwargs: Any) -> None:
         super().__init__(name=name, **kwargs)
+        self._dtype = keras.backend.result_type(self.dtype, "float32")  # of labels too, and bfloat16 rounds 257
         self.config = config if isinstance(config, TransformerConfig) else TransformerConfig.from_dict(config)
 
     def call(self, y_true: Float[Tensor, "B T"], y_pred: Float[Tensor, "B T V"]) -> Float[Tensor, "B T"]:
@@ -129,6 +130,7 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
         TypeError: If the IDs are not integers.
         ValueError: If IDs have the wrong shape or are outside the vocabulary, or if a parameter has no canonical name.
     """
+    check_call("gradients", model)
     batch = _take(model, source_ids, target_ids, labels)
     named, seen = variables(model), Recorder()
     trained = _trained(named)
@@ -178,6 +180,7 @@ class Trainer:
         compile: bool = False,  # noqa: A002
     ) -> None:
         check_type("settings", settings, TrainingConfig)
+        check_call("Trainer", model)
         check_trainable(model.variable_dtype, settings.mixed_bfloat16, MIXED_BFLOAT16)
         seed = check_integer("seed", seed, minimum=0)
         check_choice("dropout", dropout, DROPOUTS)
@@ -199,7 +202,13 @@ class Trainer:
         self.optimizer = adam(parameters(model), settings)
         self.start(_trained(self._variables))
         check_copies(self)
-        self._traced: dict[tuple[str, ...], Any] = {}  # by function, and what is trained
+        self._traced: dict[tuple[Any, ...], Any] = {}  # by function, settings, and what is trained
+
+    def __reduce__(self) -> NoReturn:
+        """Raise TypeError: a copy of the optimizer would not update the variables of a copy of the model."""
+        raise TypeError(
+            "a Trainer cannot be copied: make one for a copy of the model, and call load_state(export_state())"
+        )
 
     def start(self, names: Iterable[str]) -> None:
         """Begin the moments of these parameters at zero, unless they have moments."""
@@ -218,11 +227,13 @@ class Trainer:
             TypeError: Ids that are not integers.
             ValueError: Ids of the wrong shape or outside the vocabulary, or a batch that does not fall into slices.
         """
+        check_call("train_step", self.model)
         settings, config = self.settings, self.model.config
         batch = _take(self.model, source_ids, target_ids, labels)
         learning_rate = settings.learning_rate(self.step + 1, config.d_model)
         numbers = learning_rate, settings.bias_corrections(self.step + 1)
         self.start(_trained(self._variables))
+        self.optimizer.settings = settings  # which may have been replaced
         with placed(self.model.device):
             numbers = tf.nest.map_structure(lambda number: tf.constant(number, self.model.variable_dtype), numbers)
             result = call_on_devices(self, self._step, self._part(batch), numbers, by_xla=self._compile)
@@ -234,6 +245,7 @@ class Trainer:
 
         Arguments and errors as in ``train_step``, whose dropout, slices and devices it has. Nothing is updated.
         """
+        check_call("gradient", self.model)
         batch = _take(self.model, source_ids, target_ids, labels)
         with placed(self.model.device):
             total, tokens, gradient = call_on_devices(self, self._gradient, self._part(batch), by_xla=self._compile)
@@ -286,7 +298,7 @@ class Trainer:
         settings = self.settings
         total, tokens, gradient = self._gradient(batch, random_bits)
         count = tf.cast(tf.maximum(tokens, 1), total.dtype)
-        norm = global_norm([*gradient.values()]) / count
+        norm = tf.cast(global_norm([*gradient.values()]), total.dtype) / count
         scale = clip_factor(norm, settings.clip_norm) / count
         self.optimizer.update(gradient, scale, *numbers)
         return total / count, tokens, norm
@@ -337,8 +349,13 @@ def _loss(model, batch, config, tap=no_tap, training=False):
 
 
 def _trained(named):
-    """Return those of Keras' variables that are not frozen, as TensorFlow's."""
-    return {name: variable.value for name, variable in named.items() if variable.trainable}
+    """Return those of Keras' variables that are not frozen, as TensorFlow's; ValueError if fit would treat one else."""
+    trained = {name: variable for name, variable in named.items() if variable.trainable}
+    for name, variable in trained.items():
+        for kind in ("regularizer", "constraint"):
+            if getattr(variable, kind) is not None:
+                raise ValueError(f"{name} has a {kind}: remove it, or train by compile and fit, which follow it")
+    return {name: variable.value for name, variable in trained.items()}
 
 
 def _differentiate(tape, loss, places):
