@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any
 
 import jax
 import numpy as np
@@ -64,9 +62,7 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
     named: set[int] = set()
     paths = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(model.config, model.part))
     for path in [*paths, *["output_proj"] * (model.part != "encoder")]:  # also if it is tied and has no name
-        layer: Any = None
-        with suppress(AttributeError, IndexError):  # a layer that is missing
-            layer = find(model, path)
+        layer = find(model, path)
         is_adapter = type(layer).__call__ is nnx.LoRALinear.__call__
         if is_adapter and not adapters:
             raise ValueError(

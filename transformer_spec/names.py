@@ -38,8 +38,8 @@ def find(model: Any, path: str) -> Any:
 
     try:
         return reduce(step, path.split("."), model)
-    except IndexError:
-        raise ValueError(f"the model must have {path}: its config says so") from None
+    except (AttributeError, IndexError) as error:
+        raise ValueError(f"the model must have {path}, as its config says") from error
 
 
 def parameter_shapes(config: TransformerConfig, part: str | None = None) -> dict[str, tuple[int, ...]]:

@@ -61,6 +61,7 @@ def greedy_search(
         ValueError: If an argument has the wrong shape or value, or if the model computes NaN.
         RuntimeError: If it is called in a ``tf.function``.
     """
+    check_call("greedy_search", model)
     search = Search(
         max_length=max_length,
         min_length=min_length,
@@ -68,7 +69,9 @@ def greedy_search(
         rules=SearchRules() if rules is None else rules,
         prefix_ids=prefix_ids,
     )
-    return run_search((Greedy, FastGreedy), model, source_ids, source_mask, search, on_step, as_numpy=as_numpy)
+    return run_search(
+        FastGreedy if model.fast else Greedy, model, source_ids, source_mask, search, on_step, as_numpy=as_numpy
+    )
 
 
 def beam_search(
@@ -119,6 +122,7 @@ def beam_search(
         ValueError: If an argument has the wrong shape or value, or if the model computes NaN.
         RuntimeError: If it is called in a ``tf.function``.
     """
+    check_call("beam_search", model)
     search = Search(
         beam_size=check_integer("beam_size", beam_size, minimum=1),
         length_penalty=length_penalty,
@@ -130,7 +134,9 @@ def beam_search(
         rules=SearchRules() if rules is None else rules,
         prefix_ids=prefix_ids,
     )
-    return run_search((Beam, FastBeam), model, source_ids, source_mask, search, on_step, as_numpy=as_numpy)
+    return run_search(
+        FastBeam if model.fast else Beam, model, source_ids, source_mask, search, on_step, as_numpy=as_numpy
+    )
 
 
 def sample(
@@ -181,9 +187,10 @@ def sample(
 
     Raises:
         TypeError: If ids, sizes or lengths are not integers, or the mask is not boolean.
-        ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, a setting is out of range,
-            lengths contradict each other or the model's positions, or the model computes NaN.
+        ValueError: If an argument has the wrong shape or value, or if the model computes NaN.
+        RuntimeError: If it is called in a ``tf.function``.
     """
+    check_call("sample", model)
     search = Search(
         num_hypotheses=check_integer("num_samples", num_samples, minimum=1),
         temperature=temperature,
@@ -196,7 +203,7 @@ def sample(
         rules=SearchRules() if rules is None else rules,
         prefix_ids=prefix_ids,
     )
-    return run_search((Sample, Sample), model, source_ids, source_mask, search, on_step, as_numpy=as_numpy)
+    return run_search(Sample, model, source_ids, source_mask, search, on_step, as_numpy=as_numpy)
 
 
 def score(
@@ -219,8 +226,7 @@ def score(
 
     Raises:
         TypeError: If ids are not integers, or the mask is not boolean.
-        ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, or there are more tokens than
-            the model has positions.
+        ValueError: If an argument has the wrong shape or value.
         RuntimeError: If it is called in a ``tf.function``.
     """
     check_call("score", model)

@@ -10,13 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from transformer_spec.search import OnStep, Search, SearchResult, search_result
-from transformer_tf.compilation import call_traced, check_call, padded
+from transformer_tf.compilation import call_traced, padded
 from transformer_tf.runtime import placed
 from transformer_tf.transformer import Transformer
 
 
 def run_search(
-    kinds: tuple[Any, Any],
+    kind: Any,
     model: Transformer,
     source_ids: Any,
     source_mask: Any,
@@ -25,8 +25,7 @@ def run_search(
     *,
     as_numpy: bool,
 ) -> SearchResult:
-    """Return what a search finds, given the class that takes its steps, and the one for a fast model."""
-    check_call("a search", model)
+    """Return what a search finds, given the class that takes its steps."""
     with placed(model.device):
         source_ids, source_mask = (x.numpy() for x in model._take("source", source_ids, source_mask))
     plan = search.plan(model.config, source_mask)
@@ -36,7 +35,7 @@ def run_search(
     dtype = keras.backend.result_type(model.compute_dtype, "float32")  # bfloat16 is too coarse to sum in
     with placed(model.device):
         plan = plan.to(partial(tf.constant, dtype=tf.int32), partial(tf.constant, dtype=dtype))
-        state = kinds[model.fast].start(plan)
+        state = kind.start(plan)
     arrays = plan._replace(rules=())  # type: ignore[arg-type]  # rules are constants, not tensors
     cache = call_traced(Transformer.init_cache, model, source_ids, plan.capacity, plan.beam_size, source_mask)
     for n in [last] if on_step is None else range(1, last + 1):

@@ -79,10 +79,7 @@ def check_complete(model: Any, *, frozen: bool = False) -> None:
 
 def _layer(model, path):
     """Return a layer that computes what this package's layer in that place does."""
-    try:
-        layer = find(model, path)
-    except (AttributeError, IndexError) as error:
-        raise ValueError(f"the model must have a layer {path}: {error}; {REMEDY}") from error
+    layer = find(model, path)
     layer = getattr(layer, "_orig_mod", layer)  # of torch.compile
     if type(layer).forward not in [own.forward for own in OWN_LAYERS]:
         kind = f"{type(layer).__module__.partition('.')[0]} {type(layer).__name__}"
