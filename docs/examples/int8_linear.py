@@ -14,11 +14,13 @@ class Int8Linear(nnx.Module):
         self.scale, self.bias = nnx.Variable(scale), linear.bias
 
     def __call__(self, x):
+        """Map the last axis of ``x``."""
         y = x @ self.kernel[...].astype(x.dtype) * self.scale[...]
         return y if self.bias is None else y + self.bias[...]
 
 
 def quantize(model):
+    """Replace all linear layers of a model."""
     for _, module in list(nnx.iter_modules(model)):
         for name, layer in list(vars(module).items()):
             if isinstance(layer, nnx.Linear):

@@ -125,7 +125,9 @@ def stored_bytes(backend: str, model: Any) -> dict[str, int]:
 
 
 def _of_torch(model: Any) -> Iterator[tuple[str, int]]:
-    packed = [x for module in model.modules() if hasattr(module, "_weight_bias") for x in module._weight_bias()]
+    # quantize_dynamic keeps matrix and bias in an object that is not a tensor, but the child of the layer.
+    quantized = (module for module in model.modules() if "_packed_params" in module._modules)
+    packed = [x for module in quantized for x in module._weight_bias()]
     for tensor in (*model.parameters(), *model.buffers(), *packed):
         for plain in () if tensor is None else _plain(tensor):
             yield str(plain.dtype).removeprefix("torch.").removeprefix("q"), plain.numel() * plain.element_size()
@@ -277,7 +279,8 @@ def compare_all(backend: str, texts: Texts, seconds: float) -> Iterator[Row]:
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the rows as Markdown."""
-    yield "| | | sentences | same, greedy | same, beam 4 | BLEU, greedy | BLEU, beam 4 | speed, greedy | speed, beam 4 | MB |"
+    titles = [f"{title}, {kind}" for title in ("same", "BLEU", "speed") for kind in SEARCHES]
+    yield f"| | | sentences | {' | '.join(titles)} | MB |"
     yield "|---|---|" + "---:|" * 8
     for row in rows:
         size = sum((row.bytes or {}).values()) / MB
@@ -364,7 +367,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for path in (options.source, options.reference)
     ]
     if len(lines[0]) != len(lines[1]):
-        parser.error(f"source and reference must have the same number of lines: got {len(lines[0])} and {len(lines[1])}")
+        parser.error(
+            f"source and reference must have the same number of lines: got {len(lines[0])} and {len(lines[1])}"
+        )
     texts = Texts(read_trained(options.weights), *lines)
     given = [options.weights.name, options.source.name, options.reference.name]
     report: dict[str, Any] = {
