@@ -128,7 +128,7 @@ def _of_torch(model: Any) -> Iterator[tuple[str, int]]:
     # quantize_dynamic keeps matrix and bias in an object that is not a tensor, but the child of the layer.
     quantized = (module for module in model.modules() if "_packed_params" in module._modules)
     packed = [x for module in quantized for x in module._weight_bias()]
-    for tensor in (*model.parameters(), *model.buffers(), *packed):
+    for tensor in (*model.parameters(), *packed):
         for plain in () if tensor is None else _plain(tensor):
             yield str(plain.dtype).removeprefix("torch.").removeprefix("q"), plain.numel() * plain.element_size()
 
