@@ -36,7 +36,8 @@ from transformer_parity.transformer.decoding.prefixes import tokens_of
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.sentences.vocabulary import pad
 
-BATCH = 32  # sentences
+BATCH = 16  # sentences
+ROUNDS = 3  # batches that are translated, however long they take
 MB = 1e6  # bytes
 SEARCHES: dict[str, Callable[..., Any]] = {
     "greedy": lambda package, model, ids: package.greedy_search(model, ids),
@@ -215,7 +216,7 @@ def compare(backend: str, variant: str, texts: Texts, base: Any, seconds: float)
         variant: A name in ``VARIANTS``.
         texts: The sentences.
         base: The float32 model.
-        seconds: Time after which no further batch is begun.
+        seconds: Time after which no further batch is begun, after the first ``ROUNDS``.
 
     Raises:
         RuntimeError: If a variant that is called int8 stores no int8.
@@ -237,7 +238,7 @@ def compare(backend: str, variant: str, texts: Texts, base: Any, seconds: float)
     found: dict[tuple[str, str], list[list[int]]] = {(kind, name): [] for kind in SEARCHES for name in models}
     speeds: dict[str, list[float]] = {kind: [] for kind in SEARCHES}
     end = time.perf_counter() + seconds
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
         for kind, search in SEARCHES.items():
             taken = {}
             for name, model in models.items():
@@ -246,7 +247,7 @@ def compare(backend: str, variant: str, texts: Texts, base: Any, seconds: float)
                 taken[name] = time.perf_counter() - start
                 found[kind, name] += [tokens_of(row, config) for row in ids]
             speeds[kind].append(taken["float32"] / taken[variant])
-        if time.perf_counter() > end:
+        if number >= ROUNDS and time.perf_counter() > end:
             break
     return Row(
         backend,
