@@ -77,7 +77,7 @@ def test_weights_and_gradients_of_an_int8_model_are_refused(port, load):
         lambda: port.package.gradients(model, *BATCH),
         lambda: port.package.Trainer(model, SETTINGS).export_state(),
     ):
-        with pytest.raises(ValueError, match=r"is quantized to int8|must compute with its own weights only"):
+        with pytest.raises(ValueError, match=r"is quantized to int8|must compute with its .* only: got"):
             refused()
 
 
