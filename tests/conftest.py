@@ -299,6 +299,8 @@ def pytest_configure(config):
         config.not_tested.append("NOT TESTED: processes that are bound to one processor (this system has none)")
     if not importlib.util.find_spec("ctranslate2"):
         config.not_tested.append("NOT TESTED: what CTranslate2 computes from our folders (not installed)")
+    if not importlib.util.find_spec("torchao"):
+        config.not_tested.append("NOT TESTED: models that torchao has quantized (not installed)")
     if config.browser is None:
         config.not_tested.append(f"NOT TESTED: reports in a browser (ask with --browser; known: {', '.join(BROWSERS)})")
 

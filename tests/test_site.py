@@ -283,6 +283,9 @@ def test_greedy_search_misses_the_better_sentence():
     assert found["beam.scores"][0][0] * ((5 + 4) / 6) ** 0.6 > found["greedy.scores"][0]
 
 
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*are deprecated:UserWarning")
+@pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
 @pytest.mark.extended("site")
 def test_code_of_the_guides_runs(tmp_path, monkeypatch, ports):
     requested = {port.name for port in ports} | {"numpy"}
