@@ -188,3 +188,13 @@ def test_parameters_that_a_trainer_does_not_know_are_named(port, change, method)
     change(model)
     with pytest.raises(ValueError, match=r"make a new Trainer for .*weight"):
         getattr(trainer, method)(*BATCH)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*:UserWarning")
+def test_a_trainer_of_a_quantized_model_does_not_train_a_part(port):
+    """No gradient passes the layers that quantize their inputs, and the norms before them would stay as they are."""
+    model = build(port, "float32")
+    model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    trainer = port.package.Trainer(model, SETTINGS)
+    with pytest.raises(ValueError, match=r"depend on all trainable parameters: freeze or remove encoder\.\S+norm"):
+        trainer.train_step(SOURCE, TARGET, LABELS)

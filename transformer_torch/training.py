@@ -265,7 +265,8 @@ class Trainer:
         """Return loss, tokens and gradient, summed over the shares of all slices of a batch."""
         settings, config, losses = self.settings, transformer_of(self.model).config, []
         known = dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"])
-        if lost := [name for name, p in self.model.named_parameters() if p.requires_grad and p not in known]:
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if lost := [name for name, p in trained.items() if p not in known]:
             raise ValueError(f"the optimizer must have all trainable parameters: make a new Trainer for {some(lost)}")
         tokens = (batch[2] != config.pad_id).sum()
         self.optimizer.zero_grad()
@@ -275,6 +276,8 @@ class Trainer:
             loss = total / tokens.clamp(min=1)
             loss.backward()
             losses.append(loss.detach())
+        if lost := [name for name, p in trained.items() if p.grad is None]:  # such as those before a quantized layer
+            raise ValueError(f"the loss must depend on all trainable parameters: freeze or remove {some(lost)}")
         gradient = [p.grad for p in known if p.grad is not None]  # a frozen parameter has none
         return self.share.summed(torch.stack(losses).sum()), tokens, gradient
 
