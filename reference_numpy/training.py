@@ -188,7 +188,7 @@ class Trainer:
         norm = global_norm(gradient) / count
         scale = clip_factor(norm, settings.clip_norm) / count
         learning_rate = settings.learning_rate(self.step + 1, config.d_model)
-        self.optimizer.parameters = _parameters(self.model)
+        self.optimizer.parameters, self.optimizer.settings = _parameters(self.model), settings
         self.optimizer.update(gradient, scale, learning_rate, settings.bias_corrections(self.step + 1))
         if self.model.fast:
             reuse(self.model, gradient)

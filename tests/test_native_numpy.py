@@ -299,3 +299,22 @@ def test_a_model_without_weights_is_not_trained():
     message = r"^the model has no weights yet: call set_weights\(model, init_weights\(config, seed\)\) first$"
     with pytest.raises(ValueError, match=message):
         ref.Trainer(ref.Transformer(tiny_config()), TrainingConfig())
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_new_settings_hold_for_the_next_step(quick):
+    config, changed = tiny_config(), TrainingConfig(beta1=0.5, beta2=0.9, epsilon=1e-3, clip_norm=0.1)
+    trainers = [
+        ref.Trainer(
+            ref.Transformer.from_weights(config, random_weights(config), "float64", fast=quick), TrainingConfig()
+        )
+        for _ in range(2)
+    ]
+    for trainer in trainers:
+        trainer.train_step(SOURCE, TARGET, LABELS)
+    trainers[0].settings = changed
+    resumed = ref.Trainer(trainers[1].model, changed)
+    resumed.load_state(trainers[1].export_state())
+    for trainer in (trainers[0], resumed):
+        trainer.train_step(SOURCE, TARGET, LABELS)
+    assert_same_bits(trainers[0].model.export_weights(), resumed.model.export_weights())
