@@ -149,7 +149,7 @@ def test_a_readme_of_empty_lines_takes_no_time(folder):
         (folder / "README.md").write_text(text)
         start = time.process_time()
         assert import_checkpoint(folder).origin.licence is None
-        assert time.process_time() - start < 1.0
+        assert time.process_time() - start < 20.0  # a search that is quadratic takes hours
 
 
 @pytest.mark.parametrize("name", ["source.spm", "target.spm", "vocab.json", "tokenizer_config.json"])
