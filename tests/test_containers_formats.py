@@ -31,7 +31,7 @@ def refused_at_once(read, what, beginning, message=None):
     start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match=message) as refused:
         read(what)
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < 10.0  # an attack that works takes minutes
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # kilobytes
     assert str(refused.value).startswith(beginning)
     return str(refused.value)
