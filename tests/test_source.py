@@ -63,9 +63,9 @@ def test_source_knows_where_the_packages_differ(capsys):
     assert len({text.partition("\n\n")[2] for text in printed}) == 1
     both = pieces(parity(capsys, "source", "Transformer.call", "--backends", "tf")[1])
     assert [text.count("def ") for text in both.values()] == [1]
-    inherited = pieces(parity(capsys, "source", "Block.call", "--backends", "tf")[1])
+    inherited = pieces(parity(capsys, "source", "Part.forward", "--backends", "torch")[1])
     assert [text.strip() for text in inherited.values()] == [
-        "class Block(Configured, keras.layers.Layer): ...  # inherits its forward method"
+        "class Part(nn.Module): ...  # inherits its forward method"
     ]
     for name, method in (("Encoder", "encode"), ("Decoder", "decode")):  # as in ``forward = encode``
         assert all(f"def {method}(" in text for text in pieces(parity(capsys, "source", f"{name}.forward")[1]).values())

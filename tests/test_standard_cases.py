@@ -75,7 +75,12 @@ MISTAKES = {  # by name: case, module, text, and the text in its place; the same
     "the first prefix for all sentences": (PREFIX, "search_rules", "plan.prefix[:, n - 1]", "plan.prefix[:1, n - 1]"),
     "a prefix that is certain": (PREFIX, "search_rules", "scored=rules.score_forced", "scored=False"),
     "scores at padding": (SCORES, "search", "is_token = labels != ", "is_token = labels != -1 + 0 * "),
-    "scores after another start symbol": (SCORES, "search", ".config.bos_id if", ".config.eos_id if"),
+    "scores after another start symbol": (
+        SCORES,
+        "search",
+        "check_start(start_id, model.config)",
+        "model.config.eos_id",
+    ),
     "scores without the source mask": (SCORES, "search", "labels[:, :-1]], 1), source_mask)", "labels[:, :-1]], 1))"),
     "smoothing in an evaluation": (STEPS, "training", "label_smoothing=0.0", "label_smoothing=0.2"),
     "the exported state has no step": (STEPS, "training", "State(self.step, self.seed,", "State(0, self.seed,"),

@@ -73,7 +73,7 @@ def check_complete(model: Any, *, frozen: bool = False) -> None:
         kind = "" if frozen else "trainable "
         raise ValueError(f"all {kind}parameters must have canonical names: got {some(others)}; {REMEDY}")
     output = None if model.part == "encoder" else _layer(model, "output_proj")
-    if isinstance(output, TiedProjection) and output.embedding is not _layer(model, "target_embedding"):
+    if isinstance(output, TiedProjection) and output.embedding not in model.modules():
         raise ValueError("output_proj must be tied to target_embedding: got one that is tied to another embedding")
 
 
