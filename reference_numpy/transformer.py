@@ -197,8 +197,7 @@ class Transformer(Encoder, Decoder):
     def _take_memory_for_cache(self, memory, ids, mask):
         """Return the memory and the mask of its source, checked; a memory of None is computed from the source."""
         if memory is None:
-            ids, mask = self._take("source", ids, mask)
-            memory = self._encode(ids, mask)
+            memory = self.encode(ids, mask)
         return self._take_memory(memory, ids, mask)
 
 

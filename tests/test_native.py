@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import tiers
-from conftest import PACKAGES
+from conftest import PACKAGES, random_weights
 from native_models import NO_DROPOUT, SOURCE, TARGET, assert_close, build
 
 from reference_numpy import Recorder, parameter_shapes
@@ -81,6 +81,22 @@ def test_every_parameter_has_a_gradient(port):
     assert len(gradients := port.gradients(model, SOURCE, TARGET)) == len(parameter_shapes(model.config))
     # A key bias moves all scores of a row alike, which softmax does not see; there are three of them.
     assert sum(np.abs(gradient).max() < 1e-9 for gradient in gradients) == 3
+
+
+def test_a_search_calls_the_encode_of_a_subclass(backend):
+    class Silent(backend.package.Transformer):
+        """Encode each source as zeros."""
+
+        def encode(self, *args, **options):
+            return super().encode(*args, **options) * 0.0
+
+    model = build(backend)
+    silent = Silent.from_weights(model.config, random_weights(model.config), "float64")
+    start = np.full((len(SOURCE), 1), model.config.bos_id)
+    logits = backend.to_numpy(model.decode(start, model.encode(SOURCE) * 0.0, SOURCE))[:, 0]
+    best = np.delete(logits, model.config.pad_id, 1).max(1)  # padding is never generated
+    found = backend.package.greedy_search(silent, SOURCE, 1)
+    np.testing.assert_allclose(found.scores, best - np.log(np.exp(logits).sum(1)), rtol=1e-12)
 
 
 @pytest.mark.parametrize("arguments", [(10, 7), (10, 8, "sines"), (10, 8, "split", "n"), (10, 2, "split", "m_minus_1")])

@@ -146,23 +146,6 @@ def test_a_prefix_of_another_framework(port):
         np.testing.assert_array_equal(found.ids, expected.ids)
 
 
-def test_a_search_calls_the_encode_of_a_subclass(port):
-    class Silent(port.package.Transformer):
-        """Reads nothing."""
-
-        def encode(self, source_ids, source_mask=None):
-            return 0.0 * super().encode(source_ids, source_mask)
-
-    model = build(port)
-    silent = Silent.from_weights(model.config, model.export_weights(), "float64")
-    cache = model.init_cache(SOURCE, 1, memory=0.0 * model.encode(SOURCE))
-    logits, _ = model.decode_step(TARGET[:, 0], cache)
-    found = port.package.greedy_search(silent, SOURCE, 1)
-    best = np.delete(logits, model.config.pad_id, 1).max(1)  # padding is never generated
-    np.testing.assert_allclose(found.scores, best - np.log(np.exp(logits).sum(1)), rtol=1e-12)
-    assert (port.package.greedy_search(model, SOURCE, 1).scores != found.scores).all()
-
-
 # --- Parameters that are not as they were built ---
 
 

@@ -44,6 +44,21 @@ class FastTiedProjection(TiedProjection):
 FAST = {nnx.Linear: FastLinear, TiedProjection: FastTiedProjection}
 
 
+class SameKey(nnx.RngStream):
+    """Random state that returns one key every time."""
+
+    def __call__(self) -> Array:
+        """Return the key."""
+        return self.key[...]
+
+
+def same_keys() -> nnx.Rngs:
+    """Return random state for a model whose initial values are never computed. Counting keys takes long to trace."""
+    rngs = nnx.Rngs(0)
+    rngs.default = SameKey(0, tag="default")  # type: ignore[attr-defined]
+    return rngs
+
+
 def accelerate(model: nnx.Module) -> None:
     """Replace the parts of a model that has just been built by parts that compute the same faster."""
     for _, module in nnx.iter_modules(model):

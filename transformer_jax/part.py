@@ -15,7 +15,7 @@ from numpy import ndarray
 from transformer_jax.decoder import DecoderStack
 from transformer_jax.embedding import LearnedPosition, OutputProjection, SinusoidalPosition, TokenEmbedding
 from transformer_jax.encoder import EncoderStack
-from transformer_jax.fast import accelerate
+from transformer_jax.fast import accelerate, same_keys
 from transformer_jax.layers import Dropout, LayerNorm
 from transformer_jax.masks import padding_mask, target_padding_mask
 from transformer_jax.runtime import PRECISIONS, as_array, to_device, to_dtype, to_ids, to_mask, to_memory, to_rngs
@@ -99,7 +99,7 @@ class Part(nnx.Module):
         if precision is not None:
             check_choice("precision", precision, PRECISIONS)
         with jax.default_device(place):
-            model = nnx.eval_shape(lambda: cls(config, dtype, fast=fast, rngs=0))
+            model = nnx.eval_shape(lambda: cls(config, dtype, fast=fast, rngs=same_keys()))
             set_weights(model, weights)
             for _, module in nnx.iter_modules(model):
                 if isinstance(module, Dropout):
@@ -158,12 +158,9 @@ class Part(nnx.Module):
             _, mask = self._take("source", ids, None)
         else:
             mask = to_mask("source_mask", mask, np.shape(memory)[:2])
-        shape, dtype = (*mask.shape, self.config.d_model), self.target_embedding.embedding.dtype
-        if getattr(memory, "dtype", None) == (
-            self.target_embedding.dtype or dtype
-        ):  # another one where precision is mixed
-            dtype = memory.dtype
-        return to_memory(memory, shape, dtype.name), mask
+        embedding = self.target_embedding
+        dtype = embedding.dtype or embedding.embedding.dtype  # the first is set only if precision is mixed
+        return to_memory(memory, (*mask.shape, self.config.d_model), np.dtype(dtype).name), mask
 
     _take_memory_for_cache = _take_memory  # the whole model overrides it: it can compute the memory
 

@@ -43,14 +43,14 @@ def greedy_search(
     Args:
         model: Model to search with.
         source_ids: Source sentences [B, S], padded with ``config.pad_id``.
-        max_length: Maximum number of tokens, including EOS. None is the length of each source + 50.
+        max_length: Maximum number of tokens, including EOS. None uses the length of each source + 50.
         min_length: Minimum number of tokens, including EOS.
-        start_id: First token that the decoder reads. None is ``config.bos_id``.
+        start_id: First token that the decoder reads. None uses ``config.bos_id``.
         source_mask: True if a source position holds a token [B, S]. None derives it from the IDs.
         on_step: Function that is called after each step with the tokens so far [B, 1, n], padded after EOS.
         prefix_ids: First tokens of the hypotheses of each sentence [B, P], without BOS, padded. They add 0 to the
             score, or their log-probability if ``rules.score_forced`` is set.
-        rules: Search rules of another program. None is the paper's search.
+        rules: Search rules of another program. None uses the paper's search.
         as_numpy: False returns JAX arrays on the model's device instead of NumPy arrays.
 
     Returns:
@@ -92,25 +92,25 @@ def beam_search(
 ) -> SearchResult:
     """Return the best translations that beam search finds.
 
-    Each step considers the ``beam_size`` likeliest continuations of all hypotheses. Those that end, with EOS or at the
-    maximum length, are finished and ranked by log-probability divided by length penalty. The search of a sentence stops
-    when no unfinished hypothesis can still become one of the best ``num_hypotheses``. Padding is never generated.
+    Each step considers the ``beam_size`` likeliest continuations. If a continuation ends, with EOS or at the maximum
+    length, it is ranked by log-probability divided by length penalty. The search of a sentence stops when no unfinished
+    hypothesis can still become one of the best ``num_hypotheses``. Padding is never generated.
 
     Args:
         model: Model to search with.
         source_ids: Source sentences [B, S], padded with ``config.pad_id``.
         beam_size: Number of unfinished hypotheses per sentence.
         length_penalty: Exponent of the length penalty. 0 ranks by log-probability, which favors short hypotheses.
-        max_length: Maximum number of tokens, including EOS. None is the length of each source + 50.
+        max_length: Maximum number of tokens, including EOS. None uses the length of each source + 50.
         min_length: Minimum number of tokens, including EOS.
         num_hypotheses: Number of hypotheses to return per sentence, at most ``beam_size``.
         length_penalty_kind: ``gnmt``, ((5 + n) / 6)^alpha as in the paper, or ``power``, n^alpha.
-        start_id: First token that the decoder reads. None is ``config.bos_id``.
+        start_id: First token that the decoder reads. None uses ``config.bos_id``.
         source_mask: True if a source position holds a token [B, S]. None derives it from the IDs.
         on_step: Function that is called after each step with the unfinished hypotheses [B, K, n], best first.
         prefix_ids: First tokens of the hypotheses of each sentence [B, P], without BOS, padded. They add 0 to the
             score, or their log-probability if ``rules.score_forced`` is set.
-        rules: Search rules of another program. None is the paper's search.
+        rules: Search rules of another program. None uses the paper's search.
         as_numpy: False returns JAX arrays on the model's device instead of NumPy arrays.
 
     Returns:

@@ -127,7 +127,7 @@ class Trainer:
         model: Model in float32 or float64.
         settings: Optimizer, schedule, clipping, accumulation and mixed precision.
         seed: Determines the dropout of a step, together with the number of the step.
-        mesh: Devices that share each step, as ``make_mesh`` returns them. None is the model's device.
+        mesh: Devices that share each step, as ``make_mesh`` returns them. None uses the model's device.
         dropout: ``global`` draws dropout for the whole batch, so any number of devices computes the same; ``local``
             draws it for each device separately, which is faster.
 

@@ -90,7 +90,7 @@ class Configured:
         return layer
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call the layer without options that are None, which would hide the training mode of the layer around."""
+        """Call the layer and omit options that are None: ``training=None`` would hide the mode of the outer layer."""
         return super().__call__(*args, **{name: value for name, value in options.items() if value is not None})  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:

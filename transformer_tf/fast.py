@@ -46,8 +46,8 @@ def attend_by_blocks(
     if mask is not None:
         check_attention_mask(tuple(mask.shape), mask.dtype.name, tuple(query.shape), tuple(key.shape))
     is_long = query.shape[2] is not None and query.shape[2] > QUERY_BLOCK
-    is_cpu = not tf.config.list_physical_devices("GPU")  # a GPU is faster with all heads at a time
-    if tap is no_tap and dropout is None and is_long and is_cpu:
+    # A GPU is faster with all heads at a time.
+    if tap is no_tap and dropout is None and is_long and not tf.config.list_physical_devices("GPU"):
         return _attend_in_blocks(query, key, value, mask)
     return scaled_dot_product_attention(query, key, value, mask, dropout, tap)
 

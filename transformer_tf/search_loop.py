@@ -25,7 +25,7 @@ def run_search(
     *,
     as_numpy: bool,
 ) -> SearchResult:
-    """Return what a search finds, given the class that takes its steps."""
+    """Run a search, given the class that takes its steps."""
     with placed(model.device):
         source_ids, source_mask = (x.numpy() for x in model._take("source", source_ids, source_mask))
     plan = search.plan(model.config, source_mask)

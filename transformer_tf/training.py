@@ -100,7 +100,7 @@ class CrossEntropy(keras.losses.Loss):
 
     def __init__(self, config: TransformerConfig, name: str = "cross_entropy", **kwargs: Any) -> None:
         super().__init__(name=name, **kwargs)
-        self._dtype = keras.backend.result_type(self.dtype, "float32")  # of labels too, and bfloat16 rounds 257
+        self._dtype = keras.backend.result_type(self.dtype, "float32")  # also of labels; bfloat16 rounds 257
         self.config = config if isinstance(config, TransformerConfig) else TransformerConfig.from_dict(config)
 
     def call(self, y_true: Float[Tensor, "B T"], y_pred: Float[Tensor, "B T V"]) -> Float[Tensor, "B T"]:
@@ -129,6 +129,7 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
     Raises:
         TypeError: If the IDs are not integers.
         ValueError: If IDs have the wrong shape or are outside the vocabulary, or if a parameter has no canonical name.
+        RuntimeError: If it is called in a ``tf.function``.
     """
     check_call("gradients", model)
     batch = _take(model, source_ids, target_ids, labels)
@@ -162,7 +163,7 @@ class Trainer:
         model: Model in float32 or float64.
         settings: Optimizer, schedule, clipping, accumulation and mixed precision.
         seed: Determines the dropout of a step, together with the number of the step.
-        mesh: Strategy whose devices share each step, as ``make_mesh`` returns it. None is the model's device.
+        mesh: Strategy whose devices share each step, as ``make_mesh`` returns it. None uses the model's device.
         dropout: ``global`` draws dropout for the whole batch, so any number of devices computes the same; ``local``
             draws it for each device separately, which is faster.
         compile: Hand each step to XLA, which compiles it anew for each shape of a batch, for as long as dozens of
@@ -349,12 +350,12 @@ def _loss(model, batch, config, tap=no_tap, training=False):
 
 
 def _trained(named):
-    """Return those of Keras' variables that are not frozen, as TensorFlow's; ValueError if fit would treat one else."""
+    """Return the trainable variables as TensorFlow's. Raise ValueError for regularizers, which only ``fit`` applies."""
     trained = {name: variable for name, variable in named.items() if variable.trainable}
     for name, variable in trained.items():
         for kind in ("regularizer", "constraint"):
             if getattr(variable, kind) is not None:
-                raise ValueError(f"{name} has a {kind}: remove it, or train by compile and fit, which follow it")
+                raise ValueError(f"{name} has a {kind}: remove it, or train with compile and fit, which apply it")
     return {name: variable.value for name, variable in trained.items()}
 
 

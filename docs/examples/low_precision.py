@@ -167,7 +167,7 @@ class Row:
 
     Attributes:
         backend: The package.
-        variant: How its model is changed; float32 for the model as it is loaded.
+        variant: A name in ``VARIANTS``, or ``float32`` for the model that the others are compared with.
         problem: The reason why nothing was measured.
         sentences: Number of sentences that both models translated.
         bytes: Bytes of the weights by dtype.
