@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tiers
 from conftest import random_weights, tiny_config
 
 from reference_numpy import DropoutRates, TrainingConfig
 
-PRESETS = ["paper_base", "marian", "annotated", "torch"]  # tied and untied, ReLU and swish, post-norm and pre-norm
+PRESETS = ["marian", "annotated"]  # tied and untied embeddings, swish and ReLU, post-norm and pre-norm
+OTHERS = [pytest.param(name, marks=pytest.mark.extended("presets", "jax", "tf")) for name in ("paper_base", "torch")]
 FLOAT32 = 64 * np.finfo(np.float32).eps
 NO_DROPOUT = {"dropout": DropoutRates()}
 
 
-@pytest.fixture(params=PRESETS)
+@pytest.fixture(params=[*PRESETS, *OTHERS])
 def preset(request):
     return request.param
 
@@ -65,7 +67,7 @@ def test_fast_gradients_agree_with_the_formulas(backend, preset, dtype):
             assert_near(ours[name], theirs[name], dtype, name)
 
 
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", tiers.first_alone([2, 1], "steps", "jax", "tf"))
 def test_fast_steps_agree_with_the_formulas(backend, preset, slices):
     models = both(backend, preset, "float64")
     settings = TrainingConfig(warmup_steps=2, clip_norm=0.5, accumulation_steps=slices, epsilon=1e-4)

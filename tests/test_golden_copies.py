@@ -118,6 +118,7 @@ PRODUCERS = [pytest.param(name, marks=[] if name == "numpy" else pytest.mark.onl
 OTHERS = [pytest.param(name, marks=pytest.mark.extended("golden vectors")) for name in ("bart", "mbart", "annotated")]
 
 
+@pytest.mark.extended("golden vectors", "jax", "tf")  # which compile every case
 @pytest.mark.parametrize("preset", ["paper_base", *OTHERS])
 @pytest.mark.parametrize("name", PRODUCERS)
 def test_what_another_package_computes_is_no_copy(name, preset):
