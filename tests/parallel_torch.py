@@ -171,7 +171,7 @@ def go_on(rank: int, path: Path, plan: str, probe: str, steps: int) -> dict[str,
 
 
 REFUSED = {
-    "search": "ValueError: the model must not be sharded over a mesh: search with a model made from its export_weights()",
+    "search": "ValueError: the model must not be sharded over a mesh: search with a copy from its export_weights()",
     "gradients": "ValueError: the model must not be sharded over a mesh: call Trainer.gradient instead",
     "again": "ValueError: the model must not be wrapped or divided already: got FSDPTransformer",
     "wrapped": "ValueError: the model must not be wrapped or divided already: got Sequential",
@@ -182,7 +182,8 @@ REFUSED = {
     "no names": "ValueError: the axes of a mesh must be some of data, fsdp, tensor: got (without a name)",
     "type": "TypeError: mesh must be a DeviceMesh: got Plan",
     "dropout": "ValueError: dropout must be one of global, local: got 'none'",
-    "seed": "ValueError: all processes must have the same seed, settings, dropout and model: process 1 has a different one",
+    "seed": "ValueError: all processes must have the same seed, settings, dropout and model: "
+    "process 1 has a different one",
     "batch": "ValueError: all processes must have the same batch: process 1 has a different one",
 }
 
