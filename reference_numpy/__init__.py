@@ -1,11 +1,11 @@
 """The Transformer of "Attention Is All You Need", defined once in NumPy.
 
-Post-norm, as in the paper, unless the config says otherwise. Read ``functional`` first, then the modules in the paper's
-order: masks, attention, layers, feed_forward, embedding, encoder, decoder, part and transformer. After the model come
-backward, optimizer and training, and search with its search_loop. Functions and layers have their backward pass next to
-the forward pass; ``backward`` has the blocks that consist of them. The learning rate of equation (3) is in
-``transformer_spec.training_config``. ``fast`` has faster versions of some functions and layers, which models use unless
-they are built with ``fast=False``.
+The model is post-norm, as in the paper, unless the config specifies something else. Read ``functional`` first, then the
+modules in the order of the paper: masks, attention, layers, feed_forward, embedding, encoder, decoder, part and
+transformer. Then read backward, optimizer and training, followed by search and search_loop. Functions and layers define
+their backward pass next to the forward pass; ``backward`` combines them into blocks. The learning rate of equation (3)
+is in ``transformer_spec.training_config``. ``fast`` contains optimized versions of some functions and layers, which
+models use unless you create them with ``fast=False``.
 """
 
 import transformer_spec
@@ -36,7 +36,7 @@ from reference_numpy.search import beam_search, greedy_search, sample, score
 from reference_numpy.training import Trainer, cross_entropy, gradients
 from reference_numpy.transformer import Decoder, Encoder, Transformer, load_transformer
 from reference_numpy.weights import get_weights, set_weights
-from transformer_spec import *  # noqa: F403  the shared facts, so that one import is enough
+from transformer_spec import *  # noqa: F403  re-exported, so that one import is enough
 
 __all__ = [
     "Decoder",

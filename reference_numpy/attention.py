@@ -1,6 +1,6 @@
 """Attention (Vaswani et al., 2017, section 3.2).
 
-B batch, H heads, L query length, M memory (key and value) length.
+Axes: B batch, H heads, L query length, M memory length (number of keys and values).
 """
 
 from __future__ import annotations
@@ -29,27 +29,31 @@ def scaled_dot_product_attention(
     dropout: Callable[[ndarray], ndarray] | None = None,
     tap: Tap = no_tap,
 ) -> Float[ndarray, "B H L d_v"]:
-    """Average the values, weighted by how well each key answers each query.
+    """Return the average of the values, weighted by the similarity of each query to each key.
 
     Equation (1): ``Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V``.
 
     Args:
-        query: What each position asks for.
-        key: What each memory position offers to be matched on.
-        value: What each memory position hands over when matched.
-        mask: True where a query may attend to a key; a row of False yields a zero context. None allows every pair.
-        dropout: Applied to the weights in training; None keeps them.
-        tap: Receives each named intermediate and returns the value to go on with.
+        query: One query vector per position.
+        key: One key vector per memory position.
+        value: One value vector per memory position.
+        mask: True if a query may attend to a key. A query with no allowed key gets a zero context. None allows every
+            pair.
+        dropout: Function that applies dropout to the attention weights. None applies no dropout.
+        tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+            replaces the value.
 
     Returns:
-        One weighted average of the values per query, in the dtype of ``query``.
+        One weighted average of the values per query (the context), in the dtype of ``query``.
 
     Raises:
-        TypeError: The mask is not boolean.
-        ValueError: The shapes do not fit each other.
+        TypeError: If the mask is not boolean.
+        ValueError: If the shapes don't match each other.
 
     Taps:
-        ``scores`` scaled, before the mask; ``weights`` after softmax, before dropout; ``context``.
+        scores: Scaled scores, before the mask.
+        weights: Attention weights, before dropout.
+        context: Weighted averages of the values.
     """
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
@@ -71,16 +75,19 @@ def scaled_dot_product_attention_backward(
     dropout: Callable[[ndarray], ndarray] | None = None,
     tap: Tap = no_tap,
 ) -> tuple[Float[ndarray, "B H L d_k"], Float[ndarray, "B H M d_k"], Float[ndarray, "B H M d_v"]]:
-    """Return the gradients with respect to query, key and value.
+    """Return the gradients with respect to ``query``, ``key`` and ``value``.
 
     Args:
-        query: As in the forward pass.
-        key: As in the forward pass.
-        value: As in the forward pass.
-        weights: The weights before dropout. They are zero where masked, so the backward pass needs no mask.
-        dcontext: The gradient with respect to the context.
-        dropout: Applied to the weights and, because it is linear, to the gradient with respect to them.
-        tap: Receives the gradient at each tap of the forward pass. Its return value replaces the gradient.
+        query: Queries of the forward pass.
+        key: Keys of the forward pass.
+        value: Values of the forward pass.
+        weights: Attention weights of the forward pass, before dropout. They are zero for masked keys, so the backward
+            pass needs no mask.
+        dcontext: Gradient with respect to the context.
+        dropout: Function that applies the dropout of the forward pass. Because dropout is linear, the same function
+            applies to the weights and to the gradient with respect to them. None applies no dropout.
+        tap: Callback that receives the gradient at each tap of the forward pass. Its return value replaces the
+            gradient.
     """
     dropout = dropout or (lambda x: x)
     dcontext = tap("context", dcontext)
@@ -92,40 +99,68 @@ def scaled_dot_product_attention_backward(
 
 
 def split_heads(x: Float[ndarray, "B L width"], num_heads: int) -> Float[ndarray, "B H L d"]:
-    """Give each head its contiguous part of the last axis."""
+    """Split the last axis into heads. Each head gets a contiguous slice.
+
+    Args:
+        x: Projected vectors, with the heads concatenated along the last axis.
+        num_heads: Number of heads, which must divide the last axis.
+    """
     batch, length, width = x.shape
     return x.reshape(batch, length, num_heads, width // num_heads).transpose(0, 2, 1, 3)
 
 
 def merge_heads(x: Float[ndarray, "B H L d"]) -> Float[ndarray, "B L H*d"]:
-    """Put the heads side by side again: the inverse of ``split_heads``."""
+    """Concatenate the heads along the last axis. This is the inverse of ``split_heads``.
+
+    Args:
+        x: One vector per head and position.
+    """
     batch, heads, length, width = x.shape
     return x.transpose(0, 2, 1, 3).reshape(batch, length, heads * width)
 
 
 class KeyValues(NamedTuple):
-    """What a memory offers to every query, projected once: keys and values per head."""
+    """Keys and values of memory positions, computed once so that several queries can attend to them.
+
+    Attributes:
+        key: Key of each position, per head.
+        value: Value of each position, per head.
+    """
 
     key: Float[ndarray, "B H M d_k"]
     value: Float[ndarray, "B H M d_v"]
 
 
 class KeyValueCache:
-    """The keys and values of the target positions so far, with room for those to come.
+    """Keys and values of the target positions decoded so far, in buffers of a fixed capacity.
 
-    Without it, decoding T tokens would project 1 + 2 + ... + T positions instead of T.
+    With a cache, decoding T tokens projects T positions instead of 1 + 2 + ... + T.
+
+    Args:
+        key: Buffer for the keys.
+        value: Buffer for the values.
+
+    Attributes:
+        length: Number of positions that the buffers contain.
     """
 
     def __init__(self, key: Float[ndarray, "B H capacity d_k"], value: Float[ndarray, "B H capacity d_v"]) -> None:
         self.key = key
         self.value = value
-        self.length = 0  # positions held so far
+        self.length = 0  # number of stored positions
 
     def append(self, key: Float[ndarray, "B H L d_k"], value: Float[ndarray, "B H L d_v"]) -> KeyValues:
-        """Keep the keys and values of the next positions, and return those of all so far.
+        """Store the keys and values of the next positions, and return all stored keys and values.
+
+        Args:
+            key: Keys of the next positions.
+            value: Values of the next positions.
+
+        Returns:
+            The keys and values of all stored positions.
 
         Raises:
-            ValueError: If there is no room for them.
+            ValueError: If the new positions exceed the capacity.
         """
         check_room(self.length, key.shape[2], self.key.shape[2])
         new = slice(self.length, self.length + key.shape[2])
@@ -134,19 +169,28 @@ class KeyValueCache:
         return KeyValues(self.key[:, :, : self.length], self.value[:, :, : self.length])
 
     def reorder(self, rows: Int[ndarray, " B"]) -> None:
-        """Let each row go on from the positions of another."""
+        """Replace row i of the buffers by row ``rows[i]``.
+
+        Args:
+            rows: Index of the row to copy, one for each row.
+        """
         self.key[:, :, : self.length] = self.key[rows, :, : self.length]
         self.value[:, :, : self.length] = self.value[rows, :, : self.length]
 
 
 class MultiHeadAttention:
-    """Attend with several heads at once, each in its own projection of the inputs (section 3.2.2).
+    """Multi-head attention: several attention heads in parallel, each with its own projections (section 3.2.2).
 
-    ``MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O`` with
-    ``head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V)``.
+    ``MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O`` with ``head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V)``.
+
+    Args:
+        config: Model configuration, which defines the number and the size of the heads.
+        dtype: Dtype of the parameters, ``float32`` or ``float64``.
 
     Taps:
-        ``query``, ``key``, ``value`` per head; ``scores``, ``weights``, ``context``; ``output``.
+        query, key, value: Projected inputs, per head.
+        scores, weights, context: Taps of ``scaled_dot_product_attention``.
+        output: Output of the layer.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
@@ -157,7 +201,7 @@ class MultiHeadAttention:
         self.value_proj = Linear(config.d_model, config.num_heads * config.d_v, bias=bias, dtype=dtype)
         self.output_proj = Linear(config.num_heads * config.d_v, config.d_model, bias=bias, dtype=dtype)
         self.dropout = Dropout(config.dropout.attention)
-        self.attend = scaled_dot_product_attention  # fast.accelerate replaces it
+        self.attend = scaled_dot_product_attention  # fast.accelerate may replace this function
 
     def __call__(
         self,
@@ -168,18 +212,21 @@ class MultiHeadAttention:
         rng: np.random.Generator | None = None,
         past: KeyValueCache | None = None,
     ) -> Float[ndarray, "B L d_model"]:
-        """Let each query position gather from the memory positions that the mask allows.
+        """Return one vector per query position, computed from the memory positions that it attends to.
 
         Args:
-            query: The positions that ask.
-            memory: The positions that answer, the same as ``query`` in self-attention; or their keys and values.
-            mask: True where a query may attend to a memory position. None allows every pair.
-            tap: Receives each named intermediate and returns the value to go on with.
-            rng: Draws the dropout in training; None is inference.
-            past: Keys and values of earlier positions, which answer too; those of ``memory`` are added to them.
+            query: One vector per query position.
+            memory: One vector per memory position; in self-attention, the same array as ``query``. To reuse keys and
+                values between calls, pass the result of ``project``.
+            mask: True if a query position may attend to a memory position. None allows every pair.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+            rng: Random generator for dropout. None disables dropout (inference).
+            past: Cache of the keys and values of earlier positions. The method appends the keys and values of
+                ``memory`` and attends to all of them. None attends to ``memory`` only.
         """
         shape = query.shape
-        if isinstance(memory, KeyValues):  # the hypotheses of a sentence ask its memory side by side
+        if isinstance(memory, KeyValues):  # the hypotheses of a sequence share its memory
             query = query.reshape(len(memory.key), -1, shape[-1])
         q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]
         if isinstance(memory, KeyValues):
@@ -195,7 +242,11 @@ class MultiHeadAttention:
         return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
 
     def project(self, memory: Float[ndarray, "B M d_model"]) -> KeyValues:
-        """Return the keys and values of memory positions, to be attended to again and again."""
+        """Return the keys and values of memory positions, for use in several calls.
+
+        Args:
+            memory: One vector per memory position.
+        """
         return KeyValues(
             split_heads(self.key_proj(memory), self.num_heads), split_heads(self.value_proj(memory), self.num_heads)
         )

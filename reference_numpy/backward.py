@@ -1,12 +1,12 @@
-"""The backward pass, by hand: the chain rule from the logits to the embedding matrices, in the order of the paper.
+"""The handwritten backward pass: the chain rule from the logits to the embedding matrices, in the order of the paper.
 
-``dx`` is the gradient of the loss with respect to ``x``. The functions and the layers have their backward pass next to
-their forward pass (``functional``, ``attention``, ``layers``, ``embedding``); this module has the blocks that consist
-of them. A backward function takes the inputs of its block and the gradient with respect to the output, and returns the
-gradients with respect to the inputs. It reads all other values of the forward pass from a trace, to which it also
-reports the gradient at every tap and at every parameter.
+``dx`` is the gradient of the loss with respect to ``x``. Functions and layers define their backward pass next to their
+forward pass (``functional``, ``attention``, ``layers``, ``embedding``). This module contains the backward passes of the
+larger blocks. A backward function takes the inputs of its block and the gradient with respect to the output, and
+returns the gradients with respect to the inputs. It reads all other values of the forward pass from a trace, to which
+it also reports the gradient at every tap and at every parameter.
 
-B batch, L query length, M memory length, S source length, T target length, V target vocabulary.
+Axes: B batch, L query length, M memory length, S source length, T target length, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def multi_head_attention_backward(
     doutput: Float[ndarray, "B L d_model"],
     trace: Trace,
 ) -> tuple[Float[ndarray, "B L d_model"], Float[ndarray, "B M d_model"]]:
-    """Return the gradients with respect to query and memory, the inputs of the attention."""
+    """Return the gradients with respect to ``query`` and ``memory``."""
     doutput = trace.note("output", doutput)
     joined = merge_heads(trace["context"])  # [B, L, H*d_v]
     djoined = attention.output_proj.backward(joined, doutput, trace.within("output_proj").note)
@@ -64,7 +64,7 @@ def self_attention_backward(
     doutput: Float[ndarray, "B L d_model"],
     trace: Trace,
 ) -> Float[ndarray, "B L d_model"]:
-    """Return the gradient with respect to ``x``, which is both query and memory."""
+    """Return the gradient with respect to ``x``, which is both the query and the memory."""
     dquery, dmemory = multi_head_attention_backward(attention, x, x, doutput, trace)
     return dquery + dmemory
 
@@ -96,9 +96,17 @@ def residual_backward(
     dy: ndarray,
     trace: Trace,
 ) -> ndarray:
-    """Return the gradient with respect to ``x`` in a residual connection, given the sub-layer's name and backward pass.
+    """Return the gradient with respect to ``x`` in a residual connection.
 
     Post-norm is ``LayerNorm(x + Dropout(Sublayer(x)))``, pre-norm is ``x + Dropout(Sublayer(LayerNorm(x)))``.
+
+    Args:
+        layer: Layer that contains the residual connection.
+        name: Attribute name of the sublayer.
+        sublayer_backward: Backward pass of the sublayer.
+        x: Input of the residual connection.
+        dy: Gradient with respect to the output.
+        trace: Trace of the layer.
     """
     dropout = partial(trace.dropout, f"{name}.output", rate=layer.dropout.rate)
     norm, norm_trace, sublayer_trace = getattr(layer, f"{name}_norm"), trace.within(f"{name}_norm"), trace.within(name)
@@ -111,7 +119,7 @@ def residual_backward(
 
 
 def _residual(layer, name, x, trace):
-    """Return the output of a sub-layer's residual connection, given its input."""
+    """Return the output of a sublayer's residual connection."""
     if layer.norm_order == "post":
         return trace[f"{name}_norm.output"]
     return x + trace.dropout(f"{name}.output", trace[f"{name}.output"], layer.dropout.rate)
@@ -131,7 +139,7 @@ def encoder_layer_backward(
 def encoder_backward(
     encoder: EncoderStack, x: Float[ndarray, "B S d_model"], doutput: Float[ndarray, "B S d_model"], trace: Trace
 ) -> Float[ndarray, "B S d_model"]:
-    """Return the gradient with respect to ``x``, the embedded source."""
+    """Return the gradient with respect to the embedded source ``x``."""
     inputs = [x, *(trace[f"layers.{i}.output"] for i in range(len(encoder.layers)))]
     dx = trace.note("output", doutput)
     if encoder.final_norm is not None:
@@ -148,7 +156,7 @@ def decoder_layer_backward(
     doutput: Float[ndarray, "B T d_model"],
     trace: Trace,
 ) -> tuple[Float[ndarray, "B T d_model"], Float[ndarray, "B S d_model"]]:
-    """Return the gradients with respect to ``x`` and to the memory."""
+    """Return the gradients with respect to ``x`` and to the encoder memory."""
     dmemory = np.zeros_like(memory)
 
     def cross_attention(x: ndarray, doutput: ndarray, trace: Trace) -> ndarray:
@@ -175,7 +183,7 @@ def decoder_backward(
     doutput: Float[ndarray, "B T d_model"],
     trace: Trace,
 ) -> tuple[Float[ndarray, "B T d_model"], Float[ndarray, "B S d_model"]]:
-    """Return the gradients with respect to ``x``, the embedded target, and to the memory, which every layer reads."""
+    """Return the gradients with respect to the embedded target ``x`` and to the encoder memory."""
     inputs = [x, *(trace[f"layers.{i}.output"] for i in range(len(decoder.layers)))]
     dx, dmemory = trace.note("output", doutput), np.zeros_like(memory)
     if decoder.final_norm is not None:
@@ -195,7 +203,7 @@ def embedding_backward(
     dtable: Float[ndarray, "V d_model"],
     trace: Trace,
 ) -> None:
-    """Add to ``dtable``, the gradient with respect to the embedding matrix of ``source`` or ``target``."""
+    """Add the gradient with respect to the embedding matrix of ``source`` or ``target`` to ``dtable``."""
     names = (f"{side}_embedding", f"{side}_position", f"{side}_embedding_norm")
     embedding, position, norm = (getattr(model, name) for name in names)
     output = f"{side}_embedding.output"
@@ -221,22 +229,25 @@ def transformer_backward(
     between two taps, both have the same array.
 
     Args:
-        model: The model, unchanged since the forward pass.
-        source_ids: The source sentences of the forward pass.
-        target_ids: The target sentences of the forward pass.
-        dlogits: The gradient of the loss with respect to the logits.
-        seen: The tap of the forward pass: a Recorder of everything, which with dropout includes the masks of kept
-            elements, or an instance of ``Activations`` or ``LayerInputs``.
-        found: Receives each named gradient. Its return value replaces the gradient. The result omits the gradients at
-            taps that it doesn't record. None records everything.
+        model: Model, which must not have changed since the forward pass.
+        source_ids: Source token IDs of the forward pass.
+        target_ids: Target token IDs that the decoder read in the forward pass.
+        dlogits: Gradient of the loss with respect to the logits.
+        seen: Tap of the forward pass: a ``Recorder`` of all values, including the dropout masks, or an instance of
+            ``Activations`` or ``LayerInputs``.
+        found: ``Recorder`` that receives each gradient by name. Its return value replaces the gradient. The result
+            omits gradients at taps that it doesn't record. None records all gradients.
+
+    Returns:
+        The gradients at the parameters and the gradients at the taps, as two dicts.
 
     Raises:
-        ValueError: If a tap is missing.
+        ValueError: If the value of a tap is missing.
     """
     (batch, source_length), target_length = source_ids.shape, target_ids.shape[1]
     taps = tap_shapes(model.config, batch, source_length, target_length)
     if missing := [name for name in taps if name not in seen and not _is_left_out(seen, name)]:
-        raise ValueError(f"seen must hold every tap: {len(missing)} are missing, the first is {missing[0]}")
+        raise ValueError(f"seen must contain every tap: {len(missing)} are missing, the first is {missing[0]}")
     found = Recorder() if found is None else found
     trace = Trace(seen, found)
     source, target = (
@@ -247,7 +258,7 @@ def transformer_backward(
     dstates, dtable = model.output_proj.backward(states, dlogits, trace.within("output_proj").note)
     dtarget, dmemory = decoder_backward(model.decoder, target, memory, dstates, trace.within("decoder"))
     dsource = encoder_backward(model.encoder, source, dmemory, trace.within("encoder"))
-    # The gradients of all uses of a tied matrix add up.
+    # The gradient of a tied matrix is the sum over all its uses.
     dtarget_table = np.zeros_like(model.target_embedding.table) if dtable is None else dtable
     tied = model.target_embedding is model.source_embedding
     dsource_table = dtarget_table if tied else np.zeros_like(model.source_embedding.table)
@@ -261,5 +272,5 @@ def transformer_backward(
 
 
 def _is_left_out(seen: Mapping[str, ndarray], name: str) -> bool:
-    """Return whether a tap is omitted on purpose."""
+    """Return whether a tap is omitted intentionally."""
     return isinstance(seen, Activations | LayerInputs) and not seen.reads(name)

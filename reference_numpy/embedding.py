@@ -1,6 +1,6 @@
 """Embeddings, output projection and positions (Vaswani et al., 2017, sections 3.4 and 3.5).
 
-B batch, L length, V vocabulary.
+Axes: B batch, L length, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from transformer_spec.taps import Tap
 def sinusoidal_encoding(
     length: int, d_model: int, layout: str = "interleaved", timescale: str = "m", offset: int = 0
 ) -> Float[ndarray, "L d_model"]:
-    """Return one row of sines and cosines of the position per position, in float64.
+    """Return sinusoidal position encodings, one row per position, in float64 (section 3.5).
 
-    Section 3.5: ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(...)``. The angles need
-    float64 whatever the model's dtype: in float32 they are wrong by 4e-5 at position 500.
+    ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model))``. Computed in
+    float32, the angles would be off by 4e-5 at position 500.
 
     Args:
-        length: How many positions.
-        d_model: How many channels; even.
-        layout: ``interleaved`` alternates sine and cosine (the paper), ``split`` puts all sines first.
-        timescale: ``m`` spaces m = d_model / 2 wavelengths from 2 pi up to but not including 10000 * 2 pi (the
-            paper), ``m_minus_1`` includes it (tensor2tensor).
-        offset: The number of the first position.
+        length: Number of positions.
+        d_model: Number of channels. It must be even.
+        layout: ``interleaved`` alternates sine and cosine channels (the paper). ``split`` puts all sines first.
+        timescale: Spacing of the m = d_model / 2 wavelengths, which start at 2 pi. With ``m``, they end just below
+            10000 * 2 pi (the paper). With ``m_minus_1``, the last one is exactly 10000 * 2 pi (tensor2tensor).
+        offset: Index of the first position.
 
     Raises:
-        ValueError: If there is no such layout or timescale, or ``d_model`` does not fit it.
+        ValueError: If ``layout`` or ``timescale`` is unknown, or ``d_model`` is odd or too small.
     """
     check_sinusoids(d_model, layout, timescale)
     m = d_model // 2
@@ -47,35 +47,62 @@ def sinusoidal_encoding(
 
 
 class TokenEmbedding:
-    """Look up one learned vector per token, times sqrt(d_model) (section 3.4)."""
+    """Token embedding: one learned vector per token, multiplied by sqrt(d_model) (section 3.4).
+
+    Args:
+        vocab_size: Number of tokens in the vocabulary.
+        config: Model configuration. The multiplication depends on ``config.scale_embedding``.
+        dtype: Dtype of the parameters, ``float32`` or ``float64``.
+    """
 
     def __init__(self, vocab_size: int, config: TransformerConfig, dtype: str = "float32") -> None:
         self.multiplier = math.sqrt(config.d_model) if config.scale_embedding else 1.0
         self.table = np.zeros((vocab_size, config.d_model), dtype)
 
     def __call__(self, ids: Int[ndarray, "B L"]) -> Float[ndarray, "B L d_model"]:
-        """Return the vectors of the tokens."""
+        """Return the embedding of each token.
+
+        Args:
+            ids: Token IDs.
+        """
         return self.table[ids] * self.multiplier
 
     def backward(
         self, ids: Int[ndarray, "B L"], dvectors: Float[ndarray, "B L d_model"], dtable: Float[ndarray, "V d_model"]
     ) -> None:
-        """Add to the gradient with respect to the table: each row gets the sum over the positions of its token."""
+        """Add the gradient with respect to the embedding matrix to ``dtable``.
+
+        The gradient of a row is the sum over all positions that contain its token.
+
+        Args:
+            ids: Token IDs of the forward pass.
+            dvectors: Gradient with respect to the embeddings.
+            dtable: Array to which the gradient is added in place.
+        """
         np.add.at(dtable, ids, self.multiplier * dvectors)
 
 
 class SinusoidalPosition:
-    """Add to each vector the sines and cosines of its position (section 3.5)."""
+    """Sinusoidal position encoding, which is added to each vector (section 3.5).
+
+    Args:
+        config: Model configuration, which defines the layout, the timescale and the index of the first position.
+        dtype: Not used, because the layer has no parameters.
+    """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
         self.config = config
 
     def __call__(self, x: Float[ndarray, "B L d_model"]) -> Float[ndarray, "B L d_model"]:
-        """Return ``x`` with its positions; the encoding is rounded once, to the dtype of ``x``."""
+        """Return ``x`` plus the encoding of each position, which is computed in float64 and rounded once.
+
+        Args:
+            x: One vector per position.
+        """
         return x + self.vectors(x.shape[1]).astype(x.dtype)
 
     def vectors(self, length: int) -> Float[ndarray, "L d_model"]:
-        """Return what is added at each of the first positions."""
+        """Return the vectors that are added at the first ``length`` positions."""
         config = self.config
         return sinusoidal_encoding(
             length, config.d_model, config.position_layout, config.position_timescale, config.position_offset
@@ -83,29 +110,50 @@ class SinusoidalPosition:
 
 
 class LearnedPosition:
-    """Add to each vector a learned vector of its position (Table 3, row E)."""
+    """Learned position embedding, which is added to each vector (Table 3, row E).
+
+    Args:
+        config: Model configuration, which defines the number of positions and the index of the first one.
+        dtype: Dtype of the parameters, ``float32`` or ``float64``.
+    """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
         self.offset = config.position_offset
         self.table = np.zeros((config.max_length, config.d_model), dtype)
 
     def __call__(self, x: Float[ndarray, "B L d_model"]) -> Float[ndarray, "B L d_model"]:
-        """Return ``x`` with its positions."""
+        """Return ``x`` plus the learned vector of each position.
+
+        Args:
+            x: One vector per position.
+        """
         return x + self.vectors(x.shape[1])
 
     def backward(self, dy: Float[ndarray, "B L d_model"]) -> Float[ndarray, "max_length d_model"]:
-        """Return the gradient with respect to the table. The gradient with respect to ``x`` is ``dy`` itself."""
+        """Return the gradient with respect to the position matrix. The gradient with respect to ``x`` is ``dy`` itself.
+
+        Args:
+            dy: Gradient with respect to the output.
+        """
         dtable = np.zeros_like(self.table)
         dtable[self.offset : self.offset + dy.shape[1]] = dy.sum(axis=0)
         return dtable
 
     def vectors(self, length: int) -> Float[ndarray, "L d_model"]:
-        """Return what is added at each of the first positions."""
+        """Return the vectors that are added at the first ``length`` positions."""
         return self.table[self.offset : self.offset + length]
 
 
 class OutputProjection:
-    """Score every token of the vocabulary; where tied, by the transposed embedding table (section 3.4)."""
+    """Output projection: maps each decoder state to one logit per token of the target vocabulary (section 3.4).
+
+    If ``config.tie_embeddings`` is not ``none``, the projection uses the transposed embedding matrix.
+
+    Args:
+        config: Model configuration.
+        embedding: Target embedding, whose matrix a tied projection uses.
+        dtype: Dtype of the parameters, ``float32`` or ``float64``.
+    """
 
     def __init__(self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32") -> None:
         tied = config.tie_embeddings != "none"
@@ -114,13 +162,23 @@ class OutputProjection:
         self.bias = np.zeros(config.target_vocab_size, dtype) if config.output_bias else None
 
     def __call__(self, x: Float[ndarray, "B L d_model"]) -> Float[ndarray, "B L V"]:
-        """Return the logits of each position."""
+        """Return the logits of each position.
+
+        Args:
+            x: One decoder state per target position.
+        """
         return linear(x, self._matrix, self.bias)
 
     def backward(
         self, x: Float[ndarray, "B L d_model"], dlogits: Float[ndarray, "B L V"], tap: Tap
     ) -> tuple[Float[ndarray, "B L d_model"], Float[ndarray, "V d_model"] | None]:
-        """Return the gradients with respect to ``x`` and to a tied table, or None. The tap receives the others."""
+        """Return the gradient with respect to ``x`` and, if tied, with respect to the embedding matrix (else None).
+
+        Args:
+            x: Decoder states of the forward pass.
+            dlogits: Gradient with respect to the logits.
+            tap: Callback that receives the gradients with respect to the bias and, if not tied, the kernel.
+        """
         dx, dkernel, dbias = linear_backward(x, self._matrix, dlogits)
         if self.bias is not None:
             tap("bias", dbias)
@@ -131,5 +189,5 @@ class OutputProjection:
 
     @property
     def _matrix(self) -> Float[ndarray, "d_model V"]:
-        """The matrix that maps a state to logits."""
+        """Matrix that maps a decoder state to logits."""
         return self.embedding.table.T if self.embedding is not None else self.kernel  # type: ignore[return-value]

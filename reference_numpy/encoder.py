@@ -1,6 +1,6 @@
 """The encoder (Vaswani et al., 2017, section 3.1, left half of Figure 1).
 
-B batch, S source length.
+Axes: B batch, S source length.
 """
 
 from __future__ import annotations
@@ -17,13 +17,19 @@ from transformer_spec.taps import Tap, no_tap, within
 
 
 class EncoderLayer:
-    """Let every source position gather from the others, then transform each on its own.
+    """Encoder layer: self-attention followed by a feed-forward network (section 3.1).
 
-    Section 3.1: each sub-layer is ``LayerNorm(x + Sublayer(x))``; norm order ``pre`` is
-    ``x + Sublayer(LayerNorm(x))`` instead.
+    Each sublayer is ``LayerNorm(x + Sublayer(x))`` if ``config.norm_order`` is ``post`` (the paper), and
+    ``x + Sublayer(LayerNorm(x))`` if it is ``pre``.
+
+    Args:
+        config: Model configuration.
+        dtype: Dtype of the parameters, ``float32`` or ``float64``.
 
     Taps:
-        Those of both sub-layers; ``self_attention_norm.output``, ``feed_forward_norm.output``; ``output``.
+        self_attention, feed_forward: Prefixes of the taps of the sublayers.
+        self_attention_norm.output, feed_forward_norm.output: Outputs of the layer norms.
+        output: Output of the layer.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
@@ -41,7 +47,15 @@ class EncoderLayer:
         tap: Tap = no_tap,
         rng: np.random.Generator | None = None,
     ) -> Float[ndarray, "B S d_model"]:
-        """Return the layer's output for each source position; True in ``mask`` = may attend."""
+        """Return the output of the layer for each source position.
+
+        Args:
+            x: One vector per source position.
+            mask: True if a query position may attend to a key position. None allows every pair.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+            rng: Random generator for dropout. None disables dropout (inference).
+        """
         if self.norm_order == "post":
             attended = self.self_attention(x, x, mask, within(tap, "self_attention"), rng)
             attended = self.dropout(attended, rng, tap, "self_attention.output")
@@ -60,10 +74,15 @@ class EncoderLayer:
 
 
 class EncoderStack:
-    """Turn the embedded source into the memory that the decoder reads: a stack of encoder layers.
+    """Encoder stack: a sequence of encoder layers that maps the embedded source to the encoder memory.
+
+    Args:
+        config: Model configuration, which defines the number of layers and whether a final layer norm follows.
+        dtype: Dtype of the parameters, ``float32`` or ``float64``.
 
     Taps:
-        Those of each layer under ``layers.{i}``; ``output``.
+        layers.{i}: Prefix of the taps of layer i.
+        output: Output of the stack.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
@@ -77,7 +96,15 @@ class EncoderStack:
         tap: Tap = no_tap,
         rng: np.random.Generator | None = None,
     ) -> Float[ndarray, "B S d_model"]:
-        """Return the memory; True in ``mask`` = may attend."""
+        """Return the encoder memory: one vector per source position.
+
+        Args:
+            x: One embedding per source position.
+            mask: True if a query position may attend to a key position. None allows every pair.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+            rng: Random generator for dropout. None disables dropout (inference).
+        """
         for i, layer in enumerate(self.layers):
             x = layer(x, mask, within(tap, f"layers.{i}"), rng)
         if self.final_norm is not None:

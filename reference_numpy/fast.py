@@ -1,7 +1,7 @@
-"""The same formulas, written for speed: fewer new arrays, and sums that BLAS computes.
+"""Optimized versions of the formulas: fewer temporary arrays, and sums computed by BLAS.
 
-``accelerate`` replaces the parts of a model. ``training`` and ``search`` use the rest if ``model.fast`` is True. Every
-function agrees with its formula up to rounding (``tests/test_fast.py``).
+``accelerate`` replaces parts of a model. ``training`` and ``search`` use the other functions if ``model.fast`` is True.
+Every function agrees with its formula up to rounding (``tests/test_fast.py``).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from transformer_spec.names import find
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
 
-QUERY_BLOCK = 256  # queries of a head that attend at the same time, so that memory grows linearly with the length
-PIECE = 2**15  # numbers of a parameter that Adam updates at a time, so that they stay in the cache
+QUERY_BLOCK = 256  # queries of a head per block, so that memory grows linearly with the length
+PIECE = 2**15  # elements of a parameter per piece, so that they stay in the CPU cache
 
 
 def sum_last(x: Float[ndarray, "*axes n"]) -> Float[ndarray, "*axes 1"]:
-    """Sum over the last axis, as a product with ones, which BLAS computes faster than ``sum``."""
+    """Sum over the last axis via a product with ones, which BLAS computes faster than ``sum``."""
     return np.vecdot(x, _ones(x.shape[-1], x.dtype))[..., None]
 
 
 def sum_rows(rows: Float[ndarray, "N n"]) -> Float[ndarray, " n"]:
-    """Sum over the first axis, also as a product with ones."""
+    """Sum over the first axis via a product with ones."""
     return _ones(len(rows), rows.dtype) @ rows
 
 
@@ -51,24 +51,24 @@ def _rows(x):
     return x.reshape(-1, x.shape[-1])
 
 
-# The layers.
+# Layers.
 
 
 class FastLinear(Linear):
-    """Multiplies all rows at once, instead of one matrix per sentence.
+    """Linear layer that multiplies all rows in one matmul, instead of one matmul per sequence.
 
     Attributes:
-        buffer: An array for the next gradient with respect to the kernel, or None. New memory would take time.
+        buffer: Array that the next gradient of the kernel overwrites, which avoids an allocation. None allocates one.
     """
 
     buffer: ndarray | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything except the buffer, which a copy or a pickled model does not need."""
+        """Return the attributes without the buffer, which a copied or pickled model doesn't need."""
         return {name: value for name, value in vars(self).items() if name != "buffer"}
 
     def __call__(self, x: Float[ndarray, "*axes d_in"]) -> Float[ndarray, "*axes d_out"]:
-        """Map the last axis of ``x``."""
+        """Return ``x W + b``, applied to the last axis of ``x``."""
         y = _rows(x) @ self.kernel
         if self.bias is not None:
             y += self.bias
@@ -77,7 +77,7 @@ class FastLinear(Linear):
     def backward(
         self, x: Float[ndarray, "*axes d_in"], dy: Float[ndarray, "*axes d_out"], tap: Tap
     ) -> Float[ndarray, "*axes d_in"]:
-        """Return the gradient with respect to ``x``. The tap receives those with respect to the parameters."""
+        """Return the gradient with respect to ``x``. The tap receives the gradients with respect to the parameters."""
         rows, drows = _rows(x), _rows(dy)
         tap("kernel", np.matmul(rows.T, drows, out=self.buffer))
         self.buffer = None
@@ -87,7 +87,10 @@ class FastLinear(Linear):
 
 
 class FastOutputProjection(OutputProjection):
-    """Multiplies all rows at once, and computes the gradient of a tied table in the table's memory layout."""
+    """Output projection that multiplies all rows in one matmul.
+
+    It computes the gradient of a tied matrix in the memory layout of the matrix.
+    """
 
     def __call__(self, x: Float[ndarray, "B L d_model"]) -> Float[ndarray, "B L V"]:
         """Return the logits of each position."""
@@ -99,7 +102,10 @@ class FastOutputProjection(OutputProjection):
     def backward(
         self, x: Float[ndarray, "B L d_model"], dlogits: Float[ndarray, "B L V"], tap: Tap
     ) -> tuple[Float[ndarray, "B L d_model"], Float[ndarray, "V d_model"] | None]:
-        """Return the gradients with respect to ``x`` and to a tied table, or None. The tap receives the others."""
+        """Return the gradient with respect to ``x`` and, if tied, with respect to the embedding matrix (else None).
+
+        The tap receives the gradients with respect to the layer's own parameters.
+        """
         rows, drows = _rows(x), _rows(dlogits)
         dx, dtable = (drows @ self._matrix.T).reshape(x.shape), None
         if self.bias is not None:
@@ -112,10 +118,10 @@ class FastOutputProjection(OutputProjection):
 
 
 class FastLayerNorm(LayerNorm):
-    """Computes in place."""
+    """Layer normalization that computes in place."""
 
     def __call__(self, x: Float[ndarray, "*axes d_model"]) -> Float[ndarray, "*axes d_model"]:
-        """Normalise each position of ``x``."""
+        """Normalize each position of ``x``."""
         y = x - sum_last(x) / x.shape[-1]
         y /= self._deviation(y)[0]
         y *= self.scale
@@ -125,7 +131,7 @@ class FastLayerNorm(LayerNorm):
     def backward(
         self, x: Float[ndarray, "*axes d_model"], dy: Float[ndarray, "*axes d_model"], tap: Tap
     ) -> Float[ndarray, "*axes d_model"]:
-        """Return the gradient with respect to ``x``. The tap receives those with respect to the parameters."""
+        """Return the gradient with respect to ``x``. The tap receives the gradients with respect to the parameters."""
         d_model = x.shape[-1]
         normed = x - sum_last(x) / d_model
         sigma, slope = self._deviation(normed)
@@ -141,7 +147,7 @@ class FastLayerNorm(LayerNorm):
         return dx
 
     def _deviation(self, centered):
-        """Return sigma and slope as in ``functional.layer_norm_backward``."""
+        """Return sigma and its slope, which ``functional.layer_norm_backward`` explains."""
         d_model, squares = centered.shape[-1], np.vecdot(centered, centered)[..., None]
         if self.kind == "standard":
             return np.sqrt(squares / d_model + self.epsilon), 1.0
@@ -152,7 +158,7 @@ class FastLayerNorm(LayerNorm):
 
 
 class FastFeedForward(PositionwiseFeedForward):
-    """Takes the gradient of a ReLU from its output, so that the input need not be computed a second time."""
+    """Feed-forward network that computes the gradient of a ReLU from its output, without recomputing its input."""
 
     def activation_backward(
         self, x: Float[ndarray, "B L d_model"], inner: Float[ndarray, "B L d_ff"], dinner: Float[ndarray, "B L d_ff"]
@@ -172,14 +178,14 @@ FAST = {
 
 
 def accelerate(model: Any) -> None:
-    """Replace the parts of a model that has just been built by parts that compute the same faster."""
+    """Replace parts of a newly constructed model by faster parts that compute the same."""
     if type(model) in FAST:
         model.__class__ = FAST[type(model)]
     if isinstance(model, MultiHeadAttention):
         model.attend = attend
     for value in vars(model).values():
         for part in value if isinstance(value, list) else [value]:
-            if callable(part):  # blocks and layers are, arrays and settings are not
+            if callable(part):  # only blocks and layers are callable
                 accelerate(part)
 
 
@@ -195,7 +201,7 @@ def attend(
     dropout: Callable[[ndarray], ndarray] | None = None,
     tap: Tap = no_tap,
 ) -> Float[ndarray, "B H L d_v"]:
-    """Return the context as ``scaled_dot_product_attention`` does, in place and, if untapped, in blocks of queries."""
+    """Return the same as ``scaled_dot_product_attention``. Compute in place and, without taps, in blocks of queries."""
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
         check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
@@ -211,7 +217,7 @@ def attend(
 
 
 def _attend_in_blocks(query, key, value, mask, dropout):
-    """Attend with some queries of one head at a time, in the order in which dropout draws for all of them."""
+    """Attend with a block of queries of one head at a time, in the order in which dropout draws for all of them."""
     batch, heads, length, _ = query.shape
     context = np.empty((batch, heads, length, value.shape[3]), value.dtype)
     allowed, by_head = None, None if mask is None else np.broadcast_to(mask, (batch, heads, *mask.shape[-2:]))
@@ -219,7 +225,7 @@ def _attend_in_blocks(query, key, value, mask, dropout):
         head = slice(b, b + 1), slice(h, h + 1)
         rows = *head, slice(start, start + QUERY_BLOCK)
         if by_head is not None:
-            allowed = by_head[rows if by_head.shape[2] > 1 else head]  # a mask may have one row for all queries
+            allowed = by_head[rows if by_head.shape[2] > 1 else head]  # a mask may broadcast over queries
         context[rows] = attend(query[rows], key[head], value[head], allowed, dropout)
     return context
 
@@ -227,8 +233,8 @@ def _attend_in_blocks(query, key, value, mask, dropout):
 def softmax(
     scores: Float[ndarray, "*axes M"], mask: Bool[ndarray, "*#axes #M"] | None = None
 ) -> Float[ndarray, "*axes M"]:
-    """Return ``masked_softmax`` of the scores, which it overwrites."""
-    if mask is not None:  # fmin(score, infinity) is the score, and NaN becomes infinity; np.where is four times slower
+    """Return the same as ``masked_softmax``, and overwrite the scores."""
+    if mask is not None:  # fmin replaces NaN with infinity, and takes 75% less time than np.where
         infinity = scores.dtype.type(inf)
         np.fmin(scores, np.where(mask, infinity, -infinity), out=scores)
     with np.errstate(invalid="ignore"):  # infinity - infinity is NaN
@@ -250,9 +256,10 @@ def by_sentence(
     labels: Int[ndarray, "B T"],
     config: TransformerConfig,
 ) -> tuple[tuple[Any, Any], Float[ndarray, "B T V"]]:
-    """Return the summed loss, the number of tokens, and the gradient with respect to the logits, which it overwrites.
+    """Return the summed loss, the number of tokens, and the gradient with respect to the logits, which overwrites them.
 
-    It computes one sentence at a time, because no other array is as wide as the vocabulary.
+    The function processes one sequence at a time to save memory, because the vocabulary is the largest axis of all
+    arrays.
     """
     total, tokens = logits.dtype.type(0), 0
     for i in range(len(labels)):
@@ -264,7 +271,7 @@ def by_sentence(
 
 
 class FastAdam(Adam):
-    """Updates a parameter in pieces that stay in the cache while the formulas read and write them several times."""
+    """Adam that updates a parameter in pieces, so that each piece stays in the CPU cache during an update."""
 
     def update(
         self, gradient: Mapping[str, ndarray], scale: float, learning_rate: float, corrections: tuple[float, float]
@@ -284,14 +291,14 @@ class FastAdam(Adam):
 
 
 def _pieces(*arrays: ndarray) -> Iterator[list[ndarray]]:
-    """Yield arrays of one shape in pieces."""
+    """Yield corresponding pieces of arrays of the same shape."""
     rows = max(1, PIECE * len(arrays[0]) // arrays[0].size)
     for start in range(0, len(arrays[0]), rows):
         yield [array[start : start + rows] for array in arrays]
 
 
 def reuse(model: Any, gradient: Mapping[str, ndarray]) -> None:
-    """Let the next backward pass overwrite the gradients with respect to kernels, which have served their purpose."""
+    """Let the next backward pass overwrite the kernel gradients, which are no longer needed."""
     for name, array in gradient.items():
         layer = find(model, name.rpartition(".")[0])
         if name.endswith(".kernel") and isinstance(layer, FastLinear):
@@ -302,7 +309,7 @@ def reuse(model: Any, gradient: Mapping[str, ndarray]) -> None:
 
 
 def top(values: Float[ndarray, "B N"], count: int) -> tuple[Float[ndarray, "B K"], Int[ndarray, "B K"]]:
-    """Return the largest values of each row and their indices, as ``search.top`` does, without sorting the others."""
+    """Return the largest values of each row and their indices. Unlike ``search.top``, don't sort the other values."""
     values = np.where(np.isnan(values), inf, values)
     if values.shape[1] > 8 * count:
         large = [np.flatnonzero(row >= np.partition(row, -count)[-count]) for row in values]

@@ -1,6 +1,6 @@
 """Position-wise feed-forward network (Vaswani et al., 2017, section 3.3).
 
-B batch, L length.
+Axes: B batch, L length.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ from transformer_spec.taps import Tap, no_tap
 
 
 class PositionwiseFeedForward:
-    """Transform each position by the same two-layer network, seeing no other position.
+    """Position-wise feed-forward network: the same two layers are applied to each position separately.
 
     Equation (2): ``FFN(x) = max(0, x W_1 + b_1) W_2 + b_2``.
 
+    Args:
+        config: Model configuration, which defines the inner size, the activation and the dropout rate.
+        dtype: Dtype of the parameters, ``float32`` or ``float64``.
+
     Taps:
-        ``inner`` after the activation; ``output``.
+        inner: Output of the activation, before dropout.
+        output: Output of the network.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
@@ -34,7 +39,14 @@ class PositionwiseFeedForward:
     def __call__(
         self, x: Float[ndarray, "B L d_model"], tap: Tap = no_tap, rng: np.random.Generator | None = None
     ) -> Float[ndarray, "B L d_model"]:
-        """Transform each position of ``x``."""
+        """Return the output of the network for each position.
+
+        Args:
+            x: One vector per position.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+            rng: Random generator for dropout. None disables dropout (inference).
+        """
         inner = tap("inner", ACTIVATIONS[self.activation](self.inner_proj(x)))  # [B, L, d_ff]
         return tap("output", self.output_proj(self.dropout(inner, rng, tap, "inner")))
 
@@ -44,8 +56,8 @@ class PositionwiseFeedForward:
         """Return the gradient with respect to the input of the activation.
 
         Args:
-            x: The input of ``inner_proj``.
-            inner: The output of the activation.
-            dinner: The gradient with respect to ``inner``.
+            x: Input of ``inner_proj``.
+            inner: Output of the activation.
+            dinner: Gradient with respect to ``inner``.
         """
         return ACTIVATIONS_BACKWARD[ACTIVATIONS[self.activation]](self.inner_proj(x), dinner)

@@ -1,8 +1,8 @@
-"""The functions that layers are made of, written out, each followed by its backward pass.
+"""The functions from which the layers are built, each followed by its backward pass.
 
-``dy`` is the gradient of the loss with respect to ``y``. A backward function takes the inputs of its forward function,
-or the result where that is enough, and the gradient with respect to the result. It returns the gradients with respect
-to the inputs.
+``dy`` is the gradient of the loss with respect to ``y``. A backward function takes the inputs of the forward function
+(or its result, if that is enough) and the gradient with respect to the result. It returns the gradients with respect to
+the inputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformer_spec.shapes import Bool, Float
 def linear(
     x: Float[ndarray, "*axes d_in"], kernel: Float[ndarray, "d_in d_out"], bias: Float[ndarray, " d_out"] | None = None
 ) -> Float[ndarray, "*axes d_out"]:
-    """Multiply the last axis by a matrix and add a bias: ``x W + b``."""
+    """Return ``x W + b``, applied to the last axis of ``x``."""
     y = x @ kernel
     return y if bias is None else y + bias
 
@@ -32,24 +32,24 @@ def linear_backward(
     return dy @ kernel.T, rows.T @ drows, drows.sum(axis=0)
 
 
-UNDERFLOW = np.errstate(under="ignore")  # a decorator: exp of a large negative number is 0, as it should be
+UNDERFLOW = np.errstate(under="ignore")  # decorator; exp of a large negative number correctly underflows to 0
 
 
 @UNDERFLOW
 def masked_softmax(
     scores: Float[ndarray, "*axes M"], mask: Bool[ndarray, "*#axes #M"] | None = None
 ) -> Float[ndarray, "*axes M"]:
-    """Turn scores into weights that sum to one over the allowed keys, and to zero if no key is allowed.
+    """Return the softmax over the allowed keys. If no key is allowed, all weights are zero.
 
     Args:
-        scores: How well each key matches.
-        mask: True if a key is allowed. None allows all.
+        scores: Similarity of each key to the query.
+        mask: True if a key is allowed. None allows every key.
     """
     if mask is not None:
         scores = np.where(mask, scores, -np.inf)
-    largest = scores.max(axis=-1, keepdims=True, initial=np.finfo(scores.dtype).min)  # finite if nothing is allowed
+    largest = scores.max(axis=-1, keepdims=True, initial=np.finfo(scores.dtype).min)  # finite even if no key is allowed
     weights = np.exp(scores - largest)
-    return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1.0)  # the sum is at least exp(0) or, masked, 0
+    return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1.0)  # a sum is at least exp(0), or 0 if masked
 
 
 def masked_softmax_backward(
@@ -61,7 +61,7 @@ def masked_softmax_backward(
 
 @UNDERFLOW
 def log_softmax(logits: Float[ndarray, "*axes V"]) -> Float[ndarray, "*axes V"]:
-    """Return the logarithms of the probabilities, without overflow."""
+    """Return the logarithms of the softmax probabilities, computed without overflow."""
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
@@ -73,11 +73,11 @@ def layer_norm(
     epsilon: float,
     kind: str = "standard",
 ) -> Float[ndarray, "*axes d_model"]:
-    """Normalize the last axis by the biased variance about the mean (Ba et al., 2016, equations 3 and 4).
+    """Normalize the last axis with its mean and biased variance (Ba et al., 2016, equations 3 and 4).
 
-    Kind ``annotated`` divides as the Annotated Transformer does: by the unbiased standard deviation, with epsilon
-    added outside the root. The variance is taken in two passes: the mean of squares minus the square of the mean
-    loses every digit when the mean is large.
+    With the kind ``annotated``, the divisor is the unbiased standard deviation plus epsilon, as in the Annotated
+    Transformer. The variance is computed in two passes, because the mean of squares minus the square of the mean loses
+    all digits if the mean is large.
     """
     centered = x - x.mean(axis=-1, keepdims=True)
     sigma, _ = _deviation(centered, epsilon, kind)
@@ -94,7 +94,8 @@ def layer_norm_backward(
     """Return the gradients with respect to ``x``, scale and bias.
 
     With ``n = (x - mean) / sigma`` and ``y = n scale + bias``: ``dx = (dn - mean(dn) - n slope mean(n dn)) / sigma``.
-    The second term is the effect of ``x`` on the mean, the third on ``sigma``, as ``dsigma = slope mean(n dx)``.
+    The second term is the effect of ``x`` on the mean. The third term is its effect on ``sigma``, because
+    ``dsigma = slope mean(n dx)``.
     """
     centered = x - x.mean(axis=-1, keepdims=True)
     sigma, slope = _deviation(centered, epsilon, kind)
@@ -105,7 +106,7 @@ def layer_norm_backward(
 
 
 def _deviation(centered, epsilon, kind):
-    """Return the divisor sigma of a layer norm, and its slope: the change of sigma for a change ``mean(n dx)`` of x."""
+    """Return the divisor sigma of a layer norm, and its slope: ``dsigma = slope mean(n dx)``."""
     if kind == "standard":
         return np.sqrt(np.square(centered).mean(axis=-1, keepdims=True) + epsilon), 1.0
     d_model = centered.shape[-1]
@@ -142,18 +143,18 @@ def gelu(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
 
 
 def gelu_backward(x: Float[ndarray, "*axes"], dy: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
-    """Return the gradient with respect to ``x``, ``dy (Phi(x) + x phi(x))``, with the density ``phi``."""
+    """Return the gradient with respect to ``x``, ``dy (Phi(x) + x phi(x))``, where ``phi`` is the normal density."""
     density = np.exp(-0.5 * np.square(x)) / math.sqrt(2.0 * math.pi)
     return (dy * (normal_cdf(x) + x * density)).astype(x.dtype)
 
 
 def gelu_tanh(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
-    """Return the approximation of ``gelu`` by a tanh, with an error of at most 5e-4."""
+    """Return the tanh approximation of GELU, which has an error of at most 5e-4."""
     return 0.5 * x * (1.0 + _tanh(x))
 
 
 def gelu_tanh_backward(x: Float[ndarray, "*axes"], dy: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
-    """Return the gradient with respect to ``x``. The derivative of ``t = tanh(u)`` is ``(1 - t^2) u'``."""
+    """Return the gradient with respect to ``x``, using the derivative ``(1 - t^2) u'`` of ``t = tanh(u)``."""
     t, du = _tanh(x), math.sqrt(2.0 / math.pi) * (1.0 + 3 * 0.044715 * x * x)
     return dy * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * du)
 
@@ -168,14 +169,14 @@ def swish(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
 
 
 def swish_backward(x: Float[ndarray, "*axes"], dy: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
-    """Return the gradient with respect to ``x``, ``dy s (1 + x (1 - s))``, with the sigmoid ``s``."""
+    """Return the gradient with respect to ``x``, ``dy s (1 + x (1 - s))``, where ``s`` is ``sigmoid(x)``."""
     s = sigmoid(x)
     return dy * s * (1.0 + x * (1.0 - s))
 
 
 def sigmoid(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
     """Return ``1 / (1 + exp(-x))``."""
-    with np.errstate(over="ignore", under="ignore"):  # 1 / infinity is the right result
+    with np.errstate(over="ignore", under="ignore"):  # 1 / infinity is the correct result
         return 1.0 / (1.0 + np.exp(-x))
 
 
@@ -195,13 +196,13 @@ ACTIVATIONS_BACKWARD: dict[Activation, Callable[[ndarray, ndarray], ndarray]] = 
 
 
 def draw_keep(shape: tuple[int, ...], rate: float, rng: np.random.Generator) -> Bool[ndarray, "*axes"]:
-    """Choose the elements that dropout keeps, each with probability ``1 - rate``."""
+    """Draw a mask of the elements that dropout keeps, each with probability ``1 - rate``."""
     return rng.random(shape, dtype=np.float32) >= rate
 
 
 def dropout(x: Float[ndarray, "*axes"], keep: Bool[ndarray, "*axes"], rate: float) -> Float[ndarray, "*axes"]:
-    """Set the other elements to zero and scale the rest, which preserves the mean (section 5.4).
+    """Set dropped elements to zero and scale the others by ``1 / (1 - rate)``, which preserves the mean (section 5.4).
 
-    The function is linear: applied to the gradient with respect to the result, it is its own backward pass.
+    The function is linear in ``x``, so it is also its own backward pass.
     """
     return x * keep / (1.0 - rate)

@@ -1,4 +1,4 @@
-"""The common layers: linear, layer normalization and dropout."""
+"""Basic layers: linear, layer normalization and dropout."""
 
 from __future__ import annotations
 
@@ -24,20 +24,33 @@ __all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
 
 
 class Linear:
-    """Multiply by a matrix and add a bias: ``x W + b``."""
+    """Linear layer: ``x W + b``.
+
+    Args:
+        d_in: Size of the last axis of the input.
+        d_out: Size of the last axis of the output.
+        bias: True adds a bias.
+        dtype: Dtype of the parameters, ``float32`` or ``float64``. They are zero until you set weights.
+    """
 
     def __init__(self, d_in: int, d_out: int, *, bias: bool, dtype: str = "float32") -> None:
-        self.kernel = np.zeros((d_in, d_out), dtype)  # zero until weights are loaded
+        self.kernel = np.zeros((d_in, d_out), dtype)  # zero until you set weights
         self.bias = np.zeros(d_out, dtype) if bias else None
 
     def __call__(self, x: Float[ndarray, "*axes d_in"]) -> Float[ndarray, "*axes d_out"]:
-        """Map the last axis of ``x``."""
+        """Return ``x W + b``, applied to the last axis of ``x``."""
         return linear(x, self.kernel, self.bias)
 
     def backward(
         self, x: Float[ndarray, "*axes d_in"], dy: Float[ndarray, "*axes d_out"], tap: Tap
     ) -> Float[ndarray, "*axes d_in"]:
-        """Return the gradient with respect to ``x``. The tap receives those with respect to the parameters."""
+        """Return the gradient with respect to ``x``.
+
+        Args:
+            x: Input of the forward pass.
+            dy: Gradient with respect to the output.
+            tap: Callback that receives the gradients with respect to ``kernel`` and ``bias``.
+        """
         dx, dkernel, dbias = linear_backward(x, self.kernel, dy)
         tap("kernel", dkernel)
         if self.bias is not None:
@@ -46,10 +59,14 @@ class Linear:
 
 
 class LayerNorm:
-    """Normalise the last axis, then scale and shift it (Ba et al., 2016).
+    """Layer normalization over the last axis, followed by a learned scale and bias (Ba et al., 2016).
 
-    Kind ``standard`` divides by sqrt(biased variance + epsilon), kind ``annotated`` by (unbiased standard
-    deviation + epsilon), as the Annotated Transformer does.
+    If ``config.layer_norm_kind`` is ``standard``, the divisor is sqrt(biased variance + epsilon). If it is
+    ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
+
+    Args:
+        config: Model configuration, which defines the size, epsilon and the kind of divisor.
+        dtype: Dtype of the parameters, ``float32`` or ``float64``.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32") -> None:
@@ -59,13 +76,19 @@ class LayerNorm:
         self.bias = np.zeros(config.d_model, dtype)
 
     def __call__(self, x: Float[ndarray, "*axes d_model"]) -> Float[ndarray, "*axes d_model"]:
-        """Normalise each position of ``x``."""
+        """Normalize each position of ``x``."""
         return layer_norm(x, self.scale, self.bias, self.epsilon, self.kind)
 
     def backward(
         self, x: Float[ndarray, "*axes d_model"], dy: Float[ndarray, "*axes d_model"], tap: Tap
     ) -> Float[ndarray, "*axes d_model"]:
-        """Return the gradient with respect to ``x``. The tap receives those with respect to the parameters."""
+        """Return the gradient with respect to ``x``.
+
+        Args:
+            x: Input of the forward pass.
+            dy: Gradient with respect to the output.
+            tap: Callback that receives the gradients with respect to ``scale`` and ``bias``.
+        """
         dx, dscale, dbias = layer_norm_backward(x, self.scale, self.epsilon, dy, self.kind)
         tap("scale", dscale)
         tap("bias", dbias)
@@ -73,10 +96,13 @@ class LayerNorm:
 
 
 class Dropout:
-    """Set elements to zero at random and scale the rest, in training only (section 5.4).
+    """Dropout: sets random elements to zero and scales the others by 1 / (1 - rate), in training only (section 5.4).
+
+    Args:
+        rate: Probability of dropping an element.
 
     Taps:
-        ``{name}_keep`` True where an element stays; in training only.
+        {name}_keep: True for elements that are kept. This tap fires only in training.
     """
 
     def __init__(self, rate: float) -> None:
@@ -89,7 +115,14 @@ class Dropout:
         tap: Tap = no_tap,
         name: str = "output",
     ) -> Float[ndarray, "*axes"]:
-        """Return ``x``, or in training a thinned-out copy of it; ``name`` is that of the tap that showed ``x``."""
+        """Return ``x`` unchanged in inference, or with dropout in training.
+
+        Args:
+            x: Array of any shape.
+            rng: Random generator. None disables dropout (inference).
+            tap: Callback that receives the mask of the kept elements. Its return value replaces the mask.
+            name: Name of the tap that received ``x``. The tap of the mask is called ``{name}_keep``.
+        """
         check_rng(rng)
         if rng is None or self.rate == 0.0:
             return x

@@ -1,4 +1,4 @@
-"""The optimizer (Vaswani et al., 2017, section 5.3): clipping by the norm of the whole gradient, and Adam."""
+"""The optimizer (Vaswani et al., 2017, section 5.3): gradient clipping by global norm, and Adam."""
 
 from __future__ import annotations
 
@@ -12,23 +12,28 @@ from transformer_spec.training_config import TrainingConfig
 
 
 def global_norm(gradient: Mapping[str, ndarray]) -> float:
-    """Return the norm of a gradient, all parameters taken as one vector."""
+    """Return the Euclidean norm of a gradient, taking all parameters as one vector."""
     return math.sqrt(sum(np.vdot(g, g) for g in gradient.values()))
 
 
 def clip_factor(norm: float, clip_norm: float | None) -> float:
-    """Return what scales a gradient of some norm to one of at most ``clip_norm`` (Pascanu et al., 2013)."""
+    """Return the factor that scales a gradient to a norm of at most ``clip_norm`` (Pascanu et al., 2013).
+
+    Args:
+        norm: Norm of the gradient.
+        clip_norm: Maximum norm. None disables clipping.
+    """
     return 1.0 if clip_norm is None else clip_norm / max(norm, clip_norm)
 
 
 class Adam:
-    """Algorithm 1 of Kingma and Ba (2015).
+    """Adam, Algorithm 1 of Kingma and Ba (2015).
 
-    The moments are corrected for their bias, and epsilon is added to the root of the corrected one.
+    The moments are corrected for bias. Epsilon is added to the square root of the corrected second moment.
 
     Args:
-        parameters: What is updated; their moments begin at zero.
-        settings: Have both betas and epsilon.
+        parameters: Arrays to update, by canonical name. Their moments start at zero.
+        settings: Training settings, which define both betas and epsilon.
     """
 
     def __init__(self, parameters: Mapping[str, ndarray], settings: TrainingConfig) -> None:
@@ -40,13 +45,13 @@ class Adam:
     def update(
         self, gradient: Mapping[str, ndarray], scale: float, learning_rate: float, corrections: tuple[float, float]
     ) -> None:
-        """Take a step: change parameters and moments in place.
+        """Take a step: update parameters and moments in place.
 
         Args:
-            gradient: By canonical name.
-            scale: What the gradient is multiplied by first.
-            learning_rate: Of this step.
-            corrections: Of this step, as ``settings.bias_corrections`` has them.
+            gradient: Gradient of each parameter, by canonical name.
+            scale: Factor by which the gradient is multiplied first.
+            learning_rate: Learning rate for this step.
+            corrections: Bias corrections for this step, from ``settings.bias_corrections``.
         """
         settings = self.settings
         correction1, correction2 = corrections

@@ -1,4 +1,4 @@
-"""Training on several devices, simulated: they compute their shares of a step one after another."""
+"""Training on several simulated devices, which compute their shards of each step one after another."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from transformer_spec.shapes import Float
 
 
 def make_mesh(plan: Plan, device: str | None = None) -> Plan:
-    """Return the plan, which a ``Trainer`` follows on simulated devices.
+    """Return the plan itself. A ``Trainer`` simulates its devices.
 
     Args:
-        plan: How many devices there are along each axis.
-        device: ``cpu`` or None: there is no other.
+        plan: Number of devices along each axis.
+        device: ``cpu`` or None, which is the same.
 
     Raises:
-        ValueError: If there is no such device.
+        ValueError: If the device is unknown.
     """
     check_placement("float32", device)
     return plan
 
 
 def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
-    """Return the plan that a mesh follows; one device for None.
+    """Return the plan of a mesh. Without a mesh, return a plan for one device.
 
     Raises:
         TypeError: If the mesh is not a ``Plan``.
-        ValueError: If the model cannot be divided like this.
+        ValueError: If the plan can't divide the model.
     """
     plan = Plan() if mesh is None else mesh
     check_type("mesh", plan, Plan)
@@ -46,7 +46,11 @@ def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
 
 
 def shards(trainer: Any) -> dict[str, list[Shard]]:
-    """Return what the devices of this process hold of each parameter of a trainer, by canonical name."""
+    """Return the shards of each parameter on the devices of this process, by canonical name.
+
+    Args:
+        trainer: Trainer whose model is divided. Without a mesh, each parameter is one shard.
+    """
     plan = trainer.plan
     places = [*itertools.product(range(plan.data), range(plan.fsdp), range(plan.tensor))]
     held = {}
@@ -58,7 +62,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
 
 
 def divide(trainer: Any, batch: Sequence[ndarray]) -> Iterator[tuple[Sequence[ndarray], Any]]:
-    """Yield the rows of each share of each slice of a batch, and the generator that draws their dropout."""
+    """Yield the rows of each shard of each micro-batch, and the generator for their dropout."""
     plan, slices, entropy = trainer.plan, trainer.settings.accumulation_steps, (trainer.seed, trainer.step)
     parts = [spread(ids, slices, plan.shares, trainer.model.config.pad_id) for ids in batch]
     rows, own = len(batch[0]) // slices, parts[0].shape[2]
@@ -73,7 +77,10 @@ def divide(trainer: Any, batch: Sequence[ndarray]) -> Iterator[tuple[Sequence[nd
 
 
 class _OwnRows(np.random.Generator):
-    """Draws what a generator draws for all rows of a slice, and keeps one share's; its rows of padding get ones."""
+    """Generator that draws numbers for all rows of a micro-batch and returns the numbers of one shard.
+
+    Padding rows at the end of the shard get ones.
+    """
 
     def __init__(self, bits: np.random.BitGenerator, rows: int, first: int) -> None:
         super().__init__(bits)
@@ -89,7 +96,7 @@ class _OwnRows(np.random.Generator):
 
 
 def _index(name: str, shape: tuple[int, ...], plan: Plan, place: tuple[int, int, int]) -> tuple[slice, ...]:
-    """Return where the part of a parameter lies that the device at a place along all axes holds."""
+    """Return the index of a parameter's shard on the device at the given place in the mesh."""
     index = [slice(0, size) for size in shape]
     divided = (fsdp_axis(name, shape, plan.fsdp), plan.fsdp, place[1]), (tensor_axis(name), plan.tensor, place[2])
     for axis, parts, part in divided:

@@ -1,4 +1,4 @@
-"""What the whole model, the encoder alone and the decoder alone share: construction, weights and input checks."""
+"""Base class of the full model, the encoder and the decoder: construction, weights and input checks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,20 @@ from transformer_spec.names import find, parameter_shapes
 
 
 class Part:
-    """A Transformer, or its encoder or its decoder alone, whose parameters have the same names.
+    """Base class of ``Transformer``, ``Encoder`` and ``Decoder``, which use the same parameter names.
 
-    The matrices of a new model are zero until ``set_weights``. ``from_weights`` builds and sets.
+    If all embeddings are tied, an ``Encoder`` and a ``Decoder`` each have their own copy of the shared embedding
+    matrix.
+
+    Args:
+        config: Model configuration.
+        dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
+            accepts.
+        fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False computes
+            the formulas without optimizations.
 
     Attributes:
-        part: ``encoder``, ``decoder``, or None for both. Either alone has a copy of its own of a table that both share.
+        part: ``encoder``, ``decoder``, or None for the full model.
     """
 
     part: str | None = None
@@ -71,20 +79,23 @@ class Part:
         *,
         fast: bool = True,
     ) -> Self:
-        """Build a model in inference mode that holds a copy of the given weights.
+        """Create a model in inference mode with a copy of the given weights.
 
         Args:
-            config: What the weights are weights of.
-            weights: One array per canonical name, of any floating-point dtype. A part leaves the others unread.
-            dtype: float64 or float32, for parameters and computation; anything that ``np.dtype`` accepts.
-            device: ``cpu`` or None: there is no other.
-            precision: ``highest`` or ``fast``; on a CPU, both compute in full float32.
-            fast: True computes with ``fast.py``, which agrees with the formulas up to rounding. False computes each
-                formula as it is written.
+            config: Configuration of the model to which the weights belong.
+            weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
+                ignores the parameters of the other part.
+            dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
+                accepts.
+            device: ``cpu`` or None, which is the same.
+            precision: ``highest`` or ``fast``. NumPy computes in full float32 either way.
+            fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False
+                computes the formulas without optimizations.
 
         Raises:
-            TypeError: A weight is not of a floating-point dtype.
-            ValueError: The weights are not those of the config, or dtype, device or precision is unknown.
+            TypeError: If a weight doesn't have a floating-point dtype, or ``config`` is not a ``TransformerConfig``.
+            ValueError: If the weights don't match the config or overflow the dtype, or if ``dtype``, ``device`` or
+                ``precision`` is unknown.
         """
         check_placement(dtype, device)
         if precision is not None:
@@ -103,7 +114,22 @@ class Part:
         *,
         fast: bool = True,
     ) -> Self:
-        """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
+        """Create a model in inference mode from a weight file or a checkpoint.
+
+        Args:
+            path: A ``.safetensors`` file that ``save_weights`` or ``save_checkpoint`` wrote.
+            dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
+                accepts.
+            device: ``cpu`` or None, which is the same.
+            precision: ``highest`` or ``fast``. NumPy computes in full float32 either way.
+            fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False
+                computes the formulas without optimizations.
+
+        Raises:
+            OSError: If the file can't be read.
+            ValueError: If the file is not a valid weight file, its weights overflow the dtype, or ``dtype``, ``device``
+                or ``precision`` is unknown.
+        """
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
 
     def __repr__(self) -> str:
@@ -113,11 +139,15 @@ class Part:
         return f"{type(self).__name__}({sizes}): {count:,} parameters in {parameters[0].dtype}"
 
     def export_weights(self) -> dict[str, ndarray]:
-        """Return a copy of every parameter under its canonical name, in the model's dtype."""
+        """Return a copy of every parameter in the model's dtype, by canonical name.
+
+        Raises:
+            ValueError: If the number of layers doesn't match the config.
+        """
         return get_weights(self)
 
     def _take(self, side, ids, mask):
-        """Return the ids of ``source`` or ``target`` and their mask, checked; a mask of None follows from the ids."""
+        """Check and return the IDs and the mask of ``source`` or ``target``. A mask of None is derived from the IDs."""
         config = self.config
         ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions)
         if mask is not None:
@@ -125,7 +155,7 @@ class Part:
         return ids, (padding_mask if side == "source" else target_padding_mask)(ids, config.pad_id)
 
     def _take_memory(self, memory, ids, mask):
-        """Return the memory and the mask of its source, checked."""
+        """Check and return the encoder memory and the source mask."""
         check_given(memory, ids, mask)
         if mask is None:
             _, mask = self._take("source", ids, None)
@@ -134,4 +164,4 @@ class Part:
         shape = (*mask.shape, self.config.d_model)
         return to_memory(memory, shape, self.target_embedding.table.dtype.name), mask
 
-    _take_memory_for_cache = _take_memory  # the whole model overrides it: it can compute the memory
+    _take_memory_for_cache = _take_memory  # Transformer overrides it to compute the memory

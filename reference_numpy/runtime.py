@@ -1,4 +1,4 @@
-"""Dtypes, devices and precision by name, and checks of ids, masks, memories and generators."""
+"""Dtypes, devices and precision, and checks of the inputs and random generators that callers pass."""
 
 from __future__ import annotations
 
@@ -17,18 +17,29 @@ from transformer_spec.shapes import Bool, Float, Int
 DTYPES = ("float64", "float32")
 DEVICES = ("cpu",)
 PRECISIONS = ("highest", "fast")
-THREAD_SWITCHES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")  # what NumPy's BLAS listens to
+THREAD_SWITCHES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")  # environment variables that BLAS reads
 
 
 def set_precision(precision: str) -> None:
-    """Accept ``highest`` or ``fast``: NumPy computes in full float32 either way. ValueError for another precision."""
+    """Check the precision of float32 matmuls. NumPy always computes them in full float32.
+
+    Args:
+        precision: ``highest`` or ``fast``. Both have the same effect.
+
+    Raises:
+        ValueError: If the precision is unknown.
+    """
     check_choice("precision", precision, PRECISIONS)
 
 
 def check_placement(dtype: DTypeLike, device: str | None) -> str:
-    """Return the name of a dtype; ValueError if NumPy cannot compute a model in it or has no such device."""
+    """Return the name of a dtype.
+
+    Raises:
+        ValueError: If the dtype is not float64 or float32, or the device is not the CPU.
+    """
     name: Any = dtype
-    if dtype is not None:  # which np.dtype reads as float64
+    if dtype is not None:  # np.dtype(None) would be float64
         with suppress(TypeError, ValueError):
             name = np.dtype(dtype).name
     check_choice("dtype", name, DTYPES)
@@ -38,37 +49,40 @@ def check_placement(dtype: DTypeLike, device: str | None) -> str:
 
 
 def check_rng(rng: Any) -> None:
-    """Raise TypeError unless dropout can be drawn; a seed would draw the same elements in every layer and step."""
+    """Raise a TypeError unless ``rng`` is a generator or None.
+
+    A seed isn't accepted, because it would draw the same dropout mask in every layer and step.
+    """
     if rng is not None and not isinstance(rng, np.random.Generator):
         got = type(rng).__name__
         raise TypeError(f"rng must be a numpy.random.Generator: got {got}; create np.random.default_rng(seed) once")
 
 
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[ndarray, "B L"]:
-    """Take token ids from the outside, checked."""
+    """Check the token IDs that a caller passed, and return them as an array."""
     ids = to_array(name, ids)
     check_ids(name, ids.shape, ids.dtype.name, vocab_size, max_positions, ids)
     return ids
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int]) -> Bool[ndarray, "B L"]:
-    """Take a padding mask from the outside, checked against the shape of its ids."""
+    """Check a padding mask that a caller passed against the shape of its IDs, and return it."""
     mask = to_array(name, mask)
     check_mask(name, mask.shape, mask.dtype.name, shape)
     return mask
 
 
 def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[ndarray, "B S d_model"]:
-    """Take a memory from the outside, checked against the shape of its source and the model's dtype."""
+    """Check an encoder memory that a caller passed against the expected shape and dtype, and return it."""
     memory = to_array("memory", memory)
     check_memory(memory.shape, memory.dtype.name, shape, dtype)
     return memory
 
 
 def describe() -> dict[str, str]:
-    """Return versions, devices, threads and precision switches, as they are now."""
+    """Return the current versions, devices, number of threads and precision settings, as text for reports."""
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
-    library = blas["name"].removeprefix("scipy-")  # of whose builds NumPy's own packages have one
+    library = blas["name"].removeprefix("scipy-")  # NumPy's wheels contain SciPy's build of OpenBLAS
     return {
         "version": np.__version__,
         "device": platform.processor() or platform.machine(),

@@ -1,6 +1,6 @@
-"""Search (Vaswani et al., 2017, section 6.1): greedy search, beam search, samples, and scores of given translations.
+"""Search (Vaswani et al., 2017, section 6.1): greedy search, beam search, sampling, and scores of given translations.
 
-B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder.
+Axes: B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder.
 """
 
 from __future__ import annotations
@@ -35,31 +35,30 @@ def greedy_search(
     rules: SearchRules | None = None,
     use_cache: bool = True,
 ) -> SearchResult:
-    """Take the likeliest next token, again and again, until it is the end symbol.
+    """Return the translation that greedy search finds: the most likely token in each step, until EOS.
 
-    Padding is never generated. Of equally likely tokens, the one with the lower id is taken. The result of a sentence
-    does not depend on the other sentences of the batch.
+    Padding is never generated. Ties go to the lower token ID. The result for a sequence doesn't depend on the rest of
+    the batch.
 
     Args:
-        model: The model.
-        source_ids: The source sentences [B, S], padded with ``config.pad_id``.
-        max_length: The most tokens to generate, the end symbol included. None is each source's length + 50.
-        min_length: The fewest tokens to generate, the end symbol included.
-        start_id: What the decoder reads first. None is ``config.bos_id``.
-        source_mask: True where a source position holds a token [B, S]. None derives it from the ids.
-        on_step: Called after each step with the tokens so far [B, 1, n], padded behind the end symbol.
-        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without the start symbol, padded with
-            ``config.pad_id``. They add 0 to the score, or their log-probability if ``rules.score_forced`` is set.
-        rules: How other programs search, where it is not what is described here. None is the paper's.
-        use_cache: False decodes the whole prefix again for each token: the same result, and many times the work.
+        model: Model to search with.
+        source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+        max_length: Maximum number of tokens, including EOS. None uses the source length + 50, unless ``rules`` differ.
+        min_length: Minimum number of tokens, including EOS.
+        start_id: First token that the decoder reads. None uses ``config.bos_id``.
+        source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
+        on_step: Function that is called after each step with the tokens so far [B, 1, n], padded after EOS.
+        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They add 0 to the score, or their
+            log-probability if ``rules.score_forced`` is True. None uses no prefix.
+        rules: Rules of a different program, such as ``SearchRules.preset("hf")``. None uses the paper's search.
+        use_cache: False recomputes the full prefix in each step, which gives the same result but is much slower.
 
     Returns:
-        One hypothesis for each sentence; its score is its log-probability.
+        One hypothesis per sequence. Its score is its log-probability in nats.
 
     Raises:
-        TypeError: Ids or lengths that are not integers, or a mask that is not boolean.
-        ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, lengths that contradict each other or
-            the model's positions, or a model that computes NaN.
+        TypeError: If IDs, sizes or lengths are not integers, or the mask is not boolean.
+        ValueError: If an argument has an invalid shape or value, or the model computes NaN.
     """
     search = Search(
         max_length=max_length,
@@ -88,38 +87,38 @@ def beam_search(
     rules: SearchRules | None = None,
     use_cache: bool = True,
 ) -> SearchResult:
-    """Keep the likeliest unfinished hypotheses, let each go on in every way, and return the best that ended.
+    """Return the best translations that beam search finds.
 
-    In each step, the ``beam_size`` likeliest continuations are looked at. Those that end, by the end symbol or at the
-    maximum length, are finished, and ranked by log-probability over length penalty. The ``beam_size`` likeliest that do
-    not end go on. The search of a sentence stops as soon as no unfinished hypothesis can become one of the best
-    ``num_hypotheses``. Of equally likely continuations, the one of the better hypothesis comes first, then the one with
-    the lower id; of equally good finished hypotheses, the one found first.
-
-    Padding is never generated. A beam may be wider than the vocabulary: then it fills up within a few steps. The result
-    of a sentence does not depend on the other sentences of the batch.
+    Each step extends the unfinished hypotheses by every token and considers the ``beam_size`` most likely results. If a
+    result ends, with EOS or at the maximum length, it is ranked by log-probability divided by length penalty. The
+    ``beam_size`` most likely unfinished results continue. The search of a sequence stops when no unfinished hypothesis
+    can become one of the best ``num_hypotheses``. Ties go to the extension of the better hypothesis, then to the lower
+    token ID, and among finished hypotheses to the earlier one. Padding is never generated. The result for a sequence
+    doesn't depend on the rest of the batch.
 
     Args:
-        model: The model.
-        source_ids: The source sentences [B, S], padded with ``config.pad_id``.
-        beam_size: How many unfinished hypotheses of each sentence are kept.
-        length_penalty: The exponent of the length penalty; 0 ranks by log-probability, which favours short hypotheses.
-        max_length: The most tokens of a hypothesis, the end symbol included. None is the source length + 50.
-        min_length: The fewest tokens of a hypothesis, the end symbol included.
-        num_hypotheses: How many hypotheses of each sentence to return, at most ``beam_size``.
-        length_penalty_kind: ``gnmt``, ((5 + n) / 6)^alpha as in the paper, or ``power``, n^alpha.
-        start_id: What the decoder reads first. None is ``config.bos_id``.
-        source_mask: True where a source position holds a token [B, S]. None derives it from the ids.
-        on_step: Called after each step with the unfinished hypotheses [B, K, n], best first; padding where none is.
-        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without the start symbol, padded with
-            ``config.pad_id``. They add 0 to the score, or their log-probability if ``rules.score_forced`` is set.
-        rules: How other programs search, where it is not what is described here. None is the paper's.
-        use_cache: False decodes the whole prefix again for each token: the same result, and many times the work.
+        model: Model to search with.
+        source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+        beam_size: Number of unfinished hypotheses to keep per sequence. It may exceed the vocabulary size.
+        length_penalty: Exponent alpha of the length penalty. 0 ranks by log-probability, which favors short hypotheses.
+        max_length: Maximum number of tokens, including EOS. None uses the source length + 50, unless ``rules`` differ.
+        min_length: Minimum number of tokens, including EOS.
+        num_hypotheses: Number of hypotheses to return per sequence, at most ``beam_size``.
+        length_penalty_kind: For n tokens, ``gnmt`` is ((5 + n) / 6)^alpha, as in the paper, and ``power`` is n^alpha.
+        start_id: First token that the decoder reads. None uses ``config.bos_id``.
+        source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
+        on_step: Function that is called after each step with the unfinished hypotheses [B, K, n], best first.
+        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They add 0 to the score, or their
+            log-probability if ``rules.score_forced`` is True. None uses no prefix.
+        rules: Rules of a different program, such as ``SearchRules.preset("hf")``. None uses the paper's search.
+        use_cache: False recomputes the full prefix in each step, which gives the same result but is much slower.
+
+    Returns:
+        The best hypotheses of each sequence and their scores, best first.
 
     Raises:
-        TypeError: Ids, sizes or lengths that are not integers, or a mask that is not boolean.
-        ValueError: Ids or mask of the wrong shape, ids outside the vocabulary, a size, length or penalty that makes no
-            sense, lengths that contradict each other or the model's positions, or a model that computes NaN.
+        TypeError: If IDs, sizes or lengths are not integers, or the mask is not boolean.
+        ValueError: If an argument has an invalid shape or value, or the model computes NaN.
     """
     search = Search(
         beam_size=check_integer("beam_size", beam_size, minimum=1),
@@ -155,38 +154,36 @@ def sample(
     rules: SearchRules | None = None,
     use_cache: bool = True,
 ) -> SearchResult:
-    """Sample translations: draw each next token from the model's distribution until the end symbol is drawn.
+    """Return translations that are sampled token by token from the model's distribution, until EOS.
 
-    The same seed gives the same samples. A sample depends only on the seed, on its own number, and on the row of its
-    sentence in the batch, not on the other sentences.
+    A sample depends only on the seed, on its index, and on the row of its sequence in the batch.
 
     Args:
-        model: The model.
-        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
-        num_samples: Number of samples per sentence.
-        temperature: Divides the log-probabilities before a token is drawn; values below 1 favour likely tokens.
-        top_k: Draw only from the ``top_k`` likeliest tokens (Fan et al., 2018). None uses all tokens.
-        top_p: Draw only from the smallest set of likeliest tokens whose probabilities sum to at least ``top_p``
-            (Holtzman et al., 2020). Applies after ``top_k``. None uses all tokens.
+        model: Model to search with.
+        source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+        num_samples: Number of samples per sequence.
+        temperature: Divisor of the log-probabilities. Values below 1 favor likely tokens.
+        top_k: Number of most likely tokens to draw from (Fan et al., 2018). None uses all tokens.
+        top_p: Minimum total probability of the most likely tokens to draw from (Holtzman et al., 2020). Applied after
+            ``top_k``. None uses all tokens.
         seed: Seed of the random numbers, at least 0.
-        max_length: Maximum number of tokens to generate, including the end symbol. None uses the source length + 50.
-        min_length: Minimum number of tokens to generate, including the end symbol.
+        max_length: Maximum number of tokens, including EOS. None uses the source length + 50, unless ``rules`` differ.
+        min_length: Minimum number of tokens, including EOS.
         start_id: First token that the decoder reads. None uses ``config.bos_id``.
-        source_mask: True at source positions that hold a token [B, S]. None derives the mask from the ids.
-        on_step: Called after each step with the samples so far [B, K, n], padded after the end symbol.
-        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without the start symbol, padded with
-            ``config.pad_id``. They add 0 to the score, or their log-probability if ``rules.score_forced`` is set.
-        rules: Rules of other programs, for example banned tokens. None uses the paper's.
-        use_cache: False recomputes the whole prefix for each token; slower, with the same result.
+        source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
+        on_step: Function that is called after each step with the samples so far [B, K, n], padded after EOS.
+        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They add 0 to the score, or their
+            log-probability if ``rules.score_forced`` is True. None uses no prefix.
+        rules: Rules of a different program, such as ``SearchRules.preset("hf")``. None uses the paper's search.
+        use_cache: False recomputes the full prefix in each step, which gives the same result but is much slower.
 
     Returns:
-        ``num_samples`` hypotheses per sentence, in the order in which they are drawn. A score is the log-probability
-        that the model assigns to the sample, before temperature, ``top_k`` and ``top_p``.
+        ``num_samples`` hypotheses per sequence, in the order in which they are drawn. A score is the log-probability in
+        nats that the model assigns to the sample, before temperature, ``top_k`` and ``top_p``.
 
     Raises:
-        TypeError: If ids, sizes or lengths are not integers, or the mask is not boolean.
-        ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, a setting is out of range,
-            lengths contradict each other or the model's positions, or the model computes NaN.
+        TypeError: If IDs, sizes or lengths are not integers, or the mask is not boolean.
+        ValueError: If an argument has an invalid shape or value, or the model computes NaN.
     """
     search = Search(
         num_hypotheses=check_integer("num_samples", num_samples, minimum=1),
@@ -206,25 +203,24 @@ def sample(
 def score(
     model: Transformer, source_ids: Any, target_ids: Any, start_id: int | None = None, source_mask: Any = None
 ) -> Scores:
-    """Return the log-probabilities that the model assigns to given translations, for example to rerank them.
+    """Return the log-probabilities in nats that the model assigns to given translations, for example to rerank them.
 
-    To score each token of the hypotheses of a search, pass its ``nbest_ids``.
+    To score each token of the hypotheses of a search, pass its ``nbest_ids``. Dropout is off.
 
     Args:
-        model: The model.
-        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
-        target_ids: One translation per sentence [B, T], or N of them [B, N, T], without the start symbol, including
-            ``config.eos_id``, padded with ``config.pad_id``.
+        model: Model to score with.
+        source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+        target_ids: One translation per sequence [B, T], or N of them [B, N, T], without BOS, including EOS, padded with
+            ``config.pad_id``.
         start_id: First token that the decoder reads. None uses ``config.bos_id``.
-        source_mask: True at source positions that hold a token [B, S]. None derives the mask from the ids.
+        source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
 
     Returns:
         The log-probability of each translation [B] or [B, N], and of each of its tokens [B, T] or [B, N, T].
 
     Raises:
-        TypeError: If ids are not integers, or the mask is not boolean.
-        ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, or there are more tokens than
-            the model has positions.
+        TypeError: If the IDs are not integers, or the mask is not boolean.
+        ValueError: If IDs or mask have the wrong shape, an ID is outside the vocabulary, or a translation is too long.
     """
     source_ids, source_mask = model._take("source", source_ids, source_mask)  # [B, S]
     target_ids = to_array("target_ids", target_ids)
@@ -240,23 +236,23 @@ def score(
 
 
 def top(values: Float[ndarray, "B N"], count: int) -> tuple[Float[ndarray, "B K"], Int[ndarray, "B K"]]:
-    """Return the largest values of each row and their indices. Of equal values, the first comes first."""
-    values = np.where(np.isnan(values), inf, values)  # NaN comes first, so that it is noticed
+    """Return the largest values of each row and their indices. Ties go to the lower index."""
+    values = np.where(np.isnan(values), inf, values)  # put NaN first, so that it is detected
     index = np.argsort(-values, axis=-1, kind="stable")[:, :count]
     return np.take_along_axis(values, index, -1), index
 
 
 class Greedy(NamedTuple):
-    """How far greedy search has come; K is 1."""
+    """State of greedy search between two steps. K is 1."""
 
-    tokens: Int[ndarray, "B K"]  # what is read next
+    tokens: Int[ndarray, "B K"]  # input of the next step
     ids: Int[ndarray, "B K capacity"]
     scores: Float[ndarray, "B K"]
     unfinished: Bool[ndarray, "B K"]
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Greedy:
-        """Return the state before the first step: no hypothesis has a token."""
+        """Return the state before the first step, in which each hypothesis is empty."""
         size = [len(plan.limits), plan.beam_size]
         return cls(
             tokens=np.full(size, plan.start_id),
@@ -266,7 +262,7 @@ class Greedy(NamedTuple):
         )
 
     def step(self, logits: Float[ndarray, "R V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
-        """Return the state after the n-th token of each unfinished hypothesis, given the logits; no row moves."""
+        """Return the state after step n, given the logits, and None because the rows are not reordered."""
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         index = self.choose(log_probabilities, n, plan)
         best = np.take_along_axis(log_probabilities, index[:, None], 1).reshape(self.scores.shape)
@@ -278,38 +274,38 @@ class Greedy(NamedTuple):
         return self._replace(tokens=tokens, ids=ids, scores=scores, unfinished=unfinished), None
 
     def choose(self, log_probabilities: Float[ndarray, "R V"], n: Any, plan: SearchPlan) -> Int[ndarray, " R"]:
-        """Return the likeliest token of each row; of equally likely ones, the first."""
+        """Return the most likely token of each row. Ties go to the lower token ID."""
         return log_probabilities.argmax(-1)
 
     def goes_on(self) -> Any:
-        """Whether any sentence is unfinished."""
+        """Return whether any sequence is unfinished."""
         return self.unfinished.any()
 
     def best(self) -> tuple[Int[ndarray, "B K capacity"], Float[ndarray, "B K"]]:
-        """Return the hypotheses of each sentence, and their scores."""
+        """Return the hypotheses of each sequence and their scores."""
         return self.ids, self.scores
 
 
 class Sample(Greedy):
-    """How far sampling has come."""
+    """State of sampling between two steps."""
 
     def choose(self, log_probabilities: Float[ndarray, "R V"], n: Any, plan: SearchPlan) -> Int[ndarray, " R"]:
-        """Return the token of each row that its random number falls on, likely tokens first."""
+        """Return the token of each row at the quantile of its random number, with tokens sorted by probability."""
         values, index = top(log_probabilities, log_probabilities.shape[1])  # [R, V]
         shares = masked_softmax(np.where(np.arange(values.shape[1]) < plan.top_k, values / plan.temperature, -inf))
         shares = np.where(shares.cumsum(-1) - shares < plan.top_p, shares, 0.0)
         sums = shares.cumsum(-1)
         drawn = plan.uniforms[:, :, n - 1].reshape(-1, 1) * sums[:, -1:]  # [R, 1]
-        rank = np.minimum((sums <= drawn).sum(-1), (shares > 0.0).sum(-1) - 1)  # a product may round up to the sum
+        rank = np.minimum((sums <= drawn).sum(-1), (shares > 0.0).sum(-1) - 1)  # rounding may yield the sum itself
         return np.take_along_axis(index, rank[:, None], 1)[:, 0]
 
 
 class Beam(NamedTuple):
-    """How far beam search has come."""
+    """State of beam search between two steps."""
 
-    tokens: Int[ndarray, "B K"]  # what is read next
-    ids: Int[ndarray, "B K capacity"]  # padding where no hypothesis is
-    alive: Float[ndarray, "B K"]  # log-probabilities; -inf is no hypothesis
+    tokens: Int[ndarray, "B K"]  # input of the next step
+    ids: Int[ndarray, "B K capacity"]  # padding for unused entries
+    alive: Float[ndarray, "B K"]  # log-probabilities, -inf for unused entries
     finished_ids: Int[ndarray, "B P capacity"]
     finished: Float[ndarray, "B P"]  # scores, best first
 
@@ -317,7 +313,7 @@ class Beam(NamedTuple):
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Beam:
-        """Return the state before the first step: there is one hypothesis of each sentence, the empty one."""
+        """Return the state before the first step: each sequence has one empty hypothesis."""
         shape, kept = [len(plan.limits), plan.beam_size], [len(plan.limits), plan.pool_size]
         is_empty_one = (plan.limits > 0)[:, None] & (np.arange(plan.beam_size) == 0)
         return cls(  # type: ignore[call-arg]
@@ -329,10 +325,10 @@ class Beam(NamedTuple):
         )
 
     def step(self, logits: Float[ndarray, "R V"], n: Any, plan: SearchPlan) -> tuple[Beam, Int[ndarray, " R"]]:
-        """Return the state after the n-th token of each hypothesis, given the logits, and the row each goes on from."""
+        """Return the state after step n, given the logits, and the row that each hypothesis extends."""
         (batch, beam_size), pool_size, vocabulary = self.alive.shape, self.finished.shape[1], logits.shape[1]
         sentence = np.arange(batch)[:, None]
-        # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
+        # 1. Extend each hypothesis by every token. 2K extensions are enough, because at most K of them end with EOS.
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         totals = self.alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)  # [B, K, V]
         best, index = self.top(totals.reshape(batch, -1), 2 * beam_size)  # [B, 2K]
@@ -342,16 +338,16 @@ class Beam(NamedTuple):
         candidates = self.ids[sentence, parent]  # [B, 2K, capacity]
         candidates[:, :, n - 1] = token
         ends = (token == plan.eos_id) | (plan.limits == n)[:, None]
-        # 2. Of those within the beam that end, keep the best.
+        # 2. If any of the best K extensions end, add them to the pool, which keeps the best.
         ended = np.where(ends, best / plan.penalties[n], -inf)[:, :beam_size]
         if plan.rules.pool == "first":
             ended = within_pool(ended, self.finished)
         finished, rank = self.top(np.concatenate([self.finished, ended], 1), pool_size)  # [B, P]
         finished_ids = np.concatenate([self.finished_ids, candidates[:, :beam_size]], 1)[sentence, rank]
-        # 3. Go on with the best that do not end, unless none of them can still be among the best.
+        # 3. Continue with the best K that don't end, unless none of them can still reach the pool.
         alive, rank = self.top(np.where(~ends, best, -inf), beam_size)  # [B, K]
         longest = n if plan.rules.stop == "current" else plan.limits
-        attainable = alive[:, 0] / plan.penalties[longest]  # if all its further tokens were certain
+        attainable = alive[:, 0] / plan.penalties[longest]  # if all further tokens were certain
         is_over = finished[:, -1] >= attainable
         if plan.rules.stop == "first":
             is_over = finished[:, -1] != -inf
@@ -363,22 +359,22 @@ class Beam(NamedTuple):
         return state, rows
 
     def goes_on(self) -> Any:
-        """Whether any hypothesis is unfinished."""
+        """Return whether any hypothesis is unfinished."""
         return (self.alive != -inf).any()
 
     def best(self) -> tuple[Int[ndarray, "B P capacity"], Float[ndarray, "B P"]]:
-        """Return the best finished hypotheses of each sentence, best first, and their scores."""
+        """Return the best finished hypotheses of each sequence and their scores, best first."""
         return self.finished_ids, self.finished
 
 
 class FastBeam(Beam):
-    """Beam search with a faster choice of the best continuations."""
+    """Beam search with a faster selection of the best extensions."""
 
     top = staticmethod(fast.top)
 
 
 def _next_log_probabilities(logits, ids, n, plan):
-    """Return the log-probability of each next token [R, V], with -inf for tokens that are not allowed."""
+    """Return the log-probabilities of the next tokens [R, V], with -inf for tokens that are not allowed."""
     log_probabilities = log_softmax(logits)
     log_probabilities[:, plan.pad_id] = -inf
     if n < plan.min_length:

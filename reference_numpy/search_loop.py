@@ -1,4 +1,4 @@
-"""The loop of a search: decode a position, let the search choose the next tokens, until all sentences have ended."""
+"""The search loop: decode a position, choose the next tokens, and repeat until all sequences are finished."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_search(
     *,
     use_cache: bool,
 ) -> SearchResult:
-    """Return what a search finds, given the class that takes its steps."""
+    """Run a search and return its result. ``kind`` is the class of the search state."""
     source_ids, source_mask = model._take("source", source_ids, source_mask)
     plan = search.plan(model.config, source_mask)
     plan = plan.to(np.asarray, partial(np.asarray, dtype=model.source_embedding.table.dtype))
@@ -42,24 +42,24 @@ def run_search(
 
 
 class _Uncached:
-    """Decodes the whole prefix for each token: what a cache has to be equal to."""
+    """Decoder without a cache, which recomputes the full prefix in each step. Used to verify the cache."""
 
     def __init__(self, model):
         self.model = model
 
     def init_cache(self, source_ids, capacity, beam_size, source_mask):
-        """Encode the source; the tokens so far take the place of a cache."""
+        """Encode the source, and start with an empty prefix instead of a cache."""
         self.source_ids, self.source_mask = source_ids.repeat(beam_size, 0), source_mask.repeat(beam_size, 0)
         self.memory = self.model.encode(source_ids, source_mask).repeat(beam_size, 0)  # [R, S, d_model]
         self.prefix = np.zeros((len(self.memory), 0), int)  # [R, n]
         return self
 
     def decode_step(self, target_ids, cache):
-        """Return the logits [R, V] of what comes after one more token of each row."""
+        """Append a token to each row, and return the logits of the next tokens [R, V]."""
         self.prefix = np.concatenate([self.prefix, target_ids[:, None]], 1)
         logits = self.model.decode(self.prefix, self.memory, self.source_ids, source_mask=self.source_mask)
         return logits[:, -1], cache
 
     def reorder(self, rows):
-        """Let each row go on from another one."""
+        """Replace the prefix in row i by the prefix in row ``rows[i]``."""
         self.prefix = self.prefix[rows]

@@ -1,6 +1,6 @@
 """Training (Vaswani et al., 2017, section 5): loss, gradients and the optimizer step.
 
-B batch, S source length, T target length, V target vocabulary.
+Axes: B batch, S source length, T target length, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ MIXED_BFLOAT16 = False  # NumPy cannot compute in bfloat16
 def cross_entropy(
     logits: Float[ndarray, "B T V"], labels: Int[ndarray, "B T"], config: TransformerConfig
 ) -> tuple[Float[ndarray, ""], Int[ndarray, ""]]:
-    """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and their number.
+    """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and the number of target tokens.
 
-    Section 5.4: the probability ``label_smoothing`` is taken from the right token and spread over all tokens
-    (``uniform``), over the wrong ones (``off_target``), or over the wrong ones but padding (``off_target_and_pad``).
-    Labels that are ``pad_id`` count for nothing. The logarithms are taken in at least float32.
+    Label smoothing (section 5.4) moves the probability ``label_smoothing`` from the correct token to all tokens
+    (``uniform``), all incorrect tokens (``off_target``), or all incorrect tokens except padding
+    (``off_target_and_pad``). Logarithms are computed in at least float32.
 
     Args:
-        logits: The scores of each next token.
-        labels: The right next tokens, padded with ``config.pad_id``.
-        config: Has the vocabulary, the padding id and the label smoothing.
+        logits: Logits of the next tokens.
+        labels: Expected tokens, padded with ``config.pad_id``. Padding doesn't contribute to the loss.
+        config: Model configuration, which defines the vocabulary, the padding ID and the label smoothing.
 
     Raises:
-        TypeError: Labels that are not integers.
-        ValueError: Labels of the wrong shape or outside the vocabulary.
+        TypeError: If the labels are not integers.
+        ValueError: If the labels have the wrong shape or are outside the vocabulary.
     """
     check_type("config", config, TransformerConfig)
     logits, labels = to_array("logits", logits), to_ids("labels", labels, config.target_vocab_size, None)
@@ -83,7 +83,12 @@ def cross_entropy_backward(
 ) -> Float[ndarray, "B T V"]:
     """Return the gradient of the summed ``cross_entropy`` with respect to the logits: prediction minus target.
 
-    The target distribution sums to one, so the derivatives of logarithm, softmax and smoothing reduce to this.
+    The gradient has this simple form because the target probabilities sum to one.
+
+    Args:
+        logits: Logits of the next tokens.
+        labels: Expected tokens, padded with ``config.pad_id``.
+        config: Model configuration, which defines the vocabulary, the padding ID and the label smoothing.
     """
     kind, smoothing = config.label_smoothing_kind, config.label_smoothing
     others = {"uniform": 0, "off_target": 1, "off_target_and_pad": 2}[kind]
@@ -101,21 +106,21 @@ def cross_entropy_backward(
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
-    Dropout is off. With no target token at all, loss and gradients are zero.
+    Dropout is off. If the batch contains no target tokens, loss and gradients are zero.
 
     Args:
-        model: The model, left as it is.
-        source_ids: The source sentences [B, S], padded with ``config.pad_id``.
-        target_ids: What the decoder reads [B, T], starting with ``config.bos_id``, padded likewise.
-        labels: The right next tokens [B, T]: the target sentences, ending with ``config.eos_id``, padded likewise.
+        model: Model. It is not modified.
+        source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+        target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
+        labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
 
     Raises:
-        TypeError: Ids that are not integers.
-        ValueError: Ids of the wrong shape or outside the vocabulary.
+        TypeError: If ``model`` is not a ``Transformer``, or the IDs are not integers.
+        ValueError: If the IDs have the wrong shape or are outside the vocabulary.
     """
     batch = _take(model, source_ids, target_ids, labels)
     total, tokens, of_parameters, of_taps = _backward(model, batch, Activations(), Recorder())
-    scale = 1 / max(int(tokens), 1)  # a Python number leaves a float32 array what it is
+    scale = 1 / max(int(tokens), 1)  # a Python number keeps the dtype of float32 arrays
     return Gradients(
         float(total * scale),
         {name: gradient * scale for name, gradient in of_parameters.items()},
@@ -124,23 +129,26 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
 
 
 class Trainer:
-    """Trains a model in place, one batch a step; between two steps the model is in inference mode.
+    """Trainer that updates a model in place, one batch per step (section 5).
 
-    A step follows the gradient of the loss per target token, by Adam and with the learning rate of equation (3).
+    Each step computes the gradient of the loss per target token, clips it, and updates the parameters using Adam and
+    the learning rate of equation (3). Between steps, the model is in inference mode.
 
     Args:
-        model: The model to train, in float32 or float64.
-        settings: Optimizer, schedule, clipping, accumulation and mixed precision.
-        seed: With the number of the step, all that the dropout of that step depends on.
-        mesh: The devices that share each step, as ``make_mesh`` returns them; each is given the whole batch. None is
-            the model's own device.
-        dropout: ``global`` draws the dropout of a step for the whole batch, so that any number of devices gives what
-            one gives; ``local`` draws it for each share on its own, which is faster.
+        model: Model in float32 or float64.
+        settings: Optimizer, learning rate schedule, clipping, gradient accumulation and mixed precision.
+        seed: Seed of the dropout. The dropout of a step depends only on the seed and the number of the step.
+        mesh: Devices from ``make_mesh`` that divide each step. Pass the full batch. None uses the model's device only.
+        dropout: ``global`` draws random numbers for the full batch, so that the result doesn't depend on the number of
+            devices. ``local`` draws them separately for the rows of each device, which is faster.
+
+    Attributes:
+        step: Number of steps taken so far.
 
     Raises:
-        TypeError: Model, settings or mesh is something else, or the seed is not an integer.
-        ValueError: The model's dtype cannot be trained, mixed precision needs float32, the seed is negative, the mesh
-            has an unknown axis or does not divide the model, or there is no such dropout.
+        TypeError: If an argument has the wrong type.
+        ValueError: If the model is not in float32 or float64, mixed precision is combined with float64, the mesh can't
+            divide the model, no weights have been set, or another value is invalid.
     """
 
     def __init__(
@@ -162,23 +170,27 @@ class Trainer:
         self.model = model
         self.settings = settings
         self.seed = seed
-        self.step = 0  # steps taken
+        self.step = 0  # number of steps taken
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         adam = FastAdam if model.fast else Adam
         self.optimizer = adam(_parameters(model), settings)
 
     @UNDERFLOW
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
-        """Take one step of Adam on the loss per target token of a batch, with dropout.
+        """Take one optimizer step on the loss per target token of a batch, with dropout.
 
         Args:
-            source_ids: The source sentences [B, S], padded with ``config.pad_id``.
-            target_ids: What the decoder reads [B, T], starting with ``config.bos_id``, padded likewise.
-            labels: The right next tokens [B, T]: the target sentences, ending with ``config.eos_id``, padded likewise.
+            source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+            target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
+            labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
+
+        Returns:
+            Loss per target token before the update, number of target tokens, and gradient norm before clipping.
 
         Raises:
-            TypeError: Ids that are not integers.
-            ValueError: Ids of the wrong shape or outside the vocabulary, or a batch that does not fall into slices.
+            TypeError: If the IDs are not integers.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary, or ``accumulation_steps`` doesn't
+                divide the batch size.
         """
         settings, config = self.settings, self.model.config
         batch = _take(self.model, source_ids, target_ids, labels)
@@ -197,7 +209,20 @@ class Trainer:
 
     @UNDERFLOW
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-        """Return the loss per target token and the gradient of a step, before clipping, without taking the step."""
+        """Return the loss per target token of a batch and the gradient that a step would use, before clipping.
+
+        Dropout, micro-batches and devices are the same as in ``train_step``. Nothing is updated.
+
+        Args:
+            source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+            target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
+            labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
+
+        Raises:
+            TypeError: If the IDs are not integers.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary, or ``accumulation_steps`` doesn't
+                divide the batch size.
+        """
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(self.settings.accumulation_steps, len(batch[0]))
         total, tokens, gradient = self._gradient(batch)
@@ -205,26 +230,41 @@ class Trainer:
         return Gradients(float(total / count), {name: array / count for name, array in gradient.items()})
 
     def evaluate(self, source_ids: Any, target_ids: Any, labels: Any) -> tuple[Float[ndarray, ""], Int[ndarray, ""]]:
-        """Return the cross-entropy in nats summed over the target tokens, and their number: no dropout, no smoothing.
+        """Return the cross-entropy in nats, summed over the target tokens, and the number of target tokens.
 
-        Arguments and errors as in ``train_step``.
+        Dropout and label smoothing are off.
+
+        Args:
+            source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+            target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
+            labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
+
+        Raises:
+            TypeError: If the IDs are not integers.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary.
         """
         source_ids, target_ids, labels = _take(self.model, source_ids, target_ids, labels)
         config = self.model.config.replace(label_smoothing=0.0)
         return cross_entropy(self.model(source_ids, target_ids), labels, config)
 
     def export_state(self) -> TrainingState:
-        """Return a copy of everything that the next step depends on, beside the weights and the settings."""
+        """Return a copy of the step number, the seed and the moments.
+
+        All later steps depend only on this state, the weights and the settings.
+        """
         first = {name: array.copy() for name, array in self.optimizer.first_moment.items()}
         second = {name: array.copy() for name, array in self.optimizer.second_moment.items()}
         return TrainingState(self.step, self.seed, first, second)
 
     def load_state(self, state: TrainingState) -> None:
-        """Resume from a state that ``export_state`` returned.
+        """Resume from an exported state.
+
+        Args:
+            state: State from ``export_state`` or a checkpoint.
 
         Raises:
-            TypeError: A moment is not of a floating-point dtype.
-            ValueError: The moments are not those of the model's config, or overflow its dtype.
+            TypeError: If a moment doesn't have a floating-point dtype.
+            ValueError: If the moments don't match the model's config, or overflow its dtype.
         """
         check_training_state(self.model.config, state, self.model.source_embedding.table.dtype.name)
         self.step, self.seed = state.step, state.seed
@@ -233,7 +273,7 @@ class Trainer:
             self.optimizer.second_moment[name][...] = state.second_moment[name]
 
     def _gradient(self, batch):
-        """Return loss, tokens and gradient, summed over the shares of all slices of a batch."""
+        """Return loss, number of tokens and gradient, summed over all micro-batches and shards of a batch."""
         total, tokens, gradient = 0.0, 0, dict[str, ndarray]()
         for part, rng in divide(self, batch):
             seen = self._tap(part, rng)
@@ -246,7 +286,7 @@ class Trainer:
         return total, tokens, gradient
 
     def _tap(self, batch, rng):
-        """Return the tap of a forward pass, which keeps what the backward pass reads."""
+        """Return a tap for the forward pass that stores the values for the backward pass."""
         if not self.settings.activation_checkpointing:
             return Activations()
         (source_ids, target_ids, _), pad_id = batch, self.model.config.pad_id
@@ -257,18 +297,18 @@ class Trainer:
 
 
 def _parameters(model):
-    """Return the arrays of a model as they are now: a caller may assign others between two steps."""
+    """Return the model's current arrays, because a caller may have replaced some of them since the last step."""
     return {name: find(model, name) for name in parameter_shapes(model.config)}
 
 
 def _check_model(model):
-    """Raise TypeError for anything but a whole model; its class may be a copy of ours."""
+    """Raise a TypeError unless this is a full model. Its class may come from a copy of this package."""
     if getattr(model, "part", "") is not None:
         raise TypeError(f"model must be a Transformer: got {type(model).__name__}")
 
 
 def _take(model, source_ids, target_ids, labels):
-    """Take a batch from the outside, checked."""
+    """Check and return a batch that a caller passed."""
     _check_model(model)
     config = model.config
     source_ids = to_ids("source_ids", source_ids, config.source_vocab_size, config.max_positions)
@@ -281,7 +321,7 @@ def _take(model, source_ids, target_ids, labels):
 
 @UNDERFLOW
 def _backward(model, batch, seen, found, rng=None):
-    """Return the summed loss, the number of tokens, and the gradient of the sum at every parameter and tap found."""
+    """Return the summed loss, the number of tokens, and its gradient at every parameter and every recorded tap."""
     source_ids, target_ids, labels = batch
     logits = model(source_ids, target_ids, tap=seen, rng=rng)
     arguments = logits, labels, model.config

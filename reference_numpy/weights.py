@@ -1,4 +1,4 @@
-"""Canonical weights in and out of the model: a name is the path of the attribute that holds it."""
+"""Conversion of weights between canonical names and the attributes of a model, which have the same paths."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from transformer_spec.names import PARTS, Model, check_weights, find, parameter_
 
 
 def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
-    """Copy weights into a model, rounded to its dtype; the caller's arrays are never aliased.
+    """Copy weights into a model, rounded to its dtype. The model never aliases the given arrays.
+
+    Args:
+        model: Model whose parameters are replaced in place.
+        weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
+            ignores the parameters of the other part.
 
     Raises:
-        TypeError: A weight is not of a floating-point dtype, or an argument is something else.
-        ValueError: The weights are not those of the model's config, or overflow its dtype.
+        TypeError: If a weight doesn't have a floating-point dtype, or an argument has the wrong type.
+        ValueError: If the weights don't match the model's config, or overflow its dtype.
     """
     check_type("model", model, Model)
     check_weights(model.config, weights, part=model.part)
@@ -25,10 +30,15 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
-    """Copy every parameter out of a model, in its dtype; ValueError if its config has more or fewer layers."""
+    """Return a copy of every parameter of a model in the model's dtype, by canonical name.
+
+    Raises:
+        TypeError: If ``model`` is not a model.
+        ValueError: If the number of layers doesn't match the config.
+    """
     check_type("model", model, Model)
     for stack in PARTS:
         layers, depth = getattr(model, stack, None), getattr(model.config, f"num_{stack}_layers")
         if layers is not None and len(layers.layers) != depth:
-            raise ValueError(f"{stack}.layers must have {depth} layers, as the config says: got {len(layers.layers)}")
+            raise ValueError(f"{stack}.layers must have {depth} layers, as in the config: got {len(layers.layers)}")
     return {name: find(model, name).copy() for name in parameter_shapes(model.config, model.part)}

@@ -142,7 +142,7 @@ def test_each_framework_trains_in_processes(name, capsys, tmp_path):
     if name == "tf":
         assert fsdp["seconds"] is None
         assert "FAILED    tf fsdp=2: process " in printed
-        assert "TensorFlow's strategies divide the rows of a batch only, by data=N: got fsdp=2" in printed
+        assert "a plan for TensorFlow's strategies must have the axis data only: got fsdp=2" in printed
 
 
 def test_what_plans_cost_without_a_time(capsys, monkeypatch, tmp_path):

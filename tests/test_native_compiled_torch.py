@@ -74,7 +74,7 @@ def test_a_search_of_a_model_that_only_compiled_its_call_warns(port, graphs):
     model = build(port)
     expected = port.package.greedy_search(model, SOURCE, max_length=6)
     model.compile(backend=backend(graphs))
-    with pytest.warns(UserWarning, match=r"searches don't run what model.compile\(\) compiles: pass torch.compile"):
+    with pytest.warns(UserWarning, match=r"searches ignore model.compile\(\): pass torch.compile"):
         found = port.package.greedy_search(model, SOURCE, max_length=6)
     np.testing.assert_array_equal(found.ids, expected.ids)
 

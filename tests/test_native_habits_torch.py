@@ -186,7 +186,7 @@ def test_parameters_that_a_trainer_does_not_know_are_named(port, change, method)
     model = build(port)
     trainer = port.package.Trainer(model, SETTINGS)
     change(model)
-    with pytest.raises(ValueError, match=r"make a new Trainer for .*weight"):
+    with pytest.raises(ValueError, match=r"create a new Trainer for .*weight"):
         getattr(trainer, method)(*BATCH)
 
 

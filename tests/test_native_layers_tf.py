@@ -382,7 +382,7 @@ for kind in ("Transformer", "EncoderLayer"):
 
 def test_keras_on_another_framework_is_an_error():
     said = run_alone(WRONG_BACKEND, KERAS_BACKEND="torch")
-    assert said.splitlines() == 2 * ["transformer_tf needs Keras on TensorFlow: KERAS_BACKEND is torch"]
+    assert said.splitlines() == 2 * ["KERAS_BACKEND must be tensorflow for transformer_tf: got torch"]
 
 
 # --- Several tokens in one step ---

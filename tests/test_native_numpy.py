@@ -274,7 +274,7 @@ def test_other_layers_than_the_config_says_are_not_exported():
     for change, found in ((lambda layers: layers.pop(), 1), (lambda layers: layers.append(layers[0]), 3)):
         model = build(num_encoder_layers=2)
         change(model.encoder.layers)
-        with pytest.raises(ValueError, match=f"^encoder.layers must have 2 layers, as the config says: got {found}$"):
+        with pytest.raises(ValueError, match=f"^encoder.layers must have 2 layers, as in the config: got {found}$"):
             model.export_weights()
 
 

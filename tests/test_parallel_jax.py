@@ -202,7 +202,7 @@ model = Transformer.from_weights(probe.config, weights, "float64")
 try:
     Trainer(model, probe.settings, seed, mesh=mesh).gradient(*batch)
 except ValueError as error:
-    assert str(error) == "all processes must have the same {what}: got others in process 1", error
+    assert str(error) == "all processes must have the same {what}: process 1 has a different one", error
 else:
     raise AssertionError("trained")
 """

@@ -193,9 +193,9 @@ def test_a_mesh_of_one_process():
 @pytest.mark.extended("plans")
 def test_processes_that_do_not_start(tmp_path):
     (said,) = ends(tmp_path, 2, [0], ("join", {"seconds": 3}), 100).values()
-    assert said.startswith("of 2 processes, not all have joined in 3 s: ")
+    assert said.startswith("not all 2 processes have joined in 3 s: ")
     (said,) = ends(tmp_path, 2, [1], ("join", {"seconds": 3}), 100).values()
-    assert said.startswith("of 2 processes, not all have joined in 3 s: ")
+    assert said.startswith("not all 2 processes have joined in 3 s: ")
 
 
 @pytest.mark.extended("plans")

@@ -1,4 +1,4 @@
-"""The Transformer of "Attention Is All You Need" as Flax NNX modules; see reference_numpy for the definition."""
+"""The Transformer of "Attention Is All You Need" as Flax NNX modules."""
 
 import transformer_spec
 from transformer_jax.attention import (
@@ -27,7 +27,7 @@ from transformer_jax.search import beam_search, greedy_search, sample, score
 from transformer_jax.training import Trainer, cross_entropy, gradients
 from transformer_jax.transformer import Decoder, Encoder, Transformer, load_transformer
 from transformer_jax.weights import get_weights, set_weights
-from transformer_spec import *  # noqa: F403  the shared facts, so that one import is enough
+from transformer_spec import *  # noqa: F403  re-exported, so that one import is enough
 
 __all__ = [
     "Decoder",

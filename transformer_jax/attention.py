@@ -1,6 +1,6 @@
 """Attention (Vaswani et al., 2017, section 3.2).
 
-B batch, H heads, L query length, M memory (key and value) length.
+Axes: B batch, H heads, L query length, M memory length (number of keys and values).
 """
 
 from __future__ import annotations
@@ -29,34 +29,38 @@ def scaled_dot_product_attention(
     dropout: Callable[[Array], Array] | None = None,
     tap: Tap = no_tap,
 ) -> Float[Array, "B H L d_v"]:
-    """Average the values, weighted by how well each key answers each query.
+    """Return the average of the values, weighted by the similarity of each query to each key.
 
     Equation (1): ``Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V``.
 
     Args:
-        query: What each position asks for.
-        key: What each memory position offers to be matched on.
-        value: What each memory position hands over when matched.
-        mask: True where a query may attend to a key; a row of False yields a zero context. None allows every pair.
-        dropout: Applied to the weights in training; None keeps them.
-        tap: Receives each named intermediate and returns the value to go on with.
+        query: One query vector per position.
+        key: One key vector per memory position.
+        value: One value vector per memory position.
+        mask: True if a query may attend to a key. A query with no allowed key gets a zero context. None allows every
+            pair.
+        dropout: Function that applies dropout to the attention weights. None applies no dropout.
+        tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+            replaces the value.
 
     Returns:
-        One weighted average of the values per query, in the dtype of ``query``.
+        One weighted average of the values per query (the context), in the dtype of ``query``.
 
     Raises:
-        TypeError: The mask is not boolean.
-        ValueError: The shapes do not fit each other.
+        TypeError: If the mask is not boolean.
+        ValueError: If the shapes don't match each other.
 
     Taps:
-        ``scores`` scaled, before the mask; ``weights`` after softmax, before dropout; ``context``.
+        scores: Scaled scores, before the mask.
+        weights: Attention weights, before dropout.
+        context: Weighted averages of the values.
     """
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
         check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
     # jax.nn.dot_product_attention computes the softmax in float32 even in a float64 model, averages over forbidden keys
-    # if a row allows none, and requires d_k == d_v. Its cuDNN kernel accepts only float16 and bfloat16. Under jit, XLA
-    # compiles these lines as a whole.
+    # if a row has no allowed key, and requires d_k == d_v. Its cuDNN kernel supports only float16 and bfloat16. Under
+    # jit, XLA compiles these lines together.
     d_k = query.shape[-1]
     scores = tap("scores", query @ key.mT / math.sqrt(d_k))  # [B, H, L, M]
     weights = tap("weights", masked_softmax(scores, mask))  # [B, H, L, M]
@@ -66,19 +70,33 @@ def scaled_dot_product_attention(
 
 
 def split_heads(x: Float[Array, "B L width"], num_heads: int) -> Float[Array, "B H L d"]:
-    """Give each head its contiguous part of the last axis."""
+    """Split the last axis into heads. Each head gets a contiguous slice.
+
+    Args:
+        x: Projected vectors, with the heads concatenated along the last axis.
+        num_heads: Number of heads, which must divide the last axis.
+    """
     batch, length, width = x.shape
     return x.reshape(batch, length, num_heads, width // num_heads).transpose(0, 2, 1, 3)
 
 
 def merge_heads(x: Float[Array, "B H L d"]) -> Float[Array, "B L H*d"]:
-    """Put the heads side by side again: the inverse of ``split_heads``."""
+    """Concatenate the heads along the last axis. This is the inverse of ``split_heads``.
+
+    Args:
+        x: One vector per head and position.
+    """
     batch, heads, length, width = x.shape
     return x.transpose(0, 2, 1, 3).reshape(batch, length, heads * width)
 
 
 class KeyValues(NamedTuple):
-    """What a memory offers to every query, projected once: keys and values per head."""
+    """Keys and values of memory positions, computed once so that several queries can attend to them.
+
+    Attributes:
+        key: Key of each position, per head.
+        value: Value of each position, per head.
+    """
 
     key: Float[Array, "B H M d_k"]
     value: Float[Array, "B H M d_v"]
@@ -87,42 +105,64 @@ class KeyValues(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass
 class KeyValueCache:
-    """The keys and values of the target positions so far, with room for those to come.
+    """Keys and values of the target positions decoded so far, in buffers of a fixed capacity.
 
-    Without it, decoding T tokens would project 1 + 2 + ... + T positions instead of T.
+    With a cache, decoding T tokens projects T positions instead of 1 + 2 + ... + T.
+
+    Attributes:
+        key: Buffer for the keys.
+        value: Buffer for the values.
+        length: Number of positions that the buffers contain.
     """
 
     key: Float[Array, "B H capacity d_k"]
     value: Float[Array, "B H capacity d_v"]
-    length: Int[Array, ""] | int = 0  # positions held so far
+    length: Int[Array, ""] | int = 0  # number of stored positions
 
     def append(self, key: Float[Array, "B H L d_k"], value: Float[Array, "B H L d_v"]) -> KeyValues:
-        """Keep the keys and values of the next positions, and return those of all so far.
+        """Store the keys and values of the next positions, and return the full buffers.
+
+        Args:
+            key: Keys of the next positions.
+            value: Values of the next positions.
+
+        Returns:
+            The buffers, which contain zeros after the last stored position. The caller must mask these zeros out.
 
         Raises:
-            ValueError: If the capacity is exceeded. Traced code does not know the length: there, they overwrite the
-                last positions instead.
+            ValueError: If the new positions exceed the capacity. Under ``jax.jit``, where the length is unknown, they
+                overwrite the last positions instead.
         """
         length = None if isinstance(self.length, jax.core.Tracer) else int(self.length)
         check_room(length, key.shape[2], self.key.shape[2])
         self.key = jax.lax.dynamic_update_slice_in_dim(self.key, key, self.length, axis=2)
         self.value = jax.lax.dynamic_update_slice_in_dim(self.value, value, self.length, axis=2)
         self.length += key.shape[2]
-        return KeyValues(self.key, self.value)  # and zeros behind them: shapes are fixed, and the mask leaves them out
+        return KeyValues(self.key, self.value)  # with zeros at the end, because shapes are static
 
     def reorder(self, rows: Int[Array, " B"]) -> None:
-        """Let each row go on from the positions of another."""
+        """Replace row i of the buffers by row ``rows[i]``.
+
+        Args:
+            rows: Index of the row to copy, one for each row.
+        """
         self.key, self.value = self.key[rows], self.value[rows]
 
 
 class MultiHeadAttention(nnx.Module):
-    """Attend with several heads at once, each in its own projection of the inputs (section 3.2.2).
+    """Multi-head attention: several attention heads in parallel, each with its own projections (section 3.2.2).
 
-    ``MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O`` with
-    ``head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V)``.
+    ``MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O`` with ``head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V)``.
+
+    Args:
+        config: Model configuration, which defines the number and the size of the heads.
+        dtype: Name of the dtype of the parameters, such as ``float32``.
+        rngs: Random state of Flax for the initial values and dropout.
 
     Taps:
-        ``query``, ``key``, ``value`` per head; ``scores``, ``weights``, ``context``; ``output``.
+        query, key, value: Projected inputs, per head.
+        scores, weights, context: Taps of ``scaled_dot_product_attention``.
+        output: Output of the layer.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
@@ -133,7 +173,7 @@ class MultiHeadAttention(nnx.Module):
         self.value_proj = Linear(config.d_model, config.num_heads * config.d_v, bias=bias, dtype=dtype, rngs=rngs)
         self.output_proj = Linear(config.num_heads * config.d_v, config.d_model, bias=bias, dtype=dtype, rngs=rngs)
         self.dropout = Dropout(config.dropout.attention, rngs=rngs)
-        self.attend = scaled_dot_product_attention  # fast.accelerate replaces it
+        self.attend = scaled_dot_product_attention  # fast.accelerate may replace this function
 
     def __call__(
         self,
@@ -143,17 +183,20 @@ class MultiHeadAttention(nnx.Module):
         tap: Tap = no_tap,
         past: KeyValueCache | None = None,
     ) -> Float[Array, "B L d_model"]:
-        """Let each query position gather from the memory positions that the mask allows.
+        """Return one vector per query position, computed from the memory positions that it attends to.
 
         Args:
-            query: The positions that ask.
-            memory: The positions that answer, the same as ``query`` in self-attention; or their keys and values.
-            mask: True where a query may attend to a memory position. None allows every pair.
-            tap: Receives each named intermediate and returns the value to go on with.
-            past: Keys and values of earlier positions, which answer too; those of ``memory`` are added to them.
+            query: One vector per query position.
+            memory: One vector per memory position; in self-attention, the same array as ``query``. To reuse keys and
+                values between calls, pass the result of ``project``.
+            mask: True if a query position may attend to a memory position. None allows every pair.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+            past: Cache of the keys and values of earlier positions. The method appends the keys and values of
+                ``memory`` and attends to all of them. None attends to ``memory`` only.
         """
         shape = query.shape
-        if isinstance(memory, KeyValues):  # the hypotheses of a sentence ask its memory side by side
+        if isinstance(memory, KeyValues):  # the hypotheses of a sequence share its memory
             query = query.reshape(len(memory.key), -1, shape[-1])
         q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]
         if isinstance(memory, KeyValues):
@@ -169,7 +212,11 @@ class MultiHeadAttention(nnx.Module):
         return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
 
     def project(self, memory: Float[Array, "B M d_model"]) -> KeyValues:
-        """Return the keys and values of memory positions, to be attended to again and again."""
+        """Return the keys and values of memory positions, for use in several calls.
+
+        Args:
+            memory: One vector per memory position.
+        """
         return KeyValues(
             split_heads(self.key_proj(memory), self.num_heads), split_heads(self.value_proj(memory), self.num_heads)
         )

@@ -1,6 +1,6 @@
 """Embeddings, output projection and positions (Vaswani et al., 2017, sections 3.4 and 3.5).
 
-B batch, L length, V vocabulary.
+Axes: B batch, L length, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from transformer_spec.shapes import Float, Int
 def sinusoidal_encoding(
     length: int, d_model: int, layout: str = "interleaved", timescale: str = "m", offset: int = 0
 ) -> Float[np.ndarray, "L d_model"]:
-    """Return one row of sines and cosines per position, in float64 (section 3.5).
+    """Return sinusoidal position encodings, one row per position, in float64 (section 3.5).
 
-    ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(...)``.
+    ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model))``. Computed in
+    float32, the angles would be off by 4e-5 at position 500.
 
     Args:
         length: Number of positions.
-        d_model: Number of channels, which is even.
-        layout: ``interleaved`` alternates sine and cosine (the paper), ``split`` puts all sines first.
-        timescale: ``m`` spaces m = d_model / 2 wavelengths from 2 pi up to but not including 10000 * 2 pi (the paper),
-            ``m_minus_1`` includes it.
-        offset: Number of the first position.
+        d_model: Number of channels. It must be even.
+        layout: ``interleaved`` alternates sine and cosine channels (the paper). ``split`` puts all sines first.
+        timescale: Spacing of the m = d_model / 2 wavelengths, which start at 2 pi. With ``m``, they end just below
+            10000 * 2 pi (the paper). With ``m_minus_1``, the last one is exactly 10000 * 2 pi.
+        offset: Index of the first position.
 
     Raises:
-        ValueError: If there is no such layout or timescale, or ``d_model`` doesn't fit it.
+        ValueError: If ``layout`` or ``timescale`` is unknown, or ``d_model`` is odd or too small.
     """
     check_sinusoids(d_model, layout, timescale)
     m = d_model // 2
@@ -47,32 +48,53 @@ def sinusoidal_encoding(
 
 
 class TokenEmbedding(nnx.Embed):
-    """Look up one learned vector per token, times sqrt(d_model) (section 3.4)."""
+    """Token embedding: one learned vector per token, multiplied by sqrt(d_model) (section 3.4).
+
+    Args:
+        vocab_size: Number of tokens in the vocabulary.
+        config: Model configuration. The multiplication depends on ``config.scale_embedding``.
+        dtype: Name of the dtype of the parameters, such as ``float32``.
+        rngs: Random state of Flax for the initial values and dropout.
+    """
 
     def __init__(self, vocab_size: int, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
         normal = nnx.initializers.normal(config.d_model**-0.5)
         super().__init__(vocab_size, config.d_model, param_dtype=dtype, embedding_init=normal, rngs=rngs)
-        self.dtype = None  # compute in the dtype of the matrix, as Flax's other layers do by default
+        self.dtype = None  # compute in the dtype of the matrix, the default of Flax's other layers
         self.multiplier = math.sqrt(config.d_model) if config.scale_embedding else 1.0
 
     def __call__(self, ids: Int[Array, "B L"]) -> Float[Array, "B L d_model"]:  # type: ignore[override]
-        """Return the vectors of the tokens."""
+        """Return the embedding of each token.
+
+        Args:
+            ids: Token IDs.
+        """
         return super().__call__(ids) * self.multiplier
 
 
 class SinusoidalPosition(nnx.Module):
-    """Add to each vector the sines and cosines of its position (section 3.5)."""
+    """Sinusoidal position encoding, which is added to each vector (section 3.5).
+
+    Args:
+        config: Model configuration, which defines the layout, the timescale and the index of the first position.
+        dtype: Not used, because the layer has no parameters.
+        rngs: Not used, because the layer has no parameters.
+    """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
         self.config = config
 
     def __call__(self, x: Float[Array, "B L d_model"]) -> Float[Array, "B L d_model"]:
-        """Return ``x`` with its positions; the encoding is rounded once, to the dtype of ``x``."""
+        """Return ``x`` plus the encoding of each position, which is computed in float64 and rounded once.
+
+        Args:
+            x: One vector per position.
+        """
         encoding = self.vectors(x.shape[1])
         return x + jnp.asarray(encoding, x.dtype)
 
     def vectors(self, length: int) -> Float[np.ndarray, "L d_model"]:
-        """Return what is added at each of the first positions."""
+        """Return the vectors that are added at the first ``length`` positions."""
         config = self.config
         return sinusoidal_encoding(
             length, config.d_model, config.position_layout, config.position_timescale, config.position_offset
@@ -80,7 +102,13 @@ class SinusoidalPosition(nnx.Module):
 
 
 class LearnedPosition(nnx.Embed):
-    """Add to each vector a learned vector of its position (Table 3, row E)."""
+    """Learned position embedding, which is added to each vector (Table 3, row E).
+
+    Args:
+        config: Model configuration, which defines the number of positions and the index of the first one.
+        dtype: Name of the dtype of the parameters, such as ``float32``.
+        rngs: Random state of Flax for the initial values and dropout.
+    """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
         normal = nnx.initializers.normal(config.d_model**-0.5)
@@ -88,31 +116,55 @@ class LearnedPosition(nnx.Embed):
         self.offset = config.position_offset
 
     def __call__(self, x: Float[Array, "B L d_model"]) -> Float[Array, "B L d_model"]:  # type: ignore[override]
-        """Return ``x`` with its positions."""
+        """Return ``x`` plus the learned vector of each position.
+
+        Args:
+            x: One vector per position.
+        """
         return x + self.vectors(x.shape[1]).astype(x.dtype)
 
     def vectors(self, length: int) -> Float[Array, "L d_model"]:
-        """Return the vectors of the first positions."""
+        """Return the vectors that are added at the first ``length`` positions."""
         return self.embedding[self.offset : self.offset + length]
 
 
 def OutputProjection(  # noqa: N802  the name of a layer
     config: TransformerConfig, embedding: TokenEmbedding, dtype: str = "float32", *, rngs: nnx.Rngs
 ) -> nnx.Linear | TiedProjection:
-    """Return a layer that scores every token of the vocabulary, if tied with the embedding matrix (section 3.4)."""
+    """Return a layer that maps each decoder state to one logit per token of the target vocabulary (section 3.4).
+
+    If ``config.tie_embeddings`` is ``none``, the layer is an ``nnx.Linear``. Otherwise, it is a ``TiedProjection``,
+    which uses the transposed embedding matrix.
+
+    Args:
+        config: Model configuration.
+        embedding: Target embedding, whose matrix a tied projection uses.
+        dtype: Name of the dtype of the parameters, such as ``float32``.
+        rngs: Random state of Flax for the initial values.
+    """
     if config.tie_embeddings == "none":
         return Linear(config.d_model, config.target_vocab_size, bias=config.output_bias, dtype=dtype, rngs=rngs)
     return TiedProjection(embedding, config.output_bias, dtype)
 
 
 class TiedProjection(nnx.Module):
-    """Multiply by a transposed embedding matrix, and add a bias."""
+    """Multiplication by a transposed embedding matrix, plus an optional bias.
+
+    Args:
+        embedding: Embedding whose matrix the layer uses.
+        bias: True adds a bias.
+        dtype: Dtype of the bias.
+    """
 
     def __init__(self, embedding: TokenEmbedding, bias: bool, dtype: str = "float32") -> None:
         self.embedding = embedding
         self.bias = nnx.Param(jnp.zeros(embedding.num_embeddings, dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "B L d_model"]) -> Float[Array, "B L V"]:
-        """Return the logits of each position."""
+        """Return the logits of each position.
+
+        Args:
+            x: One decoder state per target position.
+        """
         logits = self.embedding.attend(x)
         return logits if self.bias is None else logits + self.bias.astype(logits.dtype)

@@ -1,6 +1,6 @@
 """The encoder (Vaswani et al., 2017, section 3.1, left half of Figure 1).
 
-B batch, S source length.
+Axes: B batch, S source length.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from transformer_spec.taps import Tap, no_tap, within
 
 
 class EncoderLayer(nnx.Module):
-    """Let every source position gather from the others, then transform each on its own.
+    """Encoder layer: self-attention followed by a feed-forward network (section 3.1).
 
-    Section 3.1: each sub-layer is ``LayerNorm(x + Sublayer(x))``; norm order ``pre`` is
-    ``x + Sublayer(LayerNorm(x))`` instead.
+    Each sublayer is ``LayerNorm(x + Sublayer(x))`` if ``config.norm_order`` is ``post`` (the paper), and
+    ``x + Sublayer(LayerNorm(x))`` if it is ``pre``.
+
+    Args:
+        config: Model configuration.
+        dtype: Name of the dtype of the parameters, such as ``float32``.
+        rngs: Random state of Flax for the initial values and dropout.
 
     Taps:
-        Those of both sub-layers; ``self_attention_norm.output``, ``feed_forward_norm.output``; ``output``.
+        self_attention, feed_forward: Prefixes of the taps of the sublayers.
+        self_attention_norm.output, feed_forward_norm.output: Outputs of the layer norms.
+        output: Output of the layer.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
@@ -40,7 +47,14 @@ class EncoderLayer(nnx.Module):
         mask: Bool[Array, "#B #H #S #S"] | None = None,
         tap: Tap = no_tap,
     ) -> Float[Array, "B S d_model"]:
-        """Return the layer's output for each source position; True in ``mask`` = may attend."""
+        """Return the output of the layer for each source position.
+
+        Args:
+            x: One vector per source position.
+            mask: True if a query position may attend to a key position. None allows every pair.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+        """
         if self.norm_order == "post":
             attended = self.self_attention(x, x, mask, within(tap, "self_attention"))
             x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended)))
@@ -55,16 +69,22 @@ class EncoderLayer(nnx.Module):
 
 
 class EncoderStack(nnx.Module):
-    """Turn the embedded source into the memory that the decoder reads: a stack of encoder layers.
+    """Encoder stack: a sequence of encoder layers that maps the embedded source to the encoder memory.
+
+    Args:
+        config: Model configuration, which defines the number of layers and whether a final layer norm follows.
+        dtype: Name of the dtype of the parameters, such as ``float32``.
+        rngs: Random state of Flax for the initial values and dropout.
 
     Taps:
-        Those of each layer under ``layers.{i}``; ``output``.
+        layers.{i}: Prefix of the taps of layer i.
+        output: Output of the stack.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
         self.layers = nnx.List(EncoderLayer(config, dtype, rngs=rngs) for _ in range(config.num_encoder_layers))
         self.final_norm = LayerNorm(config, dtype, rngs=rngs) if config.final_norm else None
-        self.activation_checkpointing = False  # a Trainer switches it on for a step that is to save memory
+        self.activation_checkpointing = False  # a Trainer sets it during a step, to save memory
 
     def __call__(
         self,
@@ -72,7 +92,14 @@ class EncoderStack(nnx.Module):
         mask: Bool[Array, "#B #H #S #S"] | None = None,
         tap: Tap = no_tap,
     ) -> Float[Array, "B S d_model"]:
-        """Return the memory; True in ``mask`` = may attend."""
+        """Return the encoder memory: one vector per source position.
+
+        Args:
+            x: One embedding per source position.
+            mask: True if a query position may attend to a key position. None allows every pair.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+        """
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:
                 x = nnx.remat(lambda layer, *inputs: layer(*inputs))(layer, x, mask)

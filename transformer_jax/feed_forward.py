@@ -1,6 +1,6 @@
 """Position-wise feed-forward network (Vaswani et al., 2017, section 3.3).
 
-B batch, L length.
+Axes: B batch, L length.
 """
 
 from __future__ import annotations
@@ -15,12 +15,18 @@ from transformer_spec.taps import Tap, no_tap
 
 
 class PositionwiseFeedForward(nnx.Module):
-    """Transform each position by the same two-layer network, seeing no other position.
+    """Position-wise feed-forward network: the same two layers are applied to each position separately.
 
     Equation (2): ``FFN(x) = max(0, x W_1 + b_1) W_2 + b_2``.
 
+    Args:
+        config: Model configuration, which defines the inner size, the activation and the dropout rate.
+        dtype: Name of the dtype of the parameters, such as ``float32``.
+        rngs: Random state of Flax for the initial values and dropout.
+
     Taps:
-        ``inner`` after the activation; ``output``.
+        inner: Output of the activation, before dropout.
+        output: Output of the network.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
@@ -31,6 +37,12 @@ class PositionwiseFeedForward(nnx.Module):
         self.dropout = Dropout(config.dropout.feed_forward, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B L d_model"], tap: Tap = no_tap) -> Float[Array, "B L d_model"]:
-        """Transform each position of ``x``."""
+        """Return the output of the network for each position.
+
+        Args:
+            x: One vector per position.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+        """
         inner = tap("inner", ACTIVATIONS[self.activation](self.inner_proj(x)))  # [B, L, d_ff]
         return tap("output", self.output_proj(self.dropout(inner)))

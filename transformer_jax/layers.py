@@ -1,4 +1,4 @@
-"""The layers that every framework ships, with this project's names, defaults and initial values."""
+"""Flax's basic layers, with the parameter names, defaults and initial values of this package."""
 
 from __future__ import annotations
 
@@ -28,26 +28,44 @@ Dropout = nnx.Dropout
 def masked_softmax(
     scores: Float[Array, "*axes M"], mask: Bool[Array, "*#axes #M"] | None = None
 ) -> Float[Array, "*axes M"]:
-    """Turn scores into weights that sum to one over the allowed keys, and to zero where none is allowed."""
-    wide = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))  # bfloat16 is too coarse to sum in
+    """Return the softmax over the allowed keys. If no key is allowed, all weights are zero.
+
+    Args:
+        scores: Similarity of each key to the query.
+        mask: True if a key is allowed. None allows every key.
+    """
+    wide = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))  # bfloat16 is too imprecise for sums
     if mask is None:
         return jax.nn.softmax(wide).astype(scores.dtype)
-    # The lowest finite score, not -inf: a row of -inf would be NaN, forward and backward.
+    # Use the lowest finite score, because a row of -inf would give NaN in the forward and the backward pass.
     weights = jax.nn.softmax(jnp.where(mask, wide, jnp.finfo(wide.dtype).min))
     return jnp.where(mask, weights, 0.0).astype(scores.dtype)
 
 
 def Linear(d_in: int, d_out: int, *, bias: bool, dtype: str = "float32", rngs: nnx.Rngs) -> nnx.Linear:  # noqa: N802
-    """Return a layer that multiplies by a matrix and adds a bias, ``x W + b``, with Xavier-uniform initial values."""
+    """Return an ``nnx.Linear``, ``x W + b``, with a Xavier-uniform matrix and a zero bias.
+
+    Args:
+        d_in: Size of the last axis of the input.
+        d_out: Size of the last axis of the output.
+        bias: True adds a bias.
+        dtype: Name of the dtype of the parameters, such as ``float32``.
+        rngs: Random state of Flax for the initial values.
+    """
     xavier = nnx.initializers.xavier_uniform()  # NNX's default is a truncated normal
     return nnx.Linear(d_in, d_out, use_bias=bias, param_dtype=dtype, kernel_init=xavier, rngs=rngs)
 
 
 class LayerNorm(nnx.LayerNorm):
-    """Normalise the last axis, then scale and shift it (Ba et al., 2016).
+    """Layer normalization over the last axis, followed by a learned scale and bias (Ba et al., 2016).
 
-    Kind ``standard`` divides by sqrt(biased variance + epsilon), kind ``annotated`` by (unbiased standard
-    deviation + epsilon), as the Annotated Transformer does.
+    If ``config.layer_norm_kind`` is ``standard``, the divisor is sqrt(biased variance + epsilon). If it is
+    ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
+
+    Args:
+        config: Model configuration, which defines the size, epsilon and the kind of divisor.
+        dtype: Name of the dtype of the parameters, such as ``float32``.
+        rngs: Random state of Flax, which the base class requires.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
@@ -55,13 +73,13 @@ class LayerNorm(nnx.LayerNorm):
             config.d_model,
             epsilon=config.layer_norm_epsilon,
             param_dtype=dtype,
-            use_fast_variance=False,  # E[x^2] - E[x]^2 is garbage where the mean is large
+            use_fast_variance=False,  # E[x^2] - E[x]^2 cancels if the mean is large
             rngs=rngs,
         )
         self.kind = config.layer_norm_kind
 
     def __call__(self, x: Float[Array, "*axes d_model"]) -> Float[Array, "*axes d_model"]:  # type: ignore[override]
-        """Normalise each position of ``x``."""
+        """Normalize each position of ``x``."""
         if self.kind == "standard":
             return super().__call__(x)
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -1,4 +1,4 @@
-"""The optimizer (Vaswani et al., 2017, section 5.3): clipping by the norm of the whole gradient, and Adam."""
+"""The optimizer (Vaswani et al., 2017, section 5.3): gradient clipping by global norm, and Adam."""
 
 from __future__ import annotations
 
@@ -10,29 +10,39 @@ from jax import Array
 
 from transformer_spec.training_config import TrainingConfig
 
-Arrays = dict[str, Array]  # by canonical name
+Arrays = dict[str, Array]  # arrays by canonical name
 
 
 def global_norm(gradient: Arrays) -> Array:
-    """Return the norm of a gradient, all parameters taken as one vector."""
+    """Return the Euclidean norm of a gradient, taking all parameters as one vector."""
     return jnp.sqrt(sum(jnp.tensordot(g, g, g.ndim, precision="highest") for g in gradient.values()))
 
 
 def clip_factor(norm: Array, clip_norm: float | None) -> Array | float:
-    """Return what scales a gradient of some norm to one of at most ``clip_norm`` (Pascanu et al., 2013)."""
+    """Return the factor that scales a gradient to a norm of at most ``clip_norm`` (Pascanu et al., 2013).
+
+    Args:
+        norm: Norm of the gradient.
+        clip_norm: Maximum norm. None disables clipping.
+    """
     return 1.0 if clip_norm is None else clip_norm / jnp.maximum(norm, clip_norm)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Adam:
-    """Algorithm 1 of Kingma and Ba (2015).
+    """Adam, Algorithm 1 of Kingma and Ba (2015).
 
-    The moments are corrected for their bias, and epsilon is added to the root of the corrected one.
+    The moments are corrected for bias. Epsilon is added to the square root of the corrected second moment.
+
+    Attributes:
+        first_moment: First moment of each parameter, by canonical name.
+        second_moment: Second moment of each parameter, by canonical name.
+        settings: Training settings, which define both betas and epsilon.
     """
 
-    # Not Optax': without x64 it computes 1 - beta^t in float32, by which its updates are off by 7e-7 at a beta2 of 0.98
-    # and by 1e-5 at 0.999, where these are off by 1e-7.
+    # Optax computes 1 - beta^t in float32 unless x64 is on. Its updates then have an error of 7e-7 at a beta2 of 0.98
+    # and 1e-5 at 0.999. The updates of this class have an error of 1e-7.
     first_moment: Arrays
     second_moment: Arrays
     settings: TrainingConfig = field(metadata={"static": True})
@@ -45,14 +55,14 @@ class Adam:
         learning_rate: Array,
         corrections: tuple[Array, Array],
     ) -> tuple[Arrays, Adam]:
-        """Take a step: return the new parameters, and the optimizer with new moments.
+        """Take a step: return the new parameters, and an optimizer with the new moments.
 
         Args:
-            parameters: By canonical name.
-            gradient: By canonical name.
-            scale: What the gradient is multiplied by first.
-            learning_rate: Of this step.
-            corrections: Of this step, as ``settings.bias_corrections`` has them.
+            parameters: Parameters before the step, by canonical name.
+            gradient: Gradient of each parameter, by canonical name.
+            scale: Factor by which the gradient is multiplied first.
+            learning_rate: Learning rate for this step.
+            corrections: Bias corrections for this step, from ``settings.bias_corrections``.
         """
         settings = self.settings
         correction1, correction2 = corrections

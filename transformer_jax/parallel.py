@@ -1,11 +1,11 @@
-"""Training on several devices: one mesh, on which JAX places arrays and divides the work of what it compiles.
+"""Training on several devices with a mesh, on which JAX places arrays and divides computations.
 
-The model of a trainer stays a model: its arrays are divided, and whatever computes with them follows. Where they belong
-to several processes, call it under ``nnx.jit``: of operations that are dispatched one by one, CPUs wait for each other.
-Dropout is ``global`` for nothing: each device draws its part of a mask alone, since random bits depend on no more than
-their place in it (``jax_threefry_partitionable``, the default). ``local`` is the same here.
+The trainer shards the arrays of the model, which you can still call. If the arrays belong to several processes, call
+the model under ``nnx.jit``, because operations that are dispatched one by one can deadlock on CPUs. Dropout is always
+``global`` at no cost: random bits depend only on their position in the mask (``jax_threefry_partitionable``, the
+default), so each device draws only its own part. ``local`` has the same effect.
 
-B batch, L length.
+Axes: B batch, L length.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from transformer_spec.parallel_plan import AXES, Plan, Shard, fsdp_axis, spread,
 
 KEYS = ("num_processes", "process_id")
 MORE_DEVICES = (
-    "jax.config.update('jax_num_cpu_devices', N) makes N of a CPU, before JAX is used; jax.distributed.initialize adds "
-    "those of other processes"
+    "call jax.config.update('jax_num_cpu_devices', N) before JAX is used, to split a CPU into N devices, or "
+    "jax.distributed.initialize, to add the devices of other processes"
 )
 
 
 def make_mesh(plan: Plan, device: str | None = None) -> Mesh:
-    """Return a mesh of the devices of a plan, for a ``Trainer``.
+    """Return a ``jax.sharding.Mesh`` for a ``Trainer``.
 
-    If ``JAX_COORDINATOR_ADDRESS`` is set, the process first joins the others, by ``jax.distributed.initialize``.
+    If ``JAX_COORDINATOR_ADDRESS`` is set, the process first joins the others via ``jax.distributed.initialize``.
 
     Args:
-        plan: The number of devices along each axis.
+        plan: Number of devices along each axis.
         device: ``cpu``, ``gpu`` or ``tpu``. None uses JAX's default platform.
 
     Raises:
         ValueError: If the number of devices doesn't match the plan, or the platform is unknown.
-        RuntimeError: If the device is not visible, or multiple processes dispatch asynchronously to CPUs.
+        RuntimeError: If the device is not visible, or multiple processes on CPUs dispatch asynchronously.
     """
     _join()
     check_placement("float32", device)
@@ -56,7 +56,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> Mesh:
         devices = devices[: plan.devices]
     elif devices[0].platform == "cpu" and jax.config.values.get("jax_cpu_enable_async_dispatch"):
         raise RuntimeError(
-            "multiple processes on CPUs may wait for each other permanently: call "
+            "multiple processes on CPUs must not dispatch asynchronously, because they can deadlock: call "
             "jax.config.update('jax_cpu_enable_async_dispatch', False) before JAX is used"
         )
     plan.check_devices(len(devices), MORE_DEVICES)
@@ -65,11 +65,11 @@ def make_mesh(plan: Plan, device: str | None = None) -> Mesh:
 
 
 def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
-    """Return the plan that a mesh follows, be it from ``make_mesh`` or the user's own; one device for None.
+    """Return the plan of a mesh from ``make_mesh`` or from the user. Without a mesh, return a plan for one device.
 
     Raises:
-        TypeError: That is no mesh of this framework.
-        ValueError: The mesh has an axis that is none of a plan's, or the model cannot be divided like this.
+        TypeError: If the mesh is not a ``jax.sharding.Mesh``.
+        ValueError: If the mesh has an unknown axis, or can't divide the model.
     """
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh: got {type(mesh).__name__}")
@@ -79,7 +79,11 @@ def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
 
 
 def shards(trainer: Any) -> dict[str, list[Shard]]:
-    """Return what the devices of this process hold of each parameter of a trainer, by canonical name."""
+    """Return the shards of each parameter on the devices of this process, by canonical name.
+
+    Args:
+        trainer: Trainer whose model is divided. Without a mesh, each parameter is one shard.
+    """
     numbers, held = _numbers(trainer.mesh), {}
     for name in parameter_shapes(trainer.model.config):
         array = parameter_of(trainer.model, name).get_value()
@@ -91,10 +95,12 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
 
 
 def divide(trainer: Any, batch: Sequence[Array], slices: int) -> Sequence[Array]:
-    """Return a batch whose rows are divided over the devices of a mesh: [rows, L], or [slices, rows, L] of several.
+    """Return a batch whose rows are divided over the devices of a mesh.
+
+    The shape is [rows, L], or [slices, rows, L] if there are several micro-batches.
 
     Raises:
-        ValueError: Each process has a batch of its own, or other settings; the first batch tells.
+        ValueError: If the first batches or the settings of the processes differ.
     """
     if trainer.mesh is None:
         return batch
@@ -107,26 +113,26 @@ def divide(trainer: Any, batch: Sequence[Array], slices: int) -> Sequence[Array]
     for ids in batch:
         parts = spread(np.asarray(ids), slices, trainer.plan.shares, trainer.model.config.pad_id)
         parts = parts.reshape(*[slices] * (slices > 1), -1, ids.shape[1])
-        # Every process has the whole batch, and hands over the rows of its own devices.
+        # Every process has the full batch and passes the rows of its devices.
         divided.append(jax.make_array_from_callback(parts.shape, sharding, parts.__getitem__))
     return tuple(divided)
 
 
 def shardings(config: TransformerConfig, mesh: Mesh | None) -> dict[str, NamedSharding] | None:
-    """Return how a mesh holds each parameter, its moments and its gradient; None without a mesh."""
+    """Return the sharding of each parameter, its moments and its gradient. Without a mesh, return None."""
     if mesh is None:
         return None
     return {name: _sharding(mesh, _axes(name, shape, mesh)) for name, shape in parameter_shapes(config).items()}
 
 
 def place(parameters: Arrays, wanted: dict[str, NamedSharding] | None) -> Arrays:
-    """Bind parameters to the devices of a mesh; without one, to those where they are."""
+    """Commit parameters to the devices of a mesh. Without a mesh, commit them to their current devices."""
     if wanted is None or jax.process_count() == 1:
         return {
             name: jax.device_put(array, array.sharding if wanted is None else wanted[name])
             for name, array in parameters.items()
         }
-    # What is on a device of one process is not sent to another: each process has all of it.
+    # Data is not sent between processes, because each process has the full arrays.
     whole = {name: to_numpy(array) for name, array in parameters.items()}
     check_same("weights", *(array.tobytes() for array in whole.values()))
     return {
@@ -136,24 +142,30 @@ def place(parameters: Arrays, wanted: dict[str, NamedSharding] | None) -> Arrays
 
 
 def check_same(what: str, *values: Any) -> None:
-    """Refuse a run whose processes were not given the same.
+    """Check that all processes have the same values.
 
     Raises:
-        ValueError: They were not.
+        ValueError: If a process has different values.
     """
     if jax.process_count() == 1:
         return
     digest = sha256(b"".join(value if isinstance(value, bytes) else repr(value).encode() for value in values)).digest()
     found = process_allgather(np.frombuffer(digest, np.uint8))  # [processes, 32]
     if len(different := np.flatnonzero((found != found[0]).any(1))):
-        raise ValueError(f"all processes must have the same {what}: got others in process {different[0]}")
+        raise ValueError(f"all processes must have the same {what}: process {different[0]} has a different one")
 
 
 def constrain(arrays: Arrays, mesh: Mesh | None, *, gathered: bool = False) -> Arrays:
-    """Return traced parameters, or what is as large, divided as a mesh holds them; or gathered where ``fsdp`` does."""
+    """Shard traced parameters, or arrays of the same shapes, as the mesh specifies.
+
+    Args:
+        arrays: Arrays by canonical name.
+        mesh: Mesh, or None, which returns the arrays unchanged.
+        gathered: True gathers the axis that ``fsdp`` divides.
+    """
     if mesh is None:
         return arrays
-    # Said, not left to XLA, which may as well gather the activations and divide the sums of a product.
+    # Without these constraints, XLA may choose to gather the activations and divide the sums of a matmul instead.
     return {
         name: jax.lax.with_sharding_constraint(array, _sharding(mesh, _axes(name, array.shape, mesh, gathered)))
         for name, array in arrays.items()
@@ -161,10 +173,10 @@ def constrain(arrays: Arrays, mesh: Mesh | None, *, gathered: bool = False) -> A
 
 
 def _join():
-    """Let this process join the others that its environment tells of, unless it has."""
+    """Join the other processes that the environment variables specify, unless this process has already done so."""
     if "JAX_COORDINATOR_ADDRESS" not in os.environ or jax.distributed.is_initialized():
         return
-    # What is not given is found by JAX, where Slurm or Open MPI has started the processes.
+    # If Slurm or Open MPI has started the processes, JAX finds the missing values.
     given: dict[str, Any] = {key: int(os.environ[name]) for key in KEYS if (name := f"JAX_{key.upper()}") in os.environ}
     if given.get("process_id") == 0:
         _check_port(os.environ["JAX_COORDINATOR_ADDRESS"])
@@ -172,10 +184,10 @@ def _join():
 
 
 def _check_port(address):
-    """Refuse an address at which something else listens: JAX's coordinator would end this process without a word.
+    """Check that no other program listens at the address. JAX's coordinator would end this process without a message.
 
     Raises:
-        RuntimeError: Something does.
+        RuntimeError: If the address is in use.
     """
     with socket.socket() as coordinator:
         coordinator.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -186,7 +198,7 @@ def _check_port(address):
 
 
 def _axes(name, shape, mesh, gathered=False):
-    """Return which axis of the mesh divides each axis of a parameter."""
+    """Return the mesh axis that divides each axis of a parameter."""
     axes: list[str | None] = [None] * len(shape)
     if not gathered and "fsdp" in mesh.shape and (axis := fsdp_axis(name, shape, mesh.shape["fsdp"])) is not None:
         axes[axis] = "fsdp"
@@ -196,17 +208,17 @@ def _axes(name, shape, mesh, gathered=False):
 
 
 def _rows(mesh):
-    """Return the axes of a mesh that divide the rows of a batch."""
+    """Return the mesh axes that divide the rows of a batch."""
     return tuple(axis for axis in ("data", "fsdp") if axis in mesh.shape)
 
 
 def _sharding(mesh, axes):
-    # XLA divides what is computed, also on a mesh whose axes are explicit, as those of jax.make_mesh are by default.
+    # Copy the mesh with automatic axes, because the axes of jax.make_mesh are explicit by default.
     return NamedSharding(Mesh(mesh.devices, mesh.axis_names), PartitionSpec(*axes))
 
 
 def _numbers(mesh):
-    """Return the number of each device of a mesh, counted along ``data``, then ``fsdp``, then ``tensor``."""
+    """Return the index of each device in the mesh, counted along ``data``, then ``fsdp``, then ``tensor``."""
     if mesh is None:
         return {}
     order = [mesh.axis_names.index(axis) for axis in AXES if axis in mesh.shape]
@@ -214,5 +226,5 @@ def _numbers(mesh):
 
 
 def _bounded(index, shape):
-    """Return an index of slices that all have a start and a stop."""
+    """Return an index of slices with explicit start and stop."""
     return tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))

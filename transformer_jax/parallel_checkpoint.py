@@ -1,8 +1,8 @@
-"""Checkpoints of large runs: a folder into which each process writes its parts, by Orbax.
+"""Checkpoints of large runs: a directory to which each process writes its shards, using Orbax.
 
-A folder is read by any number of processes on any plan. It has the arrays under their canonical names, those of moments
-with a prefix, as an Orbax checkpoint ``arrays``, and all else that a checkpoint holds in ``run.safetensors``. All
-processes of a run see the same folder.
+Any number of processes can read the directory, with any plan. It contains the arrays with their canonical names, the
+moments with a prefix, as an Orbax checkpoint ``arrays``, and all other parts of a checkpoint in ``run.safetensors``.
+All processes of a run must see the same directory.
 """
 
 from __future__ import annotations
@@ -34,32 +34,42 @@ def save_sharded(
     progress: Mapping[str, Any] | None = None,
     vocabulary: bytes | VocabularyFiles | None = None,
 ) -> None:
-    """Write a training run to a new folder, which has its name once it is complete. All processes call it.
+    """Write a training run to a new directory. All processes must call this function.
+
+    The directory gets its final name only when it is complete.
 
     Args:
-        folder: The folder to make.
-        trainer: Has weights, moments and settings.
-        progress: As in ``Checkpoint``.
-        vocabulary: As in ``Checkpoint``.
+        folder: Path of the directory, which must not exist.
+        trainer: Trainer whose weights, moments and settings are saved.
+        progress: Values that the training loop needs to resume, such as the position in the data. They must survive a
+            JSON round trip. None saves an empty dict.
+        vocabulary: A sentencepiece model, the files of a different vocabulary, or None.
 
     Raises:
-        ImportError: Orbax is not installed.
-        FileExistsError: There is something of that name.
-        OSError: A file cannot be written.
+        ImportError: If Orbax is not installed.
+        FileExistsError: If the path exists.
+        OSError: If a file can't be written.
+        TypeError: If the progress is not a dict.
+        ValueError: If the progress doesn't survive a JSON round trip.
     """
     description = describe_run(trainer.model.config, trainer.settings, trainer, dict(progress or {}))
     _write(Path(folder), _arrays(trainer), description, vocabulary)
 
 
 def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
-    """Let a trainer go on from a folder, whatever plan wrote it, and return the progress. All processes call it.
+    """Resume a trainer from a directory, and return the progress. All processes must call this function.
 
-    Each process reads its own parts. After an error, the trainer is as it was.
+    The directory may have been written with a different plan. Each process reads only its own shards. If an error
+    occurs, the trainer doesn't change.
+
+    Args:
+        folder: Path of the directory.
+        trainer: Trainer whose weights, moments, step and seed are replaced.
 
     Raises:
-        ImportError: Orbax is not installed.
-        OSError: A file cannot be read.
-        ValueError: The folder holds no training run, or one of another model or in another dtype.
+        ImportError: If Orbax is not installed.
+        OSError: If a file can't be read.
+        ValueError: If the directory contains no training run, or a run of a different model or dtype.
     """
     folder = Path(folder)
     training, arrays = read_run(folder).training, _arrays(trainer)
@@ -76,12 +86,17 @@ def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
 
 
 def join_sharded(folder: str | Path) -> Checkpoint:
-    """Return what a folder holds as a checkpoint, for the one file that every framework reads. One process does.
+    """Return the contents of a directory as a ``Checkpoint``, which can be saved as one file.
+
+    Call this function in one process only.
+
+    Args:
+        folder: Path of the directory.
 
     Raises:
-        ImportError: Orbax is not installed.
-        OSError: A file cannot be read.
-        ValueError: The folder holds no training run.
+        ImportError: If Orbax is not installed.
+        OSError: If a file can't be read.
+        ValueError: If the directory contains no training run.
     """
     folder = Path(folder)
     run, held = read_run(folder), _held(folder)
@@ -89,28 +104,34 @@ def join_sharded(folder: str | Path) -> Checkpoint:
 
 
 def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint to a new folder, for a run of several processes. One process does.
+    """Write a checkpoint to a new directory, for a run of several processes.
+
+    Call this function in one process only.
+
+    Args:
+        folder: Path of the directory, which must not exist.
+        checkpoint: Checkpoint to write.
 
     Raises:
-        ImportError: Orbax is not installed.
-        TypeError: An array is not of a floating-point dtype.
-        ValueError: Weights or moments are not those of the config.
-        FileExistsError: There is something of that name.
-        OSError: A file cannot be written.
+        ImportError: If Orbax is not installed.
+        TypeError: If a tensor doesn't have a floating-point dtype.
+        ValueError: If weights or moments don't match the config.
+        FileExistsError: If the path exists.
+        OSError: If a file can't be written.
     """
     description = describe_run(checkpoint.config, checkpoint.settings, checkpoint.state, checkpoint.progress)
     _write(Path(folder), checkpoint_tensors(checkpoint), description, checkpoint.vocabulary)
 
 
 def _arrays(trainer):
-    """Return all arrays of a run by name, divided as they are."""
+    """Return all arrays of a run by name, with their sharding."""
     weights = {name: parameter_of(trainer.model, name).get_value() for name in parameter_shapes(trainer.model.config)}
     groups = weights, trainer.optimizer.first_moment, trainer.optimizer.second_moment
     return {prefix + name: group[name] for prefix, group in zip(PREFIXES, groups, strict=True) for name in weights}
 
 
 def _write(folder, arrays, description, vocabulary):
-    """Write a folder under another name, and rename it."""
+    """Write a directory under a temporary name, and rename it."""
     checkpointer = _orbax()
     _by_the_first(lambda: begin_folder(folder, description, vocabulary))
     with checkpointer() as writer:
@@ -119,11 +140,11 @@ def _write(folder, arrays, description, vocabulary):
 
 
 def _held(folder):
-    """Return shape and dtype of each array of a folder."""
+    """Return the shape and dtype of each array in a directory."""
     with _orbax()() as reader:
         held = reader.metadata((folder / ARRAYS).absolute()).item_metadata
     if held is None:
-        raise ValueError(f"{folder} is not a usable {KIND}: it holds no arrays")
+        raise ValueError(f"{folder} is not a usable {KIND}: it contains no arrays")
     return {name: (tuple(entry.shape), np.dtype(entry.dtype).name) for name, entry in held.tree.items()}
 
 
@@ -136,12 +157,12 @@ def _orbax():
     try:
         from orbax.checkpoint import StandardCheckpointer
     except ImportError as error:
-        raise ImportError(f"a {KIND} of JAX needs Orbax: pip install orbax-checkpoint") from error
+        raise ImportError(f"a {KIND} of JAX requires Orbax: pip install orbax-checkpoint") from error
     return StandardCheckpointer
 
 
 def _by_the_first(action: Callable[[], None]) -> None:
-    """Let the first process do something; all raise an error of the kind that it raises."""
+    """Call a function in the first process. If it raises an error, all processes raise an error of the same type."""
     failed: Exception | None = None
     if jax.process_index() == 0:
         try:
@@ -152,4 +173,4 @@ def _by_the_first(action: Callable[[], None]) -> None:
     if jax.process_count() > 1:
         kind = int(broadcast_one_to_all(np.array(kind)))
     if kind >= 0:
-        raise failed or ERRORS[kind]("the first process cannot write the folder, and says why")
+        raise failed or ERRORS[kind]("the first process cannot write the directory: its error message gives the reason")

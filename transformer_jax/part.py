@@ -1,4 +1,4 @@
-"""What the whole model, the encoder alone and the decoder alone share: construction, weights and input checks."""
+"""Base class of the full model, the encoder and the decoder: construction, weights and input checks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,21 @@ from transformer_spec.files import load_weights
 
 
 class Part(nnx.Module):
-    """A Transformer, or its encoder or its decoder alone, whose parameters have the same names.
+    """Base class of ``Transformer``, ``Encoder`` and ``Decoder``, which use the same parameter names.
+
+    If all embeddings are tied, an ``Encoder`` and a ``Decoder`` each have their own copy of the shared embedding
+    matrix.
+
+    Args:
+        config: Model configuration.
+        dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32 and bfloat16.
+            Layers compute in the dtype of their parameters, even if you cast the model's state later.
+        fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False computes
+            the formulas without optimizations.
+        rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key or a seed.
 
     Attributes:
-        part: ``encoder``, ``decoder``, or None for both. Either alone has a copy of its own of a table that both share.
+        part: ``encoder``, ``decoder``, or None for the full model.
     """
 
     part: str | None = None
@@ -42,7 +53,7 @@ class Part(nnx.Module):
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         tied = config.tie_embeddings == "all"
         self.config = config
-        self.precision: str | None = None  # of its matrix products; None is that of the process
+        self.precision: str | None = None  # precision of matmuls; None uses the process's
         if self.part != "decoder" or tied:
             self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype, rngs=rngs)
         if self.part != "decoder":
@@ -74,24 +85,26 @@ class Part(nnx.Module):
         fast: bool = True,
         rngs: Any = None,
     ) -> Self:
-        """Build a model in inference mode with a copy of the given weights.
+        """Create a model in inference mode with a copy of the given weights.
 
         Args:
-            config: The config of the weights.
-            weights: One array per canonical name, of any floating-point dtype. A part ignores the others' weights.
-            dtype: The dtype of the parameters, such as ``jnp.bfloat16`` or its name. Layers compute in the dtype of
-                their parameters, also after the state of the model is cast.
-            device: A ``jax.Device``, or ``cpu``, ``gpu`` or ``tpu``. None lets JAX move the arrays.
-            precision: The precision of this model's matmuls, ``highest`` or ``fast`` (see ``set_precision``). None uses
-                the process's.
-            fast: True computes with ``fast.py``, which agrees with the formulas up to rounding. False computes each
-                formula as it is written.
-            rngs: The random state of dropout: an ``nnx.Rngs``, a key or a seed. Without it, train mode raises Flax's
-                error. A ``Trainer`` has its own seed.
+            config: Configuration of the model to which the weights belong.
+            weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
+                ignores the parameters of the other part.
+            dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32 and bfloat16.
+                Layers compute in the dtype of their parameters, even if you cast the model's state later.
+            device: A ``jax.Device``, or ``cpu``, ``gpu`` or ``tpu``. None lets JAX choose and move the arrays.
+            precision: Precision of this model's matmuls, ``highest`` or ``fast`` (see ``set_precision``). None uses the
+                setting of the process.
+            fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False
+                computes the formulas without optimizations.
+            rngs: Random state of dropout, as an ``nnx.Rngs``, a key or a seed. None requires that you don't switch to
+                train mode, which would raise Flax's error. A ``Trainer`` uses its own seed instead.
 
         Raises:
-            TypeError: If a weight is not of a floating-point dtype, or config or rngs is of a wrong type.
-            ValueError: If the weights don't match the config, or dtype, device or precision is unknown.
+            TypeError: If a weight doesn't have a floating-point dtype, or ``config`` or ``rngs`` has the wrong type.
+            ValueError: If the weights don't match the config or overflow the dtype, or if ``dtype``, ``device`` or
+                ``precision`` is unknown.
             RuntimeError: If the device is not visible, or the dtype is float64 and ``jax_enable_x64`` is off.
         """
         dtype, place = to_dtype(dtype), to_device(device)
@@ -104,7 +117,7 @@ class Part(nnx.Module):
             for _, module in nnx.iter_modules(model):
                 if isinstance(module, Dropout):
                     module.rngs = nnx.data(stream and stream.fork())
-        if device is not None:  # bind the arrays to it
+        if device is not None:  # commit the arrays to the device
             nnx.update(model, jax.device_put(nnx.state(model), place))
         model.precision = precision
         model.eval()
@@ -121,22 +134,43 @@ class Part(nnx.Module):
         fast: bool = True,
         rngs: Any = None,
     ) -> Self:
-        """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
+        """Create a model in inference mode from a weight file or a checkpoint.
+
+        Args:
+            path: A ``.safetensors`` file that ``save_weights`` or ``save_checkpoint`` wrote.
+            dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32 and bfloat16.
+                Layers compute in the dtype of their parameters, even if you cast the model's state later.
+            device: A ``jax.Device``, or ``cpu``, ``gpu`` or ``tpu``. None lets JAX choose and move the arrays.
+            precision: Precision of this model's matmuls, ``highest`` or ``fast`` (see ``set_precision``). None uses the
+                setting of the process.
+            fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False
+                computes the formulas without optimizations.
+            rngs: Random state of dropout, as an ``nnx.Rngs``, a key or a seed. None requires that you don't switch to
+                train mode, which would raise Flax's error. A ``Trainer`` uses its own seed instead.
+
+        Raises:
+            OSError: If the file can't be read.
+            TypeError: If ``rngs`` has the wrong type.
+            ValueError: If the file is not a valid weight file, its weights overflow the dtype, or ``dtype``, ``device``
+                or ``precision`` is unknown.
+            RuntimeError: If the device is not visible, or the dtype is float64 and ``jax_enable_x64`` is off.
+        """
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast, rngs=rngs)
 
     def export_weights(self) -> dict[str, ndarray]:
-        """Return a copy of every parameter under its canonical name, in the model's dtype.
+        """Return a copy of every parameter in the model's dtype, by canonical name.
 
-        The update of an ``nnx.LoRALinear`` is added to the matrix of its layer.
+        If an ``nnx.LoRALinear`` replaces a layer, its update is added to the kernel.
 
         Raises:
-            ValueError: If a different layer replaces one of this package, or a trainable parameter has no such name.
+            ValueError: If a different type of layer replaces a layer of this package, or a trainable parameter has no
+                canonical name.
         """
         return get_weights(self)
 
     @property
     def device(self) -> jax.Device | None:
-        """Where the parameters are bound to be; None where JAX is free to move them, or several devices hold them."""
+        """Device to which the parameters are committed. None if they are uncommitted or on several devices."""
         table = (self.target_embedding if self.part == "decoder" else self.source_embedding).embedding.get_value()
         if isinstance(table, jax.core.Tracer) or not isinstance(table, Array) or not table.committed:
             return None
@@ -144,7 +178,7 @@ class Part(nnx.Module):
         return None if others else first
 
     def _take(self, side, ids, mask):
-        """Return the ids of ``source`` or ``target`` and their mask, checked; a mask of None follows from the ids."""
+        """Check and return the IDs and the mask of ``source`` or ``target``. A mask of None is derived from the IDs."""
         config = self.config
         ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions)
         if mask is not None:
@@ -152,20 +186,20 @@ class Part(nnx.Module):
         return ids, (padding_mask if side == "source" else target_padding_mask)(ids, config.pad_id)
 
     def _take_memory(self, memory, ids, mask):
-        """Return the memory and the mask of its source, checked."""
+        """Check and return the encoder memory and the source mask."""
         check_given(memory, ids, mask)
         if mask is None:
             _, mask = self._take("source", ids, None)
         else:
             mask = to_mask("source_mask", mask, np.shape(memory)[:2])
         embedding = self.target_embedding
-        dtype = embedding.dtype or embedding.embedding.dtype  # the first is set only if precision is mixed
+        dtype = embedding.dtype or embedding.embedding.dtype  # dtype is set only for mixed precision
         return to_memory(memory, (*mask.shape, self.config.d_model), np.dtype(dtype).name), mask
 
-    _take_memory_for_cache = _take_memory  # the whole model overrides it: it can compute the memory
+    _take_memory_for_cache = _take_memory  # Transformer overrides it to compute the memory
 
     def _take_next(self, ids, cache):
-        """Return the ids of the next target positions [R, L], checked."""
+        """Check and return the IDs of each hypothesis at the next target positions [R, L]."""
         ids = as_array("target_ids", ids)
         is_one = ids.ndim < 2
         ids = to_ids("target_ids", ids[None] if is_one else ids, self.config.target_vocab_size, None)

@@ -1,6 +1,6 @@
-"""Search (Vaswani et al., 2017, section 6.1): greedy search, beam search, samples, and scores of given translations.
+"""Search (Vaswani et al., 2017, section 6.1): greedy search, beam search, sampling, and scores of given translations.
 
-B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder.
+Axes: B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ def greedy_search(
     rules: SearchRules | None = None,
     as_numpy: bool = True,
 ) -> SearchResult:
-    """Return the translation that takes the likeliest next token in each step, until it is the EOS token.
+    """Return the translation that greedy search finds: the most likely token in each step, until EOS.
 
-    Padding is never generated. If two tokens are equally likely, the lower ID is taken.
+    Padding is never generated. Ties go to the lower token ID.
 
     Args:
         model: Model to search with.
-        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
-        max_length: Maximum number of tokens, including EOS. None uses the length of each source + 50.
+        source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+        max_length: Maximum number of tokens, including EOS. None uses the source length + 50, unless ``rules`` differ.
         min_length: Minimum number of tokens, including EOS.
         start_id: First token that the decoder reads. None uses ``config.bos_id``.
-        source_mask: True if a source position holds a token [B, S]. None derives it from the IDs.
+        source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
         on_step: Function that is called after each step with the tokens so far [B, 1, n], padded after EOS.
-        prefix_ids: First tokens of the hypotheses of each sentence [B, P], without BOS, padded. They add 0 to the
-            score, or their log-probability if ``rules.score_forced`` is set.
-        rules: Search rules of another program. None uses the paper's search.
-        as_numpy: False returns JAX arrays on the model's device instead of NumPy arrays.
+        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They add 0 to the score, or their
+            log-probability if ``rules.score_forced`` is True. None uses no prefix.
+        rules: Rules of a different program, such as ``SearchRules.preset("hf")``. None uses the paper's search.
+        as_numpy: True returns NumPy arrays. False returns JAX arrays on the model's device.
 
     Returns:
-        One hypothesis per sentence. Its score is its log-probability.
+        One hypothesis per sequence. Its score is its log-probability in nats.
 
     Raises:
-        TypeError: If IDs, sizes or lengths are not integers, or if the mask is not boolean.
-        ValueError: If an argument has the wrong shape or value, or if the model computes NaN.
+        TypeError: If IDs, sizes or lengths are not integers, or the mask is not boolean.
+        ValueError: If an argument has an invalid shape or value, or the model computes NaN.
     """
     check_model(model)
     search = Search(
@@ -92,33 +92,35 @@ def beam_search(
 ) -> SearchResult:
     """Return the best translations that beam search finds.
 
-    Each step considers the ``beam_size`` likeliest continuations. If a continuation ends, with EOS or at the maximum
-    length, it is ranked by log-probability divided by length penalty. The search of a sentence stops when no unfinished
-    hypothesis can still become one of the best ``num_hypotheses``. Padding is never generated.
+    Each step extends the unfinished hypotheses by every token and considers the ``beam_size`` most likely results. If a
+    result ends, with EOS or at the maximum length, it is ranked by log-probability divided by length penalty. The
+    ``beam_size`` most likely unfinished results continue. The search of a sequence stops when no unfinished hypothesis
+    can become one of the best ``num_hypotheses``. Ties go to the extension of the better hypothesis, then to the lower
+    token ID, and among finished hypotheses to the earlier one. Padding is never generated.
 
     Args:
         model: Model to search with.
-        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
-        beam_size: Number of unfinished hypotheses per sentence.
-        length_penalty: Exponent of the length penalty. 0 ranks by log-probability, which favors short hypotheses.
-        max_length: Maximum number of tokens, including EOS. None uses the length of each source + 50.
+        source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+        beam_size: Number of unfinished hypotheses to keep per sequence. It may exceed the vocabulary size.
+        length_penalty: Exponent alpha of the length penalty. 0 ranks by log-probability, which favors short hypotheses.
+        max_length: Maximum number of tokens, including EOS. None uses the source length + 50, unless ``rules`` differ.
         min_length: Minimum number of tokens, including EOS.
-        num_hypotheses: Number of hypotheses to return per sentence, at most ``beam_size``.
-        length_penalty_kind: ``gnmt``, ((5 + n) / 6)^alpha as in the paper, or ``power``, n^alpha.
+        num_hypotheses: Number of hypotheses to return per sequence, at most ``beam_size``.
+        length_penalty_kind: For n tokens, ``gnmt`` is ((5 + n) / 6)^alpha, as in the paper, and ``power`` is n^alpha.
         start_id: First token that the decoder reads. None uses ``config.bos_id``.
-        source_mask: True if a source position holds a token [B, S]. None derives it from the IDs.
+        source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
         on_step: Function that is called after each step with the unfinished hypotheses [B, K, n], best first.
-        prefix_ids: First tokens of the hypotheses of each sentence [B, P], without BOS, padded. They add 0 to the
-            score, or their log-probability if ``rules.score_forced`` is set.
-        rules: Search rules of another program. None uses the paper's search.
-        as_numpy: False returns JAX arrays on the model's device instead of NumPy arrays.
+        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They add 0 to the score, or their
+            log-probability if ``rules.score_forced`` is True. None uses no prefix.
+        rules: Rules of a different program, such as ``SearchRules.preset("hf")``. None uses the paper's search.
+        as_numpy: True returns NumPy arrays. False returns JAX arrays on the model's device.
 
     Returns:
-        The best hypotheses of each sentence and their scores, best first.
+        The best hypotheses of each sequence and their scores, best first.
 
     Raises:
-        TypeError: If IDs, sizes or lengths are not integers, or if the mask is not boolean.
-        ValueError: If an argument has the wrong shape or value, or if the model computes NaN.
+        TypeError: If IDs, sizes or lengths are not integers, or the mask is not boolean.
+        ValueError: If an argument has an invalid shape or value, or the model computes NaN.
     """
     check_model(model)
     search = Search(
@@ -155,38 +157,36 @@ def sample(
     rules: SearchRules | None = None,
     as_numpy: bool = True,
 ) -> SearchResult:
-    """Sample translations: draw each next token from the model's distribution until the end symbol is drawn.
+    """Return translations that are sampled token by token from the model's distribution, until EOS.
 
-    The same seed gives the same samples. A sample depends only on the seed, on its own number, and on the row of its
-    sentence in the batch, not on the other sentences.
+    A sample depends only on the seed, on its index, and on the row of its sequence in the batch.
 
     Args:
-        model: The model.
-        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
-        num_samples: Number of samples per sentence.
-        temperature: Divides the log-probabilities before a token is drawn; values below 1 favour likely tokens.
-        top_k: Draw only from the ``top_k`` likeliest tokens (Fan et al., 2018). None uses all tokens.
-        top_p: Draw only from the smallest set of likeliest tokens whose probabilities sum to at least ``top_p``
-            (Holtzman et al., 2020). Applies after ``top_k``. None uses all tokens.
+        model: Model to search with.
+        source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+        num_samples: Number of samples per sequence.
+        temperature: Divisor of the log-probabilities. Values below 1 favor likely tokens.
+        top_k: Number of most likely tokens to draw from (Fan et al., 2018). None uses all tokens.
+        top_p: Minimum total probability of the most likely tokens to draw from (Holtzman et al., 2020). Applied after
+            ``top_k``. None uses all tokens.
         seed: Seed of the random numbers, at least 0.
-        max_length: Maximum number of tokens to generate, including the end symbol. None uses the source length + 50.
-        min_length: Minimum number of tokens to generate, including the end symbol.
+        max_length: Maximum number of tokens, including EOS. None uses the source length + 50, unless ``rules`` differ.
+        min_length: Minimum number of tokens, including EOS.
         start_id: First token that the decoder reads. None uses ``config.bos_id``.
-        source_mask: True at source positions that hold a token [B, S]. None derives the mask from the ids.
-        on_step: Called after each step with the samples so far [B, K, n], padded after the end symbol.
-        prefix_ids: Tokens that the hypotheses of each sentence begin with [B, P], without the start symbol, padded with
-            ``config.pad_id``. They add 0 to the score, or their log-probability if ``rules.score_forced`` is set.
-        rules: Rules of other programs, for example banned tokens. None uses the paper's.
-        as_numpy: False returns JAX arrays on the model's device instead of NumPy arrays.
+        source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
+        on_step: Function that is called after each step with the samples so far [B, K, n], padded after EOS.
+        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They add 0 to the score, or their
+            log-probability if ``rules.score_forced`` is True. None uses no prefix.
+        rules: Rules of a different program, such as ``SearchRules.preset("hf")``. None uses the paper's search.
+        as_numpy: True returns NumPy arrays. False returns JAX arrays on the model's device.
 
     Returns:
-        ``num_samples`` hypotheses per sentence, in the order in which they are drawn. A score is the log-probability
-        that the model assigns to the sample, before temperature, ``top_k`` and ``top_p``.
+        ``num_samples`` hypotheses per sequence, in the order in which they are drawn. A score is the log-probability in
+        nats that the model assigns to the sample, before temperature, ``top_k`` and ``top_p``.
 
     Raises:
-        TypeError: If ids, sizes or lengths are not integers, or the mask is not boolean.
-        ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, a setting is out of range,
-            lengths contradict each other or the model's positions, or the model computes NaN.
+        TypeError: If IDs, sizes or lengths are not integers, or the mask is not boolean.
+        ValueError: If an argument has an invalid shape or value, or the model computes NaN.
     """
     check_model(model)
     search = Search(
@@ -207,28 +207,27 @@ def sample(
 def score(
     model: Transformer, source_ids: Any, target_ids: Any, start_id: int | None = None, source_mask: Any = None
 ) -> Scores:
-    """Return the log-probabilities that the model assigns to given translations, for example to rerank them.
+    """Return the log-probabilities in nats that the model assigns to given translations, for example to rerank them.
 
-    Dropout is off. To score each token of the hypotheses of a search, pass its ``nbest_ids``.
+    To score each token of the hypotheses of a search, pass its ``nbest_ids``. Dropout is off.
 
     Args:
-        model: The model.
-        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
-        target_ids: One translation per sentence [B, T], or N of them [B, N, T], without the start symbol, including
-            ``config.eos_id``, padded with ``config.pad_id``.
+        model: Model to score with.
+        source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+        target_ids: One translation per sequence [B, T], or N of them [B, N, T], without BOS, including EOS, padded with
+            ``config.pad_id``.
         start_id: First token that the decoder reads. None uses ``config.bos_id``.
-        source_mask: True at source positions that hold a token [B, S]. None derives the mask from the ids.
+        source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
 
     Returns:
         The log-probability of each translation [B] or [B, N], and of each of its tokens [B, T] or [B, N, T].
 
     Raises:
-        TypeError: If ids are not integers, or the mask is not boolean.
-        ValueError: If ids or mask have the wrong shape, ids are outside the vocabulary, or there are more tokens than
-            the model has positions.
+        TypeError: If the IDs are not integers, or the mask is not boolean.
+        ValueError: If IDs or mask have the wrong shape, an ID is outside the vocabulary, or a translation is too long.
     """
     check_model(model)
-    model = jax.tree.map(lambda x: x, model)  # a copy, so that the caller's keeps its mode
+    model = jax.tree.map(lambda x: x, model)  # a copy, so that the caller's model keeps its mode
     model.eval()
     source_ids, source_mask = model._take("source", source_ids, source_mask)  # [B, S]
     target_ids = as_array("target_ids", target_ids)
@@ -245,16 +244,16 @@ def score(
 
 
 def top(values: Float[Array, "B N"], count: int) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-    """Return the largest values of each row and their indices. Of equal values, the first comes first."""
-    values = jnp.where(jnp.isnan(values), inf, values)  # NaN comes first, so that it is noticed
-    best, index = jax.lax.top_k(values, count)  # a list
+    """Return the largest values of each row and their indices. Ties go to the lower index."""
+    values = jnp.where(jnp.isnan(values), inf, values)  # put NaN first, so that it is detected
+    best, index = jax.lax.top_k(values, count)  # top_k returns a list
     return best, index
 
 
 class Greedy(NamedTuple):
-    """How far greedy search has come; K is 1."""
+    """State of greedy search between two steps. K is 1."""
 
-    tokens: Int[Array, "B K"]  # what is read next
+    tokens: Int[Array, "B K"]  # input of the next step
     ids: Int[Array, "B K capacity"]
     scores: Float[Array, "B K"]
     unfinished: Bool[Array, "B K"]
@@ -263,7 +262,7 @@ class Greedy(NamedTuple):
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Greedy:
-        """Return the state before the first step: no hypothesis has a token."""
+        """Return the state before the first step, in which each hypothesis is empty."""
         size = [len(plan.limits), plan.beam_size]
         return cls(  # type: ignore[call-arg]
             tokens=jnp.full(size, plan.start_id, jnp.int32),
@@ -273,10 +272,10 @@ class Greedy(NamedTuple):
         )
 
     def step(self, logits: Float[Array, "R V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
-        """Return the state after the n-th token of each unfinished hypothesis, given the logits; no row moves."""
+        """Return the state after step n, given the logits, and None because the rows are not reordered."""
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         index = self.choose(log_probabilities, n, plan)
-        best = jnp.take_along_axis(log_probabilities, index[:, None], 1).reshape(self.scores.shape)  # NaN stays NaN
+        best = jnp.take_along_axis(log_probabilities, index[:, None], 1).reshape(self.scores.shape)  # propagates NaN
         tokens = jnp.where(self.unfinished, index.reshape(self.scores.shape), plan.pad_id)
         ids = jax.lax.dynamic_update_index_in_dim(self.ids, tokens, n - 1, axis=2)
         scores = self.scores + jnp.where(self.unfinished, best, 0.0)
@@ -284,39 +283,39 @@ class Greedy(NamedTuple):
         return self._replace(tokens=tokens, ids=ids, scores=scores, unfinished=unfinished), None
 
     def choose(self, log_probabilities: Float[Array, "R V"], n: Any, plan: SearchPlan) -> Int[Array, " R"]:
-        """Return the likeliest token of each row; of equally likely ones, the first."""
+        """Return the most likely token of each row. Ties go to the lower token ID."""
         return self.top(log_probabilities, 1)[1][:, 0]
 
     def goes_on(self) -> Any:
-        """Whether any sentence is unfinished."""
+        """Return whether any sequence is unfinished."""
         return self.unfinished.any()
 
     def best(self) -> tuple[Int[Array, "B K capacity"], Float[Array, "B K"]]:
-        """Return the hypotheses of each sentence, and their scores."""
+        """Return the hypotheses of each sequence and their scores."""
         return self.ids, self.scores
 
 
 class Sample(Greedy):
-    """How far sampling has come."""
+    """State of sampling between two steps."""
 
     def choose(self, log_probabilities: Float[Array, "R V"], n: Any, plan: SearchPlan) -> Int[Array, " R"]:
-        """Return the token of each row that its random number falls on, likely tokens first."""
+        """Return the token of each row at the quantile of its random number, with tokens sorted by probability."""
         values, index = top(log_probabilities, log_probabilities.shape[1])  # [R, V]
         is_in = jnp.arange(values.shape[1]) < plan.top_k
         shares = jax.nn.softmax(jnp.where(is_in, values / plan.temperature, -inf))
         shares = jnp.where(shares.cumsum(-1) - shares < plan.top_p, shares, 0.0)
         sums = shares.cumsum(-1)
         drawn = plan.uniforms[:, :, n - 1].reshape(-1, 1) * sums[:, -1:]  # [R, 1]
-        rank = jnp.minimum((sums <= drawn).sum(-1), (shares > 0.0).sum(-1) - 1)  # a product may round up to the sum
+        rank = jnp.minimum((sums <= drawn).sum(-1), (shares > 0.0).sum(-1) - 1)  # rounding may yield the sum itself
         return jnp.take_along_axis(index, rank[:, None], 1)[:, 0]
 
 
 class Beam(NamedTuple):
-    """How far beam search has come."""
+    """State of beam search between two steps."""
 
-    tokens: Int[Array, "B K"]  # what is read next
-    ids: Int[Array, "B K capacity"]  # padding where no hypothesis is
-    alive: Float[Array, "B K"]  # log-probabilities; -inf is no hypothesis
+    tokens: Int[Array, "B K"]  # input of the next step
+    ids: Int[Array, "B K capacity"]  # padding for unused entries
+    alive: Float[Array, "B K"]  # log-probabilities, -inf for unused entries
     finished_ids: Int[Array, "B P capacity"]
     finished: Float[Array, "B P"]  # scores, best first
 
@@ -324,7 +323,7 @@ class Beam(NamedTuple):
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Beam:
-        """Return the state before the first step: there is one hypothesis of each sentence, the empty one."""
+        """Return the state before the first step: each sequence has one empty hypothesis."""
         shape, kept = [len(plan.limits), plan.beam_size], [len(plan.limits), plan.pool_size]
         is_empty_one = (plan.limits > 0)[:, None] & (jnp.arange(plan.beam_size) == 0)
         return cls(  # type: ignore[call-arg]
@@ -336,10 +335,10 @@ class Beam(NamedTuple):
         )
 
     def step(self, logits: Float[Array, "R V"], n: Any, plan: SearchPlan) -> tuple[Beam, Int[Array, " R"]]:
-        """Return the state after the n-th token of each hypothesis, given the logits, and the row each goes on from."""
+        """Return the state after step n, given the logits, and the row that each hypothesis extends."""
         (batch, beam_size), pool_size, vocabulary = self.alive.shape, self.finished.shape[1], logits.shape[1]
         sentence = jnp.arange(batch, dtype=jnp.int32)[:, None]
-        # 1. Let each hypothesis go on in every way; twice the beam is enough, since each can end in one way only.
+        # 1. Extend each hypothesis by every token. 2K extensions are enough, because at most K of them end with EOS.
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         totals = self.alive[:, :, None] + log_probabilities.reshape(batch, beam_size, vocabulary)  # [B, K, V]
         best, index = self.top(totals.reshape(batch, -1), 2 * beam_size)  # [B, 2K]
@@ -349,16 +348,16 @@ class Beam(NamedTuple):
         candidates = self.ids[sentence, parent]  # [B, 2K, capacity]
         candidates = jax.lax.dynamic_update_index_in_dim(candidates, token, n - 1, axis=2)
         ends = (token == plan.eos_id) | (plan.limits == n)[:, None]
-        # 2. Of those within the beam that end, keep the best.
+        # 2. If any of the best K extensions end, add them to the pool, which keeps the best.
         ended = jnp.where(ends, best / plan.penalties[n], -inf)[:, :beam_size]
         if plan.rules.pool == "first":
             ended = within_pool(ended, self.finished)
         finished, rank = self.top(jnp.concatenate([self.finished, ended], 1), pool_size)  # [B, P]
         finished_ids = jnp.concatenate([self.finished_ids, candidates[:, :beam_size]], 1)[sentence, rank]
-        # 3. Go on with the best that do not end, unless none of them can still be among the best.
+        # 3. Continue with the best K that don't end, unless none of them can still reach the pool.
         alive, rank = self.top(jnp.where(~ends, best, -inf), beam_size)  # [B, K]
         longest = n if plan.rules.stop == "current" else plan.limits
-        attainable = alive[:, 0] / plan.penalties[longest]  # if all its further tokens were certain
+        attainable = alive[:, 0] / plan.penalties[longest]  # if all further tokens were certain
         is_over = finished[:, -1] >= attainable
         if plan.rules.stop == "first":
             is_over = finished[:, -1] != -inf
@@ -370,28 +369,28 @@ class Beam(NamedTuple):
         return state, rows
 
     def goes_on(self) -> Any:
-        """Whether any hypothesis is unfinished."""
+        """Return whether any hypothesis is unfinished."""
         return (self.alive != -inf).any()
 
     def best(self) -> tuple[Int[Array, "B P capacity"], Float[Array, "B P"]]:
-        """Return the best finished hypotheses of each sentence, best first, and their scores."""
+        """Return the best finished hypotheses of each sequence and their scores, best first."""
         return self.finished_ids, self.finished
 
 
 class FastGreedy(Greedy):
-    """Greedy search with a faster choice of the best token."""
+    """Greedy search with a faster selection of the most likely token."""
 
     top = staticmethod(top_by_blocks)
 
 
 class FastBeam(Beam):
-    """Beam search with a faster choice of the best continuations."""
+    """Beam search with a faster selection of the best extensions."""
 
     top = staticmethod(top_by_blocks)
 
 
 def _next_log_probabilities(logits, ids, n, plan):
-    """Return the log-probability of each next token [R, V], with -inf for tokens that are not allowed."""
+    """Return the log-probabilities of the next tokens [R, V], with -inf for tokens that are not allowed."""
     log_probabilities = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
     token = jnp.arange(logits.shape[1])
     forbidden = (token == plan.pad_id) | ((n < plan.min_length) & (token == plan.eos_id))

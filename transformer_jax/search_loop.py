@@ -1,4 +1,4 @@
-"""The loop of a search: decode a position, let the search choose the next tokens, until all sentences have ended."""
+"""The search loop: decode a position, choose the next tokens, and repeat until all sequences are finished."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def run_search(
     *,
     as_numpy: bool,
 ) -> SearchResult:
-    """Return what a search finds, given the class that takes its steps."""
-    leaves, structure = jax.tree.flatten(model)  # once: compiled code takes the leaves, and is kept by structure
+    """Run a search and return its result. ``kind`` is the class of the search state."""
+    leaves, structure = jax.tree.flatten(model)  # the structure is a key of the compiled code
     if any(isinstance(x, jax.core.Tracer) for x in (source_ids, source_mask, *leaves)):
         raise TypeError(
-            "a search must not be called inside jax.jit or another transformation: it compiles its loop itself. "
-            "Call it outside, or write the loop with init_cache and decode_step"
+            "a search must not be called inside jax.jit or a similar transformation, because it compiles its own loop. "
+            "Call it outside, or write the loop using init_cache and decode_step"
         )
     source_ids, source_mask = _take_source(model.config, source_ids, source_mask)
     plan = search.plan(model.config, source_mask)
     batch, last = len(source_ids), plan.capacity
     if model.fast:
         source_ids, source_mask, plan = padded(model, source_ids, source_mask, plan)
-    dtype = jnp.promote_types(model.source_embedding.embedding.dtype, jnp.float32)  # bfloat16 is too coarse to sum in
+    dtype = jnp.promote_types(model.source_embedding.embedding.dtype, jnp.float32)  # bfloat16 is too imprecise for sums
     plan = plan.to(np.asarray, partial(np.asarray, dtype=dtype))
     sizes = {"beam_size": plan.beam_size, "pool_size": plan.pool_size}
     state, cache = _start(structure, leaves, source_ids, source_mask, plan, kind=kind, **sizes)
@@ -54,7 +54,7 @@ def run_search(
 
 @compiled(static_argnames=("structure", "kind", "beam_size", "pool_size"))
 def _start(structure, leaves, source_ids, source_mask, plan, kind, beam_size, pool_size):
-    """Encode the source, and return the state before the first step, with the cache."""
+    """Encode the source, and return the state before the first step and the cache."""
     model, plan = _build(structure, leaves), plan._replace(beam_size=beam_size, pool_size=pool_size)
     cache = model.init_cache(source_ids, plan.capacity, beam_size, source_mask)
     return kind.start(plan), cache
@@ -62,7 +62,7 @@ def _start(structure, leaves, source_ids, source_mask, plan, kind, beam_size, po
 
 @compiled(static_argnames="structure", donate_argnames=("state", "cache"))
 def _advance(structure, leaves, state, cache, plan, last):
-    """Take steps until ``last`` have been taken or all sentences have ended; return whether any goes on."""
+    """Take steps up to step ``last``, or until all sequences are finished. Also return whether any is unfinished."""
     model = _build(structure, leaves)
 
     def step(carry):
@@ -78,14 +78,14 @@ def _advance(structure, leaves, state, cache, plan, last):
 
 
 def _build(structure, leaves):
-    """Return the model in inference mode; the one that was taken apart stays as it is."""
+    """Rebuild the model in inference mode, without changing the original."""
     model = jax.tree.unflatten(structure, leaves)
     model.eval()
     return model
 
 
 def _take_source(config, ids, mask):
-    """Take the source from the outside, checked, as NumPy's: what JAX did to it would be compiled for every shape."""
+    """Check and return the source as NumPy arrays. JAX would compile each operation on it for every shape."""
     ids = to_array("source_ids", ids)
     check_ids("source_ids", ids.shape, ids.dtype.name, config.source_vocab_size, config.max_positions, ids)
     mask = ids != config.pad_id if mask is None else to_array("source_mask", mask)

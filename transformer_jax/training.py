@@ -1,6 +1,6 @@
 """Training (Vaswani et al., 2017, section 5): loss, gradients and the optimizer step.
 
-B batch, S source length, T target length, V target vocabulary.
+Axes: B batch, S source length, T target length, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -45,34 +45,34 @@ from transformer_spec.shapes import Float, Int
 from transformer_spec.taps import no_tap
 from transformer_spec.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 
-MIXED_BFLOAT16 = True  # whether this backend can compute in bfloat16 with float32 weights
+MIXED_BFLOAT16 = True  # this backend supports bfloat16 computation with float32 weights
 
 
 def cross_entropy(
     logits: Float[Array, "B T V"], labels: Int[Array, "B T"], config: TransformerConfig
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and their number.
+    """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and the number of target tokens.
 
-    Section 5.4: the probability ``label_smoothing`` is moved from the right token to all tokens (``uniform``), to the
-    wrong tokens (``off_target``), or to the wrong tokens except padding (``off_target_and_pad``). Logarithms are
-    computed in at least float32.
+    Label smoothing (section 5.4) moves the probability ``label_smoothing`` from the correct token to all tokens
+    (``uniform``), all incorrect tokens (``off_target``), or all incorrect tokens except padding
+    (``off_target_and_pad``). Logarithms are computed in at least float32.
 
     Args:
-        logits: Scores of each next token.
-        labels: Right next tokens, padded with ``config.pad_id``. Padding has no loss.
-        config: Vocabulary, padding ID and label smoothing.
+        logits: Logits of the next tokens.
+        labels: Expected tokens, padded with ``config.pad_id``. Padding doesn't contribute to the loss.
+        config: Model configuration, which defines the vocabulary, the padding ID and the label smoothing.
 
     Raises:
         TypeError: If the labels are not integers.
         ValueError: If the labels have the wrong shape or are outside the vocabulary. Under ``jax.jit`` and on a GPU,
-            where values can't be checked, the loss of a label outside the vocabulary is NaN.
+            where values can't be checked, the loss of a label outside the vocabulary is NaN instead.
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None)
     check_logits(logits.shape, labels.shape, config.target_vocab_size)
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))  # [B, T, V]
     log_totals = jax.nn.logsumexp(wide, -1)
     right = jnp.take_along_axis(wide, labels[..., None], -1)[..., 0] - log_totals  # [B, T]
-    # If their values have not been checked (on a GPU, or in traced code), a wrong label must not pass for a free one.
+    # On a GPU and in traced code, labels haven't been checked. Return NaN instead of the loss of a different label.
     right = jnp.where((labels >= 0) & (labels < config.target_vocab_size), right, jnp.nan)
     smoothing = config.label_smoothing
     spread = wide.sum(-1) - wide.shape[-1] * log_totals  # [B, T]
@@ -91,24 +91,25 @@ def cross_entropy(
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
-    Dropout is off. A batch without target tokens has zero loss and zero gradients.
+    Dropout is off. If the batch contains no target tokens, loss and gradients are zero.
 
     Args:
-        model: Model, which is not changed.
-        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
-        target_ids: Decoder input [B, T], starting with ``config.bos_id``, padded.
-        labels: Right next tokens [B, T]: the target sentences, ending with ``config.eos_id``, padded.
+        model: Model. It is not modified.
+        source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+        target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
+        labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
 
     Raises:
-        TypeError: If the model is not a Transformer of this package, or the IDs are not integers.
-        ValueError: If IDs have the wrong shape or are outside the vocabulary, or if a parameter has no canonical name.
+        TypeError: If the model is not a ``Transformer`` of this package, or the IDs are not integers.
+        ValueError: If the IDs have the wrong shape or are outside the vocabulary, or a trainable parameter has no
+            canonical name.
     """
     check_model(model)
     check_layers(model)
     batch = _take(model, source_ids, target_ids, labels)
     differentiate = compile_quickly(_gradients, Structure.of(model))
     loss, (of_parameters, of_taps) = differentiate(parameters_of(model), batch)
-    # The names give the order, which jax.jit loses: it sorts the keys of a dict.
+    # jax.jit sorts the keys of a dict, so restore the order of the names.
     taps = tap_shapes(model.config, len(batch[0]), batch[0].shape[1], batch[1].shape[1])
     return Gradients(
         float(loss),
@@ -118,23 +119,28 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
 
 
 class Trainer:
-    """Trains a model in place, one batch per step; between two steps the model is in inference mode.
+    """Trainer that updates a model in place, one batch per step (section 5).
 
-    A step follows the gradient of the loss per target token with Adam and the learning rate of equation (3). Each step
-    is compiled once for each shape of a batch.
+    Each step computes the gradient of the loss per target token, clips it, and updates the parameters using Adam and
+    the learning rate of equation (3). Between steps, the model is in inference mode. Each step is compiled once per
+    shape of a batch.
 
     Args:
         model: Model in float32 or float64.
-        settings: Optimizer, schedule, clipping, accumulation and mixed precision.
-        seed: Determines the dropout of a step, together with the number of the step.
-        mesh: Devices that share each step, as ``make_mesh`` returns them. None uses the model's device.
-        dropout: ``global`` draws dropout for the whole batch, so any number of devices computes the same; ``local``
-            draws it for each device separately, which is faster.
+        settings: Optimizer, learning rate schedule, clipping, gradient accumulation and mixed precision.
+        seed: Seed of the dropout. The dropout of a step depends only on the seed and the number of the step.
+        mesh: Devices from ``make_mesh`` that divide each step. Pass the full batch in every process. None uses the
+            model's device only.
+        dropout: ``global`` draws random numbers for the full batch, so that the result doesn't depend on the number of
+            devices. ``local`` draws them separately for the rows of each device, which is faster.
+
+    Attributes:
+        step: Number of steps taken so far.
 
     Raises:
-        TypeError: If the model is not a Transformer of this package, or the seed is not an integer.
-        ValueError: If the model's dtype cannot be trained, mixed precision needs float32, the seed is negative, the
-            mesh can't divide the model, or a trainable parameter has no canonical name.
+        TypeError: If the model is not a ``Transformer`` of this package, or another argument has the wrong type.
+        ValueError: If the model is not in float32 or float64, mixed precision is combined with float64, the mesh can't
+            divide the model, a trainable parameter has no canonical name, or another value is invalid.
     """
 
     def __init__(
@@ -156,10 +162,10 @@ class Trainer:
         self.model = model
         self.settings = settings
         self.seed = seed
-        self.step = 0  # steps taken
+        self.step = 0  # number of steps taken
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         self.has_checked_batches = False
-        # Bound to their devices, as the results of a step are: else the second step would be compiled again.
+        # Commit the arrays to their devices, like the results of a step. Otherwise, JAX recompiles the second step.
         parameters = place(parameters_of(model), shardings(model.config, mesh))
         put_parameters(model, parameters)
         first, second = (jax.tree.map(jnp.zeros_like, parameters) for _ in range(2))
@@ -171,20 +177,24 @@ class Trainer:
         self._compiled_evaluation = compile_once(_evaluate, structure)
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
-        """Take one step of Adam on the loss per target token of a batch, with dropout.
+        """Take one optimizer step on the loss per target token of a batch, with dropout.
 
         Args:
-            source_ids: The source sentences [B, S], padded with ``config.pad_id``.
-            target_ids: What the decoder reads [B, T], starting with ``config.bos_id``, padded likewise.
-            labels: The right next tokens [B, T]: the target sentences, ending with ``config.eos_id``, padded likewise.
+            source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+            target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
+            labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
+
+        Returns:
+            Loss per target token before the update, number of target tokens, and gradient norm before clipping.
 
         Raises:
-            TypeError: Ids that are not integers.
-            ValueError: Ids of the wrong shape or outside the vocabulary, or a batch that does not fall into slices.
+            TypeError: If the IDs are not integers.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary, or ``accumulation_steps`` doesn't
+                divide the batch size.
         """
         settings, config = self.settings, self.model.config
         batch, random_bits = self._take(source_ids, target_ids, labels)
-        # What changes from step to step goes in as numbers, exact to the last bit also where JAX has no float64.
+        # Compute numbers that change in each step in Python, so that they are exact even if float64 is off in JAX.
         numbers = {
             "random_bits": random_bits,
             "learning_rate": settings.learning_rate(self.step + 1, config.d_model),
@@ -198,38 +208,63 @@ class Trainer:
         return StepResult(*result)
 
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-        """Return the loss per target token of a batch and the whole gradient that a step would follow, before clipping.
+        """Return the loss per target token of a batch and the gradient that a step would use, before clipping.
 
-        Arguments and errors as in ``train_step``, whose dropout, slices and devices it has. Nothing is updated.
+        Dropout, micro-batches and devices are the same as in ``train_step``. Nothing is updated.
+
+        Args:
+            source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+            target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
+            labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
+
+        Raises:
+            TypeError: If the IDs are not integers.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary, or ``accumulation_steps`` doesn't
+                divide the batch size.
         """
         batch, random_bits = self._take(source_ids, target_ids, labels)
         total, tokens, gradient = self._compiled_gradient(parameters_of(self.model), batch, random_bits)
         count = max(int(tokens), 1)
-        names = parameter_shapes(self.model.config)  # in their order: jax.jit has sorted the keys
+        names = parameter_shapes(self.model.config)  # jax.jit sorts the keys, so restore the order
         return Gradients(float(total / count), {name: to_numpy(gradient[name]) / count for name in names})
 
     def evaluate(self, source_ids: Any, target_ids: Any, labels: Any) -> tuple[Float[Array, ""], Int[Array, ""]]:
-        """Return the cross-entropy in nats summed over the target tokens, and their number: no dropout, no smoothing.
+        """Return the cross-entropy in nats, summed over the target tokens, and the number of target tokens.
 
-        Arguments and errors as in ``train_step``.
+        Dropout and label smoothing are off.
+
+        Args:
+            source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+            target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
+            labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
+
+        Raises:
+            TypeError: If the IDs are not integers.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary.
         """
         batch = divide(self, _take(self.model, source_ids, target_ids, labels), 1)
         return self._compiled_evaluation(parameters_of(self.model), batch)
 
     def export_state(self) -> TrainingState:
-        """Return a copy of everything that the next step depends on, beside the weights and the settings."""
+        """Return a copy of the step number, the seed and the moments.
+
+        All later steps depend only on this state, the weights and the settings.
+        """
         check_layers(self.model)
-        names = parameter_shapes(self.model.config)  # in their order: jax.jit has sorted the keys
+        names = parameter_shapes(self.model.config)  # jax.jit sorts the keys, so restore the order
         first = {name: to_numpy(self.optimizer.first_moment[name]) for name in names}
         second = {name: to_numpy(self.optimizer.second_moment[name]) for name in names}
         return TrainingState(self.step, self.seed, first, second)
 
     def load_state(self, state: TrainingState) -> None:
-        """Go on from a state that any of the four packages exported.
+        """Resume from an exported state, which may come from any of the four packages.
+
+        Args:
+            state: State from ``export_state`` or a checkpoint.
 
         Raises:
-            TypeError: A moment is not of a floating-point dtype.
-            ValueError: The moments are not those of the model's config, or overflow its dtype.
+            TypeError: If a moment doesn't have a floating-point dtype.
+            ValueError: If the moments don't match the model's config, or overflow its dtype.
         """
         check_training_state(self.model.config, state, self.model.source_embedding.embedding.dtype.name)
         first, second = (
@@ -243,7 +278,7 @@ class Trainer:
         self.step, self.seed = state.step, state.seed
 
     def _take(self, source_ids, target_ids, labels):
-        """Take the batch of a step, checked and divided over devices, and the random bits of its dropout."""
+        """Check and return a batch, divided over the devices, and the random bits of its dropout."""
         slices = self.settings.accumulation_steps
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(slices, len(batch[0]))
@@ -252,7 +287,7 @@ class Trainer:
 
 @as_placed
 def _take(model, source_ids, target_ids, labels):
-    """Take a batch from the outside, checked."""
+    """Check and return a batch that a caller passed."""
     config = model.config
     source_ids = to_ids("source_ids", source_ids, config.source_vocab_size, config.max_positions)
     target_ids = to_ids("target_ids", target_ids, config.target_vocab_size, config.max_positions)
@@ -263,19 +298,19 @@ def _take(model, source_ids, target_ids, labels):
 
 
 def _loss(model, batch, config, tap=no_tap):
-    """Return the summed loss of a batch, and the number of its target tokens."""
+    """Return the summed loss of a batch and the number of target tokens."""
     source_ids, target_ids, labels = batch
     return cross_entropy(model(source_ids, target_ids, tap=tap), labels, config)
 
 
 def _evaluate(structure, parameters, batch):
-    """Return the summed cross-entropy of a batch, and the number of its target tokens."""
+    """Return the summed cross-entropy of a batch and the number of target tokens."""
     config = structure.config.replace(label_smoothing=0.0)
     return _loss(structure.build(parameters), batch, config)
 
 
 def _gradients(structure, parameters, batch):
-    """Return the loss per target token, and its gradients at parameters and taps: at zeros added to the latter."""
+    """Return the loss per target token and its gradients at parameters and taps, at which zeros are added."""
 
     def loss(parameters, zeros):
         model = structure.build(parameters)
@@ -289,7 +324,7 @@ def _gradients(structure, parameters, batch):
 
 
 def _step(structure, settings, parameters, optimizer, batch, numbers):
-    """Return optimizer and parameters after a step, and what it reports."""
+    """Return the optimizer, the parameters and the reported values after a step."""
     total, tokens, gradient = _gradient(structure, settings, parameters, batch, numbers["random_bits"])
     count = jnp.maximum(tokens, 1).astype(total.dtype)
     norm = global_norm(gradient) / count
@@ -297,13 +332,13 @@ def _step(structure, settings, parameters, optimizer, batch, numbers):
     parameters, optimizer = optimizer.update(
         parameters, gradient, scale, numbers["learning_rate"], numbers["corrections"]
     )
-    # The optimizer first: JAX gives what is donated to the results of the same shape in their order, and the parameters
-    # would get the room of the old moments.
+    # Return the optimizer first. JAX assigns donated buffers to results of the same shape in order, and the parameters
+    # must not get the buffers of the old moments.
     return optimizer, parameters, (total / count, tokens, norm)
 
 
 def _gradient(structure, settings, parameters, batch, random_bits):
-    """Return loss, tokens and gradient, summed over the slices of a batch."""
+    """Return loss, number of tokens and gradient, summed over the micro-batches of a batch."""
     slices = settings.accumulation_steps
     key = jax.random.wrap_key_data(random_bits, impl="threefry2x32")
     differentiate = jax.value_and_grad(partial(_loss_with_dropout, structure, settings), has_aux=True)
@@ -320,15 +355,15 @@ def _gradient(structure, settings, parameters, batch, random_bits):
 
 
 def _loss_with_dropout(structure, settings, parameters, batch, key):
-    """Return the loss in training mode, in the precision of the settings, with the dropout of a key."""
+    """Return the loss in training mode and in the precision of the settings, with the dropout of a key."""
     model = structure.build(parameters)
     model.train()
     for stack in (model.encoder, model.decoder):
         stack.activation_checkpointing = settings.activation_checkpointing
-    stream = nnx.RngStream(key, tag="dropout")  # one for all: each call of a dropout draws the next key from it
+    stream = nnx.RngStream(key, tag="dropout")  # shared, so each dropout draws the next key
     for _, module in nnx.iter_modules(model):
         if isinstance(module, nnx.Dropout):
             module.rngs = stream
         elif settings.mixed_bfloat16 and hasattr(module, "dtype"):
-            module.dtype = jnp.bfloat16  # of the computation; Flax rounds the parameters where they are used
+            module.dtype = jnp.bfloat16  # dtype of the computation; Flax casts the parameters
     return _loss(model, batch, model.config)

@@ -1,4 +1,7 @@
-"""Canonical weights in and out of the model: a name is the path of a parameter, and a table is Flax's ``embedding``."""
+"""Conversion of weights between canonical names and the parameters of a Flax model.
+
+Names and shapes are the same, except that Flax calls an embedding matrix ``embedding`` and not ``table``.
+"""
 
 from __future__ import annotations
 
@@ -20,48 +23,56 @@ OWN_LAYERS = {layer.__call__ for layer in (*FAST, *FAST.values(), LayerNorm, Tok
 
 
 def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
-    """Copy weights into a model, rounded to its dtype; the caller's arrays are never aliased.
+    """Copy weights into a model, rounded to its dtype. The model never aliases the given arrays.
+
+    Args:
+        model: Model whose parameters are replaced in place.
+        weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
+            ignores the parameters of the other part.
 
     Raises:
-        TypeError: A weight is not of a floating-point dtype.
-        ValueError: The weights are not those of the model's config, or overflow its dtype.
+        TypeError: If a weight doesn't have a floating-point dtype.
+        ValueError: If the weights don't match the model's config, or overflow its dtype.
     """
     check_weights(model.config, weights, part=model.part)
     for name in parameter_shapes(model.config, model.part):
         parameter = parameter_of(model, name)
-        # JAX may alias a NumPy array for as long as it lives: this copy is JAX's alone.
+        # JAX may alias a NumPy array permanently, so give it a separate copy.
         array = rounded(name, weights[name], parameter.dtype.name)
         parameter.set_value(_put(array, parameter.get_value()))
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
-    """Copy every parameter out of a model, in the model's dtype. The update of an ``nnx.LoRALinear`` is added to it.
+    """Return a copy of every parameter of a model in the model's dtype, by canonical name.
+
+    If an ``nnx.LoRALinear`` replaces a layer, its update is added to the kernel.
 
     Raises:
-        ValueError: If another layer replaces one of this package, or a trainable parameter has no canonical name.
+        ValueError: If a different type of layer replaces a layer of this package, or a trainable parameter has no
+            canonical name.
     """
     check_layers(model, adapters=True)
     return {name: _merged(model, name) for name in parameter_shapes(model.config, model.part)}
 
 
 def parameter_of(model: Model, name: str) -> nnx.Param:
-    """Return a parameter by its canonical name."""
+    """Return the parameter with the given canonical name."""
     return find(model, f"{name.removesuffix('table')}embedding" if name.endswith(".table") else name)
 
 
 def check_layers(model: Model, *, adapters: bool = False) -> None:
-    """Check that each layer computes with the parameters that have canonical names, and with no others.
+    """Check that each layer computes with its canonical parameters only.
 
     Args:
-        model: The model.
-        adapters: Whether an ``nnx.LoRALinear`` may replace a layer.
+        model: Model to check.
+        adapters: True allows an ``nnx.LoRALinear`` instead of a linear layer.
 
     Raises:
         ValueError: If a layer may compute differently, or a trainable parameter has no canonical name.
     """
     named: set[int] = set()
     paths = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(model.config, model.part))
-    for path in [*paths, *["output_proj"] * (model.part != "encoder")]:  # also if it is tied and has no name
+    for path in [*paths, *["output_proj"] * (model.part != "encoder")]:  # also if it is tied
         layer = find(model, path)
         is_adapter = type(layer).__call__ is nnx.LoRALinear.__call__
         if is_adapter and not adapters:
@@ -90,7 +101,7 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
 
 
 def _merged(model, name):
-    """Return a copy of a parameter, with the update of its layer's adapter."""
+    """Return a copy of a parameter, including the update of its layer's adapter."""
     array, layer = to_numpy(parameter_of(model, name).get_value()), find(model, name.rpartition(".")[0])
     if not (isinstance(layer, nnx.LoRALinear) and name.endswith(".kernel")):
         return array
@@ -99,7 +110,7 @@ def _merged(model, name):
 
 
 def _put(array, old):
-    """Put an array where the old one is, and bind it to that place if the old one is bound."""
+    """Return the array on the device of the old array, committed to it if the old array is."""
     if isinstance(old, jax.ShapeDtypeStruct):
         return jax.device_put(array)
     if old.committed:

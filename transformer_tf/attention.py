@@ -1,6 +1,6 @@
 """Attention (Vaswani et al., 2017, section 3.2).
 
-B batch, H heads, L query length, M memory (key and value) length.
+Axes: B batch, H heads, L query length, M memory length (number of keys and values).
 """
 
 from __future__ import annotations
@@ -30,33 +30,37 @@ def scaled_dot_product_attention(
     dropout: Callable[[Tensor], Tensor] | None = None,
     tap: Tap = no_tap,
 ) -> Float[Tensor, "B H L d_v"]:
-    """Average the values, weighted by how well each key answers each query.
+    """Return the average of the values, weighted by the similarity of each query to each key.
 
     Equation (1): ``Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V``.
 
     Args:
-        query: What each position asks for.
-        key: What each memory position offers to be matched on.
-        value: What each memory position hands over when matched.
-        mask: True where a query may attend to a key; a row of False yields a zero context. None allows every pair.
-        dropout: Applied to the weights in training; None keeps them.
-        tap: Receives each named intermediate and returns the value to go on with.
+        query: One query vector per position.
+        key: One key vector per memory position.
+        value: One value vector per memory position.
+        mask: True if a query may attend to a key. A query with no allowed key gets a zero context. None allows every
+            pair.
+        dropout: Function that applies dropout to the attention weights. None applies no dropout.
+        tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+            replaces the value.
 
     Returns:
-        One weighted average of the values per query, in the dtype of ``query``.
+        One weighted average of the values per query (the context), in the dtype of ``query``.
 
     Raises:
-        TypeError: The mask is not boolean.
-        ValueError: The shapes do not fit each other.
+        TypeError: If the mask is not boolean.
+        ValueError: If the shapes don't match each other.
 
     Taps:
-        ``scores`` scaled, before the mask; ``weights`` after softmax, before dropout; ``context``.
+        scores: Scaled scores, before the mask.
+        weights: Attention weights, before dropout.
+        context: Weighted averages of the values.
     """
     check_attention(tuple(query.shape), tuple(key.shape), tuple(value.shape))
     if mask is not None:
         check_attention_mask(tuple(mask.shape), mask.dtype.name, tuple(query.shape), tuple(key.shape))
-    # keras.ops.dot_product_attention rounds 1 / sqrt(d_k) to float32 in a float64 model too. If a row allows no key, it
-    # averages over the forbidden ones.
+    # keras.ops.dot_product_attention rounds 1 / sqrt(d_k) to float32, even in a float64 model. If a row has no allowed
+    # key, it averages over the forbidden keys.
     d_k = query.shape[-1]
     scores = tap("scores", tf.matmul(query, key, transpose_b=True) / math.sqrt(d_k))  # [B, H, L, M]
     weights = tap("weights", masked_softmax(scores, mask))  # [B, H, L, M]
@@ -66,90 +70,126 @@ def scaled_dot_product_attention(
 
 
 def split_heads(x: Float[Tensor, "B L width"], num_heads: int) -> Float[Tensor, "B H L d"]:
-    """Give each head its contiguous part of the last axis."""
+    """Split the last axis into heads. Each head gets a contiguous slice.
+
+    Args:
+        x: Projected vectors, with the heads concatenated along the last axis.
+        num_heads: Number of heads, which must divide the last axis.
+    """
     batch, length, width = keras.ops.shape(x)
     return tf.transpose(tf.reshape(x, [batch, length, num_heads, width // num_heads]), [0, 2, 1, 3])
 
 
 def merge_heads(x: Float[Tensor, "B H L d"]) -> Float[Tensor, "B L H*d"]:
-    """Put the heads side by side again: the inverse of ``split_heads``."""
+    """Concatenate the heads along the last axis. This is the inverse of ``split_heads``.
+
+    Args:
+        x: One vector per head and position.
+    """
     batch, heads, length, width = keras.ops.shape(x)
     return tf.reshape(tf.transpose(x, [0, 2, 1, 3]), [batch, length, heads * width])
 
 
 class KeyValues(NamedTuple):
-    """What a memory offers to every query, projected once: keys and values per head."""
+    """Keys and values of memory positions, computed once so that several queries can attend to them.
+
+    Attributes:
+        key: Key of each position, per head.
+        value: Value of each position, per head.
+    """
 
     key: Float[Tensor, "B H M d_k"]
     value: Float[Tensor, "B H M d_v"]
 
 
 class Nested:
-    """A dataclass that TensorFlow takes apart: it passes through loops and functions, tensor by tensor."""
+    """A dataclass that TensorFlow flattens into its tensors, so that it can pass through loops and functions."""
 
     def __tf_flatten__(self) -> tuple[Any, Any]:
-        """Return what is known of it in advance, which is nothing, and its parts."""
+        """Return the static metadata (none) and the fields."""
         return (), tuple(vars(self).values())
 
     @classmethod
     def __tf_unflatten__(cls, _: Any, parts: Any) -> Any:
-        """Put parts together again: tensors, or what TensorFlow has in their place."""
+        """Rebuild the dataclass from its fields, which may be TensorFlow's placeholders for tensors."""
         return cls(*parts)
 
 
 @dataclass
 class KeyValueCache(Nested):
-    """The keys and values of the target positions so far, with room for those to come.
+    """Keys and values of the target positions decoded so far, in buffers of a fixed capacity.
 
-    Without it, decoding T tokens would project 1 + 2 + ... + T positions instead of T.
+    With a cache, decoding T tokens projects T positions instead of 1 + 2 + ... + T.
+
+    Attributes:
+        key: Buffer for the keys.
+        value: Buffer for the values.
+        length: Number of positions that the buffers contain.
     """
 
     key: Float[Tensor, "B H capacity d_k"]
     value: Float[Tensor, "B H capacity d_v"]
-    length: Int[Tensor, ""] = field(default_factory=lambda: tf.constant(0))  # positions held so far
+    length: Int[Tensor, ""] = field(default_factory=lambda: tf.constant(0))  # number of stored positions
 
     def append(self, key: Float[Tensor, "B H L d_k"], value: Float[Tensor, "B H L d_v"]) -> KeyValues:
-        """Keep the keys and values of the next positions, and return those of all so far.
+        """Store the keys and values of the next positions, and return the full buffers.
+
+        Args:
+            key: Keys of the next positions.
+            value: Values of the next positions.
+
+        Returns:
+            The buffers, which contain zeros after the last stored position. The caller must mask these zeros out.
 
         Raises:
-            ValueError: If there is no room for them. In a ``tf.function``, where the length is unknown, they overwrite
-                the last ones.
+            ValueError: If the new positions exceed the capacity. In a ``tf.function``, where the length is unknown,
+                they overwrite the last positions instead.
         """
         check_room(tf.get_static_value(self.length), key.shape[2], self.key.shape[2])
         start = [0, 0, self.length, 0]
         self.key = keras.ops.slice_update(self.key, start, key)
         self.value = keras.ops.slice_update(self.value, start, value)
         self.length += keras.ops.shape(key)[2]
-        return KeyValues(self.key, self.value)  # and zeros behind: XLA compiles for shapes, and a mask leaves them out
+        return KeyValues(self.key, self.value)  # with zeros at the end, because XLA needs static shapes
 
     def reorder(self, rows: Int[Tensor, " B"]) -> None:
-        """Let each row go on from the positions of another."""
+        """Replace row i of the buffers by row ``rows[i]``.
+
+        Args:
+            rows: Index of the row to copy, one for each row.
+        """
         self.key = tf.gather(self.key, rows)
         self.value = tf.gather(self.value, rows)
 
 
 class MultiHeadAttention(Block):
-    """Attend with several heads at once, each in its own projection of the inputs (section 3.2.2).
+    """Multi-head attention: several attention heads in parallel, each with its own projections (section 3.2.2).
 
-    ``MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O`` with
-    ``head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V)``.
+    ``MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O`` with ``head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V)``.
+
+    Args:
+        config: Model configuration, which defines the number and the size of the heads.
+        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
 
     Taps:
-        ``query``, ``key``, ``value`` per head; ``scores``, ``weights``, ``context``; ``output``.
+        query, key, value: Projected inputs, per head.
+        scores, weights, context: Taps of ``scaled_dot_product_attention``.
+        output: Output of the layer.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.num_heads = config.num_heads
         bias = config.attention_bias
-        d_k, d_v = config.num_heads * config.d_k, config.num_heads * config.d_v  # of all heads
+        d_k, d_v = config.num_heads * config.d_k, config.num_heads * config.d_v  # total width of all heads
         with keras.name_scope(self.name):
             self.query_proj = Linear(config.d_model, d_k, bias=bias, dtype=dtype, name="query")
             self.key_proj = Linear(config.d_model, d_k, bias=bias, dtype=dtype, name="key")
             self.value_proj = Linear(config.d_model, d_v, bias=bias, dtype=dtype, name="value")
             self.output_proj = Linear(d_v, config.d_model, bias=bias, dtype=dtype, name="output")
         self.dropout = Dropout(config.dropout.attention, dtype=dtype, name="dropout")
-        self.attend = scaled_dot_product_attention  # fast.accelerate replaces it
+        self.attend = scaled_dot_product_attention  # fast.accelerate may replace this function
 
     def call(
         self,
@@ -160,19 +200,22 @@ class MultiHeadAttention(Block):
         past: KeyValueCache | None = None,
         training: bool | None = None,
     ) -> Float[Tensor, "B L d_model"]:
-        """Let each query position gather from the memory positions that the mask allows.
+        """Return one vector per query position, computed from the memory positions that it attends to.
 
         Args:
-            query: The positions that ask.
-            memory: The positions that answer, the same as ``query`` in self-attention; or their keys and values.
-            attention_mask: True where a query may attend to a memory position. None allows every pair.
-            tap: Receives each named intermediate and returns the value to go on with.
-            past: Keys and values of earlier positions, which answer too; those of ``memory`` are added to them.
-            training: Applies dropout. Keras hands on the mode of the layer around.
+            query: One vector per query position.
+            memory: One vector per memory position; in self-attention, the same array as ``query``. To reuse keys and
+                values between calls, pass the result of ``project``.
+            attention_mask: True if a query position may attend to a memory position. None allows every pair.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+            past: Cache of the keys and values of earlier positions. The method appends the keys and values of
+                ``memory`` and attends to all of them. None attends to ``memory`` only.
+            training: True enables dropout. None uses the mode of the enclosing Keras layer.
         """
         mask = attention_mask_for(memory, attention_mask)
         shape = tf.shape(query)
-        if isinstance(memory, KeyValues):  # the hypotheses of a sentence ask its memory side by side
+        if isinstance(memory, KeyValues):  # the hypotheses of a sequence share its memory
             query = tf.reshape(query, [keras.ops.shape(memory.key)[0], -1, query.shape[2]])
         q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]
         if isinstance(memory, KeyValues):
@@ -188,7 +231,11 @@ class MultiHeadAttention(Block):
         return tap("output", tf.reshape(self.output_proj(merge_heads(context)), shape))
 
     def project(self, memory: Float[Tensor, "B M d_model"]) -> KeyValues:
-        """Return the keys and values of memory positions, to be attended to again and again."""
+        """Return the keys and values of memory positions, for use in several calls.
+
+        Args:
+            memory: One vector per memory position.
+        """
         return KeyValues(
             split_heads(self.key_proj(memory), self.num_heads), split_heads(self.value_proj(memory), self.num_heads)
         )

@@ -1,4 +1,4 @@
-"""The base classes of all layers: Keras can save, copy and build them, and load them without initial values."""
+"""Base classes that let Keras save, copy and build layers, and load them without drawing initial values."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LOADING: ContextVar[bool] = ContextVar("loading", default=False)
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Let a model be built whose parameters are loaded: they begin as zeros, and no number is drawn for them."""
+    """Within this context, create parameters as zeros, because weights are loaded afterwards."""
     before = _LOADING.set(True)
     try:
-        # Variables are created at its end. TensorFlow would take four times as long in the name scope of each layer.
+        # The scope creates variables when it exits. Creating them within each layer's name scope would take 4x as long.
         with keras.StatelessScope():
             yield
     finally:
@@ -31,21 +31,21 @@ def loading() -> Iterator[None]:
 
 
 def initial(initializer: Any) -> Any:
-    """Return the initializer of a parameter, or zeros while a model is loaded."""
+    """Return the initializer of a parameter, or zeros in a ``loading`` context."""
     return "zeros" if _LOADING.get() else initializer
 
 
 def attention_mask_for(memory: Any, attention_mask: Any = None, mask: Any = None) -> Any:
-    """Return an attention mask that also excludes the padding which Keras' own mask of a memory marks.
+    """Combine an attention mask with the Keras mask that marks the padding of a memory.
 
     Args:
-        memory: Tensor [B, M, d_model]. ``Embedding(mask_zero=True)`` attaches a mask to its output, for example.
+        memory: Tensor [B, M, d_model]. ``Embedding(mask_zero=True)``, for example, attaches a mask to its output.
         attention_mask: Boolean mask that broadcasts to [B, H, L, M], or None.
         mask: Boolean mask [B, M]. None uses the mask that Keras has attached to the memory.
 
     Raises:
         TypeError: If ``attention_mask`` is not boolean.
-        ValueError: If ``mask`` does not have two axes, or ``attention_mask`` does not broadcast to the memory.
+        ValueError: If ``mask`` doesn't have two axes, or ``attention_mask`` doesn't broadcast to the memory.
     """
     mask = getattr(memory, "_keras_mask", None) if mask is None else mask
     if mask is None:
@@ -61,40 +61,40 @@ def attention_mask_for(memory: Any, attention_mask: Any = None, mask: Any = None
 
 
 class Configured:
-    """What Keras can save, copy and build again, by the arguments of its constructor."""
+    """Base class that lets Keras save, copy and rebuild an object from the arguments of its constructor."""
 
-    _signature: ClassVar[inspect.Signature]  # of the constructor
+    _signature: ClassVar[inspect.Signature]  # signature of the constructor
     _given: dict[str, Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let Keras find the class by the names of its package and its own."""
+        """Register the class with Keras under its package and name."""
         super().__init_subclass__(**kwargs)
         cls._signature = inspect.signature(cls.__init__)
         keras.saving.register_keras_serializable(cls.__module__.partition(".")[0])(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Keep the arguments, as Keras itself does where they are plain numbers.
+        """Store the arguments. Keras itself stores them only if they are plain values.
 
         Raises:
             TypeError: If the config is not a ``TransformerConfig``.
-            RuntimeError: If Keras computes with a different framework.
+            RuntimeError: If Keras uses a different backend than TensorFlow.
         """
         if keras.backend.backend() != "tensorflow":
-            raise RuntimeError(f"transformer_tf needs Keras on TensorFlow: KERAS_BACKEND is {keras.backend.backend()}")
+            raise RuntimeError(f"KERAS_BACKEND must be tensorflow for transformer_tf: got {keras.backend.backend()}")
         layer = super().__new__(cls, *args, **kwargs)
         given = cls._signature.bind(layer, *args, **kwargs).arguments
         if "config" in given:
             check_type("config", given["config"], TransformerConfig)
         own = {name: value for name, value in given.items() if name not in ("self", "kwargs")}
-        vars(layer)["_given"] = {**own, **given.get("kwargs", {})}  # not by setattr, or Keras would save it
+        vars(layer)["_given"] = {**own, **given.get("kwargs", {})}  # bypass setattr, so that Keras doesn't save it
         return layer
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call the layer and omit options that are None: ``training=None`` would hide the mode of the outer layer."""
+        """Call the layer, but omit None options, because ``training=None`` would hide the mode of the outer layer."""
         return super().__call__(*args, **{name: value for name, value in options.items() if value is not None})  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
-        """Return what ``from_config`` needs to build the layer again: Keras saves it beside the weights."""
+        """Return the arguments for ``from_config``, which Keras saves with the weights."""
         given = {
             name: value.to_dict()
             if isinstance(value, TransformerConfig)
@@ -105,7 +105,12 @@ class Configured:
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Build a layer from ``get_config``."""
+        """Create a layer from the result of ``get_config``.
+
+        Args:
+            config: Arguments of the constructor, serialized.
+            custom_objects: Additional classes that Keras may need, by name, or None.
+        """
         given = {name: keras.saving.deserialize_keras_object(value, custom_objects) for name, value in config.items()}
         if "config" in given:
             given["config"] = TransformerConfig.from_dict(given["config"])
@@ -113,29 +118,32 @@ class Configured:
 
 
 class Block(Configured, keras.layers.Layer):
-    """A layer that is complete once constructed.
+    """Base class of layers that create their variables in the constructor.
 
-    Keras would otherwise run ``call`` on symbolic tensors at the first use to find the weights, and every tap would
-    fire for them too.
+    Otherwise, Keras would call the layer with symbolic tensors to build it, and every tap would fire for these too.
+
+    Args:
+        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
 
     def __init__(self, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.built = True
-        self.supports_masking = True  # the output keeps Keras' mask of the first input
+        self.supports_masking = True  # the output has the Keras mask of the first input
 
     def _trackable_children(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """Let ``tf.train.Checkpoint`` find the layers of a stack: by itself it looks into none of Keras' lists."""
+        """Let ``tf.train.Checkpoint`` find the layers of a stack, because it ignores Keras' lists."""
         layers = {f"layers.{i}": layer for i, layer in enumerate(getattr(self, "layers", ()))}
         return {**super()._trackable_children(*args, **options), **layers}
 
     def recomputed(self, *inputs: Tensor, **options: Any) -> Tensor:
-        """Call the layer, but keep only its inputs for the backward pass, which computes all in between again.
+        """Call the layer, store only its inputs, and recompute the layer in the backward pass.
 
-        By then nothing is left of the outer call: the training mode is to be among the options, and so is every mask,
-        since ``tf.recompute_grad`` takes floats only.
+        Pass the training mode and all masks as options. The recomputation doesn't know the mode of the outer call, and
+        ``tf.recompute_grad`` supports only floating-point inputs.
         """
-        # Dropout draws from where it stands now, both times. Keras' own RematScope would draw anew.
+        # Dropout uses the current state of its generator both times. Keras' RematScope would draw different numbers.
         dropouts = [layer for layer in self._flatten_layers() if isinstance(layer, keras.layers.Dropout) and layer.rate]
         seeds = [(layer.seed_generator.state, layer.seed_generator.state.value) for layer in dropouts]
 

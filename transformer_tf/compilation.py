@@ -1,6 +1,6 @@
-"""Tracing what a search and a trainer compute, once for all sizes. XLA compiles the steps of a search for each shape.
+"""Tracing of searches and training steps, once for all sizes. XLA compiles the steps of a search for each shape.
 
-A model with ``fast=False`` and every model within ``quick_compilation`` compute one operation after another instead.
+Models with ``fast=False``, and all models in a ``quick_compilation`` context, run eagerly instead.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from transformer_tf.layers import own_rows
 from transformer_tf.runtime import compiles_quickly, placed
 from transformer_tf.transformer import Transformer
 
-# Everything that has been traced for a model, as long as the model lives. Keras saves and copies attributes of a model.
+# Traced functions of each model, for its lifetime. They aren't attributes, because Keras saves and copies attributes.
 _TRACED: WeakKeyDictionary[Transformer, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
 
 
 def check_call(name: str, model: Any) -> None:
-    """Raise TypeError unless a model is a Transformer, RuntimeError in a ``tf.function``."""
+    """Raise a TypeError unless the model is a ``Transformer``, and a RuntimeError in a ``tf.function``."""
     check_type("model", model, Transformer)
     if not tf.executing_eagerly():
         raise RuntimeError(f"{name} needs values: call it outside of tf.function")
@@ -37,9 +37,9 @@ def check_call(name: str, model: Any) -> None:
 def padded(
     model: Transformer, source_ids: Int[ndarray, "B S"], source_mask: Bool[ndarray, "B S"], plan: SearchPlan
 ) -> tuple[Int[ndarray, "rows room"], Bool[ndarray, "rows room"], SearchPlan]:
-    """Return source and plan with padding at the end, so that XLA compiles for few sizes.
+    """Return source and plan with padding at the end, so that XLA compiles for only a few sizes.
 
-    XLA needs seconds to compile a size, and a compiled step takes a fraction of the time.
+    XLA needs seconds to compile for a size, much longer than a compiled step takes.
     """
 
     def round_up(length: int) -> int:
@@ -51,35 +51,40 @@ def padded(
 def call_traced(
     function: Callable[..., Any], model: Transformer, *args: Any, by_xla: bool = False, **constants: Any
 ) -> Any:
-    """Call a function of a model, traced once for tensors and numbers of all sizes, and again for other constants.
+    """Call a function of a model. It is traced once for tensors of all sizes, and again if constants change.
 
-    If ``by_xla`` is set, XLA compiles it for each shape.
+    Args:
+        function: Function of the model, the arguments and the constants.
+        model: Model, which is the first argument.
+        args: Tensors or numbers.
+        by_xla: True compiles the function using XLA, for each shape.
+        constants: Keyword arguments that are constants in the trace.
     """
     with placed(model.device):
         args = tf.nest.map_structure(tf.convert_to_tensor, args)
         if compiles_quickly() or not model.fast:
             return function(model, *args, **constants)
         traced = _TRACED.setdefault(model, {})
-        # Among the types is the kind of search. When Keras adds variables, for LoRA for example, it replaces others.
+        # The types include the kind of search. If Keras adds variables (for LoRA, for example), it replaces others.
         key = function, *constants.values(), *map(type, args), len(tf.nest.flatten(args)), *map(id, model.variables)
         if key not in traced:
-            of_model = partial(function, proxy(model), **constants)  # a model would live as long as its functions
+            of_model = partial(function, proxy(model), **constants)  # a proxy doesn't keep the model alive
             signature = tf.nest.map_structure(lambda x: tf.TensorSpec([None] * x.shape.rank, x.dtype), args)
             traced[key] = tf.function(of_model, signature, autograph=False, jit_compile=by_xla)
         return traced[key](*args)
 
 
 def call_on_devices(trainer: Any, function: Callable[..., Any], part: Any, *numbers: Any, by_xla: bool = False) -> Any:
-    """Call a function of a trainer; on a mesh, each device calls it for its share.
+    """Call a function of a trainer. On a mesh, each device calls it with its shard of the batch.
 
-    TensorFlow traces it once for all lengths, and again if different parameters are frozen or settings change.
+    TensorFlow traces the function once for all lengths, and again if the frozen parameters or the settings change.
 
     Args:
-        trainer: The trainer.
-        function: One of its methods.
-        part: Its first arguments, which a mesh divides; their first axis is the share.
-        numbers: Its other arguments. They and the result are the same on all devices.
-        by_xla: Whether XLA compiles the function, for each shape.
+        trainer: Trainer.
+        function: Method of the trainer.
+        part: First arguments of the function. On a mesh, their first axis is the device.
+        numbers: Other arguments. They and the result are the same on all devices.
+        by_xla: True compiles the function using XLA, for each shape.
     """
     if trainer.mesh is None and (compiles_quickly() or not (trainer.model.fast or by_xla)):
         return function(*part, *numbers)
@@ -109,7 +114,7 @@ def _traced(trainer, function, arguments, by_xla):
 
 
 def _any_length(array):
-    """Return the specification of an array: ids have any number of rows and any length, others their shape."""
+    """Return a specification that allows any number and length of rows for IDs, and only the given shape otherwise."""
     sizes = list(np.shape(array))
     is_ids = array.dtype == np.int32
     return tf.TensorSpec([*sizes[:-2], None, None] if is_ids else sizes, array.dtype)

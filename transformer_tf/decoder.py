@@ -1,6 +1,6 @@
 """The decoder (Vaswani et al., 2017, section 3.1, right half of Figure 1).
 
-B batch, S source length, T target length.
+Axes: B batch, S source length, T target length.
 """
 
 from __future__ import annotations
@@ -22,15 +22,22 @@ from transformer_tf.layers import Dropout, LayerNorm
 
 
 class DecoderLayer(Block):
-    """Let every target position gather from earlier ones, then from the source, then transform each on its own.
+    """Decoder layer: masked self-attention, cross-attention and a feed-forward network (section 3.1).
 
-    Without self-attention, as the first layer may be, it begins with the source.
-    Section 3.1: each sub-layer is ``LayerNorm(x + Sublayer(x))``; norm order ``pre`` is
-    ``x + Sublayer(LayerNorm(x))`` instead.
+    Each sublayer is ``LayerNorm(x + Sublayer(x))`` if ``config.norm_order`` is ``post`` (the paper), and
+    ``x + Sublayer(LayerNorm(x))`` if it is ``pre``.
+
+    Args:
+        config: Model configuration.
+        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        with_self_attention: False omits the self-attention and its layer norm. See
+            ``config.skip_first_self_attention``.
+        kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
 
     Taps:
-        Those of the three sub-layers; ``self_attention_norm.output``, ``cross_attention_norm.output``,
-        ``feed_forward_norm.output``; ``output``.
+        self_attention, cross_attention, feed_forward: Prefixes of the taps of the sublayers.
+        self_attention_norm.output, cross_attention_norm.output, feed_forward_norm.output: Outputs of the layer norms.
+        output: Output of the layer.
     """
 
     def __init__(
@@ -59,9 +66,17 @@ class DecoderLayer(Block):
         tap: Tap = no_tap,
         past: KeyValueCache | None = None,
     ) -> Float[Tensor, "B T d_model"]:
-        """Return the layer's output for each target position; True in a mask = may attend.
+        """Return the output of the layer for each target position.
 
-        While decoding, ``memory`` is its keys and values, and ``past`` has those of earlier target positions.
+        Args:
+            x: One vector per target position.
+            memory: Encoder memory, or its keys and values from ``cross_attention.project``.
+            self_mask: True if a target position may attend to a target position. None allows every pair.
+            cross_mask: True if a target position may attend to a memory position. None allows every pair.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+            past: Cache of the keys and values of earlier target positions, for decoding step by step. None if ``x``
+                contains all positions.
         """
         if self.norm_order == "post":
             if self.self_attention and self.self_attention_norm:
@@ -85,16 +100,16 @@ class DecoderLayer(Block):
 
 @dataclass
 class DecoderCache(Nested):
-    """What the decoder keeps while it decodes one token after another.
+    """State of the decoder between two decoding steps. ``init_cache`` creates it.
 
-    R rows: the hypotheses of all sentences, those of one sentence side by side.
+    R rows: the hypotheses of all sequences. Hypotheses of the same sequence are in adjacent rows.
 
     Attributes:
-        memory: The source's keys and values, layer by layer; the hypotheses of a sentence share them.
-        past: The keys and values of the target so far, of each layer that has self-attention.
-        cross_mask: True where a source position holds a token.
-        self_mask: True where a target position holds a token.
-        positions: What is added to the embedding at each target position.
+        memory: Keys and values of the encoder memory, one entry per layer. Hypotheses of the same sequence share them.
+        past: Keys and values of the target positions decoded so far, one entry per layer with self-attention.
+        cross_mask: True for source positions that contain a token.
+        self_mask: True for target positions that contain a token.
+        positions: Vectors that are added to the embeddings, one per target position.
     """
 
     memory: list[KeyValues]
@@ -105,21 +120,33 @@ class DecoderCache(Nested):
 
     @property
     def length(self) -> Int[Tensor, ""]:
-        """How many target positions it holds."""
+        """Number of target positions decoded so far."""
         return self.past[0].length
 
     def reorder(self, rows: Int[Tensor, " R"]) -> None:
-        """Let each hypothesis go on from another one: some are dropped, others go on in several ways."""
+        """Replace the hypothesis in row i by the hypothesis in row ``rows[i]``.
+
+        Beam search uses this method to drop some hypotheses and to extend others in several ways.
+
+        Args:
+            rows: Index of the row to copy, one for each row.
+        """
         self.self_mask = tf.gather(self.self_mask, rows)
         for past in self.past:
             past.reorder(rows)
 
 
 class DecoderStack(Block):
-    """Turn the embedded target and the memory into one state per target position: a stack of decoder layers.
+    """Decoder stack: a sequence of decoder layers that maps the embedded target and the encoder memory to states.
+
+    Args:
+        config: Model configuration, which defines the number of layers and whether a final layer norm follows.
+        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
 
     Taps:
-        Those of each layer under ``layers.{i}``; ``output``.
+        layers.{i}: Prefix of the taps of layer i.
+        output: Output of the stack.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
@@ -130,7 +157,7 @@ class DecoderStack(Block):
                 for i in range(config.num_decoder_layers)
             ]
             self.final_norm = LayerNorm(config, dtype, name="final_norm") if config.final_norm else None
-        self.activation_checkpointing = False  # a Trainer switches it on for a step that is to save memory
+        self.activation_checkpointing = False  # a Trainer sets it during a step, to save memory
 
     def call(
         self,
@@ -141,7 +168,17 @@ class DecoderStack(Block):
         tap: Tap = no_tap,
         training: bool | None = None,
     ) -> Float[Tensor, "B T d_model"]:
-        """Return the decoder's state for each target position; True in a mask = may attend."""
+        """Return the decoder state of each target position.
+
+        Args:
+            x: One embedding per target position.
+            memory: Encoder memory: one vector per source position.
+            self_mask: True if a target position may attend to a target position. None allows every pair.
+            cross_mask: True if a target position may attend to a memory position. None allows every pair.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+            training: True enables dropout. None uses the mode of the enclosing Keras layer.
+        """
         self_mask, cross_mask = attention_mask_for(x, self_mask), attention_mask_for(memory, cross_mask)
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:
@@ -159,7 +196,14 @@ class DecoderStack(Block):
         positions: Float[Tensor, "capacity d_model"],
         beam_size: int | Int[Tensor, ""] = 1,
     ) -> DecoderCache:
-        """Return a cache that holds the memory's keys and values, and has room for the target's."""
+        """Return a cache with the keys and values of the encoder memory and empty buffers for the target positions.
+
+        Args:
+            memory: Encoder memory: one vector per source position.
+            cross_mask: True for source positions that contain a token.
+            positions: Vectors that are added to the embeddings. Their number is the capacity of the cache.
+            beam_size: Number of hypotheses per sequence.
+        """
         projected = [layer.cross_attention.project(memory) for layer in self.layers]
         rows, capacity = keras.ops.shape(memory)[0] * beam_size, keras.ops.shape(positions)[0]
         past = [
@@ -172,12 +216,19 @@ class DecoderStack(Block):
     def step(
         self, x: Float[Tensor, "R L d_model"], cache: DecoderCache, tap: Tap = no_tap
     ) -> Float[Tensor, "R L d_model"]:
-        """Return the decoder's state at the next target positions, and add them to the cache."""
+        """Return the decoder states of the next target positions, and store these positions in the cache.
+
+        Args:
+            x: One embedding per next target position.
+            cache: Cache from ``init_cache``. It is updated in place.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+        """
         mask = cache.self_mask
         if x.shape[1] != 1:
             n = cache.length + tf.range(tf.shape(x)[1])
             mask &= n[:, None] >= tf.range(tf.shape(mask)[3])
-        pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # the first may have no self-attention
+        pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # layer 0 may lack self-attention
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             x = layer(x, memory, mask, cache.cross_mask, tap=within(tap, f"layers.{i}"), past=past)
         if self.final_norm is not None:

@@ -1,6 +1,6 @@
 """Embeddings, output projection and positions (Vaswani et al., 2017, sections 3.4 and 3.5).
 
-B batch, L length, V vocabulary.
+Axes: B batch, L length, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from transformer_tf.layers import Linear
 def sinusoidal_encoding(
     length: int | Int[Tensor, ""], d_model: int, layout: str = "interleaved", timescale: str = "m", offset: int = 0
 ) -> Float[Tensor, "L d_model"]:
-    """Return one row of sines and cosines per position, in float64 (section 3.5).
+    """Return sinusoidal position encodings, one row per position, in float64 (section 3.5).
 
-    ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(...)``.
+    ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model))``. Computed in
+    float32, the angles would be off by 4e-5 at position 500.
 
     Args:
         length: Number of positions.
-        d_model: Number of channels, which is even.
-        layout: ``interleaved`` alternates sine and cosine (the paper), ``split`` puts all sines first.
-        timescale: ``m`` spaces m = d_model / 2 wavelengths from 2 pi up to but not including 10000 * 2 pi (the paper),
-            ``m_minus_1`` includes it.
-        offset: Number of the first position.
+        d_model: Number of channels. It must be even.
+        layout: ``interleaved`` alternates sine and cosine channels (the paper). ``split`` puts all sines first.
+        timescale: Spacing of the m = d_model / 2 wavelengths, which start at 2 pi. With ``m``, they end just below
+            10000 * 2 pi (the paper). With ``m_minus_1``, the last one is exactly 10000 * 2 pi.
+        offset: Index of the first position.
 
     Raises:
-        ValueError: If there is no such layout or timescale, or ``d_model`` doesn't fit it.
+        ValueError: If ``layout`` or ``timescale`` is unknown, or ``d_model`` is odd or too small.
     """
     check_sinusoids(d_model, layout, timescale)
     m = d_model // 2
@@ -49,7 +50,14 @@ def sinusoidal_encoding(
 
 
 class TokenEmbedding(Block):
-    """Look up one learned vector per token, times sqrt(d_model) (section 3.4)."""
+    """Token embedding: one learned vector per token, multiplied by sqrt(d_model) (section 3.4).
+
+    Args:
+        vocab_size: Number of tokens in the vocabulary.
+        config: Model configuration. The multiplication depends on ``config.scale_embedding``.
+        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
+    """
 
     def __init__(self, vocab_size: int, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
@@ -60,24 +68,38 @@ class TokenEmbedding(Block):
         self.table.build()
 
     def call(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L d_model"]:
-        """Return the vectors of the tokens."""
+        """Return the embedding of each token.
+
+        Args:
+            ids: Token IDs.
+        """
         return self.table(ids) * self.multiplier
 
 
 class SinusoidalPosition(Block):
-    """Add to each vector the sines and cosines of its position (section 3.5)."""
+    """Sinusoidal position encoding, which is added to each vector (section 3.5).
+
+    Args:
+        config: Model configuration, which defines the layout, the timescale and the index of the first position.
+        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
+    """
 
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
         self.config = config
 
     def call(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
-        """Return ``x`` with its positions; the encoding is rounded once, to the dtype of ``x``."""
+        """Return ``x`` plus the encoding of each position, which is computed in float64 and rounded once.
+
+        Args:
+            x: One vector per position.
+        """
         encoding = self.vectors(keras.ops.shape(x)[1])
         return x + tf.cast(encoding, x.dtype)
 
     def vectors(self, length: int | Int[Tensor, ""]) -> Float[Tensor, "L d_model"]:
-        """Return what is added at each of the first positions."""
+        """Return the vectors that are added at the first ``length`` positions."""
         config = self.config
         return sinusoidal_encoding(
             length, config.d_model, config.position_layout, config.position_timescale, config.position_offset
@@ -85,7 +107,13 @@ class SinusoidalPosition(Block):
 
 
 class LearnedPosition(Block):
-    """Add to each vector a learned vector of its position (Table 3, row E)."""
+    """Learned position embedding, which is added to each vector (Table 3, row E).
+
+    Args:
+        config: Model configuration, which defines the number of positions and the index of the first one.
+        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
+    """
 
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
         super().__init__(dtype=dtype, **kwargs)
@@ -94,33 +122,50 @@ class LearnedPosition(Block):
         self.table.build()
 
     def call(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
-        """Return ``x`` with its positions."""
+        """Return ``x`` plus the learned vector of each position.
+
+        Args:
+            x: One vector per position.
+        """
         return x + self.vectors(keras.ops.shape(x)[1])
 
     def vectors(self, length: int | Int[Tensor, ""]) -> Float[Tensor, "L d_model"]:
-        """Return what is added at each of the first positions."""
+        """Return the vectors that are added at the first ``length`` positions."""
         return self.table(tf.range(self.offset, self.offset + length))
 
 
 class OutputProjection(Block):
-    """Score every token of the vocabulary; where tied, by the transposed embedding table (section 3.4)."""
+    """Output projection: maps each decoder state to one logit per token of the target vocabulary (section 3.4).
+
+    If ``config.tie_embeddings`` is not ``none``, the projection uses the transposed embedding matrix.
+
+    Args:
+        config: Model configuration.
+        embedding: Target embedding, whose matrix a tied projection uses.
+        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
+    """
 
     def __init__(
         self, config: TransformerConfig, embedding: TokenEmbedding, dtype: str | None = None, **kwargs: Any
     ) -> None:
         super().__init__(dtype=dtype, **kwargs)
         size, tied = config.target_vocab_size, config.tie_embeddings != "none"
-        self.embedding = embedding if tied else None  # the layer, as Keras saves it once
+        self.embedding = embedding if tied else None  # store the layer, not its matrix, so that Keras saves it once
         self.linear: Any = None if tied else Linear(config.d_model, size, bias=False, dtype=dtype, name=self.name)
         self.bias = self.add_weight(shape=(size,), initializer="zeros", name="bias") if config.output_bias else None
 
     def call(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L V"]:
-        """Return the logits of each position."""
+        """Return the logits of each position.
+
+        Args:
+            x: One decoder state per target position.
+        """
         logits = self.linear(x) if self.embedding is None else self.embedding.table(x, reverse=True)
         return logits if self.bias is None else logits + self.bias
 
 
 def _table(layer: keras.layers.Layer, config: TransformerConfig) -> dict[str, Any]:
-    """Return the options of a layer's table of normally distributed vectors."""
+    """Return the constructor arguments of an embedding matrix with normally distributed initial values."""
     normal = initial(keras.initializers.RandomNormal(stddev=config.d_model**-0.5))
     return {"embeddings_initializer": normal, "dtype": layer.dtype_policy, "name": layer.name}

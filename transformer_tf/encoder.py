@@ -1,6 +1,6 @@
 """The encoder (Vaswani et al., 2017, section 3.1, left half of Figure 1).
 
-B batch, S source length.
+Axes: B batch, S source length.
 """
 
 from __future__ import annotations
@@ -20,13 +20,20 @@ from transformer_tf.layers import Dropout, LayerNorm
 
 
 class EncoderLayer(Block):
-    """Let every source position gather from the others, then transform each on its own.
+    """Encoder layer: self-attention followed by a feed-forward network (section 3.1).
 
-    Section 3.1: each sub-layer is ``LayerNorm(x + Sublayer(x))``; norm order ``pre`` is
-    ``x + Sublayer(LayerNorm(x))`` instead.
+    Each sublayer is ``LayerNorm(x + Sublayer(x))`` if ``config.norm_order`` is ``post`` (the paper), and
+    ``x + Sublayer(LayerNorm(x))`` if it is ``pre``.
+
+    Args:
+        config: Model configuration.
+        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
 
     Taps:
-        Those of both sub-layers; ``self_attention_norm.output``, ``feed_forward_norm.output``; ``output``.
+        self_attention, feed_forward: Prefixes of the taps of the sublayers.
+        self_attention_norm.output, feed_forward_norm.output: Outputs of the layer norms.
+        output: Output of the layer.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
@@ -46,13 +53,14 @@ class EncoderLayer(Block):
         tap: Tap = no_tap,
         mask: Bool[Tensor, "B S"] | None = None,
     ) -> Float[Tensor, "B S d_model"]:
-        """Return the layer's output for each source position.
+        """Return the output of the layer for each source position.
 
         Args:
             x: One vector per source position.
-            attention_mask: True if a position may attend to another. None allows every pair.
-            tap: Receives each named intermediate and returns the value to go on with.
-            mask: True for tokens, False for padding. Keras passes the mask of ``x``.
+            attention_mask: True if a query position may attend to a key position. None allows every pair.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+            mask: True for tokens, False for padding. By default, Keras passes the mask that is attached to ``x``.
         """
         mask = attention_mask_for(x, attention_mask, mask)
         if self.norm_order == "post":
@@ -69,10 +77,16 @@ class EncoderLayer(Block):
 
 
 class EncoderStack(Block):
-    """Turn the embedded source into the memory that the decoder reads: a stack of encoder layers.
+    """Encoder stack: a sequence of encoder layers that maps the embedded source to the encoder memory.
+
+    Args:
+        config: Model configuration, which defines the number of layers and whether a final layer norm follows.
+        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
 
     Taps:
-        Those of each layer under ``layers.{i}``; ``output``.
+        layers.{i}: Prefix of the taps of layer i.
+        output: Output of the stack.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
@@ -80,7 +94,7 @@ class EncoderStack(Block):
         with keras.name_scope(self.name):
             self.layers = [EncoderLayer(config, dtype, name=f"layer_{i}") for i in range(config.num_encoder_layers)]
             self.final_norm = LayerNorm(config, dtype, name="final_norm") if config.final_norm else None
-        self.activation_checkpointing = False  # a Trainer switches it on for a step that is to save memory
+        self.activation_checkpointing = False  # a Trainer sets it during a step, to save memory
 
     def call(
         self,
@@ -90,7 +104,16 @@ class EncoderStack(Block):
         training: bool | None = None,
         mask: Bool[Tensor, "B S"] | None = None,
     ) -> Float[Tensor, "B S d_model"]:
-        """Return the memory. Both masks are the same as those of an ``EncoderLayer``."""
+        """Return the encoder memory: one vector per source position.
+
+        Args:
+            x: One embedding per source position.
+            attention_mask: True if a query position may attend to a key position. None allows every pair.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+            training: True enables dropout. None uses the mode of the enclosing Keras layer.
+            mask: True for tokens, False for padding. By default, Keras passes the mask that is attached to ``x``.
+        """
         mask = attention_mask_for(x, attention_mask, mask)
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:

@@ -1,7 +1,7 @@
-"""Faster ways to compute the same formulas. The model is the same without this module, up to rounding.
+"""Optimized versions of the formulas. A model without this module computes the same, up to rounding.
 
-``accelerate`` lets the attention of a model take long inputs block by block. Searches choose the best continuations
-block by block, and a trainer updates its parameters by TensorFlow's kernel.
+``accelerate`` makes attention process long inputs block by block. Searches select the best extensions block by block,
+and a trainer updates its parameters using TensorFlow's kernel.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from transformer_tf.attention import MultiHeadAttention, scaled_dot_product_atte
 from transformer_tf.optimizer import Adam
 
 BLOCK = 32  # values per block; only the blocks with the largest maxima are sorted
-QUERY_BLOCK = 256  # queries; above this number, the scores of all queries do not exist at the same time
+QUERY_BLOCK = 256  # maximum number of queries whose scores are computed at once
 
 
 def accelerate(model: keras.Model) -> None:
-    """Let the attention of a model take long inputs block by block."""
+    """Make the attention layers of a model process long inputs block by block."""
     for layer in model._flatten_layers():
         if isinstance(layer, MultiHeadAttention):
             layer.attend = attend_by_blocks
@@ -38,22 +38,22 @@ def attend_by_blocks(
     dropout: Callable[[Tensor], Tensor] | None = None,
     tap: Tap = no_tap,
 ) -> Float[Tensor, "B H L d_v"]:
-    """Return the same as ``scaled_dot_product_attention``; for long inputs on a CPU, without storing all weights.
+    """Return the same as ``scaled_dot_product_attention``. For long inputs on a CPU, don't store all weights.
 
-    Taps and dropout need all weights at the same time.
+    Taps and dropout require all weights at once, so they disable the blocks.
     """
     check_attention(tuple(query.shape), tuple(key.shape), tuple(value.shape))
     if mask is not None:
         check_attention_mask(tuple(mask.shape), mask.dtype.name, tuple(query.shape), tuple(key.shape))
     is_long = query.shape[2] is not None and query.shape[2] > QUERY_BLOCK
-    # A GPU is faster with all heads at a time.
+    # A GPU is faster with all heads at once.
     if tap is no_tap and dropout is None and is_long and not tf.config.list_physical_devices("GPU"):
         return _attend_in_blocks(query, key, value, mask)
     return scaled_dot_product_attention(query, key, value, mask, dropout, tap)
 
 
 def _attend_in_blocks(query, key, value, mask):
-    """Attend with some queries of one head at a time; the backward pass recomputes their scores."""
+    """Attend with a block of queries of one head at a time. The backward pass recomputes the scores."""
     batch, heads, length, width = keras.ops.shape(query)
     blocks = -(-length // QUERY_BLOCK)
     padding = [[0, 0], [0, 0], [0, blocks * QUERY_BLOCK - length], [0, 0]]
@@ -62,7 +62,7 @@ def _attend_in_blocks(query, key, value, mask):
 
     def attend(b, h, i, block, key, value):
         allowed = None
-        if mask is not None:  # an axis of size one holds for all sentences, heads or queries: the slice begins there
+        if mask is not None:  # if the mask broadcasts along an axis, the slice starts at 0
             start = tf.minimum(tf.stack([b, h, i * QUERY_BLOCK, 0]), tf.shape(mask) - 1)
             allowed = tf.slice(mask, start, [1, 1, min(QUERY_BLOCK, mask.shape[2]), tf.shape(mask)[3]])
 
@@ -92,18 +92,18 @@ def _attend_in_blocks(query, key, value, mask):
 def top_by_blocks(
     values: Float[Tensor, "B N"], count: int | Int[Tensor, ""]
 ) -> tuple[Float[Tensor, "B K"], Int[Tensor, "B K"]]:
-    """Return the largest values of each row and their indices. Of equal values, the first comes first.
+    """Return the largest values of each row and their indices. Ties go to the lower index.
 
-    On a CPU, the maximum of each block takes 85% less time than ``top_k`` of all values. The largest values are in
-    the blocks with the largest maxima, of blocks with equal maxima in the first ones, or in the rest that follows the
-    last block. Sizes are not known while TensorFlow traces: if there are only a few blocks, all of them are sorted.
+    On a CPU, the maximum of each block takes 85% less time than ``top_k`` of all values. The largest values are in the
+    blocks with the largest maxima (among equal maxima, in the first ones) or in the rest after the last block. Because
+    sizes are unknown while TensorFlow traces, all values are sorted if there are only a few blocks.
     """
     rows, size = keras.ops.shape(values)
-    values = tf.where(~tf.math.is_nan(values), values, inf)  # NaN comes first, so that it is noticed
+    values = tf.where(~tf.math.is_nan(values), values, inf)  # put NaN first, so that it is detected
     blocks, rest = size // BLOCK, size % BLOCK
     maxima = tf.reduce_max(tf.reshape(values[:, : size - rest], [rows, blocks, BLOCK]), -1)
     _, block = tf.math.top_k(maxima, tf.minimum(count, blocks))
-    # In their original order, so that the first of equal values stays the first.
+    # Keep the original order, so that ties go to the lower index.
     place = tf.reshape(tf.sort(block)[:, :, None] * BLOCK + tf.range(BLOCK), [rows, -1])
     place = tf.concat([place, tf.tile(tf.range(size - rest, size)[None], [rows, 1])], 1)
     best, at = tf.math.top_k(tf.gather(values, place, batch_dims=1), count)
@@ -111,15 +111,15 @@ def top_by_blocks(
 
 
 class FastAdam(Adam):
-    """Adam by TensorFlow's kernel, which reads and writes memory once; the formulas do so a dozen times."""
+    """Adam that uses TensorFlow's kernel, which reads and writes memory once instead of a dozen times."""
 
     def update(
         self, gradient: Mapping[str, Tensor], scale: Tensor, learning_rate: Tensor, corrections: tuple[Tensor, Tensor]
     ) -> None:
-        """Take a step: change parameters and moments in place.
+        """Take a step: update parameters and moments in place.
 
-        The kernel adds epsilon to a root that is not corrected yet, so it gets the epsilon that amounts to the right
-        one. In float32, it rounds ``1 - beta``, with a relative error of 1e-6 at 0.98.
+        The kernel adds epsilon before the bias correction, so the method rescales epsilon accordingly. In float32, the
+        kernel rounds ``1 - beta``, which causes a relative error of 1e-6 at a beta of 0.98.
         """
         settings = self.settings
         correction1, correction2 = corrections
@@ -129,7 +129,7 @@ class FastAdam(Adam):
             "beta1": tf.constant(settings.beta1, root.dtype),
             "beta2": tf.constant(settings.beta2, root.dtype),
             "epsilon": settings.epsilon * root,
-            **dict.fromkeys(("beta1_power", "beta2_power"), zero),  # the corrections are in the learning rate
+            **dict.fromkeys(("beta1_power", "beta2_power"), zero),  # the learning rate includes the bias correction
         }
         for name, g in gradient.items():
             theta, m, v = self.parameters[name], self.first_moment[name], self.second_moment[name]

@@ -1,6 +1,6 @@
 """Position-wise feed-forward network (Vaswani et al., 2017, section 3.3).
 
-B batch, L length.
+Axes: B batch, L length.
 """
 
 from __future__ import annotations
@@ -18,12 +18,18 @@ from transformer_tf.layers import ACTIVATIONS, Dropout, Linear
 
 
 class PositionwiseFeedForward(Block):
-    """Transform each position by the same two-layer network, seeing no other position.
+    """Position-wise feed-forward network: the same two layers are applied to each position separately.
 
     Equation (2): ``FFN(x) = max(0, x W_1 + b_1) W_2 + b_2``.
 
+    Args:
+        config: Model configuration, which defines the inner size, the activation and the dropout rate.
+        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
+
     Taps:
-        ``inner`` after the activation; ``output``.
+        inner: Output of the activation, before dropout.
+        output: Output of the network.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
@@ -36,6 +42,12 @@ class PositionwiseFeedForward(Block):
         self.dropout = Dropout(config.dropout.feed_forward, dtype=dtype, name="dropout")
 
     def call(self, x: Float[Tensor, "B L d_model"], tap: Tap = no_tap) -> Float[Tensor, "B L d_model"]:
-        """Transform each position of ``x``."""
+        """Return the output of the network for each position.
+
+        Args:
+            x: One vector per position.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+        """
         inner = tap("inner", ACTIVATIONS[self.activation](self.inner_proj(x)))  # [B, L, d_ff]
         return tap("output", self.output_proj(self.dropout(inner)))

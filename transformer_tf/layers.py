@@ -1,4 +1,4 @@
-"""The layers that every framework ships, with this project's names, defaults and initial values."""
+"""Keras' basic layers, with the parameter names, defaults and initial values of this package."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ __all__ = ["ACTIVATIONS", "Dropout", "LayerNorm", "Linear", "masked_softmax"]
 
 
 def gelu(x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-    """Return ``x Phi(x)``. TensorFlow's own rounds sqrt(2) to float32 in float64 too, and has no digit left at -10."""
+    """Return ``x Phi(x)``, the exact GELU.
+
+    TensorFlow's own function rounds sqrt(2) to float32 even in float64, and loses all digits at x = -10.
+    """
     return 0.5 * x * tf.math.erfc(-x * math.sqrt(0.5))
 
 
 def gelu_tanh(x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-    """Return the tanh approximation of ``gelu``; TensorFlow's own rounds its constants to float32."""
+    """Return the tanh approximation of GELU. TensorFlow's own function rounds the constants to float32."""
     return 0.5 * x * (1.0 + tf.math.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
@@ -41,7 +44,12 @@ _OWN_ROWS: ContextVar[tuple[Any, int] | None] = ContextVar("share, shares", defa
 
 @contextmanager
 def own_rows(share: Any, shares: int) -> Iterator[None]:
-    """Let dropout draw for the rows of all shares, and keep those of one."""
+    """Within the context, let dropout draw random numbers for the full batch, and use only the rows of one shard.
+
+    Args:
+        share: Index of the shard.
+        shares: Number of shards.
+    """
     before = _OWN_ROWS.set((share, shares))
     try:
         yield
@@ -52,17 +60,30 @@ def own_rows(share: Any, shares: int) -> Iterator[None]:
 def masked_softmax(
     scores: Float[Tensor, "*axes M"], mask: Bool[Tensor, "*#axes #M"] | None = None
 ) -> Float[Tensor, "*axes M"]:
-    """Turn scores into weights that sum to one over the allowed keys, and to zero where none is allowed."""
-    wide = tf.cast(scores, keras.backend.result_type(scores.dtype, "float32"))  # bfloat16 is too coarse to sum in
+    """Return the softmax over the allowed keys. If no key is allowed, all weights are zero.
+
+    Args:
+        scores: Similarity of each key to the query.
+        mask: True if a key is allowed. None allows every key.
+    """
+    wide = tf.cast(scores, keras.backend.result_type(scores.dtype, "float32"))  # bfloat16 is too imprecise for sums
     if mask is None:
         return tf.cast(tf.nn.softmax(wide), scores.dtype)
-    # The lowest finite score, not -inf: a row of -inf would be NaN, forward and backward.
+    # Use the lowest finite score, because a row of -inf would give NaN in the forward and the backward pass.
     weights = tf.nn.softmax(tf.where(mask, wide, tf.constant(wide.dtype.min, wide.dtype)))
     return tf.cast(tf.where(mask, weights, tf.zeros([], wide.dtype)), scores.dtype)
 
 
 def Linear(d_in: int, d_out: int, *, bias: bool, dtype: Any = None, **kwargs: Any) -> keras.layers.Dense:  # noqa: N802
-    """Return a layer that computes ``x W + b``. ``W`` starts with Xavier's values, ``b`` with zeros."""
+    """Return a ``keras.layers.Dense``, ``x W + b``, with a Xavier-uniform matrix and a zero bias.
+
+    Args:
+        d_in: Size of the last axis of the input.
+        d_out: Size of the last axis of the output.
+        bias: True adds a bias.
+        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
+    """
     xavier = initial("glorot_uniform")
     layer = keras.layers.Dense(d_out, use_bias=bias, kernel_initializer=xavier, dtype=dtype, **kwargs)
     layer.build((None, d_in))
@@ -70,10 +91,15 @@ def Linear(d_in: int, d_out: int, *, bias: bool, dtype: Any = None, **kwargs: An
 
 
 class LayerNorm(Configured, keras.layers.LayerNormalization):
-    """Normalise the last axis, then scale and shift it (Ba et al., 2016).
+    """Layer normalization over the last axis, followed by a learned scale and bias (Ba et al., 2016).
 
-    Kind ``standard`` divides by sqrt(biased variance + epsilon), kind ``annotated`` by (unbiased standard
-    deviation + epsilon), as the Annotated Transformer does.
+    If ``config.layer_norm_kind`` is ``standard``, the divisor is sqrt(biased variance + epsilon). If it is
+    ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
+
+    Args:
+        config: Model configuration, which defines the size, epsilon and the kind of divisor.
+        dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
+        kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str | None = None, **kwargs: Any) -> None:
@@ -82,7 +108,7 @@ class LayerNorm(Configured, keras.layers.LayerNormalization):
         self.build((None, config.d_model))
 
     def call(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
-        """Normalise each position of ``x``."""
+        """Normalize each position of ``x``."""
         if self.kind == "standard":
             return super().call(x)
         wide = tf.cast(x, keras.backend.result_type(x.dtype, "float32"))
@@ -93,15 +119,23 @@ class LayerNorm(Configured, keras.layers.LayerNormalization):
 
 
 class Dropout(Configured, keras.layers.Dropout):
-    """Set elements to zero at random and scale the rest, in training only (section 5.4)."""
+    """Dropout: sets random elements to zero and scales the others by 1 / (1 - rate), in training only (section 5.4).
+
+    The constructor has the arguments of ``keras.layers.Dropout``.
+    """
 
     def call(self, x: Float[Tensor, "*axes"], training: bool | None = False) -> Float[Tensor, "*axes"]:
-        """Return ``x``, or in training a thinned-out copy of it; within ``own_rows`` that of a larger batch."""
+        """Return ``x`` unchanged in inference, or with dropout in training.
+
+        Args:
+            x: Tensor of any shape.
+            training: True enables dropout.
+        """
         found = _OWN_ROWS.get()
         if found is None or not (training and self.rate):
             return super().call(x, training)
         share, shares = found
         rows, *others = tf.unstack(tf.shape(x))
-        # Each number is drawn by its position: rows of padding behind all others change none of them.
+        # Each number depends only on its position, so padding rows at the end don't affect the others.
         scales = super().call(tf.ones([rows * shares, *others], x.dtype), training)
         return x * scales[share * rows : (share + 1) * rows]

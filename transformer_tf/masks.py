@@ -1,6 +1,6 @@
-"""Masks (Vaswani et al., 2017, section 3.2.3). True = may attend.
+"""Attention masks (Vaswani et al., 2017, section 3.2.3). True means that a position may be attended to.
 
-B batch, S source length, T target length, L length of either.
+Axes: B batch, S source length, T target length, L source or target length.
 """
 
 from __future__ import annotations
@@ -13,20 +13,33 @@ from transformer_spec.shapes import Bool, Int
 
 
 def padding_mask(ids: Int[Tensor, "B L"], pad_id: int) -> Bool[Tensor, "B L"]:
-    """Mark the positions that hold a token rather than padding."""
+    """Return a mask that is True for tokens and False for padding.
+
+    Args:
+        ids: Token IDs, padded with ``pad_id``.
+        pad_id: ID of the padding token.
+    """
     return keras.ops.not_equal(ids, pad_id)
 
 
 def target_padding_mask(target_ids: Int[Tensor, "B T"], pad_id: int) -> Bool[Tensor, "B T"]:
-    """Mark the positions that hold a token rather than padding; the first one always does.
+    """Return a mask that is True for target tokens and False for padding. The first position is always True.
 
-    The first target token is the start symbol, and Marian's start symbol is its padding id.
+    The first target token is BOS. It must never be masked, but Marian uses the same ID for BOS and padding.
+
+    Args:
+        target_ids: Token IDs that the decoder reads, padded with ``pad_id``.
+        pad_id: ID of the padding token.
     """
     is_first = tf.range(tf.shape(target_ids)[1]) == 0
     return padding_mask(target_ids, pad_id) | is_first
 
 
 def causal_mask(length: int) -> Bool[Tensor, "T T"]:
-    """Let each target position attend to itself and to what came before it."""
+    """Return a mask that lets each target position attend only to itself and to earlier positions.
+
+    Args:
+        length: Number of target positions.
+    """
     positions = tf.range(length)
     return positions[:, None] >= positions[None, :]

@@ -1,4 +1,4 @@
-"""The optimizer (Vaswani et al., 2017, section 5.3): clipping by the norm of the whole gradient, and Adam."""
+"""The optimizer (Vaswani et al., 2017, section 5.3): gradient clipping by global norm, and Adam."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ global_norm = tf.linalg.global_norm
 
 
 def clip_factor(norm: Tensor, clip_norm: float | None) -> Tensor | float:
-    """Return what scales a gradient of some norm to one of at most ``clip_norm`` (Pascanu et al., 2013)."""
+    """Return the factor that scales a gradient to a norm of at most ``clip_norm`` (Pascanu et al., 2013).
+
+    Args:
+        norm: Norm of the gradient.
+        clip_norm: Maximum norm. None disables clipping.
+    """
     return 1.0 if clip_norm is None else clip_norm / tf.maximum(norm, clip_norm)
 
 
 class Adam:
-    """Algorithm 1 of Kingma and Ba (2015).
+    """Adam, Algorithm 1 of Kingma and Ba (2015).
 
-    The moments are corrected for their bias, and epsilon is added to the root of the corrected one.
+    The moments are corrected for bias. Epsilon is added to the square root of the corrected second moment.
 
     Args:
-        parameters: Variables by canonical name. Frozen ones have no moments.
-        settings: Settings, which include both betas and epsilon.
+        parameters: Variables to update, by canonical name. Frozen variables have no moments.
+        settings: Training settings, which define both betas and epsilon.
     """
 
     def __init__(self, parameters: Mapping[str, tf.Variable], settings: TrainingConfig) -> None:
@@ -34,7 +39,7 @@ class Adam:
         self.second_moment: dict[str, tf.Variable] = {}
 
     def start(self, names: Iterable[str]) -> None:
-        """Begin the moments of these parameters at zero, unless they have moments."""
+        """Create the moments of these parameters as zeros, unless they exist."""
         for name in names:
             for moments in (self.first_moment, self.second_moment):
                 if name not in moments:
@@ -43,15 +48,15 @@ class Adam:
     def update(
         self, gradient: Mapping[str, Tensor], scale: Tensor, learning_rate: Tensor, corrections: tuple[Tensor, Tensor]
     ) -> None:
-        """Take a step: change parameters and moments in place.
+        """Take a step: update parameters and moments in place.
 
         Args:
-            gradient: By canonical name.
-            scale: What the gradient is multiplied by first.
-            learning_rate: Of this step.
-            corrections: Of this step, as ``settings.bias_corrections`` has them.
+            gradient: Gradient of each parameter, by canonical name.
+            scale: Factor by which the gradient is multiplied first.
+            learning_rate: Learning rate for this step.
+            corrections: Bias corrections for this step, from ``settings.bias_corrections``.
         """
-        # Not Keras' own, which rounds the betas to float32 in float64 too.
+        # Keras' Adam rounds the betas to float32, even for float64 models.
         settings = self.settings
         correction1, correction2 = corrections
         for name, g in gradient.items():

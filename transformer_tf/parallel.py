@@ -1,4 +1,4 @@
-"""Training on several devices, by TensorFlow's strategies: each holds the whole model and has rows of its own."""
+"""Training on several devices with TensorFlow's distribution strategies: each device has a copy of the model."""
 
 from __future__ import annotations
 
@@ -22,39 +22,40 @@ from transformer_tf.weights import parameters
 
 
 def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
-    """Return the devices of a plan as the framework arranges them, for a ``Trainer``.
+    """Return a distribution strategy for a ``Trainer``.
+
+    If ``TF_CONFIG`` is set, the process first joins the other workers.
 
     Args:
-        plan: How many devices there are along each axis.
-        device: ``cpu`` or ``gpu``. None leaves the place to the framework.
+        plan: Number of devices along each axis. Only the axis ``data`` may have more than one.
+        device: ``cpu`` or ``gpu``. None uses the GPUs if there are any.
 
     Raises:
-        ValueError: There is another number of devices than the plan needs, or the framework cannot follow the plan.
-        RuntimeError: The device is not visible.
+        ValueError: If the number of devices doesn't match the plan, or the plan divides parameters.
+        RuntimeError: If the device is not visible, or this process can't join the other workers.
     """
-    # keras.distribution accepts such layouts and, on TensorFlow, leaves every variable where it is.
+    # keras.distribution accepts such layouts but, on TensorFlow, doesn't distribute the variables.
     if plan.fsdp * plan.tensor > 1:
-        raise ValueError(f"TensorFlow's strategies divide the rows of a batch only, by data=N: got {plan}")
+        raise ValueError(f"a plan for TensorFlow's strategies must have the axis data only: got {plan}")
     device = to_device(device)
     if os.environ.get("TF_CONFIG"):
         mesh = _joined()
-        plan.check_devices(mesh.num_replicas_in_sync, "TF_CONFIG lists the workers, each with a GPU or its CPU")
+        plan.check_devices(mesh.num_replicas_in_sync, "TF_CONFIG must list all workers, which use their GPUs or CPU")
         return mesh
     gpus = tf.config.list_physical_devices("GPU")
     kind = device[1:4] if device else "GPU" if gpus else "CPU"
     if kind == "CPU":
         _split_cpu(plan.devices)
     devices = [device.name for device in tf.config.list_logical_devices(kind)][: plan.devices]
-    plan.check_devices(len(devices), "make the mesh before anything else of TensorFlow, to split a CPU into several")
+    plan.check_devices(len(devices), "create the mesh before you use TensorFlow, to split a CPU into devices")
     return _mirrored(tuple(devices))
 
 
 def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
-    """Return the plan that a mesh follows, be it from ``make_mesh`` or the user's own; one device for None.
+    """Return the plan of a mesh from ``make_mesh`` or from the user. Without a mesh, return a plan for one device.
 
     Raises:
-        TypeError: That is no mesh of this framework.
-        ValueError: The mesh has an axis that is none of a plan's, or the model cannot be divided like this.
+        TypeError: If the mesh is not a ``MirroredStrategy`` or ``MultiWorkerMirroredStrategy``.
     """
     if mesh is None:
         return Plan()
@@ -65,7 +66,11 @@ def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
 
 
 def shards(trainer: Any) -> dict[str, list[Shard]]:
-    """Return what the devices of this process hold of each parameter of a trainer, by canonical name."""
+    """Return the shards of each parameter on the devices of this process, by canonical name.
+
+    Args:
+        trainer: Trainer whose model is divided. Without a mesh, each parameter is one shard.
+    """
     mesh, held = trainer.mesh, {}
     devices = (0,)
     if mesh is not None:
@@ -79,25 +84,25 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
 
 
 def check_copies(trainer: Any) -> None:
-    """Refuse a model, or moments, with other copies than the trainer's mesh has: one each without.
+    """Check that the model and the moments were created in the scope of the trainer's mesh.
 
     Raises:
-        ValueError: A variable was made in the scope of another strategy, or of none.
+        ValueError: If a variable was created in the scope of a different strategy, or of none.
     """
     held = [*trainer.optimizer.parameters.values(), *trainer.optimizer.first_moment.values()]
     owners = [v.distribute_strategy if isinstance(v, tf.distribute.DistributedValues) else None for v in held]
     if any(owner is not trainer.mesh for owner in owners):
         raise ValueError(
-            "a model is trained on the devices it was made for: build it in the scope of the mesh (with mesh.scope(): "
-            "model = ...) and pass mesh=mesh to the Trainer, or do neither"
+            "the model must be created in the scope of the trainer's mesh: write `with mesh.scope(): model = ...` "
+            "and pass mesh=mesh to the Trainer, or do neither"
         )
 
 
 def spread_rows(trainer: Any, batch: Sequence[Any], slices: int) -> tuple[Any, ...]:
-    """Return a batch as ``call_on_devices`` takes it: on a mesh, the rows of each share, [shares, rows, length].
+    """Return a batch for ``call_on_devices``. On a mesh, this is [shares, rows, length]: the rows of each device.
 
     Raises:
-        ValueError: Each process has a batch of its own, or other settings or weights; the first batch tells.
+        ValueError: If the first batches, the settings or the weights of the processes differ.
     """
     if trainer.mesh is None:
         return tuple(batch)
@@ -112,10 +117,10 @@ def spread_rows(trainer: Any, batch: Sequence[Any], slices: int) -> tuple[Any, .
 
 
 def check_same(mesh: tf.distribute.Strategy, what: str, *values: Any) -> None:
-    """Refuse a run whose processes were not given the same.
+    """Check that all processes have the same values.
 
     Raises:
-        ValueError: They were not.
+        ValueError: If a process has different values.
     """
     digest = sha256(b"".join(value if isinstance(value, bytes) else repr(value).encode() for value in values)).digest()
 
@@ -126,11 +131,11 @@ def check_same(mesh: tf.distribute.Strategy, what: str, *values: Any) -> None:
     found, *others = (copy.numpy() for copy in mesh.experimental_local_results(gathered))  # [devices, 32]
     if len(different := np.flatnonzero((found != found[0]).any(1))):
         process = different[0] // (1 + len(others))
-        raise ValueError(f"all processes must have the same {what}: got others in process {process}")
+        raise ValueError(f"all processes must have the same {what}: process {process} has a different one")
 
 
 def random_bits(trainer: Any, sites: int) -> Int[ndarray, "*shares slices sites 2"]:
-    """Return what the dropout of a step depends on, at each of its sites; on a mesh, for each share."""
+    """Return the random bits for each dropout layer of a step. On a mesh, return them for each device."""
     shape = trainer.settings.accumulation_steps, sites, 2
     entropy = [trainer.seed, trainer.step]
 
@@ -144,20 +149,20 @@ def random_bits(trainer: Any, sites: int) -> Int[ndarray, "*shares slices sites 
 
 
 def summed(trainer: Any, values: Any) -> Any:
-    """Return the sums of what the devices of a mesh have found of a loss, its tokens and, perhaps, its gradient."""
+    """Return the loss, the number of tokens and, if given, the gradient, summed over the devices of a mesh."""
     if trainer.mesh is None:
         return values
     context, (total, tokens, *gradient) = tf.distribute.get_replica_context(), values
-    tokens = context.all_reduce("SUM", tokens)  # on its own: integers are summed on the host
+    tokens = context.all_reduce("SUM", tokens)  # separately, because integers are summed on the host
     total, *gradient = context.all_reduce("SUM", [total, *gradient])
     return total, tokens, *gradient
 
 
 def first_alone(trainer: Any, action: Callable[[], None]) -> None:
-    """Let the first process of a mesh do something, while the others wait.
+    """Call a function in the first process of a mesh, while the others wait.
 
     Raises:
-        OSError: The first process could not do it.
+        OSError: If the function fails in the first process.
     """
     mesh = trainer.mesh
     if not isinstance(mesh, tf.distribute.MultiWorkerMirroredStrategy):
@@ -177,28 +182,30 @@ def first_alone(trainer: Any, action: Callable[[], None]) -> None:
     if failed is not None:
         raise failed
     if float(mesh.experimental_local_results(problems)[0]):
-        raise OSError("the first process cannot write the folder, and says why")
+        raise OSError("the first process cannot write the directory: its error message gives the reason")
 
 
 def _joined():
-    """Join the other workers. TensorFlow waits for them permanently, and Ctrl-C doesn't end the process meanwhile.
+    """Join the other workers.
+
+    TensorFlow waits for them without a timeout, and ignores Ctrl-C while it waits.
 
     Raises:
-        RuntimeError: This process cannot listen at its address.
+        RuntimeError: If this process can't listen at its address.
     """
     try:
         return _multi_worker()
     except tf.errors.UnknownError as error:
-        raise RuntimeError(f"TF_CONFIG: the address of this worker is in use, or not its own: {error}") from error
+        raise RuntimeError(f"TF_CONFIG: this worker cannot listen at its address: {error}") from error
 
 
-# The collectives of two strategies of the same devices would take each other's tensors: there is one of each.
+# Two strategies on the same devices would mix up their collectives, so only one of each is created.
 _mirrored = cache(tf.distribute.MirroredStrategy)
 _multi_worker = cache(tf.distribute.MultiWorkerMirroredStrategy)
 
 
 def _split_cpu(count):
-    """Take the CPU for so many devices, unless it is already; once TensorFlow has begun, it stays as it is."""
+    """Split the CPU into several logical devices, unless it is already split or TensorFlow is already in use."""
     cpu = tf.config.list_physical_devices("CPU")[0]
     if len(tf.config.get_logical_device_configuration(cpu) or [cpu]) < count:
         with suppress(RuntimeError):

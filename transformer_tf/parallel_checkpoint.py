@@ -1,7 +1,8 @@
-"""Checkpoints of runs on a strategy: a folder that ``tf.train.Checkpoint`` writes and reads, on any number of devices.
+"""Checkpoints of runs with a distribution strategy: a directory that ``tf.train.Checkpoint`` writes and reads.
 
-It has the tensors under their canonical names, and all else that a checkpoint holds in ``run.safetensors``. Each copy
-of a model is whole, so the first process writes; all processes of a run see the same folder.
+Any number of devices can read the directory. It contains the tensors with their canonical names, and all other parts of
+a checkpoint in ``run.safetensors``. Every copy of the model is complete, so only the first process writes. All
+processes of a run must see the same directory.
 """
 
 from __future__ import annotations
@@ -29,28 +30,39 @@ def save_sharded(
     progress: Mapping[str, Any] | None = None,
     vocabulary: bytes | VocabularyFiles | None = None,
 ) -> None:
-    """Write a training run to a new folder, which has its name once it is complete. All processes call it.
+    """Write a training run to a new directory. All processes must call this function.
+
+    The directory gets its final name only when it is complete.
 
     Args:
-        folder: The folder to make.
-        trainer: Has weights, moments and settings.
-        progress: As in ``Checkpoint``.
-        vocabulary: As in ``Checkpoint``.
+        folder: Path of the directory, which must not exist.
+        trainer: Trainer whose weights, moments and settings are saved.
+        progress: Values that the training loop needs to resume, such as the position in the data. They must survive a
+            JSON round trip. None saves an empty dict.
+        vocabulary: A sentencepiece model, the files of a different vocabulary, or None.
 
     Raises:
-        FileExistsError: There is something of that name.
-        OSError: A file cannot be written.
+        FileExistsError: If the path exists.
+        OSError: If a file can't be written.
+        TypeError: If the progress is not a dict.
+        ValueError: If the progress doesn't survive a JSON round trip.
     """
     description = describe_run(trainer.model.config, trainer.settings, trainer, dict(progress or {}))
     first_alone(trainer, lambda: _write(Path(folder), _variables(trainer), description, vocabulary))
 
 
 def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
-    """Let a trainer go on from a folder, whatever plan wrote it, and return the progress. All processes call it.
+    """Resume a trainer from a directory, and return the progress. All processes must call this function.
+
+    The directory may have been written with a different plan.
+
+    Args:
+        folder: Path of the directory.
+        trainer: Trainer whose weights, moments, step and seed are replaced.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: The folder holds no training run, or one of another model or in another dtype.
+        OSError: If a file can't be read.
+        ValueError: If the directory contains no training run, or a run of a different model or dtype.
     """
     folder = Path(folder)
     training, variables = read_run(folder).training, _variables(trainer)
@@ -61,24 +73,35 @@ def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
 
 
 def join_sharded(folder: str | Path) -> Checkpoint:
-    """Return what a folder holds as a checkpoint, for the one file that every framework reads. One process does.
+    """Return the contents of a directory as a ``Checkpoint``, which can be saved as one file.
+
+    Call this function in one process only.
+
+    Args:
+        folder: Path of the directory.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: The folder holds no training run.
+        OSError: If a file can't be read.
+        ValueError: If the directory contains no training run.
     """
     run, reader = read_run(Path(folder)), _reader(Path(folder))
     return run.joined({name: reader.get_tensor(_key(name)) for name in _held(reader)})
 
 
 def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint to a new folder, for a run of several processes. One process does.
+    """Write a checkpoint to a new directory, for a run of several processes.
+
+    Call this function in one process only.
+
+    Args:
+        folder: Path of the directory, which must not exist.
+        checkpoint: Checkpoint to write.
 
     Raises:
-        TypeError: A tensor is not of a floating-point dtype.
-        ValueError: Weights or moments are not those of the config.
-        FileExistsError: There is something of that name.
-        OSError: A file cannot be written.
+        TypeError: If a tensor doesn't have a floating-point dtype.
+        ValueError: If weights or moments don't match the config.
+        FileExistsError: If the path exists.
+        OSError: If a file can't be written.
     """
     tensors = checkpoint_tensors(checkpoint)
     description = describe_run(checkpoint.config, checkpoint.settings, checkpoint.state, checkpoint.progress)
@@ -95,7 +118,7 @@ def _variables(trainer):
 
 
 def _write(folder, variables, description, vocabulary):
-    """Write a folder under another name, and rename it."""
+    """Write a directory under a temporary name, and rename it."""
     begin_folder(folder, description, vocabulary)
     try:
         tf.train.Checkpoint(tensors=variables).write(str(partial_folder(folder) / TENSORS))
@@ -112,12 +135,12 @@ def _reader(folder):
 
 
 def _held(reader):
-    """Return shape and dtype of each tensor of a folder; what else is in it is TensorFlow's own."""
+    """Return the shape and dtype of each tensor in a directory, except for TensorFlow's internal entries."""
     shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
     keys = [key for key in shapes if key.startswith("tensors/")]
     return {key.split("/")[1].replace("..", "."): (tuple(shapes[key]), dtypes[key].name) for key in keys}
 
 
 def _key(name):
-    """Return the name by which TensorFlow holds a tensor: in that of each attribute, dots are doubled."""
+    """Return TensorFlow's key of a tensor, in which dots of attribute names are doubled."""
     return f"tensors/{name.replace('.', '..')}/.ATTRIBUTES/VARIABLE_VALUE"

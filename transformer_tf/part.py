@@ -1,4 +1,4 @@
-"""What the whole model, the encoder alone and the decoder alone share: construction, weights and input checks."""
+"""Base class of the full model, the encoder and the decoder: construction, weights and input checks."""
 
 from __future__ import annotations
 
@@ -35,10 +35,20 @@ from transformer_tf.weights import get_weights, set_weights
 
 
 class Part(Configured, keras.Model):
-    """A Transformer, or its encoder or its decoder alone, whose parameters have the same names.
+    """Base class of ``Transformer``, ``Encoder`` and ``Decoder``, which use the same parameter names.
+
+    If all embeddings are tied, an ``Encoder`` and a ``Decoder`` each have their own copy of the shared embedding
+    matrix.
+
+    Args:
+        config: Model configuration.
+        dtype: Dtype policy, by name or as an object. None uses the global Keras policy.
+        fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False computes
+            the formulas without optimizations.
+        kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Attributes:
-        part: ``encoder``, ``decoder``, or None for both. Either alone has a copy of its own of a table that both share.
+        part: ``encoder``, ``decoder``, or None for the full model.
     """
 
     part: str | None = None
@@ -51,7 +61,7 @@ class Part(Configured, keras.Model):
         norm = LayerNorm if config.embedding_norm else lambda *_, **__: None
         tied = config.tie_embeddings == "all"
         self.config = config
-        self.device: str | None = None  # where calls run; None is where the caller's scope says
+        self.device: str | None = None  # device of the calls; None uses the caller's scope
         if self.part != "decoder" or tied:
             self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype, name="source_embedding")
         if self.part != "decoder":
@@ -85,20 +95,24 @@ class Part(Configured, keras.Model):
         *,
         fast: bool = True,
     ) -> Self:
-        """Build a model in inference mode that holds a copy of the given weights.
+        """Create a model in inference mode with a copy of the given weights.
 
         Args:
-            config: Config of the model that the weights belong to.
-            weights: One array per canonical name, in any floating-point dtype. An encoder or decoder skips the others.
-            dtype: Dtype policy: ``float64``, ``float32``, ``bfloat16`` or ``mixed_bfloat16``, also as an object.
-            device: ``cpu``, ``gpu`` or TensorFlow's name, such as ``/GPU:1``. None is the caller's ``tf.device``.
-            precision: ``highest`` or ``fast`` calls ``set_precision``, for the whole process. None does not.
-            fast: True computes with ``fast.py``, which agrees with the formulas up to rounding. False computes each
-                formula as it is written.
+            config: Configuration of the model to which the weights belong.
+            weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
+                ignores the parameters of the other part.
+            dtype: Dtype policy: ``float64``, ``float32``, ``bfloat16`` or ``mixed_bfloat16``, by name or as an object.
+            device: ``cpu``, ``gpu`` or a TensorFlow device name, such as ``/GPU:1``. None uses the caller's
+                ``tf.device`` scope.
+            precision: ``highest`` or ``fast`` sets the precision of float32 matmuls for the whole process (see
+                ``set_precision``). None doesn't change it.
+            fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False
+                computes the formulas without optimizations.
 
         Raises:
-            TypeError: If a weight does not have a floating-point dtype.
-            ValueError: If the weights don't fit the config, or if dtype, device or precision is unknown.
+            TypeError: If a weight doesn't have a floating-point dtype, or ``config`` is not a ``TransformerConfig``.
+            ValueError: If the weights don't match the config or overflow the dtype, or if ``dtype``, ``device`` or
+                ``precision`` is unknown.
             RuntimeError: If the device is not visible.
         """
         policy, device = to_policy(dtype), to_device(device)
@@ -112,7 +126,7 @@ class Part(Configured, keras.Model):
 
     @as_placed
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Do what ``call`` does, with ids in lists too, or all inputs in one structure, as Keras hands them over."""
+        """Call the model. IDs may be lists, and Keras may pass all inputs in one structure."""
         options = {name: value for name, value in options.items() if value is not None}
         if self.part is None and len(args) == 1 and _is_structure(args[0]) and "target_ids" not in options:
             inputs = args[0]
@@ -120,7 +134,7 @@ class Part(Configured, keras.Model):
         if self.part is not None:
             args = tuple(np.asarray(x) if isinstance(x, list | tuple) and not _is_structure(x) else x for x in args)
         elif not any(map(keras.backend.is_keras_tensor, (*args, *options.values()))):
-            args, options = (), self._take_both(*args, **options)  # not in `call`: Keras would decorate the message
+            args, options = (), self._take_both(*args, **options)  # `call` would extend error messages
         return super().__call__(*args, **options)
 
     @classmethod
@@ -133,31 +147,58 @@ class Part(Configured, keras.Model):
         *,
         fast: bool = True,
     ) -> Self:
-        """Build a model from a safetensors file; the other arguments and errors are those of ``from_weights``."""
+        """Create a model in inference mode from a weight file or a checkpoint.
+
+        Args:
+            path: A ``.safetensors`` file that ``save_weights`` or ``save_checkpoint`` wrote.
+            dtype: Dtype policy: ``float64``, ``float32``, ``bfloat16`` or ``mixed_bfloat16``, by name or as an object.
+            device: ``cpu``, ``gpu`` or a TensorFlow device name, such as ``/GPU:1``. None uses the caller's
+                ``tf.device`` scope.
+            precision: ``highest`` or ``fast`` sets the precision of float32 matmuls for the whole process (see
+                ``set_precision``). None doesn't change it.
+            fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False
+                computes the formulas without optimizations.
+
+        Raises:
+            OSError: If the file can't be read.
+            ValueError: If the file is not a valid weight file, its weights overflow the dtype, or ``dtype``, ``device``
+                or ``precision`` is unknown.
+            RuntimeError: If the device is not visible.
+        """
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
 
     @property
     def _default_save_signature(self):
-        """Return the function of the ids that ``tf.saved_model.save`` exports. A decoder has none."""
+        """Return the function that ``tf.saved_model.save`` exports, which takes the IDs. None for a decoder."""
         names = {None: ["source_ids", "target_ids"], "encoder": ["source_ids"], "decoder": []}[self.part]
         signature = [tf.TensorSpec([None, None], tf.int32, name) for name in names]
         return tf.function(lambda *ids: self(*ids), signature, autograph=False) if names else None
 
     def load_own_variables(self, store: Any) -> None:
-        """Raise ValueError if a stack in Keras' file has more layers than the model's, which Keras would skip."""
+        """Load variables from a Keras file.
+
+        Raises:
+            ValueError: If the file has more layers than the model, which Keras would silently skip.
+        """
         super().load_own_variables(store)
         for stack in (layer for layer in self.layers if isinstance(layer, EncoderStack | DecoderStack)):
             path = f"{getattr(store, '_h5_entry_path', None) or ''}/{stack.name}/layers"
             count = len(getattr(store, "h5_file", {}).get(path, ()))
             if count > len(stack.layers):
-                raise ValueError(f"{stack.name} must have {count} layers, as the file has: got {len(stack.layers)}")
+                raise ValueError(f"{stack.name} must have {count} layers, as in the file: got {len(stack.layers)}")
 
     def export_weights(self) -> dict[str, ndarray]:
-        """Return a copy of every parameter under its canonical name, in the model's dtype."""
+        """Return a copy of every parameter in the model's dtype, by canonical name.
+
+        If LoRA is enabled for a layer, its update is added to the kernel.
+
+        Raises:
+            ValueError: If a layer was replaced or quantized, or a trainable parameter has no canonical name.
+        """
         return get_weights(self)
 
     def _take(self, side, ids, mask):
-        """Return the ids of ``source`` or ``target`` and their mask, checked; a mask of None follows from the ids."""
+        """Check and return the IDs and the mask of ``source`` or ``target``. A mask of None is derived from the IDs."""
         config = self.config
         ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions)
         if mask is not None:
@@ -165,7 +206,7 @@ class Part(Configured, keras.Model):
         return ids, (padding_mask if side == "source" else target_padding_mask)(ids, config.pad_id)
 
     def _take_memory(self, memory, ids, mask):
-        """Return the memory and the mask of its source, checked."""
+        """Check and return the encoder memory and the source mask."""
         check_given(memory, ids, mask)
         if mask is None:
             _, mask = self._take("source", ids, None)
@@ -174,10 +215,10 @@ class Part(Configured, keras.Model):
         shape = (*mask.shape, self.config.d_model)
         return to_memory(memory, shape, self.compute_dtype), mask
 
-    _take_memory_for_cache = _take_memory  # the whole model overrides it: it can compute the memory
+    _take_memory_for_cache = _take_memory  # Transformer overrides it to compute the memory
 
     def _take_both(self, source_ids=..., target_ids=..., source_mask=None, target_mask=None, **options):
-        """Return the arguments of a call of the whole model, checked, by name."""
+        """Check and return the arguments of a call of the full model, by name."""
         if source_ids is ... or target_ids is ...:
             missing = "source_ids" if source_ids is ... else "target_ids"
             raise TypeError(
@@ -190,12 +231,12 @@ class Part(Configured, keras.Model):
         return {**ids, "source_mask": source_mask, "target_mask": target_mask, **options}
 
     def _take_next(self, ids, cache):
-        """Return the ids of each hypothesis at the next target positions [R, L], checked."""
+        """Check and return the IDs of each hypothesis at the next target positions [R, L]."""
         ids = ids if tf.is_tensor(ids) else np.asarray(ids)
         is_one = len(ids.shape) == 1
         ids = to_ids("target_ids", ids[None] if is_one else ids, self.config.target_vocab_size, None)
         ids = tf.transpose(ids) if is_one else ids
-        length = tf.get_static_value(cache.length)  # None inside a traced function
+        length = tf.get_static_value(cache.length)  # unknown in a traced function
         length = None if length is None else int(length)
         check_next_ids(tuple(ids.shape)[:1], length, tuple(cache.self_mask.shape))
         check_room(length, ids.shape[1], cache.self_mask.shape[3])
@@ -203,7 +244,7 @@ class Part(Configured, keras.Model):
 
 
 def _is_structure(inputs):
-    """Whether these are the inputs of a call in one, and not the rows of its source ids."""
+    """Return whether the inputs of a call are passed in one structure, rather than as rows of source IDs."""
     if isinstance(inputs, tuple | list):
         return any(len(np.shape(x)) == 2 for x in inputs)
     return isinstance(inputs, Mapping)

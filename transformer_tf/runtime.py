@@ -1,4 +1,4 @@
-"""The machine: dtypes, devices and precision by name, and the way in for ids and masks."""
+"""Dtypes, devices and precision, and checks of the inputs that callers pass."""
 
 from __future__ import annotations
 
@@ -26,21 +26,26 @@ _COMPILES_QUICKLY = ContextVar("compiles quickly", default=False)
 
 
 def set_precision(precision: str) -> None:
-    """Choose how float32 matrix products are computed, for the whole process.
+    """Set the precision of float32 matmuls for the whole process.
 
     Args:
-        precision: ``highest`` computes in full float32, for agreement; ``fast`` allows fewer bits of mantissa
-            (TF32 on a GPU), for speed. Most CPUs compute in full float32 either way.
+        precision: ``highest`` computes in full float32, for agreement. ``fast`` allows TF32 on a GPU, for speed. Most
+            CPUs compute in full float32 either way.
 
     Raises:
-        ValueError: There is no such precision.
+        ValueError: If the precision is unknown.
     """
     check_choice("precision", precision, PRECISIONS)
     tf.config.experimental.enable_tensor_float_32_execution(precision == "fast")
 
 
 def check_placement(dtype: Any, device: Any) -> None:
-    """Raise the errors of ``to_policy`` and ``to_device``."""
+    """Check that this package supports a dtype policy, and that this machine has a device.
+
+    Raises:
+        ValueError: If the dtype or the device is unknown.
+        RuntimeError: If the device is not visible.
+    """
     to_policy(dtype)
     to_device(device)
 
@@ -61,13 +66,13 @@ def to_policy(dtype: Any) -> str:
 
 
 def to_device(device: Any) -> str | None:
-    """Return a device as TensorFlow names it, such as ``/GPU:0``. None is the caller's scope.
+    """Return a TensorFlow device name, such as ``/GPU:0``. None, which means the caller's scope, is returned unchanged.
 
     Args:
         device: ``cpu`` or ``gpu``, with or without a number; a name or a device of TensorFlow; or None.
 
     Raises:
-        ValueError: If there is no such kind of device.
+        ValueError: If the type of device is unknown.
         RuntimeError: If the device is not visible.
     """
     if device is None:
@@ -84,12 +89,12 @@ def to_device(device: Any) -> str | None:
 
 
 def placed(device: str | None) -> AbstractContextManager[Any]:
-    """Return a context that computes on a device; None is the place that the caller's scope says."""
+    """Return a context that runs operations on a device. None uses the caller's scope."""
     return nullcontext() if device is None else tf.device(device)
 
 
 def as_placed(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method of a model compute where the model is."""
+    """Decorate a method of a model so that it runs on the model's device."""
 
     @wraps(method)
     def run(model: Any, *args: Any, **options: Any) -> Any:
@@ -100,10 +105,10 @@ def as_placed(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[Tensor, "B L"]:
-    """Take token ids from the outside, checked.
+    """Check the token IDs that a caller passed, and return them as a tensor.
 
-    Values are checked unless that costs a transfer: not on a GPU and not in traced code. There, TensorFlow reads zeros
-    for an id outside the vocabulary on a GPU, and XLA reads the nearest row.
+    Values are checked only if that costs nothing: not on a GPU, and not in traced code. For an ID outside the
+    vocabulary, TensorFlow then returns zeros on a GPU, and XLA reads the nearest row.
     """
     if isinstance(ids, tf.RaggedTensor | tf.SparseTensor):
         kind = type(ids).__name__
@@ -111,8 +116,8 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> I
     if keras.backend.is_keras_tensor(ids):
         raise TypeError(f"{name} must have values: got a keras.Input; call the model itself, an Encoder or a Decoder")
     if tf.is_tensor(ids):
-        ids = tf.convert_to_tensor(ids)  # it may be a variable
-        on_host = "CPU" in getattr(ids, "backing_device", "CPU")  # a traced tensor is nowhere, and its values unknown
+        ids = tf.convert_to_tensor(ids)  # the IDs may be a variable
+        on_host = "CPU" in getattr(ids, "backing_device", "CPU")  # traced tensors have no device
         values = tf.get_static_value(ids) if on_host else None
         check_ids(name, tuple(ids.shape), ids.dtype.name, vocab_size, max_positions, values)
     else:
@@ -122,14 +127,14 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> I
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int | None, int | None]) -> Bool[Tensor, "B L"]:
-    """Take a padding mask from the outside, checked against the shape of its ids."""
+    """Check a padding mask that a caller passed against the shape of its IDs, and return it."""
     mask = mask if tf.is_tensor(mask) else to_array(name, mask)
     check_mask(name, tuple(mask.shape), mask.dtype.name, shape)
     return tf.convert_to_tensor(mask)
 
 
 def to_memory(memory: Any, shape: tuple[int | None, ...], dtype: str) -> Float[Tensor, "B S d_model"]:
-    """Take a memory from the outside, checked against the shape of its source and the model's dtype."""
+    """Check an encoder memory that a caller passed against the expected shape and dtype, and return it."""
     memory = memory if tf.is_tensor(memory) else np.asarray(memory)
     check_memory(tuple(memory.shape), memory.dtype.name, shape, dtype)
     return tf.convert_to_tensor(memory)
@@ -137,10 +142,10 @@ def to_memory(memory: Any, shape: tuple[int | None, ...], dtype: str) -> Float[T
 
 @contextmanager
 def quick_compilation() -> Iterator[None]:
-    """Compile nothing within this context: for a test, and for any program that runs only briefly.
+    """Compile nothing within this context, for tests and short programs.
 
-    A search and a ``Trainer`` without a mesh compute one operation after another, without waiting for a trace or for
-    XLA. Each call takes longer. Results agree up to rounding.
+    A search and a ``Trainer`` without a mesh run eagerly, so they don't wait for TensorFlow to trace or for XLA to
+    compile. Each call takes longer. Results agree up to rounding.
     """
     token = _COMPILES_QUICKLY.set(True)
     try:
@@ -150,12 +155,12 @@ def quick_compilation() -> Iterator[None]:
 
 
 def compiles_quickly() -> bool:
-    """Return whether this is the context of ``quick_compilation``."""
+    """Return whether the caller is inside a ``quick_compilation`` context."""
     return _COMPILES_QUICKLY.get()
 
 
 def describe() -> dict[str, str]:
-    """Return versions, devices, threads and precision switches, as they are now."""
+    """Return the current versions, devices, number of threads and precision settings, as text for reports."""
     gpus = [device.name for device in tf.config.list_physical_devices("GPU")]
     return {
         "version": f"{tf.__version__}, keras {keras.__version__}",

@@ -1,4 +1,4 @@
-"""The loop of a search: decode a position, let the search choose the next tokens, until all sentences have ended."""
+"""The search loop: decode a position, choose the next tokens, and repeat until all sequences are finished."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def run_search(
     *,
     as_numpy: bool,
 ) -> SearchResult:
-    """Run a search, given the class that takes its steps."""
+    """Run a search and return its result. ``kind`` is the class of the search state."""
     with placed(model.device):
         source_ids, source_mask = (x.numpy() for x in model._take("source", source_ids, source_mask))
     plan = search.plan(model.config, source_mask)
     batch, last = len(source_ids), plan.capacity
     if model.fast:
         source_ids, source_mask, plan = padded(model, source_ids, source_mask, plan)
-    dtype = keras.backend.result_type(model.compute_dtype, "float32")  # bfloat16 is too coarse to sum in
+    dtype = keras.backend.result_type(model.compute_dtype, "float32")  # bfloat16 is too imprecise for sums
     with placed(model.device):
         plan = plan.to(partial(tf.constant, dtype=tf.int32), partial(tf.constant, dtype=dtype))
         state = kind.start(plan)
@@ -51,7 +51,7 @@ def run_search(
 
 
 def _advance(model, state, cache, arrays, last, rules):
-    """Take steps until ``last`` have been taken or all sentences have ended."""
+    """Take steps up to step ``last``, or until all sequences are finished."""
     plan = arrays._replace(rules=rules)
 
     def step(state, cache):

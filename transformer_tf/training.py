@@ -1,6 +1,6 @@
 """Training (Vaswani et al., 2017, section 5): loss, gradients and the optimizer step.
 
-B batch, S source length, T target length, V target vocabulary.
+Axes: B batch, S source length, T target length, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from transformer_tf.weights import parameters, variables
 if TYPE_CHECKING:
     from transformer_tf.transformer import Transformer
 
-MIXED_BFLOAT16 = True  # whether this backend can compute in bfloat16 with float32 weights
+MIXED_BFLOAT16 = True  # this backend supports bfloat16 computation with float32 weights
 
 
 def cross_entropy(
@@ -52,17 +52,22 @@ def cross_entropy(
     *,
     summed: bool = True,
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
-    """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and their number.
+    """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and the number of target tokens.
+
+    Label smoothing (section 5.4) moves the probability ``label_smoothing`` from the correct token to all tokens
+    (``uniform``), all incorrect tokens (``off_target``), or all incorrect tokens except padding
+    (``off_target_and_pad``).
 
     Args:
-        logits: The model's output.
-        labels: The right next tokens, padded with ``config.pad_id``. Padding adds nothing to the sum.
-        config: The model's config, which has the smoothing and its kind.
-        summed: False returns the loss of each label, and whether it counts, both [B, T].
+        logits: Logits of the next tokens.
+        labels: Expected tokens, padded with ``config.pad_id``. Padding doesn't contribute to the loss.
+        config: Model configuration, which defines the vocabulary, the padding ID and the label smoothing.
+        summed: False returns the loss of each label, and a mask of the labels that are not padding, both [B, T].
 
     Raises:
-        TypeError: If the labels are not integers, or if Keras calls the function as a loss.
-        ValueError: If the labels don't have the shape of the logits, or are outside the vocabulary.
+        TypeError: If the labels are not integers, or Keras calls the function as a loss. Use ``CrossEntropy`` instead.
+        ValueError: If the labels have the wrong shape or are outside the vocabulary. In a ``tf.function`` and on a GPU,
+            the loss of a label outside the vocabulary is NaN instead.
     """
     if config is None or (tf.is_tensor(labels) and labels.dtype.is_floating):  # Keras converts labels to floats
         got = "no config" if config is None else f"{labels.dtype.name} labels"
@@ -72,7 +77,7 @@ def cross_entropy(
     wide = tf.cast(logits, keras.backend.result_type(logits.dtype, "float32"))
     log_probabilities = tf.nn.log_softmax(wide)  # [B, T, V]
     right = tf.gather(log_probabilities, labels, batch_dims=2)  # [B, T]
-    # Where values could not be looked at, a wrong label must not pass for another.
+    # On a GPU and in traced code, labels haven't been checked. Return NaN instead of the loss of a different label.
     right = tf.where((labels >= 0) & (labels < config.target_vocab_size), right, math.nan)
     smoothing = config.label_smoothing
     spread = tf.reduce_sum(log_probabilities, -1)  # [B, T]
@@ -92,19 +97,20 @@ def cross_entropy(
 
 @keras.saving.register_keras_serializable("transformer_tf")
 class CrossEntropy(keras.losses.Loss):
-    """The loss of ``cross_entropy`` for ``model.compile`` and ``fit``: its mean over the target tokens of a batch.
+    """The loss ``cross_entropy`` for ``model.compile`` and ``fit``, averaged over the target tokens of a batch.
 
     Args:
-        config: The model's config. Labels of ``config.pad_id`` have no loss.
+        config: Model configuration. Labels equal to ``config.pad_id`` don't contribute to the loss.
+        name, kwargs: Arguments of ``keras.losses.Loss``.
     """
 
     def __init__(self, config: TransformerConfig, name: str = "cross_entropy", **kwargs: Any) -> None:
         super().__init__(name=name, **kwargs)
-        self._dtype = keras.backend.result_type(self.dtype, "float32")  # also of labels; bfloat16 rounds 257
+        self._dtype = keras.backend.result_type(self.dtype, "float32")  # also the dtype of labels; bfloat16 rounds 257
         self.config = config if isinstance(config, TransformerConfig) else TransformerConfig.from_dict(config)
 
     def call(self, y_true: Float[Tensor, "B T"], y_pred: Float[Tensor, "B T V"]) -> Float[Tensor, "B T"]:
-        """Return the loss of each label. Keras' own mask marks the labels that count."""
+        """Return the loss of each label, with a Keras mask of the labels that are not padding."""
         labels = tf.cast(y_true, tf.int32)
         losses, mask = cross_entropy(y_pred, labels, self.config, summed=False)
         losses._keras_mask = mask
@@ -118,18 +124,20 @@ class CrossEntropy(keras.losses.Loss):
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
-    Dropout is off. A batch without target tokens has zero loss and zero gradients. Frozen parameters are listed.
+    Dropout is off. If the batch contains no target tokens, loss and gradients are zero. The result lists frozen
+    parameters in ``frozen``; they have no gradient.
 
     Args:
-        model: Model, which is not changed.
-        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
-        target_ids: Decoder input [B, T], starting with ``config.bos_id``, padded.
-        labels: Right next tokens [B, T]: the target sentences, ending with ``config.eos_id``, padded.
+        model: Model. It is not modified.
+        source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+        target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
+        labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
 
     Raises:
-        TypeError: If the IDs are not integers.
-        ValueError: If IDs have the wrong shape or are outside the vocabulary, or if a parameter has no canonical name.
-        RuntimeError: If it is called in a ``tf.function``.
+        TypeError: If the model is not a ``Transformer`` of this package, or the IDs are not integers.
+        ValueError: If the IDs have the wrong shape or are outside the vocabulary, or a trainable parameter has no
+            canonical name.
+        RuntimeError: If the function is called in a ``tf.function``.
     """
     check_call("gradients", model)
     batch = _take(model, source_ids, target_ids, labels)
@@ -137,10 +145,10 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
     trained = _trained(named)
 
     def tap(name, value):
-        tape.watch(value)  # also behind frozen parts
+        tape.watch(value)  # otherwise, taps after frozen layers have no gradient
         return seen(name, value)
 
-    # Not in a tf.function: one call is over before its trace would be.
+    # A tf.function would take longer to trace than one eager call.
     with placed(model.device), tf.GradientTape() as tape:
         total, tokens = _loss(model, batch, model.config, tap)
         loss = total / tf.cast(tf.maximum(tokens, 1), total.dtype)
@@ -154,20 +162,25 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
 
 
 class Trainer:
-    """Trains a model in place, one batch a step; between two steps the model is in inference mode.
+    """Trainer that updates a model in place, one batch per step (section 5).
 
-    A step follows the gradient of the loss per target token, with Adam and the learning rate of equation (3).
-    Parameters with ``trainable=False`` and their moments don't change.
+    Each step computes the gradient of the loss per target token, clips it, and updates the parameters using Adam and
+    the learning rate of equation (3). Between steps, the model is in inference mode. Parameters with
+    ``trainable=False`` and their moments don't change.
 
     Args:
         model: Model in float32 or float64.
-        settings: Optimizer, schedule, clipping, accumulation and mixed precision.
-        seed: Determines the dropout of a step, together with the number of the step.
-        mesh: Strategy whose devices share each step, as ``make_mesh`` returns it. None uses the model's device.
-        dropout: ``global`` draws dropout for the whole batch, so any number of devices computes the same; ``local``
-            draws it for each device separately, which is faster.
-        compile: Hand each step to XLA, which compiles it anew for each shape of a batch, for as long as dozens of
-            steps take; not on a mesh. Dropout draws other elements than without, also in a run that goes on.
+        settings: Optimizer, learning rate schedule, clipping, gradient accumulation and mixed precision.
+        seed: Seed of the dropout. The dropout of a step depends only on the seed and the number of the step.
+        mesh: Strategy from ``make_mesh`` that divides the full batch. None uses the model's device only.
+        dropout: ``global`` draws random numbers for the full batch, so that the result doesn't depend on the number of
+            devices. ``local`` draws them separately for the rows of each device, which is faster.
+        compile: True lets XLA compile each step once per shape of a batch, which takes as long as dozens of steps. It
+            can't be combined with a mesh, and changes the random numbers of dropout.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a value is invalid, or the model can't be trained with these settings on this mesh.
     """
 
     def __init__(
@@ -188,45 +201,46 @@ class Trainer:
         self.model = model
         self.settings = settings
         self.seed = seed
-        self.step = 0  # steps taken
+        self.step = 0  # number of steps taken
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, model.config), dropout
         if compile and mesh is not None:
-            raise ValueError("compile takes one device: got a mesh, whose sums XLA does not compile")
+            raise ValueError("compile=True requires a single device: got a mesh, whose sums XLA cannot compile")
         self.has_checked_batches = False
         self._compile = compile
-        layers = model._flatten_layers()  # Keras' public ``layers`` are only the outermost
+        layers = model._flatten_layers()  # Keras' public ``layers`` aren't recursive
         self._seeds = [layer.seed_generator.state for layer in layers if isinstance(layer, Dropout) and layer.rate]
         self._variables = variables(model)
         if mesh is not None:
-            model.device = None  # each device computes where it is
-        adam = FastAdam if model.fast or mesh is not None else Adam  # on a mesh, only the kernel updates each copy
+            model.device = None  # each device uses its own copy
+        adam = FastAdam if model.fast or mesh is not None else Adam  # only FastAdam supports a mesh
         self.optimizer = adam(parameters(model), settings)
         self.start(_trained(self._variables))
         check_copies(self)
-        self._traced: dict[tuple[Any, ...], Any] = {}  # by function, settings, and what is trained
+        self._traced: dict[tuple[Any, ...], Any] = {}  # keys: function, settings, trained parameters
 
     def __reduce__(self) -> NoReturn:
-        """Raise TypeError: a copy of the optimizer would not update the variables of a copy of the model."""
+        """Raise a TypeError, because a copied optimizer would not update the variables of a copied model."""
         raise TypeError(
-            "a Trainer cannot be copied: make one for a copy of the model, and call load_state(export_state())"
+            "a Trainer cannot be copied: create one for a copy of the model, and call load_state(export_state())"
         )
 
     def start(self, names: Iterable[str]) -> None:
-        """Begin the moments of these parameters at zero, unless they have moments."""
+        """Create the moments of these parameters as zeros, unless they exist."""
         with placed(self.model.device) if self.mesh is None else self.mesh.scope():
             self.optimizer.start(names)
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
-        """Take one step of Adam on the loss per target token of a batch, with dropout.
+        """Take one optimizer step on the loss per target token of a batch, with dropout.
 
         Args:
-            source_ids: The source sentences [B, S], padded with ``config.pad_id``.
-            target_ids: What the decoder reads [B, T], starting with ``config.bos_id``, padded likewise.
-            labels: The right next tokens [B, T]: the target sentences, ending with ``config.eos_id``, padded likewise.
+            source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+            target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
+            labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
 
         Raises:
-            TypeError: Ids that are not integers.
-            ValueError: Ids of the wrong shape or outside the vocabulary, or a batch that does not fall into slices.
+            TypeError: If the IDs are not integers.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary, or ``accumulation_steps`` doesn't
+                divide the batch size.
         """
         check_call("train_step", self.model)
         settings, config = self.settings, self.model.config
@@ -234,7 +248,7 @@ class Trainer:
         learning_rate = settings.learning_rate(self.step + 1, config.d_model)
         numbers = learning_rate, settings.bias_corrections(self.step + 1)
         self.start(_trained(self._variables))
-        self.optimizer.settings = settings  # which may have been replaced
+        self.optimizer.settings = settings  # a caller may have replaced them
         with placed(self.model.device):
             numbers = tf.nest.map_structure(lambda number: tf.constant(number, self.model.variable_dtype), numbers)
             result = call_on_devices(self, self._step, self._part(batch), numbers, by_xla=self._compile)
@@ -242,9 +256,9 @@ class Trainer:
         return StepResult(*result)
 
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-        """Return the loss per target token of a batch and the whole gradient that a step would follow, before clipping.
+        """Return the loss per target token of a batch and the gradient that a step would use, before clipping.
 
-        Arguments and errors as in ``train_step``, whose dropout, slices and devices it has. Nothing is updated.
+        Arguments, dropout, micro-batches, devices and errors are the same as in ``train_step``. Nothing is updated.
         """
         check_call("gradient", self.model)
         batch = _take(self.model, source_ids, target_ids, labels)
@@ -255,18 +269,18 @@ class Trainer:
         return Gradients(float(total) / count, {name: g.numpy() / count for name, g in gradient.items()}, {}, frozen)
 
     def evaluate(self, source_ids: Any, target_ids: Any, labels: Any) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
-        """Return the cross-entropy in nats summed over the target tokens, and their number: no dropout, no smoothing.
+        """Return the cross-entropy in nats, summed over the target tokens, and the number of target tokens.
 
-        Arguments and errors as in ``train_step``.
+        Dropout and label smoothing are off. Arguments and errors are the same as in ``train_step``.
         """
         batch = _take(self.model, source_ids, target_ids, labels)
         with placed(self.model.device):
             return call_on_devices(self, self._evaluation, (spread_rows(self, batch, 1),))
 
     def export_state(self) -> TrainingState:
-        """Return a copy of everything that the next step depends on, beside the weights and the settings."""
+        """Return a copy of the step number, the seed and the moments."""
 
-        def exported(moments):  # those of frozen parameters are zero
+        def exported(moments):  # moments of frozen parameters are zero
             found = ((name, moments.get(name), x) for name, x in self.optimizer.parameters.items())
             return {name: np.zeros(x.shape, x.dtype.name) if m is None else m.numpy() for name, m, x in found}
 
@@ -274,11 +288,11 @@ class Trainer:
         return TrainingState(self.step, self.seed, first, second)
 
     def load_state(self, state: TrainingState) -> None:
-        """Go on from a state that any of the four packages exported.
+        """Resume from an exported state, which may come from any of the four packages.
 
         Raises:
-            TypeError: A moment is not of a floating-point dtype.
-            ValueError: The moments are not those of the model's config, or overflow its dtype.
+            TypeError: If a moment doesn't have a floating-point dtype.
+            ValueError: If the moments don't match the model's config, or overflow its dtype.
         """
         check_training_state(self.model.config, state, self.model.variable_dtype)
         self.step, self.seed = state.step, state.seed
@@ -289,13 +303,13 @@ class Trainer:
                 moment[name].assign(rounded(name, values[name], moment[name].dtype.name))
 
     def _part(self, batch):
-        """Return the rows of a batch, and what dropout depends on; on a mesh, those of each device."""
+        """Return the rows of a batch and the random bits of its dropout. On a mesh, their first axis is the device."""
         slices = self.settings.accumulation_steps
         check_accumulation(slices, batch[0].shape[0])
         return spread_rows(self, batch, slices), tf.constant(random_bits(self, len(self._seeds)))
 
     def _step(self, batch, random_bits, numbers):
-        """Return loss, tokens and the norm of the gradient of a batch, and take one step on it."""
+        """Take one step on a batch. Return the loss, the number of tokens and the norm of the gradient."""
         settings = self.settings
         total, tokens, gradient = self._gradient(batch, random_bits)
         count = tf.cast(tf.maximum(tokens, 1), total.dtype)
@@ -305,7 +319,7 @@ class Trainer:
         return total / count, tokens, norm
 
     def _gradient(self, batch, random_bits):
-        """Return loss, tokens and gradient, summed over the shares of all slices of a batch."""
+        """Return loss, number of tokens and gradient, summed over all micro-batches and shards of a batch."""
         slices = self.settings.accumulation_steps
         if slices == 1:
             return summed(self, self._gradient_of_slice(batch, random_bits[0]))
@@ -314,15 +328,15 @@ class Trainer:
             lambda sums, part: tf.nest.map_structure(tf.add, sums, self._gradient_of_slice(*part)),
             (tuple(tf.reshape(ids, [slices, -1, tf.shape(ids)[1]]) for ids in batch), random_bits),
             (tf.zeros([], self.model.variable_dtype), tf.constant(0), zeros),
-            parallel_iterations=1,  # to save memory is what the slices are for
+            parallel_iterations=1,  # micro-batches exist to save memory
         )
         return summed(self, found)
 
     def _gradient_of_slice(self, batch, random_bits):
         model = self.model
-        # In the scope dropout draws from the given bits, and leaves the model's own generators as they were.
+        # In this scope, dropout uses the given bits and doesn't change the model's own generators.
         dropout = keras.StatelessScope(zip(self._seeds, tf.unstack(random_bits), strict=True))
-        with _training(model, self.settings):  # the backward pass too, which may compute layers again
+        with _training(model, self.settings):  # includes the backward pass, which may recompute layers
             with tf.GradientTape() as tape, dropout:
                 total, tokens = _loss(model, batch, model.config, training=True)
             return total, tokens, _differentiate(tape, total, _trained(self._variables))
@@ -333,7 +347,7 @@ class Trainer:
 
 @as_placed
 def _take(model, source_ids, target_ids, labels):
-    """Take a batch from the outside, checked."""
+    """Check and return a batch that a caller passed."""
     config = model.config
     source_ids = to_ids("source_ids", source_ids, config.source_vocab_size, config.max_positions)
     target_ids = to_ids("target_ids", target_ids, config.target_vocab_size, config.max_positions)
@@ -344,13 +358,13 @@ def _take(model, source_ids, target_ids, labels):
 
 
 def _loss(model, batch, config, tap=no_tap, training=False):
-    """Return the summed loss of a batch, and the number of its target tokens."""
+    """Return the summed loss of a batch and the number of target tokens."""
     source_ids, target_ids, labels = batch
     return cross_entropy(model(source_ids, target_ids, tap=tap, training=training), labels, config)
 
 
 def _trained(named):
-    """Return the trainable variables as TensorFlow's. Raise ValueError for regularizers, which only ``fit`` applies."""
+    """Return the trainable TensorFlow variables. Raise a ValueError for regularizers, which only ``fit`` applies."""
     trained = {name: variable for name, variable in named.items() if variable.trainable}
     for name, variable in trained.items():
         for kind in ("regularizer", "constraint"):
@@ -360,19 +374,19 @@ def _trained(named):
 
 
 def _differentiate(tape, loss, places):
-    """Return the gradient at each place as a dense tensor: a looked-up table's comes as the rows it concerns."""
+    """Return the gradients as dense tensors. TensorFlow returns the gradient of an embedding lookup as rows."""
     found = tape.gradient(loss, places, unconnected_gradients=tf.UnconnectedGradients.ZERO)
     return tf.nest.map_structure(tf.convert_to_tensor, found)
 
 
 @contextmanager
 def _training(model: Transformer, settings: TrainingConfig) -> Iterator[None]:
-    """Let a model compute in the precision of the settings, and save memory if they say so, while it is traced."""
+    """Within the context, apply the precision and activation checkpointing of the settings to the model."""
     layers = model._flatten_layers() if settings.mixed_bfloat16 else []
     policies = [(layer, layer.dtype_policy, getattr(layer, "reverse_dtype", None)) for layer in layers]
     stacks = model.encoder, model.decoder
     for layer, *_ in policies:
-        layer.dtype_policy, layer.reverse_dtype = "mixed_bfloat16", "bfloat16"  # of the tied output
+        layer.dtype_policy, layer.reverse_dtype = "mixed_bfloat16", "bfloat16"  # for the tied output
     for stack in stacks:
         stack.activation_checkpointing = settings.activation_checkpointing
     try:

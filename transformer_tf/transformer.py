@@ -1,6 +1,6 @@
 """The Transformer (Vaswani et al., 2017, Figure 1).
 
-B batch, S source length, T target length, V target vocabulary.
+Axes: B batch, S source length, T target length, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -22,10 +22,21 @@ from transformer_tf.runtime import as_placed
 
 
 class Encoder(Part):
-    """Map source tokens to the memory: the left half of Figure 1, alone.
+    """The encoder of a Transformer, including the source embedding (left half of Figure 1).
+
+    It maps source tokens to the encoder memory: one vector per source position. The constructor draws initial values.
+    Use ``from_weights`` to create a model with given weights.
+
+    Args:
+        config: Model configuration.
+        dtype: Dtype policy, by name or as an object. None uses the global Keras policy.
+        fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False computes
+            the formulas without optimizations.
+        kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Taps:
-        ``source_embedding.output`` (before dropout), those of the stack under ``encoder``.
+        source_embedding.output: Sum of embedding and position, before dropout.
+        encoder: Prefix of the taps of the encoder stack.
     """
 
     part: str | None = "encoder"
@@ -38,14 +49,28 @@ class Encoder(Part):
         tap: Tap = no_tap,
         training: bool | None = None,
     ) -> Float[Tensor, "B S d_model"]:
-        """Return the memory: one vector per source position. Arguments and errors as in ``Transformer``."""
+        """Return the encoder memory: one vector per source position.
+
+        Args:
+            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``.
+            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+                ``source_ids``.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+            training: True enables dropout. None uses the mode of the enclosing Keras layer.
+
+        Raises:
+            TypeError: If the IDs are not integers, or the mask is not boolean.
+            ValueError: If IDs or mask have the wrong shape, an ID is outside the vocabulary, or there are more source
+                positions than ``config.max_positions``.
+        """
         source_ids, source_mask = self._take("source", source_ids, source_mask)
         return self._encode(source_ids, source_mask, tap, training)
 
     call = encode
 
     def _encode(self, source_ids, source_mask, tap=no_tap, training=None):
-        """Return the memory of ids and a mask that have been checked."""
+        """Return the encoder memory. The caller has checked the IDs and the mask."""
         tap = checked(tap)
         x = self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]
         if self.source_embedding_norm is not None:
@@ -54,15 +79,32 @@ class Encoder(Part):
         return self.encoder(x, mask=source_mask, tap=within(tap, "encoder"), training=training)
 
     def compute_mask(self, source_ids: Int[Tensor, "B S"], previous_mask: Any = None) -> Bool[Tensor, "B S"] | None:
-        """Return True for tokens. Keras attaches it to the memory, so that layers such as pooling ignore padding."""
+        """Return a mask that is True for tokens. Keras attaches it to the memory, so that later layers ignore padding.
+
+        Args:
+            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``.
+            previous_mask: Mask that Keras has attached to ``source_ids``. It is not used.
+        """
         return keras.ops.not_equal(source_ids, self.config.pad_id)
 
 
 class Decoder(Part):
-    """Map target tokens and the memory to the logits of each next target token: the right half of Figure 1, alone.
+    """The decoder of a Transformer, including target embedding and output projection (right half of Figure 1).
+
+    It maps the encoder memory and the target tokens so far to the logits of the next token at every target position.
+    The constructor draws initial values. Use ``from_weights`` to create a model with given weights.
+
+    Args:
+        config: Model configuration.
+        dtype: Dtype policy, by name or as an object. None uses the global Keras policy.
+        fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False computes
+            the formulas without optimizations.
+        kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Taps:
-        ``target_embedding.output`` (before dropout), those of the stack under ``decoder``, ``logits``.
+        target_embedding.output: Sum of embedding and position, before dropout.
+        decoder: Prefix of the taps of the decoder stack.
+        logits: Logits of the next tokens.
     """
 
     part: str | None = "decoder"
@@ -78,9 +120,29 @@ class Decoder(Part):
         tap: Tap = no_tap,
         training: bool | None = None,
     ) -> Float[Tensor, "B T V"]:
-        """Return the logits, given the memory. Arguments and errors as in ``Transformer``.
+        """Return the logits of the token after each target position, given the encoder memory.
 
-        Source ids or source mask mark the padding of the memory; where both are given, the mask counts.
+        ``source_ids`` or ``source_mask`` must specify the padding of the memory. If you pass both, ``source_mask`` is
+        used.
+
+        Args:
+            target_ids: Token IDs that the decoder reads: ``config.bos_id`` and the target tokens so far, padded with
+                ``config.pad_id``.
+            memory: Encoder memory, as ``encode`` returns it.
+            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. None requires ``source_mask``.
+            target_mask: True for target positions that contain a token, False for padding. None derives the mask from
+                ``target_ids``.
+            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+                ``source_ids``.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+            training: True enables dropout. None uses the mode of the enclosing Keras layer.
+
+        Raises:
+            TypeError: If the IDs are not integers, a mask is not boolean, or the memory has a different dtype than the
+                model.
+            ValueError: If IDs, masks or memory have the wrong shape, an ID is outside the vocabulary, there are more
+                target positions than ``config.max_positions``, or neither ``source_ids`` nor ``source_mask`` is given.
         """
         memory, source_mask = self._take_memory(memory, source_ids, source_mask)
         target_ids, target_mask = self._take("target", target_ids, target_mask)
@@ -90,8 +152,8 @@ class Decoder(Part):
     call = decode
 
     def _decode(self, target_ids, memory, target_mask, source_mask, tap=no_tap, training=None):
-        """Return the logits of ids, memory and masks that have been checked."""
-        memory = tf.identity(memory)  # without Keras' own mask, which ``source_mask`` replaces
+        """Return the logits. The caller has checked the IDs, the memory and the masks."""
+        memory = tf.identity(memory)  # drops Keras' own mask, which ``source_mask`` replaces
         tap = checked(tap)
         x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
         if self.target_embedding_norm is not None:
@@ -111,20 +173,25 @@ class Decoder(Part):
         source_mask: Bool[Tensor, "B S"] | None = None,
         memory: Float[Tensor, "B S d_model"] | None = None,
     ) -> DecoderCache:
-        """Return what ``decode_step`` needs to decode one target position after another.
+        """Return a cache for ``decode_step``, which decodes the target step by step.
 
         Args:
-            source_ids: The source sentences, padded with ``config.pad_id``; None where memory and mask are given.
-            capacity: How many target positions there is room for, that of the start symbol included.
-            beam_size: How many hypotheses of each sentence are decoded at a time.
-            source_mask: True where a source position holds a token. None derives it from the ids.
-            memory: What ``encode`` returns for the source. A decoder alone requires it.
+            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. None requires ``memory`` and
+                ``source_mask``.
+            capacity: Maximum number of target positions, including BOS.
+            beam_size: Number of hypotheses per source sequence.
+            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+                ``source_ids``.
+            memory: Encoder memory, as ``encode`` returns it. Without it, a ``Transformer`` computes the memory from
+                ``source_ids``, and a ``Decoder`` raises an error.
 
         Raises:
-            TypeError: Ids or sizes that are not integers, a mask that is not boolean, or a memory of another dtype.
-            ValueError: Ids, mask or memory of the wrong shape, ids outside the vocabulary, or too many positions.
+            TypeError: If IDs or sizes are not integers, the mask is not boolean, or the memory has a different dtype
+                than the model.
+            ValueError: If IDs, mask or memory have the wrong shape, an ID is outside the vocabulary, ``capacity``
+                exceeds ``config.max_positions``, or a required argument is missing.
         """
-        if not tf.is_tensor(capacity):  # which it may be in a function that is traced once for all sizes
+        if not tf.is_tensor(capacity):  # a function that is traced once for all sizes passes a tensor
             capacity = check_positions("capacity", capacity, self.config.max_positions)
             beam_size = check_integer("beam_size", beam_size, minimum=1)
         memory, source_mask = self._take_memory_for_cache(memory, source_ids, source_mask)
@@ -135,26 +202,30 @@ class Decoder(Part):
     def decode_step(
         self, target_ids: Int[Tensor, " R"] | Int[Tensor, "R L"], cache: DecoderCache, tap: Tap = no_tap
     ) -> tuple[Float[Tensor, "R V"] | Float[Tensor, "R L V"], DecoderCache]:
-        """Return the logits of the token after each of the next target positions, as ``decode`` returns them.
+        """Return the logits of the token after each of the next target positions, and the cache.
+
+        ``decode`` computes the same logits from all target tokens at once.
 
         Args:
-            target_ids: The token at the next position of each hypothesis [R], or the tokens at several positions
-                [R, L], such as a prefix. Hypotheses of one sentence are side by side.
-            cache: From ``init_cache`` or the last step. It isn't changed.
-            tap: Receives each named intermediate and returns the value to go on with.
+            target_ids: Token at the next position of each hypothesis [R], or tokens at several positions [R, L], such
+                as a prefix. Hypotheses of the same sequence are in adjacent rows.
+            cache: Cache from ``init_cache`` or from the previous step. It is not modified.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
 
         Returns:
-            The logits, [R, V] or [R, L, V], and the cache for the next step.
+            The logits, [R, V] or [R, L, V], and the updated cache, for the next step.
 
         Raises:
-            TypeError: If the ids are not integers.
-            ValueError: If ids are outside the vocabulary, don't match the hypotheses, or exceed the cache's capacity.
+            TypeError: If the IDs are not integers.
+            ValueError: If an ID is outside the vocabulary, the number of rows doesn't match the number of hypotheses,
+                or the new positions exceed the capacity of the cache.
         """
         is_one = len(np.shape(target_ids)) == 1
         ids = self._take_next(target_ids, cache)  # [R, L]
-        cache = tf.nest.map_structure(lambda x: x, cache)  # a copy: the caller's stays as it is
+        cache = tf.nest.map_structure(lambda x: x, cache)  # copy the cache, so that the caller's stays unchanged
         tap, n = checked(tap), cache.length + tf.range(tf.shape(ids)[1])
-        holds_token = (ids != self.config.pad_id) | (n == 0)  # as in target_padding_mask
+        holds_token = (ids != self.config.pad_id) | (n == 0)  # the same rule as in target_padding_mask
         new = [0, 0, 0, cache.length]
         cache.self_mask = keras.ops.slice_update(cache.self_mask, new, holds_token[:, None, None, :])
         x = self.target_embedding(ids) + tf.gather(cache.positions, n)  # [R, L, d_model]
@@ -166,14 +237,26 @@ class Decoder(Part):
 
 
 class Transformer(Encoder, Decoder):
-    """Map source tokens and the target tokens so far to the logits of each next target token.
+    """The full Transformer: encoder, decoder and output projection (Figure 1).
+
+    It maps source tokens and the target tokens so far to the logits of the next token at every target position. The
+    constructor draws initial values. Use ``from_weights`` to create a model with given weights.
+
+    Args:
+        config: Model configuration.
+        dtype: Dtype policy, by name or as an object. None uses the global Keras policy.
+        fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False computes
+            the formulas without optimizations.
+        kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Taps:
-        ``source_embedding.output``, the encoder's, ``target_embedding.output``, the decoder's, ``logits``.
+        source_embedding.output, target_embedding.output: Sums of embedding and position, before dropout.
+        encoder, decoder: Prefixes of the taps of the two stacks.
+        logits: Logits of the next tokens.
     """
 
     part: str | None = None
-    compute_mask = keras.Model.compute_mask  # the logits belong to target positions
+    compute_mask = keras.Model.compute_mask  # logits belong to target positions, so drop the source mask
 
     def call(
         self,
@@ -187,25 +270,30 @@ class Transformer(Encoder, Decoder):
         """Return the logits of the token after each target position.
 
         Args:
-            source_ids: The source sentences, padded with ``config.pad_id``.
-            target_ids: The target sentences so far, starting with ``config.bos_id``, padded likewise.
-            source_mask: True where a source position holds a token. None derives it from the ids.
-            target_mask: True where a target position holds a token. None derives it from the ids.
-            tap: Receives each named intermediate and returns the value to go on with.
-            training: Applies dropout.
+            source_ids: Token IDs of the source sequences, padded with ``config.pad_id``.
+            target_ids: Token IDs that the decoder reads: ``config.bos_id`` and the target tokens so far, padded with
+                ``config.pad_id``.
+            source_mask: True for source positions that contain a token, False for padding. None derives the mask from
+                ``source_ids``.
+            target_mask: True for target positions that contain a token, False for padding. None derives the mask from
+                ``target_ids``.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+            training: True enables dropout. None uses the mode of the enclosing Keras layer.
 
         Raises:
-            TypeError: Ids that are not integers, or a mask that is not boolean.
-            ValueError: Ids or masks of the wrong shape, ids outside the vocabulary, or too many positions.
+            TypeError: If the IDs are not integers, or a mask is not boolean.
+            ValueError: If IDs or masks have the wrong shape, an ID is outside the vocabulary, or there are more
+                positions than ``config.max_positions``.
         """
-        if source_mask is None or target_mask is None:  # not by `__call__`: Keras builds a functional model
+        if source_mask is None or target_mask is None:  # without `__call__`, in a functional Keras model
             taken = self._take_both(source_ids, target_ids, source_mask, target_mask)
             return self.call(**taken, tap=tap, training=training)
         memory = self._encode(source_ids, source_mask, tap, training)
         return self._decode(target_ids, memory, target_mask, source_mask, tap, training)
 
     def _take_memory_for_cache(self, memory, ids, mask):
-        """Return the memory and the mask of its source, checked; a memory of None is computed from the source."""
+        """Check and return the encoder memory and the source mask. Without a memory, compute it first."""
         if memory is None:
             memory = self.encode(ids, mask, training=False)
         return self._take_memory(memory, ids, mask)

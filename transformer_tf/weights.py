@@ -1,4 +1,4 @@
-"""Canonical weights in and out of the model: a name is the path of the attribute that holds it."""
+"""Conversion of weights between canonical names and the variables of a Keras model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ COMPUTES = keras.layers.Dense, keras.layers.Embedding, keras.layers.ReversibleEm
 
 
 def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
-    """Copy weights into a model, rounded to its dtype; the caller's arrays are never aliased.
+    """Copy weights into a model, rounded to its dtype. The model never aliases the given arrays.
+
+    Args:
+        model: Model whose parameters are replaced in place.
+        weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
+            ignores the parameters of the other part.
 
     Raises:
-        TypeError: A weight is not of a floating-point dtype.
-        ValueError: The weights are not those of the model's config, or overflow its dtype.
+        TypeError: If a weight doesn't have a floating-point dtype.
+        ValueError: If the weights don't match the model's config, or overflow its dtype.
     """
     check_weights(model.config, weights, part=model.part)
     for name, parameter in parameters(model).items():
@@ -29,36 +34,42 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
-    """Copy every parameter out of a model, in the model's dtype."""
+    """Return a copy of every parameter of a model in the model's dtype, by canonical name.
+
+    If LoRA is enabled for a layer, its update is added to the kernel.
+
+    Raises:
+        ValueError: If a layer was replaced or quantized, or a trainable parameter has no canonical name.
+    """
     return {name: getattr(weight, "value", weight).numpy() for name, weight in _computed_with(model).items()}
 
 
 def parameters(model: Model) -> dict[str, tf.Variable]:
-    """Return the model's own parameters by canonical name, as TensorFlow's variables behind those of Keras."""
+    """Return the model's parameters by canonical name, as the TensorFlow variables inside the Keras variables."""
     return {name: variable.value for name, variable in variables(model).items()}
 
 
 def variables(model: Model) -> dict[str, keras.Variable]:
-    """Return the model's own parameters by canonical name, as Keras' variables, which know whether they are trained.
+    """Return the model's parameters by canonical name, as Keras variables, which have the attribute ``trainable``.
 
     Raises:
-        ValueError: A weight is computed from others, as by ``enable_lora``, or not used, as in a replaced layer.
+        ValueError: If a weight is computed from other variables (``enable_lora``), or its layer was replaced.
     """
     found = _computed_with(model)
     for name, weight in found.items():
         if not isinstance(weight, keras.Variable):
             raise ValueError(
-                f"{name} is not a parameter of its own: Keras adds a product of low rank to it. To merge "
-                "them, load the exported weights into a new model"
+                f"{name} must be a variable: got a sum that includes a LoRA update; to merge the update, load the "
+                "exported weights into a new model"
             )
     return found
 
 
 def _computed_with(model):
-    """Return what the model computes with by canonical name: Keras' variables, or tensors computed from them.
+    """Return the Keras variables that the model computes with, or tensors computed from them, by canonical name.
 
     Raises:
-        ValueError: A layer may compute with other weights, or a trainable parameter has no canonical name.
+        ValueError: If a layer may compute with other weights, or a trainable variable has no canonical name.
     """
     found = {}
     for name in parameter_shapes(model.config, model.part):
@@ -66,13 +77,13 @@ def _computed_with(model):
         layer = find(model, path)
         if type(layer) not in COMPUTES:
             raise ValueError(
-                f"{path} is a {type(layer).__name__}, which may compute with other weights than {name}: replace it "
-                "by a layer of transformer_tf that has the weights"
+                f"{path} must compute with {name} only: got a {type(layer).__name__}; replace it with a layer "
+                "of transformer_tf that has the same weights"
             )
         if layer.quantization_mode is not None:
             raise ValueError(
-                f"{path} is quantized to {layer.quantization_mode}, which keeps no {name}: export and train the model "
-                "before you call quantize"
+                f"{path} is quantized to {layer.quantization_mode} and no longer has {name}: export and train the "
+                "model before you call quantize"
             )
         found[name] = getattr(layer, attribute)
     named = set(map(id, found.values()))
@@ -83,7 +94,7 @@ def _computed_with(model):
 
 
 def keras_path(name: str) -> str:
-    """Return the attribute path of a parameter in Keras' layers, by canonical name."""
+    """Return the attribute path of the Keras variable with the given canonical name."""
     path, _, attribute = name.rpartition(".")
     if attribute == "table":
         return f"{name}.embeddings"

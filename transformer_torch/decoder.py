@@ -1,6 +1,6 @@
 """The decoder (Vaswani et al., 2017, section 3.1, right half of Figure 1).
 
-B batch, S source length, T target length.
+Axes: B batch, S source length, T target length.
 """
 
 from __future__ import annotations
@@ -21,15 +21,21 @@ from transformer_torch.masks import causal_mask
 
 
 class DecoderLayer(nn.Module):
-    """Let every target position gather from earlier ones, then from the source, then transform each on its own.
+    """Decoder layer: masked self-attention, cross-attention and a feed-forward network (section 3.1).
 
-    Without self-attention, as the first layer may be, it begins with the source.
-    Section 3.1: each sub-layer is ``LayerNorm(x + Sublayer(x))``; norm order ``pre`` is
-    ``x + Sublayer(LayerNorm(x))`` instead.
+    Each sublayer is ``LayerNorm(x + Sublayer(x))`` if ``config.norm_order`` is ``post`` (the paper), and
+    ``x + Sublayer(LayerNorm(x))`` if it is ``pre``.
+
+    Args:
+        config: Model configuration.
+        dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
+        with_self_attention: False omits the self-attention and its layer norm. See
+            ``config.skip_first_self_attention``.
 
     Taps:
-        Those of the three sub-layers; ``self_attention_norm.output``, ``cross_attention_norm.output``,
-        ``feed_forward_norm.output``; ``output``.
+        self_attention, cross_attention, feed_forward: Prefixes of the taps of the sublayers.
+        self_attention_norm.output, cross_attention_norm.output, feed_forward_norm.output: Outputs of the layer norms.
+        output: Output of the layer.
     """
 
     def __init__(
@@ -55,9 +61,17 @@ class DecoderLayer(nn.Module):
         tap: Tap = no_tap,
         past: KeyValueCache | None = None,
     ) -> Float[Tensor, "B T d_model"]:
-        """Return the layer's output for each target position; True in a mask = may attend.
+        """Return the output of the layer for each target position.
 
-        While decoding, ``memory`` is its keys and values, and ``past`` has those of earlier target positions.
+        Args:
+            x: One vector per target position.
+            memory: Encoder memory, or its keys and values from ``cross_attention.project``.
+            self_mask: True if a target position may attend to a target position. None allows every pair.
+            cross_mask: True if a target position may attend to a memory position. None allows every pair.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+            past: Cache of the keys and values of earlier target positions, for decoding step by step. None if ``x``
+                contains all positions.
         """
         if self.norm_order == "post":
             if self.self_attention is not None and self.self_attention_norm is not None:
@@ -81,17 +95,18 @@ class DecoderLayer(nn.Module):
 
 @dataclass
 class DecoderCache:
-    """What the decoder keeps while it decodes one token after another.
+    """State of the decoder between two decoding steps. ``init_cache`` creates it.
 
-    R rows: the hypotheses of all sentences, those of one sentence side by side.
+    R rows: the hypotheses of all sequences. Hypotheses of the same sequence are in adjacent rows.
 
     Attributes:
-        memory: The source's keys and values, layer by layer; the hypotheses of a sentence share them.
-        past: Buffers for the target's keys and values, for each layer that has self-attention.
-        cross_mask: True if a source position holds a token.
-        self_mask: True if a target position holds a token.
-        positions: Vectors that are added to the embedding, one for each target position.
-        length: Number of target positions so far. All layers share this one, so torch.compile sees one variable.
+        memory: Keys and values of the encoder memory, one entry per layer. Hypotheses of the same sequence share them.
+        past: Keys and values of the target positions decoded so far, one entry per layer with self-attention.
+        cross_mask: True for source positions that contain a token.
+        self_mask: True for target positions that contain a token.
+        positions: Vectors that are added to the embeddings, one per target position.
+        length: Number of target positions decoded so far. It is stored here once for all layers, so that
+            ``torch.compile`` has only one variable to trace.
     """
 
     memory: list[KeyValues]
@@ -102,17 +117,28 @@ class DecoderCache:
     length: int = 0
 
     def reorder(self, rows: Int[Tensor, " R"]) -> None:
-        """Continue each hypothesis from a different one: some are dropped, some are continued in several ways."""
+        """Replace the hypothesis in row i by the hypothesis in row ``rows[i]``.
+
+        Beam search uses this method to drop some hypotheses and to extend others in several ways.
+
+        Args:
+            rows: Index of the row to copy, one for each row.
+        """
         self.self_mask = self.self_mask[rows]
         for past in self.past:
             KeyValueCache(past.key, past.value, self.length).reorder(rows)
 
 
 class DecoderStack(nn.Module):
-    """Turn the embedded target and the memory into one state per target position: a stack of decoder layers.
+    """Decoder stack: a sequence of decoder layers that maps the embedded target and the encoder memory to states.
+
+    Args:
+        config: Model configuration, which defines the number of layers and whether a final layer norm follows.
+        dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
 
     Taps:
-        Those of each layer under ``layers.{i}``; ``output``.
+        layers.{i}: Prefix of the taps of layer i.
+        output: Output of the stack.
     """
 
     def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
@@ -121,7 +147,7 @@ class DecoderStack(nn.Module):
             DecoderLayer(config, dtype, config.has_self_attention(i)) for i in range(config.num_decoder_layers)
         )
         self.final_norm = LayerNorm(config, dtype) if config.final_norm else None
-        self.activation_checkpointing = False  # a Trainer switches it on for a step that is to save memory
+        self.activation_checkpointing = False  # a Trainer sets it during a step, to save memory
 
     def forward(
         self,
@@ -131,7 +157,16 @@ class DecoderStack(nn.Module):
         cross_mask: Bool[Tensor, "#B #H #T #S"] | None = None,
         tap: Tap = no_tap,
     ) -> Float[Tensor, "B T d_model"]:
-        """Return the decoder's state for each target position; True in a mask = may attend."""
+        """Return the decoder state of each target position.
+
+        Args:
+            x: One embedding per target position.
+            memory: Encoder memory: one vector per source position.
+            self_mask: True if a target position may attend to a target position. None allows every pair.
+            cross_mask: True if a target position may attend to a memory position. None allows every pair.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+        """
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:
                 x = checkpoint(layer, x, memory, self_mask, cross_mask, use_reentrant=False)
@@ -148,7 +183,14 @@ class DecoderStack(nn.Module):
         positions: Float[Tensor, "capacity d_model"],
         beam_size: int = 1,
     ) -> DecoderCache:
-        """Return a cache that holds the memory's keys and values, and has room for the target's."""
+        """Return a cache with the keys and values of the encoder memory and empty buffers for the target positions.
+
+        Args:
+            memory: Encoder memory: one vector per source position.
+            cross_mask: True for source positions that contain a token.
+            positions: Vectors that are added to the embeddings. Their number is the capacity of the cache.
+            beam_size: Number of hypotheses per sequence.
+        """
         projected = [layer.cross_attention.project(memory) for layer in self.layers]  # type: ignore[union-attr, operator]
         rows, capacity = len(memory) * beam_size, len(positions)
         past = [
@@ -162,12 +204,19 @@ class DecoderStack(nn.Module):
     def step(
         self, x: Float[Tensor, "R L d_model"], cache: DecoderCache, tap: Tap = no_tap
     ) -> Float[Tensor, "R L d_model"]:
-        """Return the decoder's state at the next target positions, and add them to the cache."""
+        """Return the decoder states of the next target positions, and store these positions in the cache.
+
+        Args:
+            x: One embedding per next target position.
+            cache: Cache from ``init_cache``. It is updated in place.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+        """
         n, end = cache.length, cache.length + x.shape[1]
         self_mask = cache.self_mask[..., :end]
         if x.shape[1] > 1:
             self_mask = self_mask & causal_mask(end, x.device)[n:]
-        pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # the first may have no self-attention
+        pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # layer 0 may lack self-attention
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             own = KeyValueCache(past.key, past.value, n) if past else None
             x = layer(x, memory, self_mask, cache.cross_mask, within(tap, f"layers.{i}"), own)

@@ -1,6 +1,6 @@
 """Embeddings, output projection and positions (Vaswani et al., 2017, sections 3.4 and 3.5).
 
-B batch, L length, V vocabulary.
+Axes: B batch, L length, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from transformer_torch.runtime import to_dtype
 def sinusoidal_encoding(
     length: int, d_model: int, layout: str = "interleaved", timescale: str = "m", offset: int = 0
 ) -> Float[Tensor, "L d_model"]:
-    """Return one row of sines and cosines per position, in float64.
+    """Return sinusoidal position encodings, one row per position, in float64 (section 3.5).
 
-    Section 3.5: ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(...)``. In float32, the angles
-    would be wrong by 4e-5 at position 500.
+    ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model))``. Computed in
+    float32, the angles would be off by 4e-5 at position 500.
 
     Args:
         length: Number of positions.
-        d_model: Number of channels; even.
-        layout: ``interleaved`` alternates sine and cosine (the paper), ``split`` has all sines first.
-        timescale: ``m`` spaces m = d_model / 2 wavelengths from 2 pi up to but not including 10000 * 2 pi (the
-            paper), ``m_minus_1`` includes it (tensor2tensor).
-        offset: Number of the first position.
+        d_model: Number of channels. It must be even.
+        layout: ``interleaved`` alternates sine and cosine channels (the paper). ``split`` puts all sines first.
+        timescale: Spacing of the m = d_model / 2 wavelengths, which start at 2 pi. With ``m``, they end just below
+            10000 * 2 pi (the paper). With ``m_minus_1``, the last one is exactly 10000 * 2 pi.
+        offset: Index of the first position.
 
     Raises:
-        ValueError: If there is no such layout or timescale, or ``d_model`` doesn't fit it.
+        ValueError: If ``layout`` or ``timescale`` is unknown, or ``d_model`` is odd or too small.
     """
     check_sinusoids(d_model, layout, timescale)
     m = d_model // 2
@@ -48,102 +48,144 @@ def sinusoidal_encoding(
 
 
 class TokenEmbedding(nn.Embedding):
-    """Look up one learned vector per token, times sqrt(d_model) (section 3.4)."""
+    """Token embedding: one learned vector per token, multiplied by sqrt(d_model) (section 3.4).
+
+    Args:
+        vocab_size: Number of tokens in the vocabulary.
+        config: Model configuration. The multiplication depends on ``config.scale_embedding``.
+        dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
+    """
 
     def __init__(self, vocab_size: int, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
         super().__init__(vocab_size, config.d_model, dtype=to_dtype(dtype))
         self.multiplier = math.sqrt(config.d_model) if config.scale_embedding else 1.0
-        self.embed_scale = self.multiplier  # peft scales an adapter's vectors by this
+        self.embed_scale = self.multiplier  # the attribute name by which peft finds the multiplier
 
     def reset_parameters(self) -> None:
-        """Draw normal values with the standard deviation 1 / sqrt(d_model)."""
+        """Draw the embeddings from a normal distribution with standard deviation 1 / sqrt(d_model)."""
         _draw_table(self.weight)
 
     def forward(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L d_model"]:
-        """Return the vectors of the tokens."""
+        """Return the embedding of each token.
+
+        Args:
+            ids: Token IDs.
+        """
         return F.embedding(ids, self.weight) * self.multiplier
 
     def extra_repr(self) -> str:
-        """Return its sizes, as torch prints them."""
+        """Return the sizes, which PyTorch prints."""
         return f"{super().extra_repr()}, multiplier={self.multiplier:g}"
 
 
 class SinusoidalPosition(nn.Module):
-    """Add to each vector the sines and cosines of its position (section 3.5)."""
+    """Sinusoidal position encoding, which is added to each vector (section 3.5).
+
+    Args:
+        config: Model configuration, which defines the layout, the timescale and the index of the first position.
+        dtype: Not used, because the layer has no parameters.
+    """
 
     def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
         super().__init__()
         self.config = config
 
     def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
-        """Return ``x`` with its positions; the encoding is rounded once, to the dtype of ``x``."""
+        """Return ``x`` plus the encoding of each position, which is computed in float64 and rounded once.
+
+        Args:
+            x: One vector per position.
+        """
         encoding = self.vectors(x.shape[1])
         return x + encoding.to(x)
 
     def vectors(self, length: int) -> Float[Tensor, "L d_model"]:
-        """Return what is added at each of the first positions."""
+        """Return the vectors that are added at the first ``length`` positions."""
         config = self.config
         return sinusoidal_encoding(
             length, config.d_model, config.position_layout, config.position_timescale, config.position_offset
         )
 
     def extra_repr(self) -> str:
-        """Return its conventions, as torch prints them."""
+        """Return the settings of the encoding, which PyTorch prints."""
         config = self.config
         conventions = config.position_layout, config.position_timescale
         return f"{config.d_model}, {', '.join(map(repr, conventions))}, offset={config.position_offset}"
 
 
 class LearnedPosition(nn.Embedding):
-    """Add to each vector a learned vector of its position (Table 3, row E)."""
+    """Learned position embedding, which is added to each vector (Table 3, row E).
+
+    Args:
+        config: Model configuration, which defines the number of positions and the index of the first one.
+        dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
+    """
 
     def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
         super().__init__(config.max_length, config.d_model, dtype=to_dtype(dtype))
         self.offset = config.position_offset
 
     def reset_parameters(self) -> None:
-        """Draw normal values with the standard deviation 1 / sqrt(d_model)."""
+        """Draw the vectors from a normal distribution with standard deviation 1 / sqrt(d_model)."""
         _draw_table(self.weight)
 
     def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
-        """Return ``x`` with its positions."""
+        """Return ``x`` plus the learned vector of each position.
+
+        Args:
+            x: One vector per position.
+        """
         return x + self.vectors(x.shape[1])
 
     def vectors(self, length: int) -> Float[Tensor, "L d_model"]:
-        """Return what is added at each of the first positions."""
+        """Return the vectors that are added at the first ``length`` positions."""
         return self.weight[self.offset : self.offset + length]
 
     def extra_repr(self) -> str:
-        """Return its sizes, as torch prints them."""
+        """Return the sizes, which PyTorch prints."""
         return f"{super().extra_repr()}, offset={self.offset}"
 
 
 def OutputProjection(  # noqa: N802  the name of a layer
     config: TransformerConfig, embedding: TokenEmbedding, dtype: torch.dtype | str = "float32"
 ) -> nn.Module:
-    """Return a layer that scores every token of the vocabulary, if tied with the embedding matrix (section 3.4)."""
+    """Return a layer that maps each decoder state to one logit per token of the target vocabulary (section 3.4).
+
+    If ``config.tie_embeddings`` is ``none``, the layer is an ``nn.Linear``. Otherwise, it is a ``TiedProjection``,
+    which uses the transposed embedding matrix.
+
+    Args:
+        config: Model configuration.
+        embedding: Target embedding, whose matrix a tied projection uses.
+        dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
+    """
     if config.tie_embeddings == "none":
         return Linear(config.d_model, config.target_vocab_size, bias=config.output_bias, dtype=dtype)
     return TiedProjection(embedding, config.output_bias)
 
 
 class TiedProjection(nn.Module):
-    """Multiply by a transposed embedding matrix, and add a bias.
+    """Multiplication by a transposed embedding matrix, plus an optional bias.
 
-    The matrix is a parameter of the embedding only, so the two stay tied however its values, dtype or device change.
-    This is not an ``nn.Linear``: a tool that replaces or merges linear layers would change the embedding too.
+    The matrix is registered as a parameter of the embedding only, so the two stay tied if its values, dtype or device
+    change. This class is not a subclass of ``nn.Linear`` because a tool that replaces or merges linear layers would
+    change the embedding too.
+
+    Args:
+        embedding: Embedding whose matrix the layer uses.
+        bias: True adds a bias.
     """
 
     def __init__(self, embedding: TokenEmbedding, bias: bool) -> None:
         super().__init__()
         self.embedding: TokenEmbedding
-        vars(self)["embedding"] = embedding  # not registered as a child, which would list its parameter twice
+        vars(self)["embedding"] = embedding  # bypass registration, which would list the matrix twice
         weight = embedding.weight
         self.bias = nn.Parameter(torch.zeros(len(weight), dtype=weight.dtype)) if bias else None
 
     @property
     def weight(self) -> Tensor:
-        """The embedding matrix; to use a different one, replace this layer by an ``nn.Linear``."""
+        """The embedding matrix. To use a different matrix, replace this layer with an ``nn.Linear``."""
         return self.embedding.weight
 
     def reset_parameters(self) -> None:
@@ -152,15 +194,19 @@ class TiedProjection(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L V"]:
-        """Return the logits of each position."""
+        """Return the logits of each position.
+
+        Args:
+            x: One decoder state per target position.
+        """
         return F.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """Return its sizes, as torch prints them."""
+        """Return the sizes, which PyTorch prints."""
         out_features, in_features = self.weight.shape
         return f"in_features={in_features}, out_features={out_features}, bias={self.bias is not None}, tied"
 
 
 def _draw_table(weight: Tensor) -> None:
-    if not weight.is_meta:  # where drawing would import SymPy
+    if not weight.is_meta:  # on the meta device, drawing would only import SymPy
         nn.init.normal_(weight, std=weight.shape[1] ** -0.5)

@@ -1,6 +1,6 @@
 """The encoder (Vaswani et al., 2017, section 3.1, left half of Figure 1).
 
-B batch, S source length.
+Axes: B batch, S source length.
 """
 
 from __future__ import annotations
@@ -18,13 +18,19 @@ from transformer_torch.layers import Dropout, LayerNorm
 
 
 class EncoderLayer(nn.Module):
-    """Let every source position gather from the others, then transform each on its own.
+    """Encoder layer: self-attention followed by a feed-forward network (section 3.1).
 
-    Section 3.1: each sub-layer is ``LayerNorm(x + Sublayer(x))``; norm order ``pre`` is
-    ``x + Sublayer(LayerNorm(x))`` instead.
+    Each sublayer is ``LayerNorm(x + Sublayer(x))`` if ``config.norm_order`` is ``post`` (the paper), and
+    ``x + Sublayer(LayerNorm(x))`` if it is ``pre``.
+
+    Args:
+        config: Model configuration.
+        dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
 
     Taps:
-        Those of both sub-layers; ``self_attention_norm.output``, ``feed_forward_norm.output``; ``output``.
+        self_attention, feed_forward: Prefixes of the taps of the sublayers.
+        self_attention_norm.output, feed_forward_norm.output: Outputs of the layer norms.
+        output: Output of the layer.
     """
 
     def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
@@ -42,7 +48,14 @@ class EncoderLayer(nn.Module):
         mask: Bool[Tensor, "#B #H #S #S"] | None = None,
         tap: Tap = no_tap,
     ) -> Float[Tensor, "B S d_model"]:
-        """Return the layer's output for each source position; True in ``mask`` = may attend."""
+        """Return the output of the layer for each source position.
+
+        Args:
+            x: One vector per source position.
+            mask: True if a query position may attend to a key position. None allows every pair.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+        """
         if self.norm_order == "post":
             attended = self.self_attention(x, x, mask, within(tap, "self_attention"))
             x = tap("self_attention_norm.output", self.self_attention_norm(x + self.dropout(attended)))
@@ -57,17 +70,22 @@ class EncoderLayer(nn.Module):
 
 
 class EncoderStack(nn.Module):
-    """Turn the embedded source into the memory that the decoder reads: a stack of encoder layers.
+    """Encoder stack: a sequence of encoder layers that maps the embedded source to the encoder memory.
+
+    Args:
+        config: Model configuration, which defines the number of layers and whether a final layer norm follows.
+        dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
 
     Taps:
-        Those of each layer under ``layers.{i}``; ``output``.
+        layers.{i}: Prefix of the taps of layer i.
+        output: Output of the stack.
     """
 
     def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
         super().__init__()
         self.layers = nn.ModuleList(EncoderLayer(config, dtype) for _ in range(config.num_encoder_layers))
         self.final_norm = LayerNorm(config, dtype) if config.final_norm else None
-        self.activation_checkpointing = False  # a Trainer switches it on for a step that is to save memory
+        self.activation_checkpointing = False  # a Trainer sets it during a step, to save memory
 
     def forward(
         self,
@@ -75,7 +93,14 @@ class EncoderStack(nn.Module):
         mask: Bool[Tensor, "#B #H #S #S"] | None = None,
         tap: Tap = no_tap,
     ) -> Float[Tensor, "B S d_model"]:
-        """Return the memory; True in ``mask`` = may attend."""
+        """Return the encoder memory: one vector per source position.
+
+        Args:
+            x: One embedding per source position.
+            mask: True if a query position may attend to a key position. None allows every pair.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+        """
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:
                 x = checkpoint(layer, x, mask, use_reentrant=False)

@@ -1,6 +1,6 @@
 """Position-wise feed-forward network (Vaswani et al., 2017, section 3.3).
 
-B batch, L length.
+Axes: B batch, L length.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from transformer_torch.layers import ACTIVATIONS, Dropout, Linear
 
 
 class PositionwiseFeedForward(nn.Module):
-    """Transform each position by the same two-layer network, seeing no other position.
+    """Position-wise feed-forward network: the same two layers are applied to each position separately.
 
     Equation (2): ``FFN(x) = max(0, x W_1 + b_1) W_2 + b_2``.
 
+    Args:
+        config: Model configuration, which defines the inner size, the activation and the dropout rate.
+        dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
+
     Taps:
-        ``inner`` after the activation; ``output``.
+        inner: Output of the activation, before dropout.
+        output: Output of the network.
     """
 
     def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
@@ -32,10 +37,16 @@ class PositionwiseFeedForward(nn.Module):
         self.dropout = Dropout(config.dropout.feed_forward)
 
     def forward(self, x: Float[Tensor, "B L d_model"], tap: Tap = no_tap) -> Float[Tensor, "B L d_model"]:
-        """Transform each position of ``x``."""
+        """Return the output of the network for each position.
+
+        Args:
+            x: One vector per position.
+            tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
+                replaces the value.
+        """
         inner = tap("inner", ACTIVATIONS[self.activation](self.inner_proj(x)))  # [B, L, d_ff]
         return tap("output", self.output_proj(self.dropout(inner)))
 
     def extra_repr(self) -> str:
-        """Return what the layers do not show, as torch prints it."""
+        """Return the settings that the layers don't show when PyTorch prints the module."""
         return f"activation={self.activation!r}"

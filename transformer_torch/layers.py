@@ -1,4 +1,4 @@
-"""PyTorch's own layers, with the names, defaults and initial values of this package."""
+"""PyTorch's basic layers, with the parameter names, defaults and initial values of this package."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ Dropout = nn.Dropout
 
 
 class OwnDropout(nn.Dropout):
-    """Draw masks for all rows, heads and units, as one device would, and keep those that this device computes.
+    """Dropout on one of several devices: draw the mask of the full batch and model, and use this device's part of it.
+
+    All devices draw the same random numbers, so the result doesn't depend on the number of devices.
 
     Attributes:
-        first: The first of its own rows.
-        rows: How many rows are drawn; own rows behind them are padding, which is left as it is.
+        first: Index of this device's first row in the full batch.
+        rows: Number of rows in the full batch. Later rows are padding and are not modified.
 
     Args:
-        rate: The share of the values that are dropped.
-        axis: The axis that is divided into parts; None: there is none.
-        parts: How many parts there are.
-        part: Which of them is this device's.
+        rate: Probability of dropping an element.
+        axis: Axis that is divided over several devices, or None.
+        parts: Number of parts of that axis.
+        part: Index of this device's part.
     """
 
     def __init__(self, rate: float, axis: int | None, parts: int, part: int) -> None:
@@ -47,7 +49,7 @@ class OwnDropout(nn.Dropout):
         self.first = self.rows = 0
 
     def forward(self, x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-        """Drop values of ``x`` in training."""
+        """Return ``x`` unchanged in inference, or with dropout in training."""
         if not self.training or self.p == 0.0:
             return x
         shape = [self.rows, *x.shape[1:]]
@@ -62,7 +64,7 @@ class OwnDropout(nn.Dropout):
 
 @contextmanager
 def inference(model: nn.Module) -> Iterator[Any]:
-    """Switch dropout off in a model, and leave each part of it in the mode it was in."""
+    """Disable dropout within the context, and restore the training mode of every module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -75,11 +77,16 @@ def inference(model: nn.Module) -> Iterator[Any]:
 def masked_softmax(
     scores: Float[Tensor, "*axes M"], mask: Bool[Tensor, "*#axes #M"] | None = None
 ) -> Float[Tensor, "*axes M"]:
-    """Turn scores into weights that sum to one over the allowed keys, and to zero where none is allowed."""
-    dtype = torch.promote_types(scores.dtype, torch.float32)  # bfloat16 is too coarse to sum in
+    """Return the softmax over the allowed keys. If no key is allowed, all weights are zero.
+
+    Args:
+        scores: Similarity of each key to the query.
+        mask: True if a key is allowed. None allows every key.
+    """
+    dtype = torch.promote_types(scores.dtype, torch.float32)  # bfloat16 is too imprecise for sums
     if mask is None:
         return scores.softmax(-1, dtype).to(scores.dtype)
-    # The lowest finite score, not -inf: a row of -inf would be NaN, forward and backward.
+    # Use the lowest finite score, because a row of -inf would give NaN in the forward and the backward pass.
     weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1, dtype)
     return weights.masked_fill(~mask, 0.0).to(scores.dtype)
 
@@ -87,12 +94,20 @@ def masked_softmax(
 def Linear(  # noqa: N802  the name of a layer
     d_in: int, d_out: int, *, bias: bool, dtype: torch.dtype | str = "float32", device: torch.device | str | None = None
 ) -> nn.Linear:
-    """Return PyTorch's own layer, ``x W + b``, with initial values as in the paper's code (see ``initialize``)."""
+    """Return an ``nn.Linear``, ``x W + b``, with a Xavier-uniform matrix and a zero bias.
+
+    Args:
+        d_in: Size of the last axis of the input.
+        d_out: Size of the last axis of the output.
+        bias: True adds a bias.
+        dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
+        device: Device of the parameters. None uses PyTorch's default device.
+    """
     return initialize(nn.Linear(d_in, d_out, bias=bias, dtype=to_dtype(dtype), device=device))
 
 
 def initialize(linear: nn.Linear) -> nn.Linear:
-    """Draw a Xavier uniform matrix; PyTorch's default is narrower and draws the bias, which is zero here."""
+    """Draw a Xavier-uniform matrix and set the bias to zero. PyTorch's default draws both from a narrower range."""
     nn.init.xavier_uniform_(linear.weight)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
@@ -100,10 +115,14 @@ def initialize(linear: nn.Linear) -> nn.Linear:
 
 
 class LayerNorm(nn.LayerNorm):
-    """Normalise the last axis, then scale and shift it (Ba et al., 2016).
+    """Layer normalization over the last axis, followed by a learned scale and bias (Ba et al., 2016).
 
-    Kind ``standard`` divides by sqrt(biased variance + epsilon), kind ``annotated`` by (unbiased standard
-    deviation + epsilon), as the Annotated Transformer does.
+    If ``config.layer_norm_kind`` is ``standard``, the divisor is sqrt(biased variance + epsilon). If it is
+    ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
+
+    Args:
+        config: Model configuration, which defines the size, epsilon and the kind of divisor.
+        dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
     """
 
     def __init__(self, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
@@ -111,7 +130,7 @@ class LayerNorm(nn.LayerNorm):
         self.kind = config.layer_norm_kind
 
     def forward(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
-        """Normalise each position of ``x``."""
+        """Normalize each position of ``x``."""
         if self.kind == "standard":
             return super().forward(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))

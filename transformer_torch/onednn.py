@@ -1,8 +1,8 @@
-"""Layouts of weights and choices of kernels for the CPU libraries that PyTorch multiplies with, MKL and oneDNN.
+"""Choice of kernels and weight layouts for MKL and oneDNN, the CPU libraries that PyTorch uses for matmuls.
 
-``torch.set_float32_matmul_precision("medium")`` hands float32 matmuls to oneDNN, which may then round to bfloat16.
-PyTorch has no public name for the layouts for few rows: torch.compile calls the same operators for frozen weights, and
-no other module here does.
+``torch.set_float32_matmul_precision("medium")`` makes PyTorch use oneDNN for float32 matmuls, which may then round to
+bfloat16. There is no public PyTorch function for the weight layouts, so this module calls the operators that
+torch.compile uses for frozen weights.
 """
 
 from __future__ import annotations
@@ -14,38 +14,39 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
-SHORT = 2**14  # scores of a head: up to here, separate products are quicker
-LARGE_WEIGHT = 2**20  # weights: from here on, its own layout pays for few rows
-LARGE_PRODUCT = 2**19  # multiplications: likewise, where the switch is on
+SHORT = 2**14  # number of scores per head up to which separate matmuls are faster
+LARGE_WEIGHT = 2**20  # number of weights from which oneDNN's layout is faster for few rows
+LARGE_PRODUCT = 2**19  # number of multiplications from which oneDNN's layout is faster if oneDNN is on
 
 
 def is_on() -> bool:
-    """Return whether the process's switch hands float32 products on a CPU to oneDNN."""
+    """Return whether PyTorch currently uses oneDNN for float32 matmuls on a CPU."""
     return torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # type: ignore[attr-defined]
 
 
 def delays_attention(query: Tensor, key: Tensor) -> bool:
-    """Return whether the fused kernel for attention takes longer than its separate products, where oneDNN is on.
+    """Return whether the fused attention kernel is slower than separate matmuls because oneDNN is on.
 
-    It takes a product for each head of each sentence. oneDNN spends 40 microseconds on one, however small: 5 to 10
-    times as long as the whole kernel takes without it at 64 positions, and as long as separate products at 200.
+    The kernel calls one matmul per head of each sequence. oneDNN takes at least 40 microseconds per matmul, regardless
+    of its size. At 64 positions, this is 5 to 10 times the duration of the kernel without oneDNN. At 200 positions, it
+    is the duration of separate matmuls.
     """
-    if torch.compiler.is_compiling() or query.shape[-2] == 1 or not is_on():  # which takes longer to read than these
+    if torch.compiler.is_compiling() or query.shape[-2] == 1 or not is_on():  # check last, because it is slow
         return False
     is_affected = query.device.type == "cpu" and query.dtype == torch.float32
     return is_affected and query.shape[-2] * key.shape[-2] <= SHORT
 
 
 def takes_bfloat16() -> bool:
-    """Return whether oneDNN multiplies bfloat16 on this processor."""
+    """Return whether oneDNN supports bfloat16 matmuls on this processor."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def for_few_rows(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor]:
-    """Return what ``F.linear`` does for so many rows, by a copy of the weight in the layout that is quickest for them.
+    """Return a function like ``F.linear`` for this number of rows, which uses the fastest layout of the weight.
 
-    oneDNN needs 15 microseconds to begin a product, three times as long as MKL takes for one of 8 rows by 128 x 128
-    weights. Such products are left to MKL.
+    oneDNN needs 15 microseconds to start a matmul. In comparison, MKL takes 5 microseconds to multiply 8 rows with 128
+    x 128 weights, so small matmuls use MKL.
     """
     is_float32, switched = weight.dtype == torch.float32, is_on()
     if is_float32 and switched and torch.backends.mkl.is_available() and rows * weight.numel() < LARGE_PRODUCT:
@@ -65,5 +66,5 @@ def _by_onednn(reordered: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
 
 
 def describe() -> str:
-    """Return which library computes float32 matmuls on a CPU."""
+    """Return the name of the library that computes float32 matmuls on a CPU."""
     return "oneDNN" if is_on() else "MKL" if torch.backends.mkl.is_available() else "the BLAS"

@@ -1,4 +1,4 @@
-"""The optimizer (Vaswani et al., 2017, section 5.3): clipping by the norm of the whole gradient, and Adam."""
+"""The optimizer (Vaswani et al., 2017, section 5.3): gradient clipping by global norm, and Adam."""
 
 from __future__ import annotations
 
@@ -13,25 +13,30 @@ from transformer_torch.weights import gathered
 
 
 def global_norm(gradient: Iterable[Tensor]) -> Tensor:
-    """Return the Euclidean norm of a gradient, all tensors taken together; a part that a mesh divides counts once."""
+    """Return the Euclidean norm of a gradient, taking all tensors and their shards as one vector."""
     norms = [gathered(torch.nn.utils.get_total_norm(tensors)) for tensors in by_mesh(gradient)]
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
 
 def clip_factor(norm: Tensor, clip_norm: float | None) -> Tensor | float:
-    """Return what scales a gradient of some norm to one of at most ``clip_norm`` (Pascanu et al., 2013)."""
-    # clip_grad_norm_ would add 1e-6 to the norm.
+    """Return the factor that scales a gradient to a norm of at most ``clip_norm`` (Pascanu et al., 2013).
+
+    Args:
+        norm: Norm of the gradient.
+        clip_norm: Maximum norm. None disables clipping.
+    """
+    # torch.nn.utils.clip_grad_norm_ would add 1e-6 to the norm.
     return 1.0 if clip_norm is None else clip_norm / norm.clamp(min=clip_norm)
 
 
 class Adam(torch.optim.Adam):
-    """Algorithm 1 of Kingma and Ba (2015).
+    """Adam, Algorithm 1 of Kingma and Ba (2015).
 
-    The moments are corrected for their bias, and epsilon is added to the root of the corrected one.
+    The moments are corrected for bias. Epsilon is added to the square root of the corrected second moment.
 
     Args:
-        parameters: What is updated. Frozen parameters have no moments.
-        settings: Both betas and epsilon.
+        parameters: Parameters to update. Frozen parameters have no moments.
+        settings: Training settings, which define both betas and epsilon.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], settings: TrainingConfig) -> None:
@@ -39,8 +44,13 @@ class Adam(torch.optim.Adam):
         super().__init__(groups, betas=(settings.beta1, settings.beta2), eps=settings.epsilon, fused=True)
 
     def moments(self, parameter: nn.Parameter, steps: int) -> dict[str, Tensor]:
-        """Return the state of a parameter. If it has none yet, both moments are zero after so many steps."""
-        if parameter not in self.state:  # as the optimizer itself would on its first step
+        """Return the optimizer state of a parameter. Create zero moments if the state is missing.
+
+        Args:
+            parameter: Parameter of the optimizer.
+            steps: Number of steps taken so far, for a new state.
+        """
+        if parameter not in self.state:  # otherwise, the base class would create them in its first step
             self.state[parameter] = {
                 "step": torch.full((), float(steps), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
@@ -49,9 +59,11 @@ class Adam(torch.optim.Adam):
         return self.state[parameter]
 
     def update(self, learning_rate: float, steps: int) -> None:
-        """Take a step along the gradient that the parameters hold: change parameters and moments in place.
+        """Take a step using the gradient in ``parameter.grad``: update parameters and moments in place.
 
-        All groups of parameters have the one learning rate. ``steps`` is the number of steps taken before.
+        Args:
+            learning_rate: Learning rate for this step, the same for all parameter groups.
+            steps: Number of steps taken before this one.
         """
         for group in self.param_groups:
             group["lr"] = learning_rate
@@ -60,12 +72,12 @@ class Adam(torch.optim.Adam):
                     self.moments(parameter, steps)
         self.step()
         frozen = [state["step"] for parameter, state in self.state.items() if parameter.grad is None]
-        if frozen:  # a parameter that is trained again later has counted all steps
+        if frozen:  # count steps for frozen parameters too, because they may be trained later
             torch._foreach_add_(frozen, 1)
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors by the mesh that divides them, if any: a fused kernel takes one group at a time."""
+    """Group tensors by the mesh that shards them, if any, because a fused kernel accepts only one mesh."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)

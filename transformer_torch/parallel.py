@@ -1,8 +1,8 @@
-"""Training on several devices: a process for each, and the engines of ``torch.distributed``.
+"""Training on several devices, with one process per device and the engines of ``torch.distributed``.
 
-Copies of the model are kept by DistributedDataParallel, parts of its parameters by ``fully_shard``, parts of its heads
-and feed-forward networks by ``parallelize_module``. Each process calls ``make_mesh`` before it puts a model on a GPU;
-processes that form no group yet then join, as the environment says, which ``torchrun`` sets.
+DistributedDataParallel keeps copies of the model, ``fully_shard`` shards its parameters, and ``parallelize_module``
+divides attention heads and feed-forward networks. Each process must call ``make_mesh`` before it creates a model on a
+GPU. If no process group exists yet, ``make_mesh`` creates one from the environment variables that ``torchrun`` sets.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ from transformer_torch.runtime import to_device
 from transformer_torch.transformer import Transformer
 from transformer_torch.weights import copy_out, is_divided, local_part, parameters
 
-JOINING = timedelta(seconds=60)  # for which processes wait for one another when they start
-HOW = "start one process for each, as by torchrun --nproc-per-node"
+JOINING = timedelta(seconds=60)  # maximum time to wait for the other processes to start
+HOW = "start one process per device, for example with torchrun --nproc-per-node"
 
 
 def make_mesh(plan: Plan, device: torch.device | str | None = None) -> DeviceMesh:
-    """Return the devices of a plan as a ``DeviceMesh``, for a ``Trainer``.
+    """Return a ``DeviceMesh`` for a ``Trainer``, with one process per device.
+
+    If no process group exists, the process first joins one, as specified by the environment variables of ``torchrun``.
 
     Args:
         plan: Number of devices along each axis.
-        device: Such as ``cpu`` or ``cuda``. None is PyTorch's default device.
+        device: Type of device, such as ``cpu`` or ``cuda``. None uses PyTorch's default device.
 
     Raises:
-        ValueError: If the number of processes isn't the number of devices that the plan needs.
-        RuntimeError: If the device is not visible.
+        ValueError: If the number of processes doesn't match the plan.
+        RuntimeError: If the device is not visible, or the other processes don't join in time.
     """
     kind = to_device(device).type
     if not dist.is_initialized():
@@ -57,11 +59,11 @@ def make_mesh(plan: Plan, device: torch.device | str | None = None) -> DeviceMes
 
 
 def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
-    """Return the plan of a mesh, whether from ``make_mesh`` or the user's; for None, that of one device.
+    """Return the plan of a mesh from ``make_mesh`` or from the user. Without a mesh, return a plan for one device.
 
     Raises:
-        TypeError: If it isn't a ``DeviceMesh``.
-        ValueError: If the mesh has an unknown axis, or the model cannot be divided like this.
+        TypeError: If the mesh is not a ``DeviceMesh``.
+        ValueError: If the mesh has an unknown axis, or can't divide the model.
     """
     if mesh is None:
         return Plan()
@@ -74,7 +76,11 @@ def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
 
 
 def shards(trainer: Any) -> dict[str, list[Shard]]:
-    """Return what the devices of this process hold of each parameter of a trainer, by canonical name."""
+    """Return the shards of each parameter on the devices of this process, by canonical name.
+
+    Args:
+        trainer: Trainer whose model is divided. Without a mesh, each parameter is one shard.
+    """
     number = trainer.share.number
     held = {}
     for name, parameter in parameters(trainer.model).items():
@@ -85,19 +91,20 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
 
 
 class Share:
-    """What one process computes of each step: its rows of each slice, with the part of the model that it holds.
+    """One process's part of each step: its rows of each micro-batch and its part of the model.
 
     Args:
-        model: The model, which is divided in place.
-        mesh: The devices of all processes; None is the one that has the model.
+        model: Model, which is divided in place.
+        mesh: Devices of all processes. None uses only the model's device.
         dropout: ``global`` or ``local``.
 
     Attributes:
-        module: What computes the logits, and reduces each gradient.
-        number: The number of this process in the mesh.
+        module: Module that computes the logits and reduces the gradients.
+        number: Index of this process in the mesh.
 
     Raises:
-        ValueError: The model is on another device, or is divided or wrapped already, or a process is not in the mesh.
+        ValueError: If the model is on a different device, is already divided or wrapped, or a process is not in the
+            mesh.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh | None, dropout: str) -> None:
@@ -117,23 +124,23 @@ class Share:
 
     @property
     def entropy(self) -> tuple[int, ...]:
-        """What dropout is drawn from, beside the seed and the step."""
+        """Numbers that seed the dropout, in addition to the seed and the step."""
         return (self.index,) if self.mesh is not None and self.local else ()
 
     def slices(self, batch: Sequence[Int[Tensor, "B _"]], count: int) -> Iterator[tuple[Int[Tensor, "R _"], ...]]:
-        """Yield the rows of each slice that are this process's, padded where they do not fall into equal parts.
+        """Yield this process's rows of each micro-batch. If the rows can't be divided equally, padding rows are added.
 
         Raises:
-            ValueError: Parameters were frozen or thawed since the model was divided, or each process has a batch of its
-                own, which is looked at once.
+            ValueError: If parameters were frozen or unfrozen after the model was divided, or the first batches of the
+                processes differ.
         """
         if self.mesh is None:
             yield from zip(*(ids.chunk(count) for ids in batch), strict=True)
             return
         if self.trained != [p.requires_grad for p in self.module.parameters()]:
-            raise ValueError("what is frozen on a mesh is settled when the trainer is made: make another trainer")
+            raise ValueError("the frozen parameters of a sharded model must not change: create a new Trainer")
         if not self.has_checked_batches:
-            self.check_same("batch, of which each takes its rows", [ids.tolist() for ids in batch])
+            self.check_same("batch", [ids.tolist() for ids in batch])
             self.has_checked_batches = True
         rows = np.arange(len(batch[0]))[:, None]
         own = spread(rows, count, self.plan.shares, -1)[:, self.index, :, 0]  # [count, R], -1 for padding
@@ -142,26 +149,31 @@ class Share:
             dropout.first, dropout.rows = first, drawn
         padded = [F.pad(ids, (0, 0, 0, 1), value=self.pad_id) for ids in batch]
         for i, each in enumerate(torch.from_numpy(own).to(padded[0].device)):
-            # Gradients are sent once, after the last slice; fully_shard would have to keep them whole until then.
+            # DistributedDataParallel reduces gradients once, after the last micro-batch. If fully_shard waited too, it
+            # would need memory for the unsharded gradients.
             waits = i < count - 1 and isinstance(self.module, DistributedDataParallel)
             with self.module.no_sync() if waits else nullcontext():  # type: ignore[operator]
                 yield tuple(ids[each] for ids in padded)
 
     def check_same(self, what: str, value: Any) -> None:
-        """Refuse a run whose processes were not given the same.
+        """Check that all processes have the same value.
+
+        Args:
+            what: Name of the value in the error message.
+            value: Value with a ``repr`` that determines it.
 
         Raises:
-            ValueError: They were not.
+            ValueError: If a process has a different value.
         """
         if self.mesh is None:
             return
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, sha256(repr(value).encode()).hexdigest())
         if different := [rank for rank, each in enumerate(found) if each != found[0]]:
-            raise ValueError(f"all processes must have the same {what}: got others in process {different[0]}")
+            raise ValueError(f"all processes must have the same {what}: process {different[0]} has a different one")
 
     def summed(self, x: Float[Tensor, ""] | Int[Tensor, ""]) -> Float[Tensor, ""] | Int[Tensor, ""]:
-        """Return the sum of a number over all shares."""
+        """Return the sum of a number over all shards of the batch."""
         if self.mesh is not None:
             for axis in ("data", "fsdp"):
                 dist.all_reduce(x, group=self.whole.get_group(axis))
@@ -169,10 +181,10 @@ class Share:
 
 
 def _join(kind):
-    """Join the other processes.
+    """Create a process group and wait for the other processes.
 
     Raises:
-        RuntimeError: Not all have started in time.
+        RuntimeError: If not all processes start in time.
     """
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -185,34 +197,34 @@ def _join(kind):
         store.set(f"process {rank}", "")
         store.wait([f"process {each}" for each in range(size)], JOINING)
     except dist.DistError as error:
-        what = f"of {os.environ['WORLD_SIZE']} processes, not all have joined in {JOINING.total_seconds():g} s"
+        what = f"not all {os.environ['WORLD_SIZE']} processes have joined in {JOINING.total_seconds():g} s"
         raise RuntimeError(f"{what}: {str(error).splitlines()[0]}") from error
     store.set_timeout(dist.default_pg_timeout)
     dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size)
 
 
 def _check(model, mesh):
-    """Return the plan of a mesh that can divide a model, and the model's padding."""
+    """Check that a mesh can divide a model. Return the plan and the ID of the padding token."""
     if not isinstance(model, Transformer) or is_divided(model):
-        raise ValueError(f"a mesh divides a model that nothing else has wrapped or divided: got {type(model).__name__}")
+        raise ValueError(f"the model must not be wrapped or divided already: got {type(model).__name__}")
     if model.device.type != mesh.device_type:
         raise ValueError(f"the model must be on the devices of the mesh, {mesh.device_type}: got {model.device}")
     plan = plan_of(mesh, model.config)
-    plan.check_devices(dist.get_world_size(), "all processes train")
+    plan.check_devices(dist.get_world_size(), "the mesh must contain all processes")
     return plan, model.config.pad_id
 
 
 def _with_all_axes(mesh, plan):
-    """Return a mesh of the same devices that has all axes in their order, some of size 1."""
+    """Return a mesh of the same devices with all three axes in order. Some may have size 1."""
     order = [mesh.mesh_dim_names.index(axis) for axis in AXES if axis in mesh.mesh_dim_names]
     devices = mesh.mesh.permute(order).reshape(plan.data, plan.fsdp, plan.tensor)
     whole = DeviceMesh(mesh.device_type, devices, mesh_dim_names=AXES)
-    whole["fsdp", "tensor"]._flatten()  # torch warns where it reduces over two axes that nothing has flattened
+    whole["fsdp", "tensor"]._flatten()  # otherwise, PyTorch warns when it reduces over both axes
     return whole
 
 
 def _own_dropouts(model, plan, part):
-    """Let dropout keep its own rows, heads and units of what it draws; return the layers that do."""
+    """Replace dropout layers by layers that use this device's part of a shared mask, and return these layers."""
     found = []
     for module in [*model.modules()]:
         for name, layer in [*module.named_children()]:
@@ -224,7 +236,7 @@ def _own_dropouts(model, plan, part):
 
 
 def _divide(model, whole, plan):
-    """Divide a model in place, and return what is to be called; all go on from what the first process has."""
+    """Divide a model in place and return the module to call. All processes start with the first process's weights."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, distribute_tensor
     from torch.distributed.tensor.parallel import (
@@ -237,12 +249,12 @@ def _divide(model, whole, plan):
     for parameter in model.parameters():
         parameter.data.copy_(distribute_tensor(parameter.data, whole, [Replicate()] * whole.ndim).to_local())
     if plan.tensor > 1:
-        styles = {1: ColwiseParallel, 0: RowwiseParallel}  # by the axis of a kernel, [in, out]
+        styles = {1: ColwiseParallel, 0: RowwiseParallel}  # style for each axis of a kernel, [in, out]
         axes = {name: tensor_axis(f"{name}.kernel") for name, m in model.named_modules() if isinstance(m, nn.Linear)}
         found = {name: styles[axis]() for name, axis in axes.items() if axis is not None}
         for name, module in model.named_modules():
-            if isinstance(module, MultiHeadAttention):  # keys and values share a gradient, which is sent once
-                others = [None] * (3 if "decoder" in name and "self" in name else 2)  # of its arguments
+            if isinstance(module, MultiHeadAttention):  # keys and values share one reduction
+                others = [None] * (3 if "decoder" in name and "self" in name else 2)  # other arguments
                 inputs = (Replicate(), Replicate(), *others)
                 found[name] = PrepareModuleInput(input_layouts=inputs, desired_input_layouts=inputs)
         parallelize_module(model, whole["tensor"], found)
@@ -257,13 +269,13 @@ def _divide(model, whole, plan):
     if plan.shares > 1:
         over = whole["data", "fsdp"] if plan.data > 1 else whole["fsdp"]
         for module in (*model.encoder.layers, *model.decoder.layers, model):
-            fully_shard(module, mesh=over, reshard_after_forward=True)  # what has no backward pass ends as it began
-            module.set_gradient_divide_factor(1.0)  # neither reaches the modules within
+            fully_shard(module, mesh=over, reshard_after_forward=True)  # also if there is no backward pass
+            module.set_gradient_divide_factor(1.0)  # not inherited by submodules
             module.set_force_sum_reduction_for_comms(True)
     return model
 
 
 def _sum(group, bucket):
-    """Add gradients up over all processes; DistributedDataParallel's own hook would divide them by their number."""
+    """Sum gradients over all processes. DistributedDataParallel's default hook would average them."""
     future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
     return future.then(lambda done: done.value()[0])

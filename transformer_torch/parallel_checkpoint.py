@@ -1,8 +1,9 @@
-"""Checkpoints of large runs: a folder into which each process writes its parts, by ``torch.distributed.checkpoint``.
+"""Checkpoints of large runs: a directory to which each process writes its shards (``torch.distributed.checkpoint``).
 
-A folder is read by any number of processes on any plan. It has the tensors under the names and in the shapes of
-``state_dict()``, those of moments with a prefix, and all else that a checkpoint holds in ``run.safetensors``. All
-processes of a run see the same folder. Read none from a stranger: what describes its tensors is a pickle.
+Any number of processes can read the directory, with any plan. It contains the tensors with the names and shapes of
+``state_dict()``, the moments with a prefix, and all other parts of a checkpoint in ``run.safetensors``. All processes
+of a run must see the same directory. Don't read directories from untrusted sources, because the description of the
+tensors is a pickle.
 """
 
 from __future__ import annotations
@@ -32,17 +33,22 @@ def save_sharded(
     progress: Mapping[str, Any] | None = None,
     vocabulary: bytes | VocabularyFiles | None = None,
 ) -> None:
-    """Write a training run to a new folder, which has its name once it is complete. All processes call it.
+    """Write a training run to a new directory. All processes must call this function.
+
+    The directory gets its final name only when it is complete.
 
     Args:
-        folder: The folder to make.
-        trainer: Has weights, moments and settings.
-        progress: As in ``Checkpoint``.
-        vocabulary: As in ``Checkpoint``.
+        folder: Path of the directory, which must not exist.
+        trainer: Trainer whose weights, moments and settings are saved.
+        progress: Values that the training loop needs to resume, such as the position in the data. They must survive a
+            JSON round trip. None saves an empty dict.
+        vocabulary: A sentencepiece model, the files of a different vocabulary, or None.
 
     Raises:
-        FileExistsError: There is something of that name.
-        OSError: A file cannot be written.
+        FileExistsError: If the path exists.
+        OSError: If a file can't be written.
+        TypeError: If the progress is not a dict.
+        ValueError: If the progress doesn't survive a JSON round trip.
     """
     model: Any = trainer.model
     description = describe_run(model.config, trainer.settings, trainer, dict(progress or {}))
@@ -50,13 +56,18 @@ def save_sharded(
 
 
 def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
-    """Let a trainer go on from a folder, whatever plan wrote it, and return the progress. All processes call it.
+    """Resume a trainer from a directory, and return the progress. All processes must call this function.
 
-    Each process reads its own parts. After an error while it reads, the trainer is of no use any more.
+    The directory may have been written with a different plan. Each process reads only its own shards. If an error
+    occurs while tensors are read, don't use the trainer afterwards.
+
+    Args:
+        folder: Path of the directory.
+        trainer: Trainer whose weights, moments, step and seed are replaced.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: The folder holds no training run, or one of another model or in another dtype.
+        OSError: If a file can't be read.
+        ValueError: If the directory contains no training run, or a run of a different model or dtype.
     """
     folder = Path(folder)
     training, tensors = read_run(folder).training, _tensors(trainer)
@@ -69,11 +80,16 @@ def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
 
 
 def join_sharded(folder: str | Path) -> Checkpoint:
-    """Return the contents of a folder as a checkpoint, which can be one file. One process does.
+    """Return the contents of a directory as a ``Checkpoint``, which can be saved as one file.
+
+    Call this function in one process only.
+
+    Args:
+        folder: Path of the directory.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: The folder holds no training run.
+        OSError: If a file can't be read.
+        ValueError: If the directory contains no training run.
     """
     folder = Path(folder)
     run, held = read_run(folder), _held(folder)
@@ -83,13 +99,19 @@ def join_sharded(folder: str | Path) -> Checkpoint:
 
 
 def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint to a new folder, for a run of several processes. One process does.
+    """Write a checkpoint to a new directory, for a run of several processes.
+
+    Call this function in one process only.
+
+    Args:
+        folder: Path of the directory, which must not exist.
+        checkpoint: Checkpoint to write.
 
     Raises:
-        TypeError: A tensor is not of a floating-point dtype.
-        ValueError: Weights or moments are not those of the config.
-        FileExistsError: There is something of that name.
-        OSError: A file cannot be written.
+        TypeError: If a tensor doesn't have a floating-point dtype.
+        ValueError: If weights or moments don't match the config.
+        FileExistsError: If the path exists.
+        OSError: If a file can't be written.
     """
     tensors = {}
     for name, array in checkpoint_tensors(checkpoint).items():
@@ -101,7 +123,7 @@ def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
 
 
 def _tensors(trainer):
-    """Return all tensors of a run by name, divided as they are: what is read into them is the trainer's."""
+    """Return all tensors of a run by name, without copying them, so that reading into them changes the trainer."""
     found: dict[str, Tensor] = {}
     for name, parameter in parameters(trainer.model).items():
         state = trainer.optimizer.moments(parameter, trainer.step)
@@ -111,7 +133,7 @@ def _tensors(trainer):
 
 
 def _write(folder, tensors, description, vocabulary):
-    """Write a folder under another name, and rename it."""
+    """Write a directory under a temporary name, and rename it."""
     import torch.distributed.checkpoint as dcp
 
     _by_the_first(lambda: begin_folder(folder, description, vocabulary))
@@ -121,7 +143,7 @@ def _write(folder, tensors, description, vocabulary):
 
 
 def _load(folder, tensors):
-    """Read tensors in place, of each the part that this process holds."""
+    """Read this process's shards of the tensors in place."""
     import torch.distributed.checkpoint as dcp
 
     with _reported(f"cannot read {folder}"):
@@ -129,7 +151,7 @@ def _load(folder, tensors):
 
 
 def _held(folder):
-    """Return shape and dtype of each tensor of a folder."""
+    """Return the shape and dtype of each tensor in a directory."""
     from torch.distributed.checkpoint import FileSystemReader
 
     held: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -137,7 +159,7 @@ def _held(folder):
 
 
 def _by_the_first(action: Callable[[], None]) -> None:
-    """Let the first process do something; all raise what it raises."""
+    """Call a function in the first process. If it raises an error, all processes raise the same error."""
     failed: list[Exception | None] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -152,7 +174,7 @@ def _by_the_first(action: Callable[[], None]) -> None:
 
 @contextmanager
 def _reported(what):
-    """Raise what any process met, in all of them, and let a single one not be warned that it is alone."""
+    """Raise the first error of any process in all of them. Suppress PyTorch's warning that only one process exists."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():

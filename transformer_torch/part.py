@@ -1,4 +1,4 @@
-"""What the whole model, the encoder alone and the decoder alone share: construction, weights and input checks."""
+"""Base class of the full model, the encoder and the decoder: construction, weights and input checks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,20 @@ from transformer_torch.weights import get_weights, set_weights
 
 
 class Part(nn.Module):
-    """A Transformer, or its encoder or its decoder alone, whose parameters have the same names.
+    """Base class of ``Transformer``, ``Encoder`` and ``Decoder``, which use the same parameter names.
+
+    If all embeddings are tied, an ``Encoder`` and a ``Decoder`` each have their own copy of the shared embedding
+    matrix.
+
+    Args:
+        config: Model configuration.
+        dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32 and bfloat16.
+        device: Device, such as ``torch.device("cuda:1")`` or its name. None uses PyTorch's default device.
+        fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False computes
+            the formulas without optimizations.
 
     Attributes:
-        part: ``encoder``, ``decoder``, or None for both. Either alone has a copy of its own of a table that both share.
+        part: ``encoder``, ``decoder``, or None for the full model.
     """
 
     part: str | None = None
@@ -68,7 +78,10 @@ class Part(nn.Module):
 
     @property
     def target_embedding(self) -> Any:
-        """Embedding of target tokens; if tied with that of source tokens, the same module, which is registered once."""
+        """Embedding of the target tokens.
+
+        If all embeddings are tied, this is ``source_embedding``, which is registered only once.
+        """
         own = self._modules.get("target_embedding")
         return self.source_embedding if own is None else own
 
@@ -83,26 +96,29 @@ class Part(nn.Module):
         *,
         fast: bool = True,
     ) -> Self:
-        """Build a model in inference mode that has a copy of the given weights.
+        """Create a model in inference mode with a copy of the given weights.
 
         Args:
-            config: The model that the weights belong to.
-            weights: One array per canonical name, of any floating-point dtype. A part doesn't read those of the other.
-            dtype: Dtype of parameters and computation, such as ``torch.float32`` or its name.
-            device: Such as ``torch.device("cuda:1")`` or its name. None is PyTorch's default device.
-            precision: ``highest`` or ``fast``, for the whole process (see ``set_precision``). None doesn't change it.
-            fast: True computes with ``fast.py``, which agrees with the formulas up to rounding. False computes each
-                formula as it is written.
+            config: Configuration of the model to which the weights belong.
+            weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
+                ignores the parameters of the other part.
+            dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32 and bfloat16.
+            device: Device, such as ``torch.device("cuda:1")`` or its name. None uses PyTorch's default device.
+            precision: ``highest`` or ``fast`` sets the precision of float32 matmuls for the whole process (see
+                ``set_precision``). None doesn't change it.
+            fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False
+                computes the formulas without optimizations.
 
         Raises:
-            TypeError: If a weight is not of a floating-point dtype.
-            ValueError: If the weights don't match the config, or dtype, device or precision is unknown.
+            TypeError: If a weight doesn't have a floating-point dtype, or ``config`` is not a ``TransformerConfig``.
+            ValueError: If the weights don't match the config or overflow the dtype, or if ``dtype``, ``device`` or
+                ``precision`` is unknown.
             RuntimeError: If the device is not visible.
         """
         place = to_device(device)
         if precision is not None:
             set_precision(precision)
-        with torch.device("meta"):  # shapes only: no time is spent on initial values
+        with torch.device("meta"):  # don't spend time on initial values
             model = cls(config, dtype, fast=fast)
         model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=place))  # to_empty would import SymPy
         set_weights(model, weights)
@@ -118,19 +134,36 @@ class Part(nn.Module):
         *,
         fast: bool = True,
     ) -> Self:
-        """Build a model in inference mode from a weight file; arguments and errors as in ``from_weights``."""
+        """Create a model in inference mode from a weight file or a checkpoint.
+
+        Args:
+            path: A ``.safetensors`` file that ``save_weights`` or ``save_checkpoint`` wrote.
+            dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32 and bfloat16.
+            device: Device, such as ``torch.device("cuda:1")`` or its name. None uses PyTorch's default device.
+            precision: ``highest`` or ``fast`` sets the precision of float32 matmuls for the whole process (see
+                ``set_precision``). None doesn't change it.
+            fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False
+                computes the formulas without optimizations.
+
+        Raises:
+            OSError: If the file can't be read.
+            ValueError: If the file is not a valid weight file, its weights overflow the dtype, or ``dtype``, ``device``
+                or ``precision`` is unknown.
+            RuntimeError: If the device is not visible.
+        """
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
 
     def export_weights(self) -> dict[str, ndarray]:
-        """Return a copy of every parameter under its canonical name, in the model's dtype.
+        """Return a copy of every parameter in the model's dtype, by canonical name.
 
         Raises:
-            ValueError: If a layer was replaced by one that doesn't compute with its weight only, such as an adapter.
+            ValueError: If a layer was replaced by a layer that computes with additional parameters, such as an adapter,
+                or that is quantized.
         """
         return get_weights(self)
 
     def reset_parameters(self) -> None:
-        """Draw initial values for all parameters, as the constructor does."""
+        """Draw new initial values for all parameters, as the constructor does."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 initialize(module)
@@ -148,7 +181,7 @@ class Part(nn.Module):
         return (self.target_embedding if self.part == "decoder" else self.source_embedding).weight.dtype
 
     def _take(self, side, ids, mask):
-        """Return the ids of ``source`` or ``target`` and their mask, checked; a mask of None follows from the ids."""
+        """Check and return the IDs and the mask of ``source`` or ``target``. A mask of None is derived from the IDs."""
         config = self.config
         ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions, self.device)
         if mask is not None:
@@ -156,7 +189,7 @@ class Part(nn.Module):
         return ids, (padding_mask if side == "source" else target_padding_mask)(ids, config.pad_id)
 
     def _take_memory(self, memory, ids, mask):
-        """Return the memory and the mask of its source, checked."""
+        """Check and return the encoder memory and the source mask."""
         check_given(memory, ids, mask)
         if mask is None:
             _, mask = self._take("source", ids, None)
@@ -165,4 +198,4 @@ class Part(nn.Module):
         shape = (*mask.shape, self.config.d_model)
         return to_memory(memory, shape, self.dtype, self.device), mask
 
-    _take_memory_for_cache = _take_memory  # the whole model overrides it: it can compute the memory
+    _take_memory_for_cache = _take_memory  # Transformer overrides it to compute the memory

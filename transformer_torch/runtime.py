@@ -1,4 +1,4 @@
-"""Dtypes, devices and precision, and the checks of ids and masks."""
+"""Dtypes, devices and precision, and checks of the inputs that callers pass."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ PRECISIONS = ("highest", "fast")
 
 
 def set_precision(precision: str) -> None:
-    """Set the precision of float32 matrix multiplication, for the whole process.
+    """Set the precision of float32 matmuls for the whole process.
 
     Args:
-        precision: ``highest`` computes in full float32, for agreement; ``fast`` allows TF32 on a GPU, for speed.
+        precision: ``highest`` computes in full float32, for agreement. ``fast`` allows TF32 on a GPU, for speed.
 
     Raises:
-        ValueError: If there is no such precision.
+        ValueError: If the precision is unknown.
     """
     check_choice("precision", precision, PRECISIONS)
     torch.set_float32_matmul_precision("highest" if precision == "highest" else "high")
 
 
 def check_placement(dtype: torch.dtype | str, device: torch.device | str | None) -> None:
-    """Refuse a dtype or device that this package or this machine lacks.
+    """Check that this package supports a dtype, and that this machine has a device.
 
     Raises:
-        ValueError: If there is no such dtype or device.
+        ValueError: If the dtype or the device is unknown.
         RuntimeError: If the device is not visible.
     """
     to_dtype(dtype)
@@ -43,14 +43,23 @@ def check_placement(dtype: torch.dtype | str, device: torch.device | str | None)
 
 
 def to_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """Return a dtype, given itself, its name or an array library's dtype; errors as in ``check_placement``."""
+    """Return a ``torch.dtype``, given a dtype of PyTorch or NumPy, or its name.
+
+    Raises:
+        ValueError: If the dtype is not one of ``DTYPES``.
+    """
     name = np.dtype(dtype).name if isinstance(dtype, type | np.dtype) else str(dtype).removeprefix("torch.")
     check_choice("dtype", name if name in DTYPES else dtype, DTYPES)
     return getattr(torch, name)
 
 
 def to_device(device: torch.device | str | None) -> torch.device:
-    """Return a device, given itself or its name; ``gpu`` is the current GPU. Errors as in ``check_placement``."""
+    """Return a ``torch.device``, given a device or its name. ``gpu`` is the current GPU, None PyTorch's default device.
+
+    Raises:
+        ValueError: If the device is unknown.
+        RuntimeError: If the device is not visible.
+    """
     if device is None:
         return torch.get_default_device()
     try:
@@ -65,10 +74,10 @@ def to_device(device: torch.device | str | None) -> torch.device:
 
 
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, device: torch.device) -> Int[Tensor, "B L"]:
-    """Take token ids from the outside, checked.
+    """Check the token IDs that a caller passed, and return them as a tensor.
 
-    Values are checked if that is free: not on a GPU, nor if code is traced. The embedding then raises IndexError on a
-    CPU, and a CUDA assertion fails on a GPU.
+    Values are checked only if that costs nothing: not on a GPU, and not in traced code. There, an ID outside the
+    vocabulary raises an IndexError in the embedding on a CPU, or fails a CUDA assertion on a GPU.
     """
     ids = ids if isinstance(ids, Tensor) else to_array(name, ids)
     if isinstance(ids, Tensor) and (ids.is_nested or ids.layout != torch.strided):
@@ -78,7 +87,7 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, devi
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int], device: torch.device) -> Bool[Tensor, "B L"]:
-    """Take a padding mask from the outside, checked against the shape of its ids."""
+    """Check a padding mask that a caller passed against the shape of its IDs, and return it."""
     mask = mask if isinstance(mask, Tensor) else to_array(name, mask)
     check_mask(name, mask.shape, dtype_name(mask), shape)
     return _put(mask, torch.bool, device)
@@ -87,36 +96,37 @@ def to_mask(name: str, mask: Any, shape: tuple[int, int], device: torch.device) 
 def to_memory(
     memory: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "B S d_model"]:
-    """Take a memory from the outside, checked against the shape of its source and the model's dtype."""
+    """Check an encoder memory that a caller passed against the expected shape and dtype, and return it."""
     memory = memory if isinstance(memory, Tensor) else np.asarray(memory)
     check_memory(memory.shape, dtype_name(memory), shape, str(dtype).removeprefix("torch."))
     return _put(memory, dtype, device)
 
 
 def dtype_name(x: Any) -> str:
-    """Return the dtype of an array, or of anything of torch's, by its NumPy name."""
+    """Return the NumPy name of the dtype of an array or a tensor."""
     return x.dtype.name if isinstance(x, np.ndarray) else str(x.dtype).removeprefix("torch.")
 
 
 def describe() -> dict[str, str]:
-    """Return versions, devices, threads and precision switches, as they are now."""
+    """Return the current versions, devices, number of threads and precision settings, as text for reports."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "version": torch.__version__,
         "device": ", ".join(gpus) or "cpu",
         "threads": str(torch.get_num_threads()),
         "products on a CPU": onednn.describe(),
-        # Not get_float32_matmul_precision, which raises once one of these has been set.
+        # get_float32_matmul_precision raises if one of these settings has been changed.
         "matrix products": f"{torch.backends.mkldnn.matmul.fp32_precision} on a CPU, "  # type: ignore[attr-defined]
         f"{torch.backends.cuda.matmul.fp32_precision} on a GPU",
     }
 
 
 def _values(ids: Tensor | np.ndarray) -> np.ndarray | None:
-    """Return the values of ids where that is free: on a CPU, where nothing is traced, faked or transformed.
+    """Return the values of the IDs if reading them costs nothing, else None.
 
-    Nor are tensors read that were made in inference mode, such as the tokens of a search: it would take a twentieth of
-    a small model's decoding step.
+    Values can be read on a CPU unless the tensor is traced, fake or transformed. Tensors that were created in inference
+    mode, such as the tokens of a search, are skipped because reading them would take 5% of a small model's decoding
+    step.
     """
     if isinstance(ids, np.ndarray):
         return ids
@@ -124,17 +134,17 @@ def _values(ids: Tensor | np.ndarray) -> np.ndarray | None:
         return None
     try:
         return ids.numpy() if debug_unwrap(ids) is ids else None
-    except RuntimeError:  # of what a transform of torch.func does not transform, which has no memory there
+    except RuntimeError:  # a transform of torch.func may give a tensor without storage
         return None
 
 
 def _put(x: Tensor | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor on a device; it does not alias the caller's array, whose strides may be negative."""
+    """Return a tensor on a device. It doesn't alias the caller's NumPy array, whose strides may be negative."""
     if isinstance(x, Tensor):
         return x.to(device, dtype)
-    if dtype == torch.bfloat16:  # which torch takes as bits
+    if dtype == torch.bfloat16:  # PyTorch can't read bfloat16 from NumPy, only its bits
         return _put(x.view(np.int16), torch.int16, device).view(dtype)
     tensor = torch.from_numpy(np.array(x, str(dtype).removeprefix("torch.")))
-    if device.type == "cuda" and type(tensor) is Tensor:  # from pinned memory nothing waits for the GPU's earlier work
+    if device.type == "cuda" and type(tensor) is Tensor:  # pinned memory is copied asynchronously
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

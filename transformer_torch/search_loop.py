@@ -1,4 +1,4 @@
-"""The loop of a search: decode a position, let the search choose the next tokens, until all sentences have ended."""
+"""The search loop: decode a position, choose the next tokens, and repeat until all sequences are finished."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def run_search(
     *,
     as_numpy: bool,
 ) -> SearchResult:
-    """Return what a search finds, given the class that takes its steps."""
+    """Run a search and return its result. ``kind`` is the class of the search state."""
     given, model = model, transformer_of(model)
     wrappers = takewhile(lambda module: module is not model, given.modules())
-    # What torch.compile(model) compiled the model with compiles any other function in the same way.
+    # Compile decode_step with the settings that the caller passed to torch.compile(model).
     compiled = next((wrapper.dynamo_ctx for wrapper in wrappers if hasattr(wrapper, "dynamo_ctx")), None)
     if model._compiled_call_impl is not None:
-        warnings.warn("searches don't run what model.compile() compiles: pass torch.compile(model)", stacklevel=3)
+        warnings.warn("searches ignore model.compile(): pass torch.compile(model) instead", stacklevel=3)
     if is_divided(model):
-        raise ValueError("the model is divided over a mesh: search with a model made from its export_weights()")
+        raise ValueError("the model must not be sharded over a mesh: search with a copy from its export_weights()")
     source_ids, source_mask = model._take("source", source_ids, source_mask)
     plan = search.plan(model.config, source_mask.cpu().numpy())
-    device, dtype = model.device, torch.promote_types(model.dtype, torch.float32)  # bfloat16 is too coarse to sum in
+    device, dtype = model.device, torch.promote_types(model.dtype, torch.float32)  # bfloat16 is too imprecise for sums
     plan = plan.to(partial(torch.tensor, device=device), partial(torch.tensor, dtype=dtype, device=device))
     is_plain = not model.fast or compiled or "decode_step" in vars(model)
     with inference(model) if is_plain else decoding_twin(model, len(source_ids) * plan.beam_size) as decoder:
@@ -46,7 +46,7 @@ def run_search(
             cache = decoder.init_cache(source_ids, plan.capacity, plan.beam_size, source_mask)
             state, rows = kind.start(plan), None
         for n in range(1, plan.capacity + 1):
-            with torch.inference_mode():  # not around ``on_step``, which may take gradients
+            with torch.inference_mode():  # excludes ``on_step``, which may compute gradients
                 if rows is not None:
                     cache.reorder(rows)
                 logits, cache = decode_step(state.tokens.reshape(-1), cache)
@@ -57,5 +57,5 @@ def run_search(
                 break
     ids, scores = state.best()
     found = search_result(ids.cpu().numpy(), scores.cpu().numpy(), plan.pad_id, plan.num_hypotheses)
-    # Copies, since autograd refuses tensors of inference mode.
+    # Clone the tensors, because autograd doesn't accept tensors from inference mode.
     return found if as_numpy else found.cut_from(ids.clone(), scores.clone())

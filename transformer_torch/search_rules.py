@@ -1,7 +1,7 @@
-"""Which tokens the searches of other programs allow next, where that is not what the paper's search does.
+"""Rules of other programs that restrict the next tokens of a search. The paper's search doesn't need them.
 
-B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder, E places where
-an n-gram can end.
+Axes: B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder, E
+positions at which an n-gram can end.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from transformer_spec.shapes import Float, Int
 def apply_rules(
     log_probabilities: Float[Tensor, "R V"], ids: Int[Tensor, "B K capacity"], n: Any, plan: SearchPlan
 ) -> Float[Tensor, "R V"]:
-    """Return the log-probability of each n-th token as the rules of a search have it, with -inf for what they forbid.
+    """Return the log-probabilities of the n-th tokens according to the rules, with -inf for forbidden tokens.
 
-    A forced token is taken even if it is banned. The paper's rules cost nothing.
+    A forced token is allowed even if it is banned. The paper's rules change nothing and cost no time.
     """
     rules, own = plan.rules, log_probabilities
     if rules.no_repeat_ngram_size > 0:
@@ -40,24 +40,24 @@ def apply_rules(
 
 
 def within_pool(values: Float[Tensor, "B X"], finished: Float[Tensor, "B P"]) -> Float[Tensor, "B X"]:
-    """Return as many of the first values as there are places left in the pool, and -inf for those behind."""
+    """Keep the first values, as many as the pool has free places, and replace the others with -inf."""
     return torch.where((values != -inf).cumsum(1) <= (finished == -inf).sum(1, keepdim=True), values, -inf)
 
 
 def _alone(log_probabilities, token, *, scored):
-    """Return log-probabilities that allow one token only, with its own log-probability or with 0 [R, V]."""
+    """Return log-probabilities that allow only one token, with its own log-probability or with 0 [R, V]."""
     is_token = torch.arange(log_probabilities.shape[1], device=log_probabilities.device) == token
     return torch.where(is_token, log_probabilities if scored else torch.zeros_like(log_probabilities), -inf)
 
 
 def _repeats(ids, n, plan, vocabulary):
-    """Return whether each token would end an n-gram that the hypothesis contains already [R, V]."""
+    """Return whether each token would complete an n-gram that the hypothesis already contains [R, V]."""
     size = plan.rules.no_repeat_ngram_size
     tokens = ids.reshape(-1, ids.shape[2])
     tokens = torch.concatenate([torch.full_like(tokens[:, :1], plan.start_id), tokens], 1)  # [R, capacity + 1]
     last = tokens[:, size - 1 :]  # [R, E]
     equal = (torch.arange(size - 1, tokens.shape[1], device=ids.device) < n).expand_as(last)
-    for back in range(1, size):  # the tokens before it are the latest ones
+    for back in range(1, size):  # compare earlier tokens with the latest tokens
         equal = equal & (tokens[:, size - 1 - back : -back] == tokens[:, max(n - back, 0), None])
     count = tokens.new_zeros([len(tokens), vocabulary]).scatter_add(1, last, equal.to(tokens.dtype))
     return count > 0

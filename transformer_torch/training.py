@@ -1,6 +1,6 @@
 """Training (Vaswani et al., 2017, section 5): loss, gradients and the optimizer step.
 
-B batch, S source length, T target length, V target vocabulary.
+Axes: B batch, S source length, T target length, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from transformer_torch.runtime import dtype_name, to_ids
 from transformer_torch.transformer import transformer_of
 from transformer_torch.weights import check_complete, computed_with, copy_in, copy_out, is_divided, parameters
 
-DRAWING = Lock()  # of dropout from the default generator
-MIXED_BFLOAT16 = True  # whether this backend can compute in bfloat16 with float32 weights
+DRAWING = Lock()  # serializes the use of PyTorch's default generator
+MIXED_BFLOAT16 = True  # this backend supports bfloat16 computation with float32 weights
 
 
 def cross_entropy(
     logits: Float[Tensor, "B T V"], labels: Int[Tensor, "B T"], config: TransformerConfig
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
-    """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and their number.
+    """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and the number of target tokens.
 
-    Section 5.4: the probability ``label_smoothing`` is moved from the right token to all tokens (``uniform``), to the
-    wrong ones (``off_target``), or to the wrong ones except padding (``off_target_and_pad``). Logarithms are computed
-    in at least float32.
+    Label smoothing (section 5.4) moves the probability ``label_smoothing`` from the correct token to all tokens
+    (``uniform``), all incorrect tokens (``off_target``), or all incorrect tokens except padding
+    (``off_target_and_pad``). Logarithms are computed in at least float32.
 
     Args:
-        logits: Scores of each next token.
-        labels: Right next tokens, padded with ``config.pad_id``; padding has no loss.
-        config: Vocabulary, padding id and label smoothing.
+        logits: Logits of the next tokens.
+        labels: Expected tokens, padded with ``config.pad_id``. Padding doesn't contribute to the loss.
+        config: Model configuration, which defines the vocabulary, the padding ID and the label smoothing.
 
     Raises:
-        TypeError: If labels are not integers.
-        ValueError: If labels have the wrong shape or are outside the vocabulary.
+        TypeError: If the labels are not integers.
+        ValueError: If the labels have the wrong shape or are outside the vocabulary.
     """
     labels = to_ids("labels", labels, config.target_vocab_size, None, logits.device)
     check_logits(logits.shape, labels.shape, config.target_vocab_size)
@@ -83,28 +83,29 @@ def cross_entropy(
 def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
-    Dropout is off. Without any target token, loss and gradients are zero.
+    Dropout is off. If the batch contains no target tokens, loss and gradients are zero. The result lists frozen
+    parameters in ``frozen``; they have no gradient.
 
     Args:
-        model: The model, or a module around it. It is not changed.
-        source_ids: Source sentences [B, S], padded with ``config.pad_id``.
-        target_ids: Decoder inputs [B, T], starting with ``config.bos_id``, padded with ``config.pad_id``.
-        labels: Right next tokens [B, T]: the target sentences, ending with ``config.eos_id``, padded.
+        model: Model, or a module that wraps it. It is not modified.
+        source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+        target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
+        labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
 
     Raises:
-        TypeError: If the model contains no Transformer, or ids are not integers.
-        ValueError: If ids have the wrong shape or are outside the vocabulary, or the model has adapters or trainable
-            parameters without a canonical name.
+        TypeError: If the module contains no ``Transformer``, or the IDs are not integers.
+        ValueError: If the IDs have the wrong shape or are outside the vocabulary, the model has adapters or trainable
+            parameters without a canonical name, or a mesh shards it.
     """
     transformer, seen = transformer_of(model), Recorder()
     if is_divided(model):
-        raise ValueError("the model is divided over a mesh: Trainer.gradient has the gradients of its parameters")
+        raise ValueError("the model must not be sharded over a mesh: call Trainer.gradient instead")
     check_complete(transformer)
     batch = _take(model, source_ids, target_ids, labels)
-    with inference(model), parametrize.cached():  # what a parametrized layer computes with is then one tensor
-        # A tap behind frozen parts has a gradient because it asks for one.
+    with inference(model), parametrize.cached():  # caching makes the weight of a parametrized layer one tensor
+        # Without requires_grad_, a tap after frozen layers would have no gradient.
         total, tokens = _loss(model, batch, transformer.config, lambda name, x: seen(name, x.requires_grad_()))
-        weights = computed_with(transformer)  # by now: a pruned layer computes its own as it is called
+        weights = computed_with(transformer)  # after the call, in which a pruned layer computes its weight
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     loss = total / tokens.clamp(min=1)
     found = iter(torch.autograd.grad(loss, [*trained.values(), *seen.values()]))
@@ -117,37 +118,43 @@ def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -
 
 
 class Trainer:
-    """Trains a model in place, one batch per step; between two steps the model is in inference mode.
+    """Trainer that updates a model in place, one batch per step (section 5).
 
-    A step follows the gradient of the loss per target token with Adam and the learning rate of equation (3). Frozen
-    parameters don't change and have no moments.
+    Each step computes the gradient of the loss per target token, clips it, and updates the parameters using Adam and
+    the learning rate of equation (3). Between steps, the model is in inference mode. Frozen parameters don't change and
+    have no moments.
 
-    The model may be wrapped, for example by torch.compile or DistributedDataParallel, which averages the gradients that
-    its processes compute per target token. Adapters and parametrized layers are trained, but ``export_state`` raises:
-    they have no moments of the weights.
+    You can wrap the model, for example in ``torch.compile`` or in DistributedDataParallel, which averages the gradients
+    per target token over its processes. The trainer also trains adapters and parametrized layers. In this case,
+    ``export_state`` raises an error, because the weights themselves have no moments.
 
-    Dropout is drawn from PyTorch's default generator, which each step seeds; afterwards its state is as before. Code in
-    other threads that draws from it during a step gets different numbers.
+    Each step seeds PyTorch's default generator for dropout, and restores its state afterwards. If another thread uses
+    this generator during a step, it gets different numbers.
 
-    A mesh divides the model in place; its processes call each method together. Between steps they may call the model,
-    and search with it unless its parameters are divided. If dropout is ``global``, attention with dropout doesn't use
-    the fused kernel, which draws only for what it computes. On a GPU, where the two draw other numbers, one device
-    needs a mesh of one to compute the same as several.
+    A mesh divides the model in place, and all processes must call each method together. Between steps, a process can
+    call the model. It can also search with the model, unless the mesh shards its parameters. If ``dropout`` is
+    ``global``, attention with dropout doesn't use the fused kernel, which draws only the numbers for its own rows.
+    Because the kernel draws different numbers on a GPU, compare several devices with a mesh of one device, not with a
+    trainer without a mesh.
 
     Args:
-        model: The model to train, in float32 or float64.
-        settings: Optimizer, schedule, clipping, accumulation and mixed precision.
-        seed: Together with the number of the step, determines the dropout of that step.
-        mesh: Devices that share each step, from ``make_mesh``; each process is given the full batch. None is the
-            model's device.
-        dropout: ``global`` draws dropout for the full batch, so the number of devices doesn't matter; ``local`` draws
-            it for each device's rows separately, which is faster.
-        compile: True hands the forward and backward pass to torch.compile: the first steps are slow, later ones faster.
+        model: Model, or a module that wraps it, in float32 or float64.
+        settings: Optimizer, learning rate schedule, clipping, gradient accumulation and mixed precision.
+        seed: Seed of the dropout. The dropout of a step depends only on the seed and the number of the step.
+        mesh: Devices from ``make_mesh`` that divide each step. Pass the full batch in every process. None uses the
+            model's device only.
+        dropout: ``global`` draws random numbers for the full batch, so that the result doesn't depend on the number of
+            devices. ``local`` draws them separately for the rows of each device, which is faster.
+        compile: True compiles the forward and backward pass with ``torch.compile``. The first steps are slow, later
+            steps are faster.
+
+    Attributes:
+        step: Number of steps taken so far.
 
     Raises:
-        TypeError: If the model contains no Transformer, the seed is not an integer, or the mesh is not a DeviceMesh.
-        ValueError: If the model's dtype cannot be trained, mixed precision needs float32, the seed is negative, the
-            mesh has an unknown axis or can't divide the model, or dropout is unknown.
+        TypeError: If the module contains no ``Transformer``, or another argument has the wrong type.
+        ValueError: If the model is not in float32 or float64, mixed precision is combined with float64, the mesh can't
+            divide the model, a mesh already shards the model, or another value is invalid.
     """
 
     def __init__(
@@ -171,21 +178,25 @@ class Trainer:
         self.model = model.eval()
         self.settings = settings
         self.seed = seed
-        self.step = 0  # steps taken
+        self.step = 0  # number of steps taken
         self.optimizer = Adam(model.parameters(), settings)
         self._loss = torch.compile(_loss) if compile else _loss
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
-        """Take one step of Adam on the loss per target token of a batch, with dropout.
+        """Take one optimizer step on the loss per target token of a batch, with dropout.
 
         Args:
-            source_ids: The source sentences [B, S], padded with ``config.pad_id``.
-            target_ids: What the decoder reads [B, T], starting with ``config.bos_id``, padded likewise.
-            labels: The right next tokens [B, T]: the target sentences, ending with ``config.eos_id``, padded likewise.
+            source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+            target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
+            labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
+
+        Returns:
+            Loss per target token before the update, number of target tokens, and gradient norm before clipping.
 
         Raises:
-            TypeError: Ids that are not integers.
-            ValueError: Ids of the wrong shape or outside the vocabulary, or a batch that does not fall into slices.
+            TypeError: If the IDs are not integers.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary, or ``accumulation_steps`` doesn't
+                divide the batch size.
         """
         settings, config = self.settings, transformer_of(self.model).config
         batch = _take(self.model, source_ids, target_ids, labels)
@@ -201,9 +212,19 @@ class Trainer:
         return StepResult(loss, tokens, norm)
 
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-        """Return the loss per target token of a batch and the whole gradient that a step would follow, before clipping.
+        """Return the loss per target token of a batch and the gradient that a step would use, before clipping.
 
-        Arguments and errors as in ``train_step``, whose dropout, slices and devices it has. Nothing is updated.
+        Dropout, micro-batches and devices are the same as in ``train_step``. Nothing is updated.
+
+        Args:
+            source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+            target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
+            labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
+
+        Raises:
+            TypeError: If the IDs are not integers.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary, or ``accumulation_steps`` doesn't
+                divide the batch size.
         """
         check_complete(transformer_of(self.model))
         named = parameters(transformer_of(self.model))
@@ -217,9 +238,18 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, source_ids: Any, target_ids: Any, labels: Any) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
-        """Return the cross-entropy in nats summed over the target tokens, and their number: no dropout, no smoothing.
+        """Return the cross-entropy in nats, summed over the target tokens, and the number of target tokens.
 
-        Arguments and errors as in ``train_step``.
+        Dropout and label smoothing are off.
+
+        Args:
+            source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+            target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
+            labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
+
+        Raises:
+            TypeError: If the IDs are not integers.
+            ValueError: If the IDs have the wrong shape or are outside the vocabulary.
         """
         batch = _take(self.model, source_ids, target_ids, labels)
         with inference(self.model):
@@ -229,15 +259,17 @@ class Trainer:
         return self.share.summed(total), self.share.summed(tokens)
 
     def export_state(self) -> TrainingState:
-        """Return a copy of everything that the next step depends on, beside the weights and the settings.
+        """Return a copy of the step number, the seed and the moments.
+
+        All later steps depend only on this state, the weights and the settings.
 
         Raises:
-            ValueError: If there are trainable parameters without a canonical name, such as those of an adapter.
+            ValueError: If a trainable parameter has no canonical name, for example in an adapter.
         """
         transformer, first, second = transformer_of(self.model), dict[str, Any](), dict[str, Any]()
         check_complete(transformer)
         for name, parameter in parameters(transformer).items():
-            state = self.optimizer.state.get(parameter, {})  # a frozen parameter has none
+            state = self.optimizer.state.get(parameter, {})  # empty for frozen parameters
             for moments, key in ((first, "exp_avg"), (second, "exp_avg_sq")):
                 moments[name] = copy_out(name, state[key] if state else torch.zeros_like(parameter))
         return TrainingState(self.step, self.seed, first, second)
@@ -245,8 +277,11 @@ class Trainer:
     def load_state(self, state: TrainingState) -> None:
         """Resume from an exported state.
 
+        Args:
+            state: State from ``export_state`` or a checkpoint.
+
         Raises:
-            TypeError: If a moment is not of a floating-point dtype.
+            TypeError: If a moment doesn't have a floating-point dtype.
             ValueError: If the moments don't match the model's config, or overflow its dtype.
         """
         transformer = transformer_of(self.model)
@@ -262,12 +297,12 @@ class Trainer:
                 copy_in(name, second, remembered["exp_avg_sq"])
 
     def _gradient(self, batch):
-        """Return loss, tokens and gradient, summed over the shares of all slices of a batch."""
+        """Return loss, number of tokens and gradient, summed over all micro-batches and shards of a batch."""
         settings, config, losses = self.settings, transformer_of(self.model).config, []
         known = dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"])
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if lost := [name for name, p in trained.items() if p not in known]:
-            raise ValueError(f"the optimizer must have all trainable parameters: make a new Trainer for {some(lost)}")
+            raise ValueError(f"the optimizer must have all trainable parameters: create a new Trainer for {some(lost)}")
         tokens = (batch[2] != config.pad_id).sum()
         self.optimizer.zero_grad()
         for part in self.share.slices(batch, settings.accumulation_steps):
@@ -276,14 +311,14 @@ class Trainer:
             loss = total / tokens.clamp(min=1)
             loss.backward()
             losses.append(loss.detach())
-        if lost := [name for name, p in trained.items() if p.grad is None]:  # such as those before a quantized layer
+        if lost := [name for name, p in trained.items() if p.grad is None]:  # for example before a quantized layer
             raise ValueError(f"the loss must depend on all trainable parameters: freeze or remove {some(lost)}")
-        gradient = [p.grad for p in known if p.grad is not None]  # a frozen parameter has none
+        gradient = [p.grad for p in known if p.grad is not None]  # empty for frozen parameters
         return self.share.summed(torch.stack(losses).sum()), tokens, gradient
 
 
 def _take(model, source_ids, target_ids, labels):
-    """Take a batch from the outside, checked."""
+    """Check and return a batch that a caller passed."""
     config, device = transformer_of(model).config, transformer_of(model).device
     source_ids = to_ids("source_ids", source_ids, config.source_vocab_size, config.max_positions, device)
     target_ids = to_ids("target_ids", target_ids, config.target_vocab_size, config.max_positions, device)
@@ -294,21 +329,21 @@ def _take(model, source_ids, target_ids, labels):
 
 
 def _loss(model, batch, config, tap=no_tap):
-    """Return the summed loss of a batch, and the number of its target tokens."""
+    """Return the summed loss of a batch and the number of target tokens."""
     source_ids, target_ids, labels = batch
     return cross_entropy(model(source_ids, target_ids, tap=tap), labels, config)
 
 
 @contextmanager
 def _training(model: nn.Module, settings: TrainingConfig, *entropy: int) -> Iterator[None]:
-    """Switch dropout on, drawn from the given numbers only, and activation checkpointing if the settings say so.
+    """Enable dropout, seeded with the given numbers, and activation checkpointing if the settings request it.
 
-    Compiled code, fused kernels and the caller's own layers draw from the default generator. A step seeds it, and
-    restores its state. Steps of different trainers therefore wait for each other.
+    Compiled code, fused kernels and custom layers draw from PyTorch's default generator. This context seeds it and
+    restores its state, so steps of different trainers must wait for each other.
     """
     transformer = transformer_of(model)
     device, stacks = transformer.device, (transformer.encoder, transformer.decoder)
-    # Not torch.manual_seed: that would seed the generators of all devices.
+    # torch.manual_seed would seed the generators of all devices.
     generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
     with DRAWING:
         state = generator.get_state()

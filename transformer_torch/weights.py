@@ -1,6 +1,6 @@
-"""Canonical weights in and out of the model: a name is the path of a layer, with a name for each of its parameters.
+"""Conversion of weights between canonical names and the parameters of a PyTorch model.
 
-A canonical ``kernel`` is [in, out], PyTorch's ``weight`` is [out, in]: only this file transposes.
+A canonical ``kernel`` has shape [in, out], a PyTorch ``weight`` has shape [out, in]. Only this file transposes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,20 @@ from transformer_torch.layers import LayerNorm
 from transformer_torch.runtime import dtype_name
 
 TORCH_NAMES = {"kernel": "weight", "scale": "weight", "bias": "bias", "table": "weight"}
-REMEDY = "merge adapters first, as by peft's merge_and_unload(), and export weights before you quantize them"
+REMEDY = "merge adapters first, for example with peft's merge_and_unload(), and export weights before quantization"
 OWN_LAYERS = (nn.Linear, TokenEmbedding, LearnedPosition, LayerNorm, TiedProjection)
 
 
 def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
-    """Copy weights into a model, rounded to its dtype; the caller's arrays are never aliased.
+    """Copy weights into a model, rounded to its dtype. The model never aliases the given arrays.
+
+    Args:
+        model: Model whose parameters are replaced in place.
+        weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
+            ignores the parameters of the other part.
 
     Raises:
-        TypeError: If a weight is not of a floating-point dtype.
+        TypeError: If a weight doesn't have a floating-point dtype.
         ValueError: If the weights don't match the model's config, or overflow its dtype.
     """
     check_weights(model.config, weights, part=model.part)
@@ -38,16 +43,23 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
 
 def get_weights(model: Model) -> dict[str, ndarray]:
-    """Copy every parameter out of a model, in the model's dtype; errors as in the two functions that it calls."""
+    """Return a copy of every parameter of a model in the model's dtype, by canonical name.
+
+    Raises:
+        ValueError: If a layer was replaced by a layer that computes with additional parameters, such as an adapter, or
+            that is quantized.
+    """
     check_complete(model, frozen=True)
     return {name: copy_out(name, weight) for name, weight in computed_with(model).items()}
 
 
 def computed_with(model: Any) -> dict[str, Tensor]:
-    """Return the weights that the model computes with by canonical name, parametrized or not; a kernel is transposed.
+    """Return the tensors that the model computes with, by canonical name. Kernels are transposed.
+
+    If a layer is parametrized, this is the tensor computed from its parameters.
 
     Raises:
-        ValueError: If a layer may compute with something else, such as an adapter or a quantized layer.
+        ValueError: If a layer may compute with other tensors, such as an adapter or a quantized layer.
     """
     found: dict[str, Any] = {}
     for name in parameter_shapes(model.config, model.part):
@@ -57,14 +69,20 @@ def computed_with(model: Any) -> dict[str, Tensor]:
         if type(found[name]) not in (Tensor, nn.Parameter) and not hasattr(found[name], "device_mesh"):
             raise ValueError(f"{name} must be a plain tensor: got {type(found[name]).__name__}; {REMEDY}")
     if model.part != "encoder":
-        _layer(model, "output_proj")  # also if it is tied and has no name
+        _layer(model, "output_proj")  # also if its matrix is tied and has no canonical name
     return found
 
 
 def check_complete(model: Any, *, frozen: bool = False) -> None:
-    """Raise ValueError if a trainable (or frozen) parameter has no canonical name, such as an adapter's.
+    """Check that every trainable parameter has a canonical name, and that a tied output uses the model's embedding.
 
-    Nor has the matrix of an output layer that is tied to an embedding which was replaced since.
+    Args:
+        model: Model to check.
+        frozen: True checks frozen parameters too.
+
+    Raises:
+        ValueError: If a parameter has no canonical name, such as an adapter's, or the embedding that is tied to the
+            output projection was replaced.
     """
     layers = dict.fromkeys(torch_path(name).rpartition(".")[0] for name in parameter_shapes(model.config, model.part))
     named = {parameter for path in layers for parameter in _layer(model, path).parameters()}
@@ -74,13 +92,13 @@ def check_complete(model: Any, *, frozen: bool = False) -> None:
         raise ValueError(f"all {kind}parameters must have canonical names: got {some(others)}; {REMEDY}")
     output = None if model.part == "encoder" else _layer(model, "output_proj")
     if isinstance(output, TiedProjection) and output.embedding not in model.modules():
-        raise ValueError("output_proj must be tied to target_embedding: got one that is tied to another embedding")
+        raise ValueError("output_proj must be tied to target_embedding: got one that is tied to a different embedding")
 
 
 def _layer(model, path):
-    """Return a layer that computes what this package's layer in that place does."""
+    """Return the layer at a path. Raise a ValueError if it doesn't compute the same as this package's layer."""
     layer = find(model, path)
-    layer = getattr(layer, "_orig_mod", layer)  # of torch.compile
+    layer = getattr(layer, "_orig_mod", layer)  # unwrap torch.compile
     if type(layer).forward not in [own.forward for own in OWN_LAYERS]:
         kind = f"{type(layer).__module__.partition('.')[0]} {type(layer).__name__}"
         raise ValueError(f"{path} must compute with its weight and bias only: got a {kind}; {REMEDY}")
@@ -88,62 +106,75 @@ def _layer(model, path):
 
 
 def parameters(model: Any) -> dict[str, nn.Parameter]:
-    """Return the model's own parameters by canonical name; a kernel is transposed.
+    """Return the model's parameters by canonical name. Kernels are transposed.
 
     Raises:
-        ValueError: As in ``computed_with``, or if a weight is computed from others (``torch.nn.utils.parametrize``).
+        ValueError: If a layer may compute with other tensors, or if a weight is computed from other parameters
+            (``torch.nn.utils.parametrize``).
     """
     found: dict[str, nn.Parameter] = {}
     for name, weight in computed_with(model).items():
         if not isinstance(weight, nn.Parameter):
-            raise ValueError(f"{name} is not a parameter of its own: remove the layer's parametrization first")
+            raise ValueError(f"{name} must be a parameter: got a computed tensor; remove its parametrization first")
         found[name] = weight
     return found
 
 
 @torch.no_grad()
 def copy_in(name: str, array: ndarray, tensor: Tensor) -> None:
-    """Copy an array into a parameter or what is shaped like it, rounded to its dtype.
+    """Copy an array into a parameter, or a tensor of the same shape, rounded to its dtype.
+
+    Args:
+        name: Canonical name of the parameter.
+        array: Array in the canonical shape.
+        tensor: Tensor to overwrite.
 
     Raises:
-        ValueError: A finite value overflows the dtype.
+        ValueError: If a finite value overflows the dtype.
     """
     array = rounded(name, array, dtype_name(tensor))
     bits = torch.from_numpy(array.view(np.int16) if array.dtype == ml_dtypes.bfloat16 else array)
     whole = (bits.T if name.endswith("kernel") else bits).view(tensor.dtype)
     index, local = local_part(tensor)
-    local.copy_(whole[index] if whole.shape == tensor.shape else whole)  # copy_ refuses another shape
+    local.copy_(whole[index] if whole.shape == tensor.shape else whole)  # copy_ raises if the shapes differ
 
 
 def copy_out(name: str, tensor: Tensor) -> ndarray:
-    """Copy a parameter, or what is shaped like it, into an array of its canonical shape; a divided one is gathered."""
+    """Return a copy of a parameter, or a tensor of the same shape, as an array in the canonical shape.
+
+    A tensor that is sharded over a mesh is gathered first.
+
+    Args:
+        name: Canonical name of the parameter.
+        tensor: Tensor to copy.
+    """
     tensor = gathered(tensor.detach()).cpu()
     tensor = (tensor.T if name.endswith("kernel") else tensor).contiguous()
-    if tensor.dtype == torch.bfloat16:  # which Tensor.numpy refuses
+    if tensor.dtype == torch.bfloat16:  # Tensor.numpy doesn't support bfloat16
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
     return tensor.numpy().copy()
 
 
 def is_divided(model: nn.Module) -> bool:
-    """Return whether a mesh divides parameters of a model, so that each process has only parts of them."""
+    """Return whether a mesh shards parameters of the model, so that each process has only a part of them."""
     return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
 
 
 def gathered(tensor: Any) -> Tensor:
-    """Return the whole of a tensor that a mesh may divide, to every process of the mesh."""
-    if not hasattr(tensor, "device_mesh"):  # what is imported below is a second, and nothing else needs it
+    """Return the full tensor. If a mesh shards it, all processes of the mesh must call this function."""
+    if not hasattr(tensor, "device_mesh"):  # avoid the import below, which takes a second
         return tensor
     from torch.distributed.tensor import Replicate
 
     placements = [*tensor.placements]
-    for axis in range(len(placements)):  # torch would do the same, but warn of it
+    for axis in range(len(placements)):  # PyTorch would do the same, but warn
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.full_tensor()
 
 
 def local_part(tensor: Any) -> tuple[tuple[slice, ...], Tensor]:
-    """Return what this process holds of a tensor, which a mesh may divide, and where in the whole that lies."""
+    """Return this process's part of a tensor, preceded by its index in the full tensor."""
     if not hasattr(tensor, "device_mesh"):
         return tuple(slice(0, size) for size in tensor.shape), tensor
     (chunk,) = tensor.__create_chunk_list__()
@@ -152,6 +183,6 @@ def local_part(tensor: Any) -> tuple[tuple[slice, ...], Tensor]:
 
 
 def torch_path(name: str) -> str:
-    """Return the name that torch has for a parameter of canonical name."""
+    """Return the PyTorch name of the parameter with the given canonical name."""
     path, _, attribute = name.rpartition(".")
     return f"{path}.{TORCH_NAMES[attribute]}"

@@ -27,8 +27,8 @@ PROJECTED = "self.output_proj(merge_heads(context))"
 LOGITS = 'tap("logits", self.output_proj(x))'
 RETURNED = f"return {LOGITS}\n"  # all positions at once; a step takes one of them
 UNMASKED = "    if mask is None:"
-ENCODE = 'one vector per source position. Arguments and errors as in ``Transformer``."""\n'
-DECODE = 'where both are given, the mask counts.\n        """\n'
+ENCODE = '        source_ids, source_mask = self._take("source", source_ids, source_mask)\n        return'
+DECODE = "        memory, source_mask = self._take_memory(memory, source_ids, source_mask)\n"
 LOOKED_UP, GIVEN = "TokenEmbedding(config.source_vocab_size, config", 'mask = to_mask("source_mask", mask'
 ENCODED = "memory = self._encode(source_ids, "
 ALL_TOKENS = '__import__("numpy").ones(source_ids.shape, bool)'
@@ -268,11 +268,11 @@ EDGES = [
             },
             (f"{SELF}.weights", "encoder/encode"): {
                 "encode without padding mask": changed(
-                    "transformer", **dict.fromkeys(("numpy", "torch"), (ENCODE, f"{ENCODE}{NO_MASK}"))
+                    "transformer", **dict.fromkeys(("numpy", "torch"), (ENCODE, f"{NO_MASK}{ENCODE}"))
                 )
             },
             (f"{CROSS}.weights", "decoder/decode"): {
-                "decode without padding mask": instead("transformer", DECODE, f"{DECODE}{NO_MASK}")
+                "decode without padding mask": instead("transformer", DECODE, f"{NO_MASK}{DECODE}")
             },
             (f"{CROSS}.weights", "decoder/alone"): {
                 "a decoder alone attends to padding": instead("part", GIVEN, f"{GIVEN} | bool(self.part)")
