@@ -29,13 +29,13 @@ def test_info_without_frameworks(capsys, monkeypatch):
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert "fails" not in out
-    assert "37,000 yields 0; 41,096 yields 10" in out
+    assert "37,000 reproduces 0, 41,096 reproduces 10" in " ".join(out.split())
     monkeypatch.setenv("COLUMNS", "50")  # narrower than the line that is to be copied
     out = parity(capsys, "info")[1]
     for name in PORTS:
         assert (f"pip install 'transformer-parity[cli,{name}]'\n" in out) == (name != "numpy")
     monkeypatch.delattr(PackagePort, "import_package")  # a broken installation
-    assert "numpy: installed, but it fails: AttributeError:" in parity(capsys, "info")[1]
+    assert "numpy: installed, but importing it fails: AttributeError:" in parity(capsys, "info")[1]
 
 
 def test_info_describes_what_is_installed(capsys, monkeypatch, backends):
@@ -58,15 +58,16 @@ def test_info_says_which_library_is_slow():
     even, uneven = rates(numpy=100.0, torch=61.0), rates(numpy=140.0, torch=150.0, jax=300.0)
     assert list(info.slow(even, 0.0)) == list(info.slow({"jax": {"error": "no"}}, 0.0)) == []
     assert list(info.slow(uneven, 0.0)) == [
-        "numpy: its products reach 47% of the best rate here, jax's",
-        "torch: its products reach 50% of the best rate here, jax's",
+        "numpy: matmul throughput is 47% of jax, the best on this machine",
+        "torch: matmul throughput is 50% of jax, the best on this machine",
     ]
     uneven["torch"][info.BY_ONEDNN] = 400.0
     assert list(info.slow(uneven, 0.0))[1] == (
-        "torch: its products reach 38% of the best rate here, torch's by oneDNN; "
-        'torch.set_float32_matmul_precision("medium") uses that'
+        "torch: matmul throughput is 38% of torch with oneDNN, the best on this machine; "
+        'torch.set_float32_matmul_precision("medium") selects oneDNN'
     )
-    assert list(info.slow(uneven, 1000.0)) == ["the machine is busy, and rates vary: load average 1000.0"]
+    busy = "the machine is busy (load average 1000.0), so the measured throughputs vary"
+    assert list(info.slow(uneven, 1000.0)) == [busy]
     assert list(info.slow(even, 1000.0)) == []
 
 

@@ -452,7 +452,7 @@ def test_a_port_of_ones_own(tmp_path, capsys, dtype):
         return
     assert code == 3  # as of parity check: float32 may only have lost precision
     assert said.out.splitlines()[:2] == [
-        "First over tolerance: Unscaled at logits.",
+        "First tap over tolerance: logits in Unscaled.",
         "Whether Unscaled lost only precision is not known: compare in float64 too.",
     ]
     found = json.loads(Page(out.read_text("utf-8")).scripts["view"])

@@ -125,7 +125,7 @@ def test_what_a_port_cannot_do_is_left_out_of_its_golden_vectors(tmp_path, capsy
     command = ["golden", "--port", f"{__name__}:GreedyOnly", "--dtype", "float64", "--stage", "activations,decode"]
     assert main([*command, "--out", str(tmp_path / "mine")]) == 0
     said = capsys.readouterr().out
-    assert "left out: float64 decode/port_beam: NotImplementedError: only greedy search" in said
+    assert "omitted: float64 decode/port_beam: NotImplementedError: only greedy search" in said
     written = {
         entry["name"].split("/")[0] for entry in json.loads((tmp_path / "mine/manifest.json").read_text())["cases"]
     }

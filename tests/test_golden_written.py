@@ -96,7 +96,7 @@ def test_a_port_of_your_own(tmp_path, capsys):
     right, mine = tmp_path / "right", tmp_path / "mine"
     assert main(["golden", "--for", "golden_vectors:Forward", "--out", str(right)]) == 0
     assert main(["golden", "--port", "golden_vectors:Forward", "--out", str(mine)]) == 0
-    assert "left out: full/one_token: it is not made for that" in capsys.readouterr().out
+    assert "omitted: full/one_token: it is not made for that" in capsys.readouterr().out
     folder = vectors.read(mine)
     assert (folder.producer, folder.config.norm_order) == ("Forward", "pre")
     assert {case.stage for case in folder.cases} == {"activations"}
@@ -132,9 +132,9 @@ def test_a_port_with_every_ability(truth, tmp_path, capsys):
     ("options", "says"),
     [
         (["--port", "golden_vectors:Failing"], "Failing, float64 full/one_sentence: KeyError: 'head'"),
-        (["--port", "golden_vectors:Empty"], "Empty offers nothing that could be written: Empty computes in"),
+        (["--port", "golden_vectors:Empty"], "Empty has no results to write: Empty computes in"),
         (["--port", "golden_vectors:Nothing"], "cannot be imported"),
-        (["--port", "golden_vectors:Forward", "--backend", "torch"], "leave out --backend and --device"),
+        (["--port", "golden_vectors:Forward", "--backend", "torch"], "remove --backend and --device"),
         (["--device", "gpu"], "device must be"),
     ],
 )

@@ -327,7 +327,7 @@ def test_only_a_command_ends_the_process_with_another_code_than_3(begin, code):
 def test_a_library_that_calls_sys_exit_is_an_error(code, capsys, monkeypatch):
     monkeypatch.setattr(info, "describe_backend", lambda port: sys.exit(code))
     assert main(["info"]) == 3
-    assert capsys.readouterr().err == f"parity info: error: the command was ended by sys.exit({code!r})\n"
+    assert capsys.readouterr().err == f"parity info: error: a port or a library called sys.exit({code!r})\n"
 
 
 def test_a_path_that_may_not_be_looked_at_is_a_usage_error(capsys, monkeypatch):
