@@ -114,7 +114,7 @@ def test_your_weights_on_your_sentences(capsys, tmp_path):
         (["--weights", "absent.safetensors"], "there is no weight file absent.safetensors"),
         (["--text", "absent.en", "absent.de"], "absent.en"),
         (["--sentences", "-1"], "--sentences must be at least 0: got -1"),
-        (["--json", "absent/result.json"], "there is no folder absent"),
+        (["--json", "absent/result.json"], "there is no directory absent"),
     ],
 )
 def test_what_cannot_be_compared_exits_with_3(options, message, capsys, tmp_path, monkeypatch):

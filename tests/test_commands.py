@@ -114,7 +114,7 @@ def test_what_a_framework_prints_is_held_back_unless_it_fails(capfd):
         ("show positions --preset paper_learned", "paper_learned learns its positions"),
         ("show positions --size 0x64", "must be a positive integer: got '0'"),
         ("show positions --size 50x7", "need an even d_model: got 7"),
-        ("show masks --out x.pdf", "--out must be a folder or end in .png or .svg: got x.pdf"),
+        ("show masks --out x.pdf", "--out must be a directory, or a file name that ends in .png or .svg: got x.pdf"),
         ("show masks --out some_file/x.png", "some_file"),
         ("show attention --backends numpy,jax", "jax is not installed: pip install 'transformer-parity[cli,jax]'"),
         ("show attention --backends numpy --layer 2", "--layer must be 0 to 1 in this model: got 2"),
@@ -157,6 +157,6 @@ def test_an_absurd_size_is_refused_at_once(command, capsys, tmp_path, monkeypatc
     monkeypatch.setattr(corpora, "DATES_HELD_OUT", 9)
     code, out, err = parity(capsys, *command.split())
     assert (code, out) == (3, "")
-    assert re.search(r" takes [\d,]+ GiB of memory or more: [\d,.]+ GiB are free$", err)
+    assert re.search(r" requires at least [\d,]+ GiB of memory: only [\d,.]+ GiB are available$", err)
     assert ABSURD[command] in err
     assert os.listdir() == []

@@ -453,7 +453,7 @@ def test_a_port_of_ones_own(tmp_path, capsys, dtype):
     assert code == 3  # as of parity check: float32 may only have lost precision
     assert said.out.splitlines()[:2] == [
         "First tap over tolerance: logits in Unscaled.",
-        "Whether Unscaled lost only precision is not known: compare in float64 too.",
+        "Unscaled may have a bug or may only lose precision. To find out, also compare in float64.",
     ]
     found = json.loads(Page(out.read_text("utf-8")).scripts["view"])
     assert [tap["name"] for tap in found["taps"] if tap["ports"][0] is not None] == ["logits", "output"]
@@ -478,7 +478,7 @@ def test_what_cannot_be_explored_is_refused_and_nothing_is_written(tmp_path, cap
 
 def test_a_page_that_could_not_be_written_is_refused_before_any_work(tmp_path, capsys):
     assert explore("x", out=tmp_path / "nowhere" / "page.html") == 3
-    assert "there is no folder" in capsys.readouterr().err
+    assert "there is no directory" in capsys.readouterr().err
 
 
 def test_the_shipped_model_reads_dates():

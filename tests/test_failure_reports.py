@@ -70,8 +70,8 @@ def test_a_mistake_has_nothing_to_declare():
 
 def test_numbers_that_say_nothing_are_left_out():
     far = Finding("it", "float64", "full model", "full/padded", "fast", "tokens", 0.5, 1e-12, DIVERGES)
-    assert far.words == "error 5.0e-01, for a tolerance of 1.0e-12"
-    assert replace(far, error=3e-12).words == "error 3.0e-12, 3 times its tolerance of 1.0e-12"
+    assert far.words == "error 5.0e-01, tolerance 1.0e-12"
+    assert replace(far, error=3e-12).words == "error 3.0e-12, 3 times the tolerance of 1.0e-12"
     assert str(Doubt(1, 2, math.inf, 0.0, "it ends")) == "sentence 1, token 2: it ends"
     failed = replace(far, verdict="failed", detail="ValueError: no")
     console = Console(file=io.StringIO(), width=200)

@@ -146,9 +146,9 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path):
     check_writable(None)
     check_writable(tmp_path / "a")
-    with pytest.raises(UsageError, match="is a folder"):
+    with pytest.raises(UsageError, match="must be a file: got a directory"):
         check_writable(tmp_path)
-    with pytest.raises(UsageError, match="there is no folder"):
+    with pytest.raises(UsageError, match="there is no directory"):
         check_writable(tmp_path / "none" / "a")
 
 
@@ -224,7 +224,9 @@ def test_standard_output_is_added_to(tmp_path):
 
 @posix
 def test_a_result_that_cannot_be_written_costs_no_other(tmp_path):
-    with pytest.raises(UsageError, match="/dev/full cannot be written: No space left on device; the result is printed"):
+    with pytest.raises(
+        UsageError, match="/dev/full cannot be written: No space left on device; the result was printed"
+    ):
         write_results([1], (Path("/dev/full"), write_json), (None, write_json), (tmp_path / "a", write_json))
     assert (tmp_path / "a").read_text() == "[\n 1\n]\n"
     gone = tmp_path / "gone" / "a"
