@@ -193,7 +193,7 @@ def test_text_errors(tmp_path):
         read_pairs(one, write("latin", "ä\n".encode("latin-1")))
     with pytest.raises(ValueError, match="is not gzipped text"):
         read_pairs(one, write("fake.gz", b"no gzip"))
-    with pytest.raises(ValueError, match="hold no pair of sentences"):
+    with pytest.raises(ValueError, match="must contain at least one pair of nonempty lines"):
         read_pairs(write("empty", b"\n"), one)
 
 
@@ -206,7 +206,7 @@ def test_subword_ids_avoid_the_special_ones_of_any_model():
         assert not set(ids[:-1]) & set(special.values())
         assert len(ids) == len(vocabulary.pieces("Where is the train?")) + 1
     small = ref.TransformerConfig(source_vocab_size=50, target_vocab_size=50)
-    with pytest.raises(ValueError, match="subwords need a vocabulary of"):
+    with pytest.raises(ValueError, match="subwords require a vocabulary of at least"):
         vocabulary.numbered(small)
 
 
