@@ -237,7 +237,7 @@ def test_ctrl_c_before_anything_is_timed(capsys, monkeypatch):
     ("options", "message"),
     [
         (["--threads", "100000"], "the processors there are: got 100000"),
-        (["--json", "absent/a.json"], "there is no folder absent"),
+        (["--json", "absent/a.json"], "there is no directory absent"),
         (["--plot", "a.gif"], "--plot must end in png or svg: got a.gif"),
         (["--backends", "theano"], "unknown theano: choose from numpy, torch, jax, tf"),
         (["--rounds", "0"], "--rounds must be positive for decode: got 0"),

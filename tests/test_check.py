@@ -114,7 +114,7 @@ def test_your_weights_on_your_sentences(capsys, tmp_path):
         (["--weights", "absent.safetensors"], "there is no weight file absent.safetensors"),
         (["--text", "absent.en", "absent.de"], "absent.en"),
         (["--sentences", "-1"], "--sentences must be at least 0: got -1"),
-        (["--json", "absent/result.json"], "there is no folder absent"),
+        (["--json", "absent/result.json"], "there is no directory absent"),
     ],
 )
 def test_what_cannot_be_compared_exits_with_3(options, message, capsys, tmp_path, monkeypatch):
@@ -193,7 +193,7 @@ def test_text_errors(tmp_path):
         read_pairs(one, write("latin", "ä\n".encode("latin-1")))
     with pytest.raises(ValueError, match="is not gzipped text"):
         read_pairs(one, write("fake.gz", b"no gzip"))
-    with pytest.raises(ValueError, match="hold no pair of sentences"):
+    with pytest.raises(ValueError, match="must contain at least one pair of nonempty lines"):
         read_pairs(write("empty", b"\n"), one)
 
 
@@ -206,7 +206,7 @@ def test_subword_ids_avoid_the_special_ones_of_any_model():
         assert not set(ids[:-1]) & set(special.values())
         assert len(ids) == len(vocabulary.pieces("Where is the train?")) + 1
     small = ref.TransformerConfig(source_vocab_size=50, target_vocab_size=50)
-    with pytest.raises(ValueError, match="subwords need a vocabulary of"):
+    with pytest.raises(ValueError, match="subwords require a vocabulary of at least"):
         vocabulary.numbered(small)
 
 

@@ -136,7 +136,7 @@ def test_every_kind_of_array_arrives_as_it_was():
         np.testing.assert_array_equal(found, array)
         assert found.ndim == 0 or found.flags.writeable
     for short in (sent[:4], sent[:20], sent[:-1]):
-        with pytest.raises(EOFError, match="a message has ended after"):
+        with pytest.raises(EOFError, match="the stream ended after"):
             messages.receive(io.BytesIO(short))
 
 
@@ -186,9 +186,9 @@ def test_a_wrapper_may_print_to_standard_output(wrapped):
     [
         ("echo nothing else", "the process ended with exit code 0"),
         ("echo before; exit 5", "the process ended with exit code 5"),
-        ("exec cat", "it printed '' to standard output, which must carry messages only: let its wrapper print to"),
-        ("exec yes 'hello world'", "it printed 'hello world' to standard output, which must carry messages only"),
-        ("printf 'a\\nb\\n\\0'; exec cat", "it printed 'a' to standard output, which must carry messages only"),
+        ("exec cat", "it printed '' to standard output, which is reserved for messages: print to standard error in"),
+        ("exec yes 'hello world'", "it printed 'hello world' to standard output, which is reserved for messages"),
+        ("printf 'a\\nb\\n\\0'; exec cat", "it printed 'a' to standard output, which is reserved for messages"),
     ],
 )
 def test_a_wrapper_that_starts_nothing_ends_by_itself_or_is_named(line, how, wrapped, capfd):
@@ -205,7 +205,7 @@ def test_a_message_that_cannot_be_read_ends_its_process_and_is_the_reason(start,
     assert child.receive() == "here"
     with pytest.raises(ChildEndedError) as ended:
         child.receive()
-    said = "it sent what cannot be read here: ModuleNotFoundError: No module named 'only_there'"
+    said = "it sent a message that cannot be unpickled: ModuleNotFoundError: No module named 'only_there'"
     assert (ended.value.how, ended.value.last_line) == (said, "the last line")
     assert child.process.poll() is not None
     assert capfd.readouterr() == ("", "")

@@ -29,13 +29,13 @@ def test_info_without_frameworks(capsys, monkeypatch):
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert "fails" not in out
-    assert "37,000 yields 0; 41,096 yields 10" in out
+    assert "37,000 reproduces 0, 41,096 reproduces 10" in " ".join(out.split())
     monkeypatch.setenv("COLUMNS", "50")  # narrower than the line that is to be copied
     out = parity(capsys, "info")[1]
     for name in PORTS:
         assert (f"pip install 'transformer-parity[cli,{name}]'\n" in out) == (name != "numpy")
     monkeypatch.delattr(PackagePort, "import_package")  # a broken installation
-    assert "numpy: installed, but it fails: AttributeError:" in parity(capsys, "info")[1]
+    assert "numpy: installed, but importing it fails: AttributeError:" in parity(capsys, "info")[1]
 
 
 def test_info_describes_what_is_installed(capsys, monkeypatch, backends):
@@ -58,15 +58,16 @@ def test_info_says_which_library_is_slow():
     even, uneven = rates(numpy=100.0, torch=61.0), rates(numpy=140.0, torch=150.0, jax=300.0)
     assert list(info.slow(even, 0.0)) == list(info.slow({"jax": {"error": "no"}}, 0.0)) == []
     assert list(info.slow(uneven, 0.0)) == [
-        "numpy: its products reach 47% of the best rate here, jax's",
-        "torch: its products reach 50% of the best rate here, jax's",
+        "numpy: matmul throughput is 47% of jax, the best on this machine",
+        "torch: matmul throughput is 50% of jax, the best on this machine",
     ]
     uneven["torch"][info.BY_ONEDNN] = 400.0
     assert list(info.slow(uneven, 0.0))[1] == (
-        "torch: its products reach 38% of the best rate here, torch's by oneDNN; "
-        'torch.set_float32_matmul_precision("medium") uses that'
+        "torch: matmul throughput is 38% of torch with oneDNN, the best on this machine; "
+        'torch.set_float32_matmul_precision("medium") selects oneDNN'
     )
-    assert list(info.slow(uneven, 1000.0)) == ["the machine is busy, and rates vary: load average 1000.0"]
+    busy = "the machine is busy (load average 1000.0), so the measured throughputs vary"
+    assert list(info.slow(uneven, 1000.0)) == [busy]
     assert list(info.slow(even, 1000.0)) == []
 
 
@@ -113,7 +114,7 @@ def test_what_a_framework_prints_is_held_back_unless_it_fails(capfd):
         ("show positions --preset paper_learned", "paper_learned learns its positions"),
         ("show positions --size 0x64", "must be a positive integer: got '0'"),
         ("show positions --size 50x7", "need an even d_model: got 7"),
-        ("show masks --out x.pdf", "--out must be a folder or end in .png or .svg: got x.pdf"),
+        ("show masks --out x.pdf", "--out must be a directory, or a file name that ends in .png or .svg: got x.pdf"),
         ("show masks --out some_file/x.png", "some_file"),
         ("show attention --backends numpy,jax", "jax is not installed: pip install 'transformer-parity[cli,jax]'"),
         ("show attention --backends numpy --layer 2", "--layer must be 0 to 1 in this model: got 2"),
@@ -156,6 +157,6 @@ def test_an_absurd_size_is_refused_at_once(command, capsys, tmp_path, monkeypatc
     monkeypatch.setattr(corpora, "DATES_HELD_OUT", 9)
     code, out, err = parity(capsys, *command.split())
     assert (code, out) == (3, "")
-    assert re.search(r" takes [\d,]+ GiB of memory or more: [\d,.]+ GiB are free$", err)
+    assert re.search(r" requires at least [\d,]+ GiB of memory: only [\d,.]+ GiB are available$", err)
     assert ABSURD[command] in err
     assert os.listdir() == []

@@ -265,7 +265,7 @@ def test_a_file_in_one_line_is_refused_or_left_out_at_once(vocabulary):
     numbered = number([("a b " * 250_000, "a"), ("a", "b")], vocabulary.numbered(config))
     assert len(numbered[0][0]) > 100_000
     assert Batches(numbered, config, 100, max_length=LONGEST).dropped == 1
-    with pytest.raises(ValueError, match=r"a sentence is [\d,]+ tokens long, and may have at most 4,096"):
+    with pytest.raises(ValueError, match=r"a sentence must have at most 4,096 tokens: got [\d,]+"):
         pad([ids for ids, _ in numbered], config)
 
 

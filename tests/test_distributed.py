@@ -249,9 +249,9 @@ def test_the_command(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--backends", "numpy"], "numpy is the reference: name at least one port"),
+        (["--backends", "numpy"], "numpy is the reference: add at least one other backend or a --port"),
         (["--backends", "torch", "--parallel", "data=4", "--processes", "2"], "one for each device of data=4: got 2"),
-        (["--backends", "torch", "--isolate", "jax=python"], "--isolate must be PORT=PYTHON, with one of torch"),
+        (["--backends", "torch", "--isolate", "jax=python"], "--isolate must be PORT=PYTHON, with PORT one of torch"),
     ],
 )
 def test_unusable_options_are_rejected(options, message, capsys):

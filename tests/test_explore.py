@@ -208,7 +208,8 @@ def test_the_sentence_that_differs_most_is_shown():
     recording = recorded("numpy", "encoder without padding mask")
     assert recording.sentence != 0  # the first has no padding
     notes = shown(recording)["notes"]
-    assert notes == [f"Sentence {recording.sentence + 1} of 4 is shown; errors and tolerances are of all."]
+    said = f"Values are shown for sentence {recording.sentence + 1} of 4."
+    assert notes == [f"{said} Errors and tolerances apply to all sentences."]
 
 
 # Small, whatever is asked for
@@ -241,7 +242,7 @@ def test_a_base_model_with_four_ports_fits_into_three_megabytes():
     found = view(recording, "base", tokens)
     assert found["notes"] == []
     logits = next(tap for tap in found["taps"] if tap["name"] == "logits")
-    assert logits["note"] == f"{MOST_CHANNELS:,} of 2,500 channels are shown: those that differ most."
+    assert logits["note"] == f"Only the {MOST_CHANNELS:,} of 2,500 channels that differ most are shown."
     assert logits["shape"] == [1, 20, MOST_CHANNELS]
     assert len(page(found, []).encode()) <= LIMIT
 
@@ -257,8 +258,8 @@ def test_longer_inputs_are_reduced_and_say_so():
     last = first + len(found["tokens"]["source"]) - 1
     assert first < 70 < last < 90
     assert note == (
-        f"90 source tokens are too many for one page: {first} to {last} are shown, counted from 0; errors and "
-        "tolerances are of all."
+        f"Only source tokens {first} to {last} (counting from 0) of 90 are shown. Errors and tolerances apply to all "
+        "tokens."
     )
     assert found["tokens"]["source"][0] == f"s{first}"
     text = page(found, [])
@@ -452,8 +453,8 @@ def test_a_port_of_ones_own(tmp_path, capsys, dtype):
         return
     assert code == 3  # as of parity check: float32 may only have lost precision
     assert said.out.splitlines()[:2] == [
-        "First over tolerance: Unscaled at logits.",
-        "Whether Unscaled lost only precision is not known: compare in float64 too.",
+        "First tap over tolerance: logits in Unscaled.",
+        "Unscaled may have a bug or may only lose precision. To find out, also compare in float64.",
     ]
     found = json.loads(Page(out.read_text("utf-8")).scripts["view"])
     assert [tap["name"] for tap in found["taps"] if tap["ports"][0] is not None] == ["logits", "output"]
@@ -466,7 +467,7 @@ def test_a_port_of_ones_own(tmp_path, capsys, dtype):
         (["x", "--weights", "nowhere"], "nowhere"),
         (["x", "--port", "test_explore:Nothing"], "Nothing"),
         (["x", "--port", "test_explore:Broken"], "Broken: RuntimeError: no such luck"),
-        (["1" * 5000, "--backends", "numpy"], "a sentence is 5,001 tokens long, and may have at most 4,096"),
+        (["1" * 5000, "--backends", "numpy"], "a sentence must have at most 4,096 tokens: got 5,001"),
         ([], "the following arguments are required: SOURCE"),
     ],
 )
@@ -478,7 +479,7 @@ def test_what_cannot_be_explored_is_refused_and_nothing_is_written(tmp_path, cap
 
 def test_a_page_that_could_not_be_written_is_refused_before_any_work(tmp_path, capsys):
     assert explore("x", out=tmp_path / "nowhere" / "page.html") == 3
-    assert "there is no folder" in capsys.readouterr().err
+    assert "there is no directory" in capsys.readouterr().err
 
 
 def test_the_shipped_model_reads_dates():

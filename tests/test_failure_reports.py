@@ -44,7 +44,7 @@ def test_the_lines_that_run_a_block_alone_can_be_copied_from_a_narrow_terminal(o
     folder = reproduce.save(evidence, CASE, "numpy", tmp_path / "a-folder-with-a-long-name" / "failures")
     report = FailureReport("it", "float64", CASE.name, CASE.stage, None, Diagnosis("so", "likely"), folder=folder)
     text = printed(report, **options)
-    code = text.partition("To run this block alone:")[2].partition("\n")[2]
+    code = text.partition("To rerun only this block:")[2].partition("\n")[2]
     assert "\x1b" not in code  # no colour, which a light terminal may not show
     said = io.StringIO()
     with redirect_stdout(said):
@@ -70,8 +70,8 @@ def test_a_mistake_has_nothing_to_declare():
 
 def test_numbers_that_say_nothing_are_left_out():
     far = Finding("it", "float64", "full model", "full/padded", "fast", "tokens", 0.5, 1e-12, DIVERGES)
-    assert far.words == "error 5.0e-01, for a tolerance of 1.0e-12"
-    assert replace(far, error=3e-12).words == "error 3.0e-12, 3 times its tolerance of 1.0e-12"
+    assert far.words == "error 5.0e-01, tolerance 1.0e-12"
+    assert replace(far, error=3e-12).words == "error 3.0e-12, 3 times the tolerance of 1.0e-12"
     assert str(Doubt(1, 2, math.inf, 0.0, "it ends")) == "sentence 1, token 2: it ends"
     failed = replace(far, verdict="failed", detail="ValueError: no")
     console = Console(file=io.StringIO(), width=200)
@@ -84,7 +84,7 @@ def test_stages_that_wait_for_the_activations_are_listed():
     one = Finding("it", "float64", "full model", CASE.name, "taps", "output", 1.0, 1e-12, DIVERGES, stage="activations")
     findings = [one, replace(one, stage="decode"), replace(one, stage="steps"), replace(one, backend="other")]
     for reports, said in (
-        ([report], "\nsteps, decode of it differ too: they are diagnosed when its activations agree.\n"),
+        ([report], "\nit also differs in steps, decode. Fix its activations first, then rerun to diagnose the rest.\n"),
         ([replace(report, stage="steps")], ""),
         ([], ""),
     ):
@@ -101,7 +101,7 @@ def test_stages_whose_exported_weights_differ_are_not_said_to_differ():
     print_undiagnosed(console, [back, replace(back, stage="decode")], [report])
     assert console.file.getvalue() == ""
     print_undiagnosed(console, [back, replace(back, stage="steps", tap="loss")], [report])
-    said = "steps of it differ too: they are diagnosed when its exported weights agree."
+    said = "it also differs in steps. Fix its exported weights first, then rerun to diagnose the rest."
     assert console.file.getvalue().strip() == said
 
 
@@ -125,7 +125,7 @@ def test_what_a_port_cannot_do_is_left_out_of_its_golden_vectors(tmp_path, capsy
     command = ["golden", "--port", f"{__name__}:GreedyOnly", "--dtype", "float64", "--stage", "activations,decode"]
     assert main([*command, "--out", str(tmp_path / "mine")]) == 0
     said = capsys.readouterr().out
-    assert "left out: float64 decode/port_beam: NotImplementedError: only greedy search" in said
+    assert "omitted: float64 decode/port_beam: NotImplementedError: only greedy search" in said
     written = {
         entry["name"].split("/")[0] for entry in json.loads((tmp_path / "mine/manifest.json").read_text())["cases"]
     }

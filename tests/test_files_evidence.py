@@ -191,7 +191,8 @@ def test_steps_that_follow_from_wrong_gradients_are_not_diagnosed():
     assert [report.stage for report in found] == [GRADIENTS]
     console = Console(file=io.StringIO(), width=200)
     print_undiagnosed(console, list(findings_of(files)), found)
-    assert console.file.getvalue().strip() == "steps of mine differ too: they are diagnosed when its gradients agree."
+    said = "mine also differs in steps. Fix its gradients first, then rerun to diagnose the rest."
+    assert console.file.getvalue().strip() == said
 
 
 def test_only_gradients_are_called_fine_next_to_a_wrong_loss():

@@ -144,14 +144,14 @@ def test_what_is_installed_can_be_chosen(capsys, only, there, command, choice):
     only(*there)
     code, _, err = parity(capsys, *command.split())
     assert code == 3
-    assert err.endswith(f", or choose from what is installed: --backends {choice}\n")
+    assert err.endswith(f", or use what is installed: --backends {choice}\n")
 
 
 def test_all_that_is_missing_is_named_at_once(capsys, only):
     only()
     err = parity(capsys, "check")[2]
     needed = "torch, jax and tensorflow are not installed: pip install 'transformer-parity[cli,torch,jax,tf]'"
-    assert err == f"parity check: error: {needed}, or choose from what is installed: --backends numpy\n"
+    assert err == f"parity check: error: {needed}, or use what is installed: --backends numpy\n"
 
 
 @pytest.mark.parametrize(("there", "used"), [([], "numpy"), (["tf"], "tf"), (["torch", "jax"], "torch")])
@@ -161,7 +161,7 @@ def test_where_no_backend_is_named_one_that_is_installed_is_used(capsys, only, m
     monkeypatch.setattr(type(PORTS["numpy"]), "load", lambda port, *_: loaded.append(port.name) or _stop())
     code, _, err = parity(capsys, "translate", "--text", DATE)
     assert (code, loaded) == (3, [used])
-    note = "parity translate: no framework is installed: numpy is used, which is slower\n"
+    note = "parity translate: no framework is installed: using numpy, which is slower\n"
     assert (note in err, "is used" in err) == ((True, True) if used == "numpy" else (False, False))
 
 
@@ -215,14 +215,18 @@ def test_what_is_no_weight_file_is_refused(capsys, tmp_path):
     (tmp_path / "a.pt").write_bytes(b"PK")
     for path, said in (
         (tmp_path / "none", f"there is no weight file {tmp_path / 'none'}"),
-        (tmp_path, f"{tmp_path} is a folder: name a weight file in it, or describe it with `parity import {tmp_path}`"),
+        (
+            tmp_path,
+            f"{tmp_path} is a directory: specify a weight file in it, or use `parity import {tmp_path}` for a "
+            "checkpoint from other software",
+        ),
         (tmp_path / "a.pt", f"{tmp_path / 'a.pt'} is not a usable weight file: "),
     ):
         code, out, err = parity(capsys, "info", path)
         assert (code, out) == (3, "")
         assert err.startswith(f"parity info: error: {said}")
         assert err.count("\n") == 1
-    said = "parity info: error: FILE is described as it is: leave out --vocab and --names\n"
+    said = "parity info: error: --vocab and --names cannot be combined with FILE: remove one or the other\n"
     assert parity(capsys, "info", SHIPPED, "--vocab", "9", "--names")[2] == said
 
 

@@ -123,8 +123,8 @@ def put(name, make):
 @pytest.mark.parametrize(
     ("case", "dtype", "name", "change", "code", "says"),
     [
-        (PADDED, "float64", "encoder.output", scaled("encoder.output", 1 + 1e-9), 1, "times its tolerance of 1.0e-12"),
-        (PADDED, "float32", "encoder.output", scaled("encoder.output", 1 + 1e-4), 2, "times its tolerance"),
+        (PADDED, "float64", "encoder.output", scaled("encoder.output", 1 + 1e-9), 1, "times the tolerance of 1.0e-12"),
+        (PADDED, "float32", "encoder.output", scaled("encoder.output", 1 + 1e-4), 2, "times the tolerance"),
         (PADDED, "float64", "output", spoiled("output", np.nan), 1, "1 of 1036 values are NaN or infinite"),
         (PADDED, "float32", "logits", spoiled("logits", np.inf), 1, "1 of 1036 values are NaN or infinite"),
         (PADDED, "float64", "names", lambda tensors: tensors.pop("encoder.output"), 1, "missing encoder.output"),
@@ -145,24 +145,24 @@ def put(name, make):
             1,
             "dtype must be float64: got float32",
         ),
-        ("gradients/padded", "float64", "loss", scaled("loss", 1 + 1e-11), 1, "times its tolerance of 1.0e-13"),
+        ("gradients/padded", "float64", "loss", scaled("loss", 1 + 1e-11), 1, "times the tolerance of 1.0e-13"),
         (
             "gradients/padded",
             "float64",
             "the whole gradient",
             scaled("of source_embedding.table", 1.001),
             1,
-            "times its tolerance of 1.0e-11",
+            "times the tolerance of 1.0e-11",
         ),
         pytest.param(
-            *(STEPS, "float64", "step 20 loss", scaled("step 20 loss", 1 + 1e-6), 1, "times its tolerance of 1.0e-10"),
+            *(STEPS, "float64", "step 20 loss", scaled("step 20 loss", 1 + 1e-6), 1, "times the tolerance of 1.0e-10"),
             marks=pytest.mark.extended("diagnoses of 20 steps"),
         ),
         (GREEDY, "float64", "tokens", put("tokens", lambda x: x[:, ::-1] + 1), 1, "where the reference has"),
         (GREEDY, "float64", "tokens", put("tokens", lambda x: x + 99), 1, "tokens must be in 0 to 36"),
         (GREEDY, "float64", "tokens", put("tokens", lambda x: x[:, :, :0]), 1, "must be of 1 to 12 tokens: got 0"),
         (GREEDY, "float64", "tokens", put("tokens", lambda x: x.astype("int32")), 1, "dtype must be int64"),
-        (GREEDY, "float64", "scores", scaled("scores", 1 + 1e-9), 1, "times its tolerance of 1.0e-12"),
+        (GREEDY, "float64", "scores", scaled("scores", 1 + 1e-9), 1, "times the tolerance of 1.0e-12"),
         ("decode/port_beam", "float64", "tokens", put("tokens", lambda x: x[:, :, :-1].copy()), 1, "sentence"),
     ],
 )
@@ -300,7 +300,7 @@ def test_order_counts_among_taps(truth, copy, capsys):
     assert compare(truth, copy, "--stage", "gradients") == 0
     edit(copy, PADDED, "float64", reverse)
     assert compare(truth, copy, "--stage", "activations") == 1
-    assert "output fired where source_embedding.output was due" in capsys.readouterr().out
+    assert "the order is wrong: got output instead of source_embedding.output" in capsys.readouterr().out
 
 
 def zeros(tensors):

@@ -59,7 +59,7 @@ def test_one_dtype_alone(truth, copy, tmp_path, capsys):
     assert compare(truth, rounded(other)) == 3  # there are no gradients in float32
     printed = capsys.readouterr().out
     assert "NOT TESTED: numpy: float64 (B holds none)" in printed
-    assert "MISSING   numpy: gradients: there is no such case" in printed
+    assert "MISSING   numpy: gradients: no such cases exist" in printed
     assert compare(truth, other, "--stage", "activations") == 0
 
 
@@ -80,7 +80,7 @@ def test_several_presets(tmp_path, capsys):
     assert "annotated/numpy: activations: nothing was compared (later)" in capsys.readouterr().out
     set_field("dtypes", value=["float32"])(mine / "annotated")
     assert compare(out, mine) == 3
-    assert "annotated/numpy: activations: there is no such case" in capsys.readouterr().out
+    assert "annotated/numpy: activations: no such cases exist" in capsys.readouterr().out
     shutil.rmtree(mine / "annotated")
     assert compare(out, mine) == 3
     assert "both must hold the same models" in capsys.readouterr().err
@@ -96,7 +96,7 @@ def test_a_port_of_your_own(tmp_path, capsys):
     right, mine = tmp_path / "right", tmp_path / "mine"
     assert main(["golden", "--for", "golden_vectors:Forward", "--out", str(right)]) == 0
     assert main(["golden", "--port", "golden_vectors:Forward", "--out", str(mine)]) == 0
-    assert "left out: full/one_token: it is not made for that" in capsys.readouterr().out
+    assert "omitted: full/one_token: it is not made for that" in capsys.readouterr().out
     folder = vectors.read(mine)
     assert (folder.producer, folder.config.norm_order) == ("Forward", "pre")
     assert {case.stage for case in folder.cases} == {"activations"}
@@ -132,9 +132,9 @@ def test_a_port_with_every_ability(truth, tmp_path, capsys):
     ("options", "says"),
     [
         (["--port", "golden_vectors:Failing"], "Failing, float64 full/one_sentence: KeyError: 'head'"),
-        (["--port", "golden_vectors:Empty"], "Empty offers nothing that could be written: Empty computes in"),
+        (["--port", "golden_vectors:Empty"], "Empty has no results to write: Empty computes in"),
         (["--port", "golden_vectors:Nothing"], "cannot be imported"),
-        (["--port", "golden_vectors:Forward", "--backend", "torch"], "leave out --backend and --device"),
+        (["--port", "golden_vectors:Forward", "--backend", "torch"], "remove --backend and --device"),
         (["--device", "gpu"], "device must be"),
     ],
 )

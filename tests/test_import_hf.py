@@ -232,7 +232,7 @@ def test_the_command_imports_proves_and_checks(folder, tmp_path, capsys):
     assert main(["export", str(tmp_path / "a.safetensors"), "--format", "hf", "--out", str(tmp_path / "back")]) == 0
     assert "config.json" in capsys.readouterr().out
     assert main(["import", str(tmp_path / "back")]) == 0
-    assert "Nothing was written: add --out FILE." in capsys.readouterr().out
+    assert "No file was written. To convert the checkpoint, add --out FILE." in capsys.readouterr().out
 
 
 def test_a_wrong_import_is_found_out(folder, tmp_path, capsys, monkeypatch):

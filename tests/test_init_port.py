@@ -86,7 +86,9 @@ def test_a_name_that_hides_a_module_is_refused(name, folder, capsys):
 def test_a_file_that_exists_is_left_alone(folder, capsys):
     (folder / "my_port.py").write_text("mine")
     assert main(["init-port", "--framework", "other"]) == 3
-    assert "my_port.py exists: choose a different name with --out, or remove the file" in capsys.readouterr().err
+    assert (
+        "my_port.py already exists: choose a different name with --out, or delete the file" in capsys.readouterr().err
+    )
     assert (folder / "my_port.py").read_text() == "mine"
     (folder / "my_port.py").unlink()
     assert main(["init-port", "--framework", "other"]) == 0
@@ -96,8 +98,8 @@ def test_a_file_that_exists_is_left_alone(folder, capsys):
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        ("my-port.py", "--out must be a module that Python can import, such as my_port.py: got my-port.py"),
-        ("port", "--out must be a module that Python can import, such as my_port.py: got port"),
+        ("my-port.py", "--out must be the name of an importable Python module, such as my_port.py: got my-port.py"),
+        ("port", "--out must be the name of an importable Python module, such as my_port.py: got port"),
         ("absent/port.py", "port.py: No such file or directory"),
     ],
 )

@@ -146,9 +146,9 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path):
     check_writable(None)
     check_writable(tmp_path / "a")
-    with pytest.raises(UsageError, match="is a folder"):
+    with pytest.raises(UsageError, match="must be a file: got a directory"):
         check_writable(tmp_path)
-    with pytest.raises(UsageError, match="there is no folder"):
+    with pytest.raises(UsageError, match="there is no directory"):
         check_writable(tmp_path / "none" / "a")
 
 
@@ -224,7 +224,9 @@ def test_standard_output_is_added_to(tmp_path):
 
 @posix
 def test_a_result_that_cannot_be_written_costs_no_other(tmp_path):
-    with pytest.raises(UsageError, match="/dev/full cannot be written: No space left on device; the result is printed"):
+    with pytest.raises(
+        UsageError, match="/dev/full cannot be written: No space left on device; the result was printed"
+    ):
         write_results([1], (Path("/dev/full"), write_json), (None, write_json), (tmp_path / "a", write_json))
     assert (tmp_path / "a").read_text() == "[\n 1\n]\n"
     gone = tmp_path / "gone" / "a"
@@ -327,7 +329,7 @@ def test_only_a_command_ends_the_process_with_another_code_than_3(begin, code):
 def test_a_library_that_calls_sys_exit_is_an_error(code, capsys, monkeypatch):
     monkeypatch.setattr(info, "describe_backend", lambda port: sys.exit(code))
     assert main(["info"]) == 3
-    assert capsys.readouterr().err == f"parity info: error: the command was ended by sys.exit({code!r})\n"
+    assert capsys.readouterr().err == f"parity info: error: a port or a library called sys.exit({code!r})\n"
 
 
 def test_a_path_that_may_not_be_looked_at_is_a_usage_error(capsys, monkeypatch):

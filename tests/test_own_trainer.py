@@ -161,7 +161,7 @@ def as_objects(arrays):
 def test_arrays_of_objects_are_refused_where_they_are_made(kind, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     probe = replace(port_probes()[0], steps=2)
-    with pytest.raises(TypeError, match=r"^\S+ must hold numbers: got dtype object$"):
+    with pytest.raises(TypeError, match=r"^\S+ must contain numbers: got dtype object$"):
         train_port(PluginPort(f"{__name__}:{kind.__name__}"), TrainingTask(probe, Plan(data=2)))
 
 

@@ -90,7 +90,7 @@ def test_one_library_that_is_missing_is_named():
     one = BARE.replace(str(LIBRARIES), "('psutil',)")
     code = "from transformer_parity.engine.system.machine import needs; print(needs())"
     done = subprocess.run([sys.executable, "-c", one + code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout == "needs psutil, not installed here: pip install 'transformer-parity[cli]'\n"
+    assert done.stdout == "requires psutil, which is not installed: pip install 'transformer-parity[cli]'\n"
 
 
 PYTEST = "import pytest; sys.exit(pytest.main(sys.argv[1:]))"

@@ -89,8 +89,8 @@ def test_the_first_file_of_each_package_is_described():
     files = {"transformer_jax": "/a/__init__.py", "transformer_jax.masks": "/a/masks.py", "transformer_tf.own": "/b.py"}
     environment = {"version": "1", **{f"file of {name}": file for name, file in files.items()}}
     assert provenance.described_elsewhere(environment) == [
-        "transformer_jax is /a/__init__.py, and not the installed transformer_jax",
-        "transformer_tf.own is /b.py, and not the installed transformer_tf",
+        "transformer_jax was loaded from /a/__init__.py instead of the installed transformer_jax",
+        "transformer_tf.own was loaded from /b.py instead of the installed transformer_tf",
     ]
     assert provenance.files_elsewhere() == {}
 
@@ -130,7 +130,7 @@ def test_a_port_that_was_imported_before_from_old_bytecode_is_refused():
         (folder / "sitecustomize.py").write_text("import mine")
 
     code, said = run(prepare, *CONSOLE, *CHECK, path=("",))
-    assert (code, "/mine.py was imported from cached bytecode of an earlier version: remove " in said) == (3, True), (
+    assert (code, "/mine.py was imported from cached bytecode of an earlier version: delete " in said) == (3, True), (
         said
     )
 

@@ -94,7 +94,7 @@ def test_tree_folds_what_is_fine():
 def test_tree_says_the_same_only_once():
     scores = {tap for tap in TAPS if tap.endswith(".scores")}
     lines = drawn(blame_of(scores))
-    assert sum("<- introduced here, and the same in 5 other places" in line for line in lines) == 1
+    assert sum("<- introduced here, and in 5 similar places" in line for line in lines) == 1
     too = [line for line in lines if "<- introduced here too: self_attention.scores" in line]
     assert [line.strip("│├└─ ").partition("  ")[0] for line in too] == ["encoder.layers.1", "decoder.layers.0 to 1"]
     assert len(lines) <= LINES
@@ -106,7 +106,7 @@ def test_tree_of_gradients():
     names += [f"of {name}" for name in reversed(parameter_shapes(config))]
     guilty = "of decoder.layers.0.cross_attention.key_proj.bias"
     lines = drawn(blame_of({guilty}, names=names))
-    assert any("gradients at the taps, from the logits backwards  fine, 69 tensors" in line for line in lines)
+    assert any("gradients at the taps, starting from the logits  fine, 69 tensors" in line for line in lines)
     assert [line.strip("│├└─ ").partition("  ")[0] for line in lines if "<-" in line] == ["key_proj.bias"]
     assert any("decoder.layers.0" in line and "fine" not in line for line in lines)
     assert len(lines) <= LINES

@@ -63,7 +63,7 @@ def check_page(page: Page, result: dict) -> None:
         "torch does not scale the scores",
         "jax: no search",
         "gpu (ask for it with --device gpu)",
-        "1 of 2 weights is not used as it should be",
+        "1 of 2 weights is not used correctly",
         result["result"]["fingerprint"]["sha256"],
     ):
         assert words in " ".join(page.text.split()), words
@@ -101,7 +101,7 @@ def test_page_of_nothing_compared():
     page = Page(html(result_of([])))
     assert "Incomplete" in page.text
     assert page.count("tr") == 0
-    for words in ("No tap of a whole model was compared.", "The weights were not audited.", "Nothing was skipped."):
+    for words in ("No taps of a full model were compared.", "The weights were not audited.", "Nothing was skipped."):
         assert words in page.text
 
 
@@ -110,7 +110,7 @@ def test_page_of_agreement(result):
     page = Page(text)
     assert page.count("tr", "fine") == len(TAPS)
     assert page.count("tr", "fails") == 0
-    assert "Where it was introduced" not in page.text
+    assert "Where the differences start" not in page.text
     assert page.count("div", "explorer") == page.count("canvas") == 0
     assert f"full/padded: all {len(TAPS)} taps are within tolerance" in page.text
 

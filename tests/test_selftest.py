@@ -96,7 +96,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
     assert main(["selftest", "--backends", "torch", "--part", "feed-forward", "--json", str(path)]) == 0
     printed = capsys.readouterr().out
     assert "feed-forward" in printed
-    assert "AGREE  7 of 7 mistakes planted: 7 caught, 7 located, 7 of 7 named" in printed
+    assert "AGREE  7 of 7 bugs injected: 7 caught, 7 located, 7 of 7 named" in printed
     result = read_document(path, "selftest")["result"]
     assert [trial["named"] for trial in result["trials"]] == [True] * 7
 
@@ -132,8 +132,8 @@ def test_what_was_tried_before_a_process_died_is_kept(work, tmp_path, capsys):
     assert main(["selftest", "--backends", "torch", "--part", "feed-forward", "--json", str(path)]) == 3
     printed = capsys.readouterr().out
     said = "the process ended with exit code 9 at torch: feed-forward: out of memory"
-    assert f"not everything could be tried: {said}\n" in printed
-    assert "INCOMPLETE  1 of 7 mistakes planted: 1 caught, 1 located, 1 of 1 named" in printed
+    assert f"not all bugs could be tried: {said}\n" in printed
+    assert "INCOMPLETE  1 of 7 bugs injected: 1 caught, 1 located, 1 of 1 named" in printed
     written = json.loads(path.read_text())
     assert written["exit_code"] == 3
     assert [trial["mistake"] for trial in written["result"]["trials"]] == ["the first"]

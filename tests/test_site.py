@@ -319,7 +319,7 @@ def test_the_broken_port_is_diagnosed_as_shown(tmp_path):
     command = [sys.executable, "-m", "transformer_parity", *asked]
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 1, ran.stderr
-    shown = re.compile(r"^each block of the port.*?^DIAGNOSIS .*?$", re.MULTILINE | re.DOTALL)
+    shown = re.compile(r"^reran each block of the port.*?^DIAGNOSIS .*?$", re.MULTILINE | re.DOTALL)
     kept = (DOCS / "examples" / "broken_port.txt").read_text("utf-8")
     found, expected = (shown.search(text)[0] for text in (ran.stdout, kept))
     rounding = re.compile(r"\(error \de-1[56], ")  # its size depends on the processor

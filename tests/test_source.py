@@ -161,7 +161,7 @@ def test_source_compares_with_the_reference_though_it_is_not_shown(capsys):
     both = [parity(capsys, "source", "LayerNorm", "--backends", names)[1] for names in ("numpy,tf", "tf")]
     assert both[0].partition("# transformer_tf")[2] == both[1].partition("# transformer_tf")[2]
     lacking = printed_pieces(parity(capsys, "source", "Configured", "--backends", "torch,tf")[1])
-    assert [place.partition("  ")[2] for place in lacking] == ["the others are compared with this"]
+    assert [place.partition("  ")[2] for place in lacking] == ["base of the comparison"]
 
 
 def test_source_keeps_docstrings_as_they_are(capsys):
@@ -197,9 +197,9 @@ def test_source_marks_without_colours(capsys, monkeypatch):
     for half in (slice(60), slice(60, None)):  # the reference too
         assert any("│ > " in line[half] for line in marked)
     assert re.search(r" tokens, \d+ added, \d+ missing ", out)
-    assert "columns need" not in out
+    assert "columns require" not in out
     narrow = on_terminal(capsys, monkeypatch, 120, "LayerNorm")
-    assert narrow.endswith("4 columns need 240 characters; this is laid out for 120\n")
+    assert narrow.endswith("4 columns require a width of 240 characters; this terminal has 120\n")
 
 
 def test_source_has_colors_on_a_terminal(capsys, monkeypatch):

@@ -392,7 +392,7 @@ def test_a_stopped_run_is_saved_and_says_how_to_go_on(number, tmp_path):
     assert f"parity train --resume {folder} --backend numpy" in said
     (checkpoint,) = folder.glob("*.safetensors")
     step = ref.load_checkpoint(checkpoint).state.step
-    assert f"stopped at step {step:,}" in said
+    assert f"stopped and saved at step {step:,}" in said
     assert max(losses(folder)) == step
 
 

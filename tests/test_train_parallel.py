@@ -193,8 +193,8 @@ def test_under_torchrun_the_environment_decides(alone, tmp_path):
 
 REFUSED = {
     "no plan": (["--parallel", "data"], "a plan must be like data=2,fsdp=2,tensor=2: got 'data'"),
-    "processes without a plan": (["--processes", "2"], "--processes share a plan: say which"),
-    "lockstep": (["--parallel", "data=2", "--backend", "numpy,torch"], "--parallel is about one backend"),
+    "processes without a plan": (["--processes", "2"], "--processes requires a parallelism plan"),
+    "lockstep": (["--parallel", "data=2", "--backend", "numpy,torch"], "--parallel requires exactly one backend"),
     "NumPy in two": (["--parallel", "data=2", "--processes", "2"], "NumPy simulates a plan in one process: got 2"),
     "heads": (["--parallel", "tensor=3"], "num_heads of the encoder must be divisible by tensor=3: got 2"),
 }
@@ -247,13 +247,13 @@ def test_a_file_is_split_and_joined_again(name, alone, tmp_path, capfd):
     assert main(["checkpoint", str(path), "--backend", name, "--out", str(folder)]) == 0
     assert main(["checkpoint", str(folder), "--out", str(again)]) == 0
     assert capfd.readouterr().out.splitlines() == [
-        f"{folder}: step 6, for {name}",
-        f"{again}: step 6, from a folder of {name}",
+        f"{folder}: step 6, as a sharded {name} checkpoint",
+        f"{again}: step 6, converted from a sharded {name} checkpoint",
     ]
     assert again.read_bytes() == path.read_bytes()
     for command, message in (
-        ([str(folder), "--out", str(again)], f"{again} exists already"),
-        ([str(tmp_path / "none"), "--out", str(tmp_path / "x")], "there is no file or folder"),
+        ([str(folder), "--out", str(again)], f"{again} already exists"),
+        ([str(tmp_path / "none"), "--out", str(tmp_path / "x")], "no such file or directory"),
         ([str(path), "--backend", name, "--out", str(folder)], f"{folder} exists already"),
         ([str(alone / "model.safetensors"), "--backend", name, "--out", str(tmp_path / "x")], "holds weights"),
     ):

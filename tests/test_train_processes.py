@@ -125,7 +125,7 @@ def test_a_stopped_run_is_saved_at_the_same_step_by_all(name, number, tmp_path):
     assert run.returncode == 128 + number
     (checkpoint,) = folder.glob("*.safetensors")
     step = ref.load_checkpoint(checkpoint).state.step
-    assert f"stopped at step {step:,}; saved" in said
+    assert f"stopped and saved at step {step:,}" in said
     assert max(losses(folder)) == step
 
 

@@ -75,8 +75,11 @@ def test_a_log_that_is_not_utf8_is_refused(content, finished, tmp_path, capfd):
 
 
 REFUSED = {
-    "a folder with a run": (["--task", "dates", "--out", "{finished}"], "holds a run already: go on with --resume"),
-    "nothing to train on": ([], "what to train on must be one of --task, --text and --resume"),
+    "a folder with a run": (
+        ["--task", "dates", "--out", "{finished}"],
+        "already contains a run: resume it with --resume",
+    ),
+    "nothing to train on": ([], "exactly one of --task, --text, and --resume is required"),
     "two things to train on": (["--task", "dates", "--resume", "{finished}"], "got --task, --resume"),
     "text for dates": (["--resume", "{finished}", "--text", "a", "b"], "learned dates: leave out --text"),
     "no checkpoint": (["--resume", "{empty}"], "holds no checkpoint"),
@@ -85,16 +88,16 @@ REFUSED = {
     "nothing left to do": (["--resume", "{finished}"], "is the end of a run of 12 steps: ask for more with --steps"),
     "settings of a resumed run": (
         ["--resume", "{finished}", "--seed", "0", "--set", "d_ff=8"],
-        "leave out --seed, --set d_ff",
+        "remove --seed, --set d_ff",
     ),
     "saved in lockstep": (
         ["--task", "dates", "--backend", "numpy,torch", "--set", "save_every=2", "keep=1"],
-        "leave out --set save_every, --set keep",
+        "remove --set save_every, --set keep",
     ),
     "resumed in lockstep": (["--resume", "{finished}", "--backend", "numpy,torch"], "one backend"),
-    "behind the end": (["--task", "dates", "--steps", "5", "--stop-at", "6"], "must be at most 5, the run's end"),
+    "behind the end": (["--task", "dates", "--steps", "5", "--stop-at", "6"], "must be at most 5, the last step"),
     "no text": (["--text", "{empty}/a", "{empty}/b"], "No such file"),
-    "words for dates": (["--task", "dates", "--vocab-size", "9"], "--held-out and --vocab-size are about --text"),
+    "words for dates": (["--task", "dates", "--vocab-size", "9"], "--held-out and --vocab-size require --text"),
     "dropout of one": (["--task", "dates", "--set", "dropout=1"], "dropout.embedding must be in [0, 1)"),
     "heads that do not divide": (["--task", "dates", "--set", "num_heads=3"], "num_heads must divide d_model"),
     "no field": (

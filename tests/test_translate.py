@@ -169,7 +169,8 @@ def test_a_line_that_is_too_long_is_left_empty_and_named(short, capfd):
     first, third, last = one_by_one(short, [lines[0], lines[2], lines[5]])
     assert found == [first, "", third, "", "", last]
     assert said.splitlines() == [
-        f"parity translate: line {number} is left empty: it is {length} tokens long, and may have at most 6"
+        f"parity translate: warning: the translation of line {number} is empty: it has {length} tokens, and at most 6 "
+        "are supported"
         for number, length in ((2, 7), (4, 10))
     ]
     assert translated(capfd, short, lines[:1], "--backend", "numpy") == (0, [first], "")
@@ -179,16 +180,18 @@ def test_a_line_of_a_million_characters_is_left_empty_at_once(model, capfd):
     """Though this model has positions without an end."""
     code, found, said = translated(capfd, model, ["abc", 1_000_000 * "a", "de"], "--backend", "numpy")
     assert (code, found) == (3, [*one_by_one(model, ["abc"]), "", *one_by_one(model, ["de"])])
-    assert said == "parity translate: line 2 is left empty: it is 1,000,001 tokens long, and may have at most 4,096\n"
+    lengths = "it has 1,000,001 tokens, and at most 4,096 are supported"
+    assert said == f"parity translate: warning: the translation of line 2 is empty: {lengths}\n"
     code, found, said = translated(capfd, model, ["abc"], "--backend", "numpy", "--search", f"max_length={10**9}")
     assert (code, found) == (3, [])
-    assert said.endswith("max_length must be at most 4,096 with this model: got 1,000,000,000\n")
+    assert said.endswith("max_length must be at most 4,096 for this model: got 1,000,000,000\n")
 
 
 def test_a_closed_standard_input_is_refused(model, capfd, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["translate", "--weights", str(model), "--backend", "numpy"]) == 3
-    assert capfd.readouterr().err == "parity translate: error: standard input is closed: name the file to translate\n"
+    said = "parity translate: error: standard input is closed: specify the file to translate\n"
+    assert capfd.readouterr().err == said
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -280,7 +283,7 @@ def test_at_a_terminal_each_line_is_answered_at_once(model):
             assert process.stdout.readline()
         os.write(ours, b"\x04")
         assert process.stdout.read() == b""
-        assert process.stderr.read() == b"One sentence a line; Ctrl-D ends.\n"
+        assert process.stderr.read() == b"Enter one sentence per line. Press Ctrl-D to finish.\n"
     assert process.returncode == 0
     os.close(ours)
     os.close(theirs)
@@ -309,27 +312,30 @@ def test_options_replace_the_beam_of_the_file(narrow, capfd, asked, lines):
 def test_more_hypotheses_than_the_beam_of_the_file_need_another(narrow, capfd):
     code, found, said = translated(capfd, narrow, ["abc"], "--backend", "numpy", "--nbest", "4")
     assert (code, found) == (3, [])
-    assert "--nbest 4 needs a beam that is as wide: add --beam 4" in said
+    assert "--nbest 4 requires a beam of at least that size: add --beam 4" in said
 
 
 REFUSED = {
     "no such weights": (["--weights", "{folder}/none"], "there is no weight file"),
     "no vocabulary": (["--weights", "{folder}/bare"], "bare holds no vocabulary"),
     "no weight file": (["--weights", "{folder}/text"], "text is not a usable weight file"),
-    "no such text": (["{folder}/none"], "/none; to translate the text itself, write --text "),
-    "a line and a file": (["--text", "abc"], "leave out one of --text and text"),
+    "no such text": (["{folder}/none"], "/none; to translate this text itself, use --text "),
+    "a line and a file": (["--text", "abc"], "remove either --text or "),
     "a folder": (["{folder}"], "directory"),
     "not UTF-8": (["{folder}/latin"], "latin is not UTF-8 text: line 601: "),
     "not gzipped": (["{folder}/text.gz"], "text.gz is not gzipped text"),
     "unknown backend": (["--backend", "theano"], "unknown theano: choose from numpy"),
-    "two backends": (["--backend", "numpy,torch"], "one backend translates"),
-    "one to compare": (["--compare", "--backend", "numpy"], "two backends, such as --backends numpy,torch; without"),
-    "one framework to compare": (["--compare", "--backend", "jax"], "such as --backends jax,numpy; without"),
-    "compared in bfloat16": (["--compare", "--dtype", "bfloat16"], "leave out bfloat16 and fast"),
-    "scores of a comparison": (["--compare", "--nbest", "1"], "leave out --nbest"),
-    "n-best without a beam": (["--nbest", "2"], "--nbest 2 needs a beam that is as wide"),
+    "two backends": (["--backend", "numpy,torch"], "translating requires exactly one backend"),
+    "one to compare": (
+        ["--compare", "--backend", "numpy"],
+        "two backends: use, for example, --backends numpy,torch, or",
+    ),
+    "one framework to compare": (["--compare", "--backend", "jax"], "for example, --backends jax,numpy, or"),
+    "compared in bfloat16": (["--compare", "--dtype", "bfloat16"], "remove bfloat16 and fast"),
+    "scores of a comparison": (["--compare", "--nbest", "1"], "remove --nbest"),
+    "n-best without a beam": (["--nbest", "2"], "--nbest 2 requires a beam of at least that size"),
     "n-best beyond the beam": (["--nbest", "5", "--beam", "4"], "add --beam 5"),
-    "a penalty without a beam": (["--search", "length_penalty=1"], "length_penalty is about beam search"),
+    "a penalty without a beam": (["--search", "length_penalty=1"], "length_penalty requires beam search"),
     "a negative penalty": (
         ["--beam", "2", "--search", "length_penalty=-1"],
         "length_penalty must be at least 0: got -1",
@@ -341,7 +347,7 @@ REFUSED = {
     "bfloat16 in numpy": (["--backend", "numpy", "--dtype", "bfloat16"], "dtype must be one of float64, float32"),
     "more than the positions": (
         ["--weights", "{short}", "--search", "max_length=7"],
-        "max_length must be at most 6 with this model: got 7",
+        "max_length must be at most 6 for this model: got 7",
     ),
 }
 

@@ -145,8 +145,8 @@ def test_a_line_of_spaces_is_blank_even_where_spaces_have_ids():
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ((), "--from and --to: this vocabulary needs a source language: one of ace_Arab, ace_Latn"),
-        (("--from", "eng_Latn"), "needs a target language"),
+        ((), "--from and --to: this vocabulary requires a source language: choose one of ace_Arab, ace_Latn"),
+        (("--from", "eng_Latn"), "requires a target language"),
         (("--from", "eng_Latn", "--to", "de"), "has no target language 'de': did you mean deu_Latn"),
     ],
 )

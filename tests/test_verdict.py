@@ -66,7 +66,7 @@ def test_an_error_of_nan_never_agrees():
 
 
 def test_shapes_are_never_broadcast():
-    with pytest.raises(ValueError, match=r"must have one shape: got \[1\] and \[3\]"):
+    with pytest.raises(ValueError, match=r"must have the same shape: got \[1\] and \[3\]"):
         relative_error(np.ones(1), np.ones(3))
 
 
@@ -134,7 +134,7 @@ def test_arrays_of_objects_are_refused_where_they_are_made():
     assert found.paths == {}
     (path, why), *_ = found.failures
     assert path == TAPS
-    assert why.startswith("TypeError: output must hold numbers: got dtype object")
+    assert why.startswith("TypeError: output must contain numbers: got dtype object")
 
 
 # A reference that overflows
@@ -237,8 +237,8 @@ def test_less_can_be_asked_for(kind):
 
 def test_a_stage_without_a_case_in_a_dtype_is_missing_if_both_were_named():
     verdict = verdict_of(MyPort, [GRADIENTS], ["float32"])
-    said = "there is no such case; gradients are compared in float64: leave out --dtype, or run --stage gradients "
-    assert verdict.missing == (f"MyPort: gradients in float32: {said}--dtype float64 by itself",)
+    said = "no such cases exist; gradients are compared only in float64: remove --dtype, or run --stage gradients "
+    assert verdict.missing == (f"MyPort: gradients in float32: {said}--dtype float64 separately",)
     assert verdict.exit_code == 3
 
 
@@ -250,9 +250,9 @@ def test_stages_do_not_vanish(dtype, capsys, tmp_path):
     command = ["check", "--backends", "torch", "--preset", "marian", "--sentences", "0", "--dtype", dtype]
     assert main([*command, "--stage", "gradients", *options]) == 3
     printed = capsys.readouterr().out
-    assert f"MISSING   torch: gradients in {dtype}: there is no such case" in printed
+    assert f"MISSING   torch: gradients in {dtype}: no such cases exist" in printed
     assert f"gradients in {dtype}" in json.loads(files["json"].read_text())["result"]["missing"][0]
-    assert f"gradients in {dtype}: there is no such case" in files["html"].read_text()
+    assert f"gradients in {dtype}: no such cases exist" in files["html"].read_text()
 
 
 @pytest.mark.only("torch")
@@ -274,7 +274,7 @@ def test_a_skip_counts_for_nothing():
     author = PADDED.author("it", "float64")
     one = author.compared(TAPS, OUTPUT, 0.0, 1.0)
     missing = Coverage("it", (ACTIVATIONS,), planned=planned).missing([one, author.skipped(TAPS, "hidden")])
-    assert missing == ["it: activations: 1 of 3 cases compared, and half are needed (hidden)"]
+    assert missing == ["it: activations: only 1 of 3 cases were compared, and at least half are required (hidden)"]
 
 
 BEAMS = [
@@ -319,7 +319,7 @@ def test_a_port_without_beam_search_can_be_compared():
 def test_the_reason_is_that_of_the_cases_that_are_missing():
     assert verdict_of(Undeclared, [DECODE]).exit_code == 3
     (missing,) = verdict_of(FirstGreedyOnly, [DECODE]).missing
-    assert missing.startswith("FirstGreedyOnly: decode: 8 of 20 cases compared, and half are needed (")
+    assert missing.startswith("FirstGreedyOnly: decode: only 8 of 20 cases were compared, and at least half are ")
     assert "NotImplementedError: only greedy search" in missing
     assert "too many sentences" in missing
     assert "cache" not in missing

@@ -322,10 +322,10 @@ def test_codes_merge_the_first_pair_everywhere():
 def test_a_direction_is_asked_for_by_name(tmp_path, bpe, unigram):
     folder = write(tmp_path / "model", {"sentencepiece.bpe.model": bpe})
     ours = read_vocabulary_folder(folder, "nllb", {})
-    with pytest.raises(ValueError, match=r"needs a source language: one of ace_Arab, .* and 198 others$"):
+    with pytest.raises(ValueError, match=r"requires a source language: choose one of ace_Arab, .* and 198 others$"):
         ours.ids("a")
     for direction, message in (
-        (("eng_Latn", None), "needs a target language"),
+        (("eng_Latn", None), "requires a target language"),
         (("eng", "deu_Latn"), "has no source language 'eng': did you mean eng_Latn"),
         (("eng_Latn", "de"), r"has no target language 'de': did you mean .*deu_Latn"),
         (("eng_Latn", "???"), "has no target language .*: it has ace_Arab"),

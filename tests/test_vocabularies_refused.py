@@ -117,9 +117,7 @@ def test_no_tokenizer_from_other_bytes(content):
 
 def test_a_template_of_endless_symbols_is_refused_before_it_takes_memory():
     content = b"[" + b'{"SpecialToken":{"id":"a","type_id":0}},' * 10**6 + b"]"
-    with pytest.raises(
-        ValueError, match=r"^tokenizer.json must put at most 1,000 symbols around a line: got 1,000,000"
-    ):
+    with pytest.raises(ValueError, match=r"^tokenizer.json must add at most 1,000 tokens to a line: got 1,000,000"):
         build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": content}), tiny_config())
 
 
@@ -129,9 +127,7 @@ def test_replacements_that_double_a_text_again_and_again_are_refused(part):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
     component = tokenizers.normalizers if part == "normalizer" else tokenizers.decoders
     setattr(tokenizer, part, component.Sequence([component.Replace("a", "aa")] * 40))
-    message = (
-        r"^tokenizer.json cannot be used: its replacements must make a text at most 64 times as long: got 1.1e\+12"
-    )
+    message = r"^tokenizer.json cannot be used: its replacements must lengthen a text by at most 64 times: got 1.1e\+12"
     with pytest.raises(ValueError, match=message):
         build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": tokenizer.to_str().encode()}), tiny_config())
 

@@ -218,8 +218,8 @@ def test_why_refuses_before_it_measures(capsys, tmp_path, monkeypatch):
     error = "python docs/examples/why: error: "
     assert run(capsys, "--out", file) == (2, "", f"{error}--out must be a folder: {file} is a file\n")
     nowhere = tmp_path / "nowhere"
-    assert run(capsys, "--json", nowhere / "a") == (2, "", f"{error}there is no folder {nowhere}\n")
-    assert run(capsys, "--json", tmp_path) == (2, "", f"{error}{tmp_path} is a folder\n")
+    assert run(capsys, "--json", nowhere / "a") == (2, "", f"{error}there is no directory {nowhere}\n")
+    assert run(capsys, "--json", tmp_path) == (2, "", f"{error}{tmp_path} must be a file: got a directory\n")
     code, out, err = run(capsys, "--out", file / "below")
     assert (code, out, err.startswith(error)) == (2, "", True)
     code, out, err = run(capsys, "because")

@@ -174,7 +174,7 @@ def test_objects_of_a_port_do_not_come_into_this_process(write, monkeypatch, tmp
     monkeypatch.syspath_prepend(tmp_path)  # from where it could be imported
     findings = compare(write("return np.array([[[Number()]]])", head=OBJECTS))
     said = {finding.detail.partition(" (")[0] for finding in findings if finding.verdict == FAILED}
-    assert said == {"TypeError: output must hold numbers: got dtype object"}
+    assert said == {"TypeError: output must contain numbers: got dtype object"}
     assert "mine" not in sys.modules
 
 

@@ -1,5 +1,6 @@
-"""The comparison of the four packages, and of ports that a user brings, with the reference."""
+"""Compare the three framework packages, and ports that users write, with the NumPy reference."""
 
-# The same as transformer_spec.__version__, which would take NumPy to read: `parity --version` starts without it.
+# Must equal transformer_spec.__version__. It is repeated here because importing transformer_spec imports NumPy, and
+# `parity --version` must work without NumPy.
 __version__ = "0.1.0"
 __all__ = ["__version__"]

@@ -1,4 +1,4 @@
-"""``python -m transformer_parity`` is ``parity``."""
+"""Run the ``parity`` command via ``python -m transformer_parity``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The public names of what a port of your own is made of: see ``Port``."""
+"""The public names for writing a port. Start with ``Port``."""
 
 from transformer_parity.transformer.ports.user import Port
 from transformer_spec.taps import Tap, no_tap

@@ -135,7 +135,7 @@ GradientsInFloat32: Gradients are asked for in float32, and there are none.
 GradientsInFloat32Too: Gradients and activations are asked for in float32, and there are no gradients.
     incomplete: --port {SOUND} --dtype float32 --stage activations,gradients
 EverythingInFloat32: float32 is asked for, and every stage by default: three have no case in float32.
-    incomplete: --port {SOUND} --dtype float32 => 3 asked for and not compared
+    incomplete: --port {SOUND} --dtype float32 => 3 requested but not compared
 UndeclaredDtype: A dtype is asked for that the port does not declare.
     incomplete: --port {SOUND} --dtype bfloat16 --stage activations
 SearchOfNone: Searches are asked for of a port without generate(): only its weights come back.

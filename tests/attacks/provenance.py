@@ -145,7 +145,7 @@ add(
     "An edited copy of transformer_torch is next to a port that imports it.",
     FAILS,
     partial(run, copied("transformer_torch", *LOGITS, mine=IN_TORCH), *CONSOLE, *CHECK),
-    "transformer_torch is /transformer_torch/__init__.py, and not the installed",
+    "transformer_torch was loaded from /transformer_torch/__init__.py instead of the installed",
     **NEEDS_TORCH,
 )
 add(
@@ -153,7 +153,7 @@ add(
     "An edited copy of transformer_torch is next to a port, and the check is started by python -m.",
     FAILS,
     partial(run, copied("transformer_torch", *LOGITS, mine=IN_TORCH), *MODULE, *CHECK),
-    "transformer_torch is /transformer_torch/__init__.py, and not the installed",
+    "transformer_torch was loaded from /transformer_torch/__init__.py instead of the installed",
     **NEEDS_TORCH,
 )
 add(
@@ -161,7 +161,7 @@ add(
     "An edited copy of transformer_torch is next to a port that pytest compares.",
     FAILS,
     partial(run, copied("transformer_torch", *LOGITS, mine=IN_TORCH), *PYTEST, *TESTED),
-    "transformer_torch is /transformer_torch/__init__.py, and not the installed",
+    "transformer_torch was loaded from /transformer_torch/__init__.py instead of the installed",
     needs=("torch", "pytest"),
 )
 add(
@@ -169,7 +169,7 @@ add(
     "An edited copy of transformer_torch is in the current directory, and the backend torch is compared.",
     FAILS,
     partial(run, copied("transformer_torch", *LOGITS), *CONSOLE, *TORCH),
-    "transformer_torch is /transformer_torch/__init__.py, and not the installed",
+    "transformer_torch was loaded from /transformer_torch/__init__.py instead of the installed",
     **NEEDS_TORCH,
 )
 add(
@@ -177,7 +177,7 @@ add(
     "A copy of transformer_torch without an edit is next to a port that imports it.",
     TOLERATED,
     partial(run, copied("transformer_torch", mine=IN_TORCH), *CONSOLE, *CHECK),
-    "transformer_torch is /transformer_torch/__init__.py, and not the installed",
+    "transformer_torch was loaded from /transformer_torch/__init__.py instead of the installed",
     **NEEDS_TORCH,
 )
 for suffix, start in (("", CONSOLE), ("ForModule", MODULE)):
@@ -187,7 +187,7 @@ for suffix, start in (("", CONSOLE), ("ForModule", MODULE)):
         f"A user's own package has the name transformer_jax; the check is started {how}.",
         FAILS,
         partial(run, written(mine=USER.format(package="transformer_jax"), transformer_jax=OWN), *start, *CHECK),
-        "transformer_jax is /transformer_jax.py, and not the installed",
+        "transformer_jax was loaded from /transformer_jax.py instead of the installed",
     )
     add(
         f"ReferenceCopied{suffix}",

@@ -1,1 +1,1 @@
-"""The command ``parity``: each module parses options, calls, and prints."""
+"""The ``parity`` command: each module parses the options of one command, runs it, and prints the result."""

@@ -1,4 +1,4 @@
-"""``parity check``: whether the ports agree with the reference, tap by tap."""
+"""``parity check``: compare ports with the reference at every tap."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ from transformer_spec.presets import PRESETS
 
 EXAMPLES = """
 examples:
-  parity check                                       all cases and the shipped sentences, every port
-  parity check --backends torch,jax --dtype float64  two ports, semantics only
-  parity check --preset marian,fairseq               two published conventions
-  parity check --text train.en.gz train.de.gz        your own sentences
-  parity check --weights model.safetensors           your own weights
-  parity check --device gpu --precision fast         what TF32 costs
-  parity check --port my_package.my_module:MyPort    a port of yours; `parity init-port` writes one to start from
-  parity check --port mine:Port --html report.html   and a page for a browser
-  pytest --parity-port mine:Port --junitxml x.xml    the same comparisons as tests, with a report for a CI server
+  parity check --port my_package.my_module:MyPort    check your port (`parity init-port` writes a template)
+  parity check --port mine:Port --html report.html   also write an HTML report
+  parity check                                       check all packages on all cases and the included sentences
+  parity check --backends torch,jax --dtype float64  check only the math of two packages
+  parity check --preset marian,fairseq               check only the conventions of Marian and fairseq
+  parity check --text train.en.gz train.de.gz        use your own sentences
+  parity check --weights model.safetensors           use your own weights
+  parity check --device gpu --precision fast         measure the precision that TF32 loses
+  pytest --parity-port mine:Port --junitxml x.xml    run the same comparisons as tests, for a CI server
 
---json FILE also has the processor time of each port by what it went into.
+The file written by --json also contains the CPU time of each port, broken down by activity.
 
-exit code: 0 agree, 1 semantic divergence, 2 precision only, 3 nothing or not everything compared
+exit code: 0 agree, 1 different math, 2 only precision lost, 3 nothing or not everything was compared
 """
 
 
@@ -71,16 +71,23 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Describe the options."""
     parser = commands.add_parser(
         "check",
-        help="compare every port with the reference, tap by tap",
-        description="Compare every port with the NumPy reference at every intermediate value: each component alone, "
-        "the stacks, the full model, every edge case, every preset, and a base-sized model on real sentences.",
+        help="compare ports with the reference at every intermediate value",
+        description="Run ports on the same weights and inputs as the NumPy reference, and compare every intermediate "
+        "value, gradient, optimizer step, and decoded token. The cases cover single components, the encoder and "
+        "decoder stacks, the full model, edge cases, all presets, and a base-sized model on real sentences. If a "
+        "port differs, the report shows the first wrong block and, if possible, names the bug.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_backends(parser, None, "all four, or none beside --port")
+    add_backends(parser, None, "all four, or none if --port is given")
     add_ports(parser)
     add_processes(parser)
-    parser.add_argument("--dtype", action=one_or_more(EPS), metavar=",".join(EPS), help="which dtypes (default: all)")
+    parser.add_argument(
+        "--dtype",
+        action=one_or_more(EPS),
+        metavar=",".join(EPS),
+        help="compare in these dtypes; float64 shows different math, float32 shows lost precision (default: all)",
+    )
     add_machine(parser)
     parser.add_argument(
         "--preset",
@@ -92,28 +99,29 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--stage",
         action=one_or_more(STAGES),
         metavar=",".join(STAGES),
-        help="what to compare: every intermediate value; every gradient; weights and moments after 1, 5 and 20 steps; "
-        "tokens and scores of greedy and beam search (default: all)",
+        help="run only these stages. activations: every intermediate value; gradients: every gradient; steps: weights "
+        "and moments after 1, 5, and 20 optimizer steps; decode: tokens and scores of greedy and beam search "
+        "(default: all)",
     )
     parser.add_argument(
         "--weights",
         type=Path,
         metavar="FILE",
-        help="compare with these weights, on the sentences alone, in subwords learned from them",
+        help="run only the sentence cases, using these weights and subwords learned from the sentences",
     )
     parser.add_argument(
         "--text",
         type=Path,
         nargs=2,
         metavar=("SOURCE", "TARGET"),
-        help="your own sentences: two line-aligned files, plain or gzipped",
+        help="use your own sentences: two line-aligned text files, plain or gzipped (default: included sentences)",
     )
     parser.add_argument(
         "--sentences",
         type=int,
         default=16,
         metavar="N",
-        help="sentence pairs to run (default: 16); 0 compares the small cases only",
+        help="compare N sentence pairs; 0 runs only the small cases (default: 16)",
     )
     add_outputs(parser)
     parser.add_argument(
@@ -121,33 +129,34 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=Path,
         default=Path("parity-failures"),
         metavar="DIR",
-        help="where the inputs of the first wrong block are saved (default: parity-failures)",
+        help="save the inputs of the first wrong block to this directory (default: parity-failures)",
     )
     parser.set_defaults(run=run)
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
-    """Add the options about the processes that run the ports."""
+    """Add the options that control the processes in which ports run."""
     parser.add_argument(
         "--isolate",
         action="append",
         default=[],
         metavar="PORT=PYTHON",
-        help="run this port with another Python interpreter, such as ../other/.venv/bin/python",
+        help="run this port with a different Python interpreter, such as ../other/.venv/bin/python; can be repeated",
     )
     parser.add_argument(
         "--timeout",
         type=positive,
         default=int(SILENCE),
         metavar="SECONDS",
-        help="stop a port that reports nothing for so long, not counting waits for a processor (default: %(default)s)",
+        help="stop a port if it reports no progress for this long, not including time spent waiting for a CPU core "
+        "(default: %(default)s)",
     )
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Add the options that write the result to files."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write it as one page for a browser")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the result as an HTML page")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -194,7 +203,7 @@ def run(options: argparse.Namespace) -> int:
 def write(result: CheckResult, options: argparse.Namespace) -> None:
     """Write the result to the files that the options name."""
     if options.json or options.html:
-        # A check without a page does not wait for this import.
+        # Imported here because the import is slow and only needed if a file is requested.
         from transformer_parity.transformer.report.html import write_html
 
         files = ((options.json, write_json), (options.html, write_html))
@@ -204,7 +213,7 @@ def write(result: CheckResult, options: argparse.Namespace) -> None:
 def _selection(options: argparse.Namespace) -> Selection:
     backends = list(PORTS) * (not options.port) if options.backends is None else options.backends
     if options.backends is None and (options.device == "gpu" or "bfloat16" in (options.dtype or ())):
-        backends = [name for name in backends if name != "numpy"]  # which has neither
+        backends = [name for name in backends if name != "numpy"]  # NumPy supports neither a GPU nor bfloat16
     return Selection(
         backends=tuple(backends),
         ports=tuple(dict.fromkeys(options.port)),
@@ -220,7 +229,7 @@ def _selection(options: argparse.Namespace) -> Selection:
 
 
 def print_result(console: Console, result: CheckResult) -> None:
-    """Print tables, what failed and why, what was not compared, and the verdict."""
+    """Print the tables, the failures and their diagnoses, the missing comparisons, and the verdict."""
     findings = result.findings
     print_summary(console, findings, result.names, TITLES)
     print_depth(console, findings, result.names)
@@ -237,20 +246,29 @@ def print_result(console: Console, result: CheckResult) -> None:
 
 
 def interpreters(isolate: Sequence[str], asked: Sequence[str]) -> dict[str, str]:
-    """Return the interpreter of each port that has one of its own."""
+    """Return the interpreter of each port that ``--isolate`` assigns one to.
+
+    Args:
+        isolate: The values of ``--isolate``.
+        asked: The ports and backends that are checked.
+
+    Raises:
+        ValueError: If a value has the wrong form, or names a port that is not checked.
+    """
     found = {}
     for text in isolate:
         name, equals, python = text.rpartition("=")
         if not equals or name not in asked:
-            raise ValueError(f"--isolate must be PORT=PYTHON, with one of {', '.join(asked)}: got {text!r}")
+            raise ValueError(f"--isolate must be PORT=PYTHON, with PORT one of {', '.join(asked)}: got {text!r}")
         found[name] = python
     return found
 
 
 def watch(messages: Iterator[tuple[CheckedPort, Any]], ports: Sequence[CheckedPort]) -> None:
-    """Show the progress of all ports, with a bar for each, until they are done or interrupted.
+    """Show a progress bar for each port until all of them finish or the user interrupts the run.
 
-    An interruption is a finding too: what was compared until then is kept, and it is no agreement.
+    After an interruption, the completed comparisons are kept. Each port that did not finish gets a finding about the
+    interruption, which prevents the verdict AGREE.
     """
     with Progress(port.job.backend for port in ports) as progress:
         titles = ", ".join(port.job.title for port in ports)

@@ -1,4 +1,4 @@
-"""``parity check-distributed``: whether training on several devices gives the same as training on one."""
+"""``parity check-distributed``: compare training on multiple devices with training on one device."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.report.result import CheckResult
 
 DESCRIPTION = (
-    "Train small models on several devices of this machine, and compare every gradient, weight and moment with "
-    "training on one device. Each plan also resumes a run of the plan or framework before it."
+    "Train small models on multiple devices of this machine, and compare every gradient, weight, and optimizer moment "
+    "with training on one device. Each run also resumes a checkpoint that was saved under the previous plan or by the "
+    "previous framework."
 )
 EXAMPLES = """
 examples:
-  parity check-distributed                                        two devices, every framework
-  parity check-distributed --backends torch --parallel data=4     a different plan
+  parity check-distributed                                        check every framework on two devices
+  parity check-distributed --backends torch --parallel data=4     check a specific parallelism plan
   parity check-distributed --backends jax --parallel data=2 --processes 2
-  parity check-distributed --port my_package.my_module:MyPort     your trainer on two processes
+  parity check-distributed --port my_package.my_module:MyPort     check your trainer in two processes
 
-exit code: 0 agree, 1 semantic divergence, 2 precision only, 3 nothing or not everything compared
+exit code: 0 agree, 1 different math, 2 only precision lost, 3 nothing or not everything was compared
 """
 
 
@@ -43,16 +44,16 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Describe the options."""
     parser = commands.add_parser(
         "check-distributed",
-        help="compare training on several devices with training on one",
+        help="compare training on multiple devices with training on one",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_backends(parser, None, "all but numpy, or none beside --port")
+    add_backends(parser, None, "all except numpy, or none if --port is given")
     add_ports(parser)
     add_processes(parser)
     parser.add_argument(
-        "--dtype", action=one_or_more(DTYPES), metavar=",".join(DTYPES), help="the dtypes to train in (default: all)"
+        "--dtype", action=one_or_more(DTYPES), metavar=",".join(DTYPES), help="train in these dtypes (default: all)"
     )
     parser.add_argument(
         "--parallel",
@@ -60,14 +61,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         action="append",
         default=[],
         metavar="PLAN",
-        help="how several devices share a step, such as data=2 or fsdp=2,tensor=2; may be repeated (default: data=2, "
-        "fsdp=2 and tensor=2, if the framework has them)",
+        help="check this parallelism plan, such as data=2 or fsdp=2,tensor=2; can be repeated (default: data=2, "
+        "fsdp=2, and tensor=2, if the framework supports them)",
     )
     parser.add_argument(
         "--processes",
         type=positive,
         metavar="N",
-        help="how many processes share the devices of a plan (default: one for each device in torch, otherwise one)",
+        help="divide the devices of a plan among N processes (default: one process per device for torch, otherwise "
+        "one process)",
     )
     add_outputs(parser)
     parser.set_defaults(run=run)
@@ -88,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
             dtypes=options.dtype,
         )
         if not check.named:
-            raise UsageError("numpy is the reference: name at least one port to compare with it")
+            raise UsageError("numpy is the reference: add at least one other backend or a --port")
         check_installed(check.backends)
         chosen = interpreters(options.isolate, check.named)
     started = time.monotonic()

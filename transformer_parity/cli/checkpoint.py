@@ -1,4 +1,4 @@
-"""``parity checkpoint``: the folder of a run on several devices becomes one file, and a file such a folder."""
+"""``parity checkpoint``: convert between sharded checkpoints (directories) and single-file checkpoints."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ examples:
   parity train --resume run/checkpoint-0004000.safetensors --backend jax --parallel fsdp=4
   parity checkpoint run/checkpoint-0004000.safetensors --backend torch --out run/step-4000
 
-`parity train` writes one file, in which each backend can continue on any plan. A run of your own that is too large to
-be gathered calls save_sharded and load_sharded of the package, in transformer_torch.parallel_checkpoint (which has
-torch.distributed.checkpoint write), transformer_jax.parallel_checkpoint (Orbax) or transformer_tf.parallel_checkpoint
-(tf.train.Checkpoint): the processes write one folder, and any plan of that framework reads it. Read no folder from a
-stranger: that of torch has a pickle.
+`parity train` writes single-file checkpoints, from which every backend can resume with any parallelism plan. If your
+own training script has a model too large to gather in one process, use save_sharded and load_sharded instead. All
+processes write one directory, which the same framework can load with any plan. The functions are in:
+  transformer_torch.parallel_checkpoint (uses torch.distributed.checkpoint)
+  transformer_jax.parallel_checkpoint (uses Orbax)
+  transformer_tf.parallel_checkpoint (uses tf.train.Checkpoint)
+Do not load sharded checkpoints from untrusted sources, because those of torch contain a pickle.
 
 exit code: 0 written, 3 not written
 """
-WRITTEN = {"torch": ".metadata", "tf": "tensors.index"}  # what the folder of a framework holds; JAX's has neither
+WRITTEN = {"torch": ".metadata", "tf": "tensors.index"}  # a file that identifies the framework; JAX writes neither
 
 
 def add_parser(commands: Any) -> None:
     """Describe the command and its options."""
     parser = commands.add_parser(
         "checkpoint",
-        description="Turn the folder of a run on several devices into the one file that every backend reads, or a file "
-        "into such a folder: weights, optimizer state, settings and progress.",
+        description="Convert a sharded checkpoint, which is a directory, to a single file that every backend can load, "
+        "or convert such a file to a sharded checkpoint. A checkpoint contains the weights, the optimizer state, the "
+        "settings, and the training progress.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -43,50 +46,58 @@ def add_parser(commands: Any) -> None:
         "path",
         type=Path,
         metavar="PATH",
-        help="a folder that save_sharded of a package wrote, or a checkpoint of any run",
+        help="convert this checkpoint: a directory written by save_sharded, or a file written by `parity train`",
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="PATH", help="the file to write, or the folder if PATH is a file"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="write the result here: a file if the input is a directory, a directory if it is a file",
     )
-    parser.add_argument("--backend", choices=["torch", "jax", "tf"], help="whose folder to write, if PATH is a file")
+    parser.add_argument(
+        "--backend",
+        choices=["torch", "jax", "tf"],
+        help="write a sharded checkpoint for this framework (required if the input is a file)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write a folder to one file, or a file to a folder, and return the exit code."""
+    """Convert a directory to a file, or a file to a directory, and return the exit code."""
     if not options.path.exists():
-        raise UsageError(f"there is no file or folder {options.path}")
+        raise UsageError(f"no such file or directory: {options.path}")
     if options.path.is_dir():
         if options.backend is not None:
-            raise UsageError("--backend is about a file that becomes a folder: leave it out")
+            raise UsageError(f"--backend applies only if PATH is a file, and {options.path} is a directory: remove it")
         return _join(options.path, options.out)
     if options.backend is None:
-        raise UsageError(f"{options.path} becomes a folder: say whose, as by --backend torch")
+        raise UsageError(f"{options.path} is a file: select the framework to convert it for, such as --backend torch")
     return _split(options.path, options.backend, options.out)
 
 
 def _join(folder: Path, path: Path) -> int:
-    """Write a folder to one file, and return the exit code."""
+    """Convert a sharded checkpoint to one file, and return the exit code."""
     if path.exists():
-        raise UsageError(f"{path} exists already: choose another name with --out")
+        raise UsageError(f"{path} already exists: choose a different name with --out")
     backend = next((name for name, file in WRITTEN.items() if (folder / file).exists()), "jax")
     with refusals(OSError, TypeError, ValueError), quiet_frameworks():
         checkpoint = _package(backend).join_sharded(folder)
         save_checkpoint(path, checkpoint)
-    print(f"{path}: step {checkpoint.state.step:,}, from a folder of {backend}")
+    print(f"{path}: step {checkpoint.state.step:,}, converted from a sharded {backend} checkpoint")
     return 0
 
 
 def _split(path: Path, backend: str, folder: Path) -> int:
-    """Write a file to a folder, and return the exit code."""
+    """Convert a file to a sharded checkpoint, and return the exit code."""
     with refusals(OSError, TypeError, ValueError), quiet_frameworks():
         checkpoint = load_checkpoint(path)
         _package(backend).split_sharded(folder, checkpoint)
-    print(f"{folder}: step {checkpoint.state.step:,}, for {backend}")
+    print(f"{folder}: step {checkpoint.state.step:,}, as a sharded {backend} checkpoint")
     return 0
 
 
 def _package(backend: str) -> Any:
-    """Return the functions of a package that read and write its folders."""
+    """Return the module of a package that reads and writes sharded checkpoints."""
     check_installed([backend])
     return import_module(f"{PORTS[backend].import_package().__name__}.parallel_checkpoint")

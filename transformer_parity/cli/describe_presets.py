@@ -1,4 +1,4 @@
-"""The presets as a table: sizes, parameters, and what differs from the paper."""
+"""The table of presets with their numbers of parameters and their differences from the paper's base model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from reference_numpy import PRESETS, TransformerConfig, count_parameters
 from transformer_spec.presets import IMPLEMENTATIONS
 
 PAPER_VOCABULARY = 37_000  # section 5.1: "about 37000 tokens"
-BEST_VOCABULARY = 41_096  # one of those that explain the most of Table 3
+BEST_VOCABULARY = 41_096  # one of the vocabulary sizes that reproduce the most parameter counts of Table 3
 
-# Table 3 of the paper, in millions of parameters; its other rows print no number.
+# Numbers of parameters in Table 3 of the paper, in millions. Its other rows omit the number.
 PRINTED_MILLIONS = {
     "paper_base": 65,
     "paper_dk16": 58,
@@ -32,10 +32,12 @@ PRINTED_MILLIONS = {
 
 
 def describe_presets(vocab_size: int) -> dict[str, dict[str, Any]]:
-    """Return each preset's parameter count, the paper's where it prints one, and how it differs from the base model.
+    """Return each preset's number of parameters, the number in the paper, and the differences from the base model.
+
+    If Table 3 doesn't contain the number, ``printed_millions`` stays empty (None).
 
     Raises:
-        ValueError: There is no model with such a vocabulary.
+        ValueError: If no model can have a vocabulary of this size.
     """
     return {
         name: {
@@ -48,21 +50,21 @@ def describe_presets(vocab_size: int) -> dict[str, dict[str, Any]]:
 
 
 def count(preset: str, vocab_size: int) -> int:
-    """Return how many parameters a preset has at a vocabulary, which both sides have in common."""
+    """Return the number of parameters of a preset with a vocabulary that source and target share."""
     return count_parameters(
         TransformerConfig.preset(preset, source_vocab_size=vocab_size, target_vocab_size=vocab_size)
     )
 
 
 def reproduced(vocab_size: int) -> int:
-    """Return how many of the paper's printed counts a vocabulary yields, rounded to millions."""
+    """Return how many parameter counts in Table 3 a vocabulary size reproduces, after rounding to millions."""
     return sum(round(count(name, vocab_size) / 1e6) == printed for name, printed in PRINTED_MILLIONS.items())
 
 
 def differences(preset: str) -> dict[str, Any]:
-    """Return the fields in which a preset is not the base model; a dropout rate as ``dropout.<site>``.
+    """Return the fields of a preset that differ from the base model. Dropout rates are named ``dropout.<site>``.
 
-    ``d_k`` and ``d_v`` count as different only where they are not d_model / num_heads.
+    ``d_k`` and ``d_v`` are included only if they differ from ``d_model / num_heads``.
     """
     base, other = (
         TransformerConfig.preset(name, source_vocab_size=PAPER_VOCABULARY, target_vocab_size=PAPER_VOCABULARY)
@@ -84,14 +86,14 @@ def differences(preset: str) -> dict[str, Any]:
 
 
 def print_presets(console: Console, presets: dict[str, dict[str, Any]], vocab_size: int) -> None:
-    """Print a table of presets: sizes, parameters, and what differs from the paper."""
+    """Print the table of presets with their numbers of parameters and their differences from the base model."""
     console.print()
-    title = f"Presets at a vocabulary of {vocab_size:,}"
+    title = f"Presets with a vocabulary of {vocab_size:,}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     table.add_column("parameters", justify="right")
     table.add_column("paper", justify="right")
-    table.add_column("differs from paper_base in")
+    table.add_column("differences from paper_base")
     for name, preset in presets.items():
         if name == next(iter(IMPLEMENTATIONS)):
             table.add_section()
@@ -101,8 +103,9 @@ def print_presets(console: Console, presets: dict[str, dict[str, Any]], vocab_si
         table.add_row(name, f"{preset['parameters']:,}", millions, differs)
     console.print(table)
     tried = dict.fromkeys((vocab_size, PAPER_VOCABULARY, BEST_VOCABULARY))
-    hits = "; ".join(f"{size:,} yields {reproduced(size)}" for size in tried)
+    hits = ", ".join(f"{size:,} reproduces {reproduced(size)}" for size in tried)
     console.print(
-        f"paper: as printed in Table 3. No single vocabulary reproduces all {len(PRINTED_MILLIONS)} numbers: {hits}.",
+        f"The paper column shows the counts in Table 3. No vocabulary size reproduces all {len(PRINTED_MILLIONS)} of "
+        f"them: {hits}.",
         style="dim",
     )

@@ -1,4 +1,4 @@
-"""The entry point of ``parity``: the exit code of the process is the command's, whatever happens to it."""
+"""The entry point of ``parity``, which guarantees that the process exits with the exit code of the command."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-INCOMPLETE = 3  # as in main.py, which is not imported yet
+INCOMPLETE = 3  # must equal INCOMPLETE in main.py, which isn't imported yet at this point
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Import the command line and run a command. An error or a signal outside of the command ends the process with 3.
+    """Import the command line, run a command, and return its exit code.
 
-    Without arguments, which then are those of the process, a C library cannot choose the exit code either.
+    If an error or a signal occurs outside the command, the exit code is 3. Without ``arguments``, the function uses the
+    arguments of the process and also prevents C libraries from changing the exit code.
     """
     code = INCOMPLETE
     if arguments is None and os.name == "posix":
@@ -25,23 +26,25 @@ def main(arguments: list[str] | None = None) -> int:
         from transformer_parity.engine.system.interrupts import ctrl_c_waits, sigterm_is_ctrl_c
 
         with sigterm_is_ctrl_c():
-            with ctrl_c_waits():  # an interrupted import may end the process otherwise than we do
+            with ctrl_c_waits():  # if Ctrl-C interrupts an import, the library may exit with a different code
                 from transformer_parity.cli.main import main as run
             code = run(arguments)
     except KeyboardInterrupt:
         pass
-    except SystemExit as error:  # of argparse
+    except SystemExit as error:  # raised by argparse
         code = error.code if isinstance(error.code, int) else INCOMPLETE
-    except Exception:  # whose exit code of 1 would read as a divergence
+    except Exception:  # Python would exit with 1, which means that a port diverges
         traceback.print_exc()
     return code
 
 
 def _end_by(code: Callable[[], int]) -> None:
-    """End the process with this exit code, or with 3 if a C library calls ``exit``.
+    """Exit with this exit code, or with 3 if a C library calls ``exit``.
 
-    OpenBLAS, for example, calls ``exit(1)`` when it has no memory. Python calls ``exit`` too, but after the functions
-    that are registered with ``atexit``. The one that is registered first runs last, and ends the process before.
+    For example, OpenBLAS calls ``exit(1)`` if it runs out of memory. A handler registered in C turns such a call into
+    exit code 3. Python itself also calls ``exit``, after it has run the ``atexit`` functions in reverse order of
+    registration. This function registers the first of them, which therefore runs last and ends the process before
+    Python calls ``exit``.
     """
 
     def end() -> None:
@@ -56,5 +59,5 @@ def _end_by(code: Callable[[], int]) -> None:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def _end_incomplete(_: object) -> None:
-    os.write(2, b"parity: error: a library ended the process\n")
+    os.write(2, b"parity: error: a library terminated the process\n")
     os._exit(INCOMPLETE)

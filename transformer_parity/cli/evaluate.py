@@ -1,4 +1,4 @@
-"""``parity evaluate``: loss and score of trained weights."""
+"""``parity evaluate``: measure the loss and the score of trained weights."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ EXAMPLES = """\
 examples:
   parity evaluate runs/dates-jax/model.safetensors --task dates --sentences 5000 --backend numpy,torch,jax,tf
   parity evaluate runs/text-torch/checkpoint-*.safetensors --text test.en test.de
-  parity evaluate model.safetensors --text test.en test.de --beam 4    as in the paper
+  parity evaluate model.safetensors --text test.en test.de --beam 4    use the beam size of the paper
 
-exit code: 0 evaluated, 3 not
+exit code: 0 evaluated, 3 not evaluated
 """
 
 
@@ -45,22 +45,33 @@ def add_parser(commands: Any) -> None:
     """Describe the options."""
     parser = commands.add_parser(
         "evaluate",
-        description="Translate held-out sentences with weights that `parity train` wrote, and report the loss per "
-        "target token and BLEU (sacrebleu, cased, detokenised) or, for dates, the share of exact matches. A sentence "
-        "that is longer than the model's positions counts as translated into nothing.",
+        description="Translate held-out sentences with weights that `parity train` or `parity import` wrote. Report "
+        "the loss per target token and BLEU (sacrebleu, cased, detokenized) or, for dates, the percentage of exact "
+        "matches. If a sentence is longer than the model supports, its translation is empty.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("weights", nargs="+", type=Path, metavar="FILE", help="final weights, or checkpoints of a run")
+    parser.add_argument(
+        "weights", nargs="+", type=Path, metavar="FILE", help="evaluate these weight files or training checkpoints"
+    )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--task", choices=["dates"], help="dates on days that no training set contains")
-    what.add_argument("--text", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="two line-aligned files")
+    what.add_argument(
+        "--task", choices=["dates"], help="evaluate on generated dates, which are held out from every training set"
+    )
+    what.add_argument(
+        "--text", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="evaluate on two line-aligned text files"
+    )
     add_backends(parser, None, FALLBACK_HELP)
-    parser.add_argument("--sentences", type=positive, metavar="N", help="the first N only (default: all; 1000 dates)")
+    parser.add_argument(
+        "--sentences",
+        type=positive,
+        metavar="N",
+        help="evaluate only the first N sentences (default: all of --text, or 1000 dates)",
+    )
     add_search(parser)
     add_languages(parser)
-    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="where to compute (default: cpu)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
+    parser.add_argument("--device", choices=["cpu", "gpu"], default="cpu", help="run on this device (default: cpu)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
     parser.set_defaults(run=run)
 
 
@@ -99,7 +110,7 @@ def _print(results: list[dict[str, Any]]) -> None:
     metric = "BLEU" if "BLEU" in results[0] else "exact match"
     search = f"beam {results[0]['beam']}" if results[0]["beam"] else "greedy"
     table.add_column("weights", overflow="fold")
-    for column in ("step", "backend", "sentences", "loss", "perplexity", f"{metric}, {search}", "translated in"):
+    for column in ("step", "backend", "sentences", "loss", "perplexity", f"{metric}, {search}", "time"):
         table.add_column(column, justify="right", no_wrap=True)
     for result in results:
         table.add_row(
@@ -109,7 +120,7 @@ def _print(results: list[dict[str, Any]]) -> None:
             f"{result['sentences']:,}",
             f"{result['loss']:.4f}",
             f"{result['perplexity']:.2f}",
-            f"{result[metric]:.2f}" + " %" * (metric == "exact match"),
+            f"{result[metric]:.2f}" + "%" * (metric == "exact match"),
             f"{result['seconds']:.0f} s",
         )
     make_console().print(table)

@@ -1,4 +1,4 @@
-"""``parity explore``: one sentence pair in every port, tap by tap, as an interactive page."""
+"""``parity explore``: write an interactive HTML page that shows one sentence pair in every port, tap by tap."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ from transformer_parity.transformer.sentences.vocabulary import pad
 
 EXAMPLES = """\
 examples:
-  parity explore "Freitag, 3. Mai 2024"                     the model that ships, which reads dates, in every backend
+  parity explore "Freitag, 3. Mai 2024"                     run the included date model in every installed backend
   parity explore "3 May 2024" 2024-05-03 --backends torch,jax --out dates.html
   parity explore --weights model.safetensors "A dog runs." "Ein Hund rennt."
-  parity explore --port mine:MyPort "3 May 2024"            a port of yours beside the reference
+  parity explore --port mine:MyPort "3 May 2024"            compare your port with the reference
 
-The page is one file that needs no network. On the left, all taps in the order of computation, with the error of every
-port on a logarithmic scale and its tolerance; "introduced here" marks where a difference starts, and what follows only
-inherits it. On the right, reference, port and difference: scores and attention weights in full, the norm at each
-position for all else, and in full the first tap over its tolerance and the taps that it is computed from.
-Keys: F the first tap over tolerance, W the largest difference, N and P the next and previous tap, H the next head,
-B the next port, arrow keys the cell.
+The page is a single file that works offline. The left side lists all taps (named intermediate values) in the order of
+computation, with the error of each port on a logarithmic scale and the tolerance. "introduced here" marks the taps at
+which a difference starts; later taps only inherit it. The right side shows the reference, the port, and the difference.
+It shows attention scores, attention weights, the first tap over tolerance, and the inputs of that tap in full. For all
+other taps, it shows the norm at each position.
 
-exit code: 0 every tap is within tolerance, 1 some are not, 3 nothing was compared, or taps are over it in float32 only,
-where a wrong formula looks like lost precision: --dtype float64 decides
+keys on the page: F first tap over tolerance, W largest difference, N/P next or previous tap, H next head, B next port,
+arrow keys select a cell
+
+exit code: 0 every tap is within tolerance; 1 a tap is over tolerance; 3 nothing was compared, or the errors are over
+tolerance but were only compared in float32, where a wrong formula looks like lost precision (use --dtype float64)
 """
 
 
@@ -48,48 +50,50 @@ def add_parser(commands: Any) -> None:
     """Describe the options."""
     parser = commands.add_parser(
         "explore",
-        description="Run one sentence pair through the reference and through every port, and write a page that shows "
-        "each intermediate value in all of them.",
+        description="Run one sentence pair through the reference and the ports, and write an HTML page that shows "
+        "every intermediate value side by side.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", type=sentence, metavar="SOURCE", help="the sentence that the encoder reads")
+    parser.add_argument("source", type=sentence, metavar="SOURCE", help="use this sentence as the encoder input")
     parser.add_argument(
         "target",
         type=sentence,
         nargs="?",
         metavar="TARGET",
-        help="the translation that the decoder reads (default: what the model translates the source to)",
+        help="use this translation as the decoder input (default: the reference's translation of SOURCE)",
     )
     parser.add_argument(
         "--weights",
         type=Path,
         default=SHIPPED,
         metavar="FILE",
-        help="weights with their vocabulary, as `parity train` writes them (default: the model that ships)",
+        help="use this weight file, which must contain a vocabulary, as written by `parity train` or `parity import` "
+        "(default: the included date model)",
     )
-    add_backends(parser, None, "those that are installed, or none beside --port")
+    add_backends(parser, None, "all that are installed, or none if --port is given")
     add_ports(parser)
     parser.add_argument(
         "--dtype",
         choices=("float64", "float32"),
         default="float32",
-        help="that the ports compute in (default: %(default)s); float64 tells a wrong formula from rounding",
+        help="run the ports in this dtype; only float64 can distinguish a wrong formula from rounding "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("explore.html"),
         metavar="FILE",
-        help="the page to write (default: %(default)s)",
+        help="write the page to this file (default: %(default)s)",
     )
     add_languages(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the error of every tap for programs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the errors of all taps as JSON")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Record, write the page, print what it shows, and return the exit code."""
+    """Record all taps, write the page, print a summary, and return the exit code."""
     check_writable(options.out, options.json)
     started = time.monotonic()
     console = PlainConsole()
@@ -113,8 +117,8 @@ def run(options: argparse.Namespace) -> int:
     tokens = {"source": [trained.vocabulary.pieces(options.source)], "target": [names(target_ids[0].tolist())]}
     shown = view(recording, f"{options.source} → {said}", tokens)
     about = [
-        f"{options.weights.name}: {_all(recording)} in {options.dtype}, beside the NumPy reference in float64. "
-        "An error is the L2 norm of a difference over the norm of the reference.",
+        f"{options.weights.name}: {_all(recording)} in {options.dtype}, compared with the NumPy reference in float64. "
+        "The error of a tap is the L2 norm of the difference divided by the norm of the reference.",
         verdict(recording),
     ]
     with refusals(OSError):
@@ -122,7 +126,8 @@ def run(options: argparse.Namespace) -> int:
     outcome = recording.verdict
     for line in filter(None, (about[-1], outcome.doubt, *shown["notes"])):
         console.print(line, soft_wrap=True)
-    console.print(f"{options.out}  ({options.out.stat().st_size / 1e6:.1f} MB, for a browser)", soft_wrap=True)
+    size = options.out.stat().st_size / 1e6
+    console.print(f"wrote {options.out} ({size:.1f} MB); open it in a browser", soft_wrap=True)
     if options.json is not None:
         result = {"source": options.source, "target": said, "page": str(options.out), "dtype": options.dtype}
         result["ports"] = [
@@ -135,11 +140,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def verdict(recording: Recording) -> str:
-    """Return a sentence about where each port is first over its tolerance."""
+    """Return a sentence that names the first tap of each port that is over its tolerance."""
     wrong = {port.name: port.first_over for port in recording.ports if port.first_over}
     if not wrong:
         return f"All {len(recording.expected)} taps of {_all(recording)} are within tolerance."
-    return "First over tolerance: " + "; ".join(f"{name} at {tap}" for name, tap in wrong.items()) + "."
+    return "First tap over tolerance: " + "; ".join(f"{tap} in {name}" for name, tap in wrong.items()) + "."
 
 
 def _all(recording: Recording) -> str:
@@ -148,19 +153,19 @@ def _all(recording: Recording) -> str:
 
 
 def _ports(options: argparse.Namespace, console: PlainConsole) -> list[Any]:
-    """Return the ports: those asked for, or the backends that are installed."""
+    """Return the requested ports, or all installed backends if none are requested."""
     backends = options.backends
     if backends is None:
         backends = [] if options.port else [name for name, port in PORTS.items() if port.missing() is None]
         absent = [name for name in PORTS if name not in backends and not options.port]
         if absent:
-            console.print(f"not installed, and left out: {', '.join(absent)}", soft_wrap=True)
+            console.print(f"skipping backends that are not installed: {', '.join(absent)}", soft_wrap=True)
     check_installed(backends)
     return [PORTS[name] for name in backends] + [import_port(name) for name in dict.fromkeys(options.port)]
 
 
 def _target(text: str | None, trained: Trained, source: str) -> tuple[ndarray, str]:
-    """Return what the decoder reads, and how it is written: as given, or as the reference translates the source."""
+    """Return the decoder input and its text: the given text, or the reference's translation of the source."""
     vocabulary, config = trained.vocabulary, trained.config
     start = config.bos_id if vocabulary.start_id is None else vocabulary.start_id
     if text is not None:

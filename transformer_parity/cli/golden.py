@@ -1,4 +1,7 @@
-"""``parity golden``: write what a model computes to files, for ports in other languages and on other machines."""
+"""``parity golden`` and ``parity compare``: write and compare the results of a model as files ("golden vectors").
+
+Files connect implementations that cannot run in one process, because they use a different language or machine.
+"""
 
 from __future__ import annotations
 
@@ -48,17 +51,17 @@ from transformer_spec.config import TransformerConfig
 
 EXAMPLES = """
 examples:
-  parity golden --out truth                          the reference, with the conventions of the paper
-  parity golden --preset marian,fairseq --out truth  one folder for each of two published conventions
+  parity golden --out truth                          run the reference with the conventions of the paper
+  parity golden --preset marian,fairseq --out truth  write one subdirectory for each of two published conventions
   parity golden --backend torch --device gpu --out mine
-  parity golden --for mymodel:Port --out truth       the reference, with the conventions of a port of yours
-  parity golden --port mymodel:Port --out mine       what that port computes
+  parity golden --for mymodel:Port --out truth       run the reference with the conventions of your port
+  parity golden --port mymodel:Port --out mine       run your port
   parity golden --port mymodel:Port --stage activations --out mine
-  parity compare truth mine
+  parity compare truth mine                          compare the two directories
 
-docs/golden.md describes the files, for a port that is not written in Python.
+docs/golden.md describes the file format, so that you can write the files from any programming language.
 
-exit code: 0 written, 3 not
+exit code: 0 written, 3 not written
 """
 
 
@@ -66,41 +69,43 @@ def add_parser(commands: Any) -> None:
     """Describe the options."""
     parser = commands.add_parser(
         "golden",
-        help="write inputs, weights and everything computed from them to files",
-        description="Write what a small model computes to files: every intermediate value, every gradient, twenty "
-        "optimizer steps, greedy and beam search, with inputs and weights, as safetensors and JSON.",
+        help="write golden vectors: the inputs, weights, and results of a model, as files",
+        description="Run a small model and write golden vectors, a directory of safetensors and JSON files. They "
+        "contain the inputs, the weights, every intermediate value, every gradient, twenty optimizer steps, and the "
+        "results of greedy and beam search. Use them to check a port that is not written in Python or runs on a "
+        "different machine.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write")
-    parser.add_argument("--force", action="store_true", help="replace golden vectors that are there already")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="write the files to this directory")
+    parser.add_argument("--force", action="store_true", help="overwrite existing golden vectors")
     model = parser.add_mutually_exclusive_group()
     model.add_argument(
         "--preset",
         action=one_or_more(PRESETS),
         metavar="NAME[,NAME]",
-        help=f"whose conventions, at small sizes: {', '.join(PRESETS)} (default: paper_base)",
+        help=f"use the conventions of these presets, at small sizes: {', '.join(PRESETS)} (default: paper_base)",
     )
     model.add_argument(
-        "--for", dest="meant_for", metavar="MODULE:CLASS", help="with the conventions of a port of yours instead"
+        "--for", dest="meant_for", metavar="MODULE:CLASS", help="run the reference with the conventions of your port"
     )
-    model.add_argument("--port", metavar="MODULE:CLASS", help="let a port of yours compute, with its own conventions")
-    parser.add_argument("--backend", choices=PORTS, help="which package computes (default: the definition in NumPy)")
+    model.add_argument("--port", metavar="MODULE:CLASS", help="run your port, with its conventions")
+    parser.add_argument("--backend", choices=PORTS, help="run this package (default: numpy, the reference)")
     parser.add_argument(
         "--dtype",
         action=one_or_more(DTYPES),
         default=list(DTYPES),
         metavar=",".join(DTYPES),
-        help="which dtypes (default: both)",
+        help="run in these dtypes (default: both)",
     )
     parser.add_argument(
         "--stage",
         action=one_or_more(STAGES),
         default=list(STAGES),
         metavar=",".join(STAGES),
-        help="what to write (default: all)",
+        help="write only the results of these stages (default: all)",
     )
-    parser.add_argument("--device", choices=("cpu", "gpu"), help="where the package computes (default: cpu)")
+    parser.add_argument("--device", choices=("cpu", "gpu"), help="run the package on this device (default: cpu)")
     parser.set_defaults(run=run)
 
 
@@ -108,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
     """Write golden vectors and return the exit code."""
     check_reference()
     if options.port and (options.backend or options.device):
-        raise UsageError("--port chooses its own framework and device: leave out --backend and --device")
+        raise UsageError("--port selects its own framework and device: remove --backend and --device")
     expected = (MissingFrameworkError, OSError, RuntimeError, TypeError, ValueError)
     with refusals(*expected), quiet_frameworks() as terminal:
         try:
@@ -121,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _configs(options: argparse.Namespace) -> dict[str, TransformerConfig]:
-    """Return the models to write by the names of their folders; a single one lies in the folder itself."""
+    """Return the configs of the models to write, by subdirectory. A single model is written to the directory itself."""
     if own := options.port or options.meant_for:
         return {"": port_config(import_port(own))}
     presets = options.preset or ["paper_base"]
@@ -135,7 +140,7 @@ def _write(
     configs: Mapping[str, TransformerConfig],
     terminal: TextIO,
 ) -> list[str]:
-    """Write all folders at once, or nothing, and return what there is to say about them."""
+    """Write all directories, or none if one fails, and return the lines to print about them."""
     said = []
     chosen = {name: in_stages(golden_cases(config), options.stage) for name, config in configs.items()}
     with writer.replaced(options.out, force=options.force) as folder:
@@ -149,28 +154,29 @@ def _write(
                 dtypes = [dtype for dtype in options.dtype if any(dtype in tensors for _, tensors in computed)]
                 if not computed:
                     reasons = ", ".join(dict.fromkeys(entry.reason for entry in left_out))
-                    raise ValueError(f"{port.name} offers nothing that could be written: {reasons}")
+                    raise ValueError(f"{port.name} has no results to write: {reasons}")
                 (folder / name).mkdir(exist_ok=True)
                 config, weights = cases[0].config, cases[0].load_weights()
                 writer.write(folder / name, producer, config, weights, computed, dtypes, left_out)
                 tensors = sum(len(tensors) for _, by_dtype in computed for tensors in by_dtype.values())
                 where = options.out / name
                 said.append(f"{where}: {len(computed)} cases, {' and '.join(dtypes)}, {tensors:,} tensors")
-                said += [f"  left out: {words(entry)}" for entry in left_out]
+                said += [f"  omitted: {words(entry)}" for entry in left_out]
     return said
 
 
 COMPARE_EXAMPLES = """
 examples:
   parity golden --out truth
-  parity compare truth mine                      mine: the same cases, computed by you; see docs/golden.md
-  parity compare truth mine --stage activations  only this has to be there
+  parity compare truth mine                      compare your results (mine) with the reference
+  parity compare truth mine --stage activations  compare, and require, only the activations
   parity compare truth mine --json result.json
 
-The NumPy reference computes every case again from A's weights and inputs, and both folders are compared with that.
-What B leaves out is listed if its manifest declares it, and a failure otherwise; each stage needs half of its cases.
+The command reruns the NumPy reference on A's weights and inputs, and compares both directories with its results. If a
+result is missing from B, it is reported as skipped if B's manifest declares the omission, otherwise as a failure. B
+must contain at least half of the cases of every stage. docs/golden.md describes the file format.
 
-exit code: 0 agree, 1 semantic divergence, 2 precision only, 3 nothing or not everything compared
+exit code: 0 agree, 1 different math, 2 only precision lost, 3 nothing or not everything was compared
 """
 
 
@@ -178,27 +184,27 @@ def add_parser_compare(commands: argparse._SubParsersAction) -> None:
     """Describe the options."""
     parser = commands.add_parser(
         "compare",
-        help="compare two folders that `parity golden`, or a port of yours, has written",
-        description="Compare two folders of golden vectors, tensor by tensor. A defines what is computed: model, "
-        "weights, inputs and cases. B is compared with the NumPy reference, and so is A.",
+        help="compare two directories of golden vectors, from any language",
+        description="Compare two directories of golden vectors, tensor by tensor. A defines the model, weights, "
+        "inputs, and cases. Both A and B are compared with the NumPy reference.",
         epilog=COMPARE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("truth", type=Path, metavar="A", help="golden vectors of the reference")
-    parser.add_argument("candidate", type=Path, metavar="B", help="golden vectors of the same cases")
+    parser.add_argument("truth", type=Path, metavar="A", help="use the model and cases in this directory")
+    parser.add_argument("candidate", type=Path, metavar="B", help="check the results in this directory")
     parser.add_argument(
         "--stage",
         action=one_or_more(STAGES),
         default=list(STAGES),
         metavar=",".join(STAGES),
-        help="what to compare (default: all of A)",
+        help="compare only these stages (default: all stages in A)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
     parser.set_defaults(run=run_compare)
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """Compare two folders and return the exit code."""
+    """Compare two directories and return the exit code."""
     console = make_console()
     started = time.monotonic()
     check_writable(options.json)
@@ -207,7 +213,7 @@ def run_compare(options: argparse.Namespace) -> int:
     reports: list[FailureReport] = []
     with refusals(OSError, ValueError):
         pairs = read_pairs(options.truth, options.candidate, options.stage)
-        with console.status("computing the reference again") as status:
+        with console.status("running the reference") as status:
             for pair in pairs:
                 of_model = list(compare_folders(pair, lambda what: status.update(Text(what))))
                 findings += of_model
@@ -237,7 +243,7 @@ def run_compare(options: argparse.Namespace) -> int:
 def _result(
     options: argparse.Namespace, pairs: Sequence[FolderPair], findings: Sequence[Finding], verdict: Verdict
 ) -> dict[str, Any]:
-    """Return the result for machines."""
+    """Return the result for the JSON file."""
     producers = [sorted({folder.producer for folder in side}) for side in zip(*map(_sides, pairs), strict=True)]
     return {
         **compared(findings, verdict),

@@ -1,4 +1,4 @@
-"""``parity import`` and ``parity export``: checkpoints of other software, read and written."""
+"""``parity import`` and ``parity export``: convert checkpoints from and to the formats of other software."""
 
 from __future__ import annotations
 
@@ -39,36 +39,37 @@ from transformer_parity.transformer.ports.registry import PORTS
 from transformer_spec.files import open_file
 from transformer_spec.names import FLOAT_DTYPES
 
-CHECKED = "hf"  # the format that transformers reads
+CHECKED = "hf"  # the format that Hugging Face transformers loads
 
 FORMATS_LISTED = "\n  ".join(f"{name:12} {title}" for name, (_, title) in FORMATS.items())
 IMPORT_EXAMPLES = f"""\
 examples:
-  parity import opus-mt-en-de/                            describe it; nothing is written
-  parity import opus-mt-en-de/ --out en-de.safetensors    one file with weights, vocabulary and search settings
+  parity import opus-mt-en-de/                            only describe the checkpoint
+  parity import opus-mt-en-de/ --out en-de.safetensors    convert weights, vocabulary, and search settings to one file
   parity translate --weights en-de.safetensors --backend jax test.en
-  parity import opus-mt-en-de/ --out en-de.safetensors --check    also compare with transformers, if installed
+  parity import opus-mt-en-de/ --out en-de.safetensors --check    also compare with transformers
 
 formats:
   {FORMATS_LISTED}
 
-Nothing in a checkpoint is run, nothing outside its folder is read, and nothing is downloaded. Where flags and tensors
-contradict each other, the tensors decide, and a note is printed. What cannot be computed here is refused by name.
+The command never executes code from a checkpoint, never reads files outside its directory, and never downloads
+anything. If flags and tensors contradict each other, it uses the tensors and prints a note. If a checkpoint uses a
+feature that is not supported, the command stops with an error that names the feature.
 
-After writing, a few logits are computed from the file, in float64 and float32 in every backend that is installed, and
-compared with the reference: that shows that they compute the same model. For a folder of Hugging Face's, --check also
-compares logits and translations with transformers.
+After writing the file, the command computes a few logits from it, in float64 and float32 in every installed backend,
+and compares them with the reference. This verifies that all backends compute the same model. For a Hugging Face
+checkpoint, --check also compares logits and translations with transformers, which must be installed.
 
-exit code: 0 imported, and all that was compared agrees; 1 something does not; 2 it agrees in float64, and float32 loses
-precision; 3 not imported, or not compared
+exit code: 0 imported, and every comparison agrees; 1 a comparison differs; 2 only float32 differs, and float64 agrees;
+3 not imported, or not compared
 """
 EXPORT_EXAMPLES = f"""\
 examples:
-  parity export model.safetensors --format hf --out model-hf/     what `from_pretrained` loads
+  parity export model.safetensors --format hf --out model-hf/     write a directory for `from_pretrained`
 
 formats: {", ".join(EXPORTS)}
 
-A model that the target software cannot compute is refused before anything is written, with the reason.
+If the target software does not support the model, the command stops with the reason before it writes anything.
 
 exit code: 0 written, 3 not written
 """
@@ -78,20 +79,31 @@ def add_parser(commands: Any) -> None:
     """Describe the options of ``parity import``."""
     parser = commands.add_parser(
         "import",
-        description="Read a checkpoint of other software, describe it, and write it as one weight file that every "
-        "backend loads.",
+        description="Read a checkpoint from other software, describe it, and convert it to one weight file that every "
+        "backend can load.",
         epilog=IMPORT_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("path", type=Path, metavar="PATH", help="the folder or file to import")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the weight file to write (default: none is written)")
-    parser.add_argument("--as", dest="format", choices=FORMATS, help="the format (default: it is recognised)")
-    parser.add_argument("--dtype", choices=FLOAT_DTYPES, help="store the weights in this dtype (default: as they are)")
-    ask = parser.add_argument_group("what some formats do not contain")
-    ask.add_argument(
-        "--vocab", nargs="+", type=Path, default=[], metavar="FILE", help="files of the vocabulary, source first"
+    parser.add_argument("path", type=Path, metavar="PATH", help="import this directory or file")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the weight file here (default: only describe the checkpoint)"
     )
-    ask.add_argument("--names", type=Path, metavar="FILE", help="a TOML file with the names of the tensors")
+    parser.add_argument(
+        "--as", dest="format", choices=FORMATS, help="read the checkpoint in this format (default: detect the format)"
+    )
+    parser.add_argument(
+        "--dtype", choices=FLOAT_DTYPES, help="store the weights in this dtype (default: the dtype of the checkpoint)"
+    )
+    ask = parser.add_argument_group("information that some formats do not contain")
+    ask.add_argument(
+        "--vocab",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="read the vocabulary from these files, source before target",
+    )
+    ask.add_argument("--names", type=Path, metavar="FILE", help="read the names of the tensors from this TOML file")
     ask.add_argument(
         "--set",
         dest="fields",
@@ -99,13 +111,15 @@ def add_parser(commands: Any) -> None:
         default=[],
         type=field,
         metavar="FIELD=VALUE",
-        help="a field of the config, such as num_heads=8; may be given several times",
+        help="set a field of the config, such as num_heads=8; can be repeated",
     )
-    proof = parser.add_argument_group("proof")
-    proof.add_argument("--check", action="store_true", help="compare a folder of Hugging Face's with transformers")
+    proof = parser.add_argument_group("verification")
+    proof.add_argument(
+        "--check", action="store_true", help="also compare with transformers (Hugging Face checkpoints only)"
+    )
     add_backends(proof, None, "all that are installed")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the description and the proof for machines"
+        "--json", type=Path, metavar="FILE", help="also write the description and the comparisons as JSON"
     )
     parser.set_defaults(run=run)
 
@@ -114,19 +128,22 @@ def add_parser_export(commands: Any) -> None:
     """Describe the options of ``parity export``."""
     parser = commands.add_parser(
         "export",
-        description="Write a weight file, imported or trained here, as other software reads it.",
+        description="Convert a weight file, which `parity train` or `parity import` wrote, to a format that other "
+        "software can load.",
         epilog=EXPORT_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("weights", type=Path, metavar="FILE", help="a weight file, or a checkpoint of a training run")
-    parser.add_argument("--format", choices=EXPORTS, required=True, help="the software that is to read it")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a folder that is new, or empty")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for programs")
+    parser.add_argument("weights", type=Path, metavar="FILE", help="export this weight file or training checkpoint")
+    parser.add_argument("--format", choices=EXPORTS, required=True, help="write the format of this software")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="write to this directory, which must be new or empty"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
     parser.set_defaults(run=run_export)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Import, and return the exit code."""
+    """Import a checkpoint and return the exit code."""
     check_writable(options.out, options.json)
     started = time.monotonic()
     _check_out(options.out)
@@ -138,8 +155,8 @@ def run(options: argparse.Namespace) -> int:
         with _saying(console, f"reading {options.path}"):
             imported = import_checkpoint(options.path, options.format, asked)
         if options.check and imported.origin.format != CHECKED:
-            what = f"--check compares with transformers, which reads {FORMATS[CHECKED][1]}"
-            raise UsageError(f"{what}: {options.path} is read as {imported.origin.format}, so leave --check out")
+            what = f"--check compares with transformers, which loads {FORMATS[CHECKED][1]}"
+            raise UsageError(f"{what}: {options.path} has the format {imported.origin.format}; remove --check")
         make_console().print(printable(str(options.path)), soft_wrap=True)
         print_model(make_console(), imported)
         if options.out:
@@ -153,7 +170,7 @@ def run(options: argparse.Namespace) -> int:
                 proof += check_against_transformers(options.path, imported, say)
     _print_proof(proof)
     if not options.out:
-        print("Nothing was written: add --out FILE.")
+        print("No file was written. To convert the checkpoint, add --out FILE.")
     exit_code = _verdict(options, proof)
     if options.json is not None:
         result = _summary(options, imported, proof)
@@ -164,10 +181,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_out(out: Path | None) -> None:
-    """Refuse to replace what is no weight file.
+    """Check that the output path doesn't name an existing file that isn't a weight file.
 
     Raises:
-        UsageError: A file is there that is none.
+        UsageError: If such a file exists.
     """
     if out is None or not out.is_file() or not out.stat().st_size:
         return
@@ -175,22 +192,27 @@ def _check_out(out: Path | None) -> None:
         with open_file(out, "weight file"):
             return
     except (OSError, ValueError) as error:
-        raise UsageError(f"--out {out} is there, and is no weight file to replace: choose another name") from error
+        raise UsageError(
+            f"--out must be a new file or an existing weight file: got {out}, which is not a weight file"
+        ) from error
 
 
 def _prove(options: argparse.Namespace, say: Any) -> list[Agreement]:
-    """Return what the logits of the file that was written come to; say, after Ctrl-C, that it is there."""
+    """Compare the logits computed from the written file with the reference.
+
+    If the user presses Ctrl-C, print that the file is complete, although it hasn't been verified.
+    """
     installed = [name for name, port in PORTS.items() if port.missing() is None]
     try:
         return prove(options.out, options.backends or installed, say)
     except KeyboardInterrupt:
         out = printable(str(options.out))
-        print(f"parity import: {out} is complete, and has not been compared", file=sys.stderr)
+        print(f"parity import: {out} is complete, but has not been compared with the reference", file=sys.stderr)
         raise
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Export, and return the exit code."""
+    """Export a weight file and return the exit code."""
     check_writable(options.json)
     started = time.monotonic()
     with quiet_frameworks() as terminal, refusals(OSError, RuntimeError, TypeError, ValueError):
@@ -199,7 +221,7 @@ def run_export(options: argparse.Namespace) -> int:
             model = load(options.weights)
             notes = export_checkpoint(model, options.format, options.out)
         if model.vocabulary is None:
-            notes = (f"{options.weights} holds no vocabulary, so no tokenizer is written", *notes)
+            notes = (f"{options.weights} contains no vocabulary, so no tokenizer was written", *notes)
         for note in notes:
             print(printable(f"note: {note}"))
         files = sorted(path.name for path in options.out.iterdir())
@@ -214,7 +236,7 @@ def run_export(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _saying(console: PlainConsole, text: str) -> Iterator[Any]:
-    """Show on a terminal what is being done, and yield what changes that."""
+    """Show a status text on a terminal, and yield a function that replaces it."""
     with console.status(Text(printable(text))) as status:
         yield lambda text: status.update(Text(printable(text)))
 
@@ -224,8 +246,8 @@ def _print_proof(proof: list[Agreement]) -> None:
     if not proof:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("logits of", "dtype", "error", "allowed", ""):
-        table.add_column(column, justify="right" if column in ("error", "allowed") else "left", overflow="fold")
+    for column in ("logits of", "dtype", "error", "tolerance", "result"):
+        table.add_column(column, justify="right" if column in ("error", "tolerance") else "left", overflow="fold")
     for one in proof:
         error = "-" if one.error is None else f"{one.error:.1e}"
         verdict = {SKIPPED: "NOT CHECKED", AGREES: "agrees"}.get(one.verdict, WORDS[one.verdict])
@@ -235,11 +257,11 @@ def _print_proof(proof: list[Agreement]) -> None:
 
 
 def _verdict(options: argparse.Namespace, proof: list[Agreement]) -> int:
-    """Print what the proof comes to, and return the exit code."""
+    """Print the verdict on all comparisons, and return the exit code."""
     compared = [one for one in proof if one.verdict != SKIPPED]
     worst = max((one.verdict for one in compared), key=SEVERITY.index, default=AGREES)
     if worst == AGREES and options.check and not {one.name for one in compared} - set(PORTS):
-        print("INCOMPLETE  nothing was compared with transformers")
+        print("INCOMPLETE  --check requested a comparison with transformers, but none was made")
         return EXIT_CODES[FAILED]
     if compared:
         names = dict.fromkeys(printable(one.name) for one in compared if one.verdict == worst)
@@ -248,7 +270,7 @@ def _verdict(options: argparse.Namespace, proof: list[Agreement]) -> int:
 
 
 def _summary(options: argparse.Namespace, imported: Imported, proof: list[Agreement]) -> dict[str, Any]:
-    """Return description and proof, for machines."""
+    """Return the description and the comparisons for the JSON file."""
     return {
         "path": str(options.path),
         "out": str(options.out) if options.out else None,

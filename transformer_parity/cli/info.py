@@ -1,4 +1,4 @@
-"""``parity info``: machine, backends, presets and names; or what a weight file holds."""
+"""``parity info``: describe the machine, the backends, the presets, and the canonical names, or a weight file."""
 
 from __future__ import annotations
 
@@ -32,27 +32,30 @@ from transformer_parity.transformer.ports.registry import PORTS
 from transformer_spec.names import parameter_shapes, tap_shapes
 
 DESCRIPTION = """\
-Show this machine, what is installed of the four backends, how fast each multiplies
-on the CPU, and every preset: how many parameters it has, and how it differs from the
+Describe this machine, the installed backends with the matmul throughput of each on
+the CPU, and all presets with their parameter counts and their differences from the
 paper's base model.
 
-With FILE, describe a weight file or a checkpoint of a training run instead: the
-preset nearest to it and what differs, size, dtype, vocabulary, languages, search
-settings, step, and where it was imported from. `parity import` describes
-checkpoints of other software.
+If you specify FILE, describe a weight file or a training checkpoint instead: the
+closest preset and the differences from it, the size, dtype, vocabulary, languages,
+search settings, training step, and origin. For checkpoints from other software,
+use `parity import`.
 """
-RATE = "GFLOP/s, one product"  # of 1,024 rows, on the CPU
-BY_ONEDNN = "GFLOP/s, by oneDNN"  # PyTorch's, where precision="highest" takes them from there
-SLOW = 0.6  # of the best rate: less is worth a word
-BUSY = 0.5  # processes that are ready to run, of each processor
+LIBRARY = "products on a CPU"
+RATE = "GFLOP/s, one product"
+BY_ONEDNN = "GFLOP/s, by oneDNN"  # only for PyTorch, if it uses oneDNN under precision="highest"
+# Names of rows in the printed table. The JSON output contains the original keys.
+ROW_NAMES = {LIBRARY: "matmul library (CPU)", RATE: "matmul GFLOP/s", BY_ONEDNN: "matmul GFLOP/s with oneDNN"}
+SLOW = 0.6  # fraction of the best throughput below which a note is printed
+BUSY = 0.5  # load average per CPU core above which measured throughputs are unreliable
 EXAMPLES = """\
 examples:
-  parity info                             everything, as tables
-  parity info --vocab 8000                the presets' sizes at another vocabulary
-  parity info --json                      the same for programs; put it into a bug report
-  parity info --names marian              every parameter and every tap of a preset, with its shape
-  parity info model.safetensors           what a weight file holds
-  parity info model.safetensors --json    the same, with every field of the config
+  parity info                             show all tables
+  parity info --vocab 8000                compute the presets' sizes for a different vocabulary
+  parity info --json                      print JSON, for example for a bug report
+  parity info --names marian              list the parameters and taps of a preset with their shapes
+  parity info model.safetensors           describe a weight file
+  parity info model.safetensors --json    describe it as JSON, including every field of the config
 """
 
 
@@ -64,12 +67,12 @@ def add_parser(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="a weight file or a checkpoint to describe")
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="describe this weight file or checkpoint")
     parser.add_argument(
         "--vocab",
         type=int,
         metavar="N",
-        help=f"the vocabulary at which the presets' parameters are counted (default: {PAPER_VOCABULARY})",
+        help=f"count the presets' parameters for a vocabulary of N entries (default: {PAPER_VOCABULARY})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(
@@ -79,16 +82,16 @@ def add_parser(commands: Any) -> None:
         choices=PRESETS,
         metavar="PRESET",
         help="print the canonical names of parameters and taps instead, with their shapes in the standard cases "
-        "(default of PRESET: %(const)s)",
+        "(PRESET defaults to %(const)s)",
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what was asked for, and return the exit code."""
+    """Print the requested description and return the exit code."""
     if options.file is not None:
         if given := [f"--{name}" for name in ("vocab", "names") if getattr(options, name) is not None]:
-            raise UsageError(f"FILE is described as it is: leave out {' and '.join(given)}")
+            raise UsageError(f"{' and '.join(given)} cannot be combined with FILE: remove one or the other")
         print_file(options.file, as_json=options.json)
     elif options.names is not None:
         print_names(options.names, as_json=options.json)
@@ -98,19 +101,22 @@ def run(options: argparse.Namespace) -> int:
 
 
 def print_file(path: Path, *, as_json: bool) -> None:
-    """Print what a weight file or a checkpoint holds.
+    """Print a description of a weight file or a checkpoint.
 
     Raises:
-        UsageError: It cannot be read, or is neither.
+        UsageError: If the file can't be read, or is neither a weight file nor a checkpoint.
     """
     started = time.monotonic()
     if path.is_dir():
-        raise UsageError(f"{path} is a folder: name a weight file in it, or describe it with `parity import {path}`")
+        raise UsageError(
+            f"{path} is a directory: specify a weight file in it, or use `parity import {path}` for a checkpoint from "
+            "other software"
+        )
     with refusals(OSError):
         try:
             model, size = load(path), path.stat().st_size
         except ValueError as error:
-            raise UsageError(f"{error}; `parity import {path}` describes a checkpoint of other software") from error
+            raise UsageError(f"{error}; for a checkpoint from other software, use `parity import {path}`") from error
     if as_json:
         _print_json({"path": str(path), "bytes": size, **describe(model)}, started)
         return
@@ -119,7 +125,7 @@ def print_file(path: Path, *, as_json: bool) -> None:
 
 
 def print_installation(vocab_size: int, *, as_json: bool) -> None:
-    """Print machine, backends and presets."""
+    """Print the tables of the machine, the backends, and the presets."""
     started = time.monotonic()
     try:
         presets = describe_presets(vocab_size)
@@ -142,7 +148,7 @@ def print_installation(vocab_size: int, *, as_json: bool) -> None:
 
 
 def print_names(preset: str, *, as_json: bool) -> None:
-    """Print every parameter and every tap of a preset, with its shape at B 4, S 9, T 7, two layers a side."""
+    """Print every parameter and every tap of a preset with its shape, for B = 4, S = 9, T = 7 and two layers."""
     started = time.monotonic()
     config = tiny(preset, d_k=None, d_v=None)
     names = {"parameters": parameter_shapes(config), "taps": tap_shapes(config, BATCH, SOURCE, TARGET)}
@@ -160,18 +166,18 @@ def print_names(preset: str, *, as_json: bool) -> None:
 
 
 def _print_json(result: dict[str, Any], started: float) -> None:
-    """Print the result for programs."""
+    """Print the result as JSON."""
     print(json.dumps(envelope("info", result, compares=False, seconds=time.monotonic() - started), indent=2))
 
 
 def describe_backend(port: PackagePort) -> dict[str, Any]:
-    """Return what is installed of a backend: versions, devices and switches, or how to install it."""
+    """Return the versions, devices, and switches of a backend, or the install command if it isn't installed."""
     if missing := port.missing():
         return {"installed": False, "missing": missing, "install": port.install}
     try:
         package = port.import_package()
         described = {**package.describe(), **multiplying(port.name, package)}
-    except Exception as error:  # a broken installation may raise anything: it is shown
+    except Exception as error:  # a broken installation may raise any exception
         return {"installed": True, "error": f"{type(error).__name__}: {error}"}
     return {
         "installed": True,
@@ -182,14 +188,14 @@ def describe_backend(port: PackagePort) -> dict[str, Any]:
 
 
 def multiplying(backend: str, package: Any) -> dict[str, Any]:
-    """Return the library that computes a package's matmuls on a CPU, and its throughput."""
+    """Return the library that a package uses for matrix multiplication on the CPU, and its throughput."""
     rate = quick_rate(backend) / 1e9
     products = library(package.describe(), backend)
-    found: dict[str, Any] = {"products on a CPU": products, RATE: round(rate, 1)}
+    found: dict[str, Any] = {LIBRARY: products, RATE: round(rate, 1)}
     if backend == "torch":
         from transformer_parity.transformer.ports import onednn
 
-        found["products on a CPU"] = products + onednn.describe()
+        found[LIBRARY] = products + onednn.describe()
         if onednn.pays("highest"):
             found[BY_ONEDNN] = round(rate * onednn.measured().gain, 1)
     return found
@@ -203,7 +209,7 @@ def _print_machine(console: Console, machine: dict[str, Any]) -> None:
 
 
 def _print_backends(console: Console, backends: dict[str, dict[str, Any]], load: float) -> None:
-    """Print one column per backend, so that they can be compared row by row."""
+    """Print a table with one column per backend, followed by notes on slow, missing, and broken backends."""
     console.print()
     table = Table(title="Backends", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
@@ -213,12 +219,12 @@ def _print_backends(console: Console, backends: dict[str, dict[str, Any]], load:
     rows = dict.fromkeys(row for found in working.values() for row in found if row != "installed")
     for row in rows:
         cells = (_cell(found.get(row, "-")) if name in working else "" for name, found in backends.items())
-        table.add_row(row, *cells)
+        table.add_row(ROW_NAMES.get(row, row), *cells)
     if not_working := [name for name in backends if name not in working]:
         marks = {name: "fails" if backends[name]["installed"] else "not installed" for name in not_working}
         table.add_row("", *(Text(marks.get(name, ""), "red") for name in backends))
     console.print(table)
-    said = "Switches are shown as each framework sets them on import; a check sets them to its precision."
+    said = "Switches are shown as each framework sets them on import. `parity check` sets them to match --precision."
     console.print(said, style="dim")
     for line in slow(backends, load):
         console.print(f"NOTE      {line}", soft_wrap=True)
@@ -226,17 +232,17 @@ def _print_backends(console: Console, backends: dict[str, dict[str, Any]], load:
         if not found["installed"]:
             console.print(f"{name}: {found['missing']} is not installed. {found['install']}", soft_wrap=True)
         elif "error" in found:
-            console.print(f"{name}: installed, but it fails: {printable(found['error'])}", style="red")
+            console.print(f"{name}: installed, but importing it fails: {printable(found['error'])}", style="red")
 
 
 def slow(backends: dict[str, dict[str, Any]], load: float) -> Iterator[str]:
-    """Yield a line for each backend whose library multiplies at about half of the best rate here, or less.
+    """Yield a line for each backend whose matmul throughput is less than 60% of the best throughput on this machine.
 
     Args:
-        backends: As ``describe_backend`` returns them.
-        load: Processes that were ready to run before; they slow down libraries unequally.
+        backends: The results of ``describe_backend`` by backend.
+        load: The load average before the measurement. If it is high, the measured throughputs aren't comparable.
     """
-    words = {RATE: "{}'s", BY_ONEDNN: "{}'s by oneDNN"}
+    words = {RATE: "{}", BY_ONEDNN: "{} with oneDNN"}
     rates = {
         word.format(name): found[row] for name, found in backends.items() for row, word in words.items() if row in found
     }
@@ -244,11 +250,11 @@ def slow(backends: dict[str, dict[str, Any]], load: float) -> Iterator[str]:
     for name, found in backends.items():
         share = found[RATE] / rates[best] if RATE in found else 1.0
         if share < SLOW and load > BUSY * processors():
-            yield f"the machine is busy, and rates vary: load average {load:.1f}"
+            yield f"the machine is busy (load average {load:.1f}), so the measured throughputs vary"
             return
         if share < SLOW:
-            remedy = '; torch.set_float32_matmul_precision("medium") uses that' if BY_ONEDNN in found else ""
-            yield f"{name}: its products reach {share:.0%} of the best rate here, {best}{remedy}"
+            remedy = '; torch.set_float32_matmul_precision("medium") selects oneDNN' if BY_ONEDNN in found else ""
+            yield f"{name}: matmul throughput is {share:.0%} of {best}, the best on this machine{remedy}"
 
 
 def _cell(value: Any) -> str:

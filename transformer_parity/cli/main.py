@@ -1,4 +1,4 @@
-"""The command ``parity``: the commands, the one that is run, and what it ends with."""
+"""The ``parity`` command: select a command, run it, and return its exit code."""
 
 from __future__ import annotations
 
@@ -20,39 +20,40 @@ from transformer_parity.engine.system.files import delete_result, is_same_file
 from transformer_parity.engine.system.interrupts import ctrl_c_waits, sigterm_is_ctrl_c
 from transformer_parity.engine.system.machine import needs
 
-WIDTH = 80  # characters of a description
-INCOMPLETE = 3  # the exit code of everything that compared nothing, wrong usage included
+WIDTH = 80  # maximum line length of a description, in characters
+INCOMPLETE = 3  # exit code if the command was used incorrectly, failed, or didn't compare everything
 
-# Command: its module (in this directory unless it has a dot), the function that describes its options, and its line
-# of help.
+# For each command: the module (in this directory unless the name contains a dot), the function that adds its options,
+# and a one-line help text.
 COMMANDS = {
-    "check": ("check", "add_parser", "compare every port with the reference, tap by tap"),
+    "check": ("check", "add_parser", "compare ports with the reference at every intermediate value"),
     "check-distributed": (
         "check_distributed",
         "add_parser",
-        "compare training on several devices with training on one",
+        "compare training on multiple devices with training on one",
     ),
-    "init-port": ("init_port", "add_parser", "write a port that runs and agrees, to put your own model into"),
-    "golden": ("golden", "add_parser", "write inputs, weights and everything computed from them to files"),
-    "compare": ("golden", "add_parser_compare", "compare two such folders; one may come from a port in any language"),
-    "selftest": ("selftest", "add_parser", "plant every known mistake in every port: is it caught, located and named?"),
-    "train": ("train", "add_parser", "train a model in any backend, go on in another, or several in lockstep"),
-    "checkpoint": ("checkpoint", "add_parser", "join the folder of a run on several devices to one file, or split one"),
+    "init-port": ("init_port", "add_parser", "write a template of a port that already agrees with the reference"),
+    "golden": ("golden", "add_parser", "write golden vectors: the inputs, weights, and results of a model, as files"),
+    "compare": ("golden", "add_parser_compare", "compare two directories of golden vectors, from any language"),
+    "selftest": ("selftest", "add_parser", "inject known bugs into the ports and check that each is detected"),
+    "train": ("train", "add_parser", "train a model, or resume a run in a different backend"),
+    "checkpoint": ("checkpoint", "add_parser", "convert between sharded checkpoints and single-file checkpoints"),
     "evaluate": ("evaluate", "add_parser", "measure the loss and the score of trained weights on held-out sentences"),
-    "translate": ("translate", "add_parser", "translate lines of text in any backend, or compare the translations"),
-    "import": ("import_checkpoint", "add_parser", "read a checkpoint of other software, and prove what was read"),
-    "export": ("import_checkpoint", "add_parser_export", "write a model as other software reads it"),
-    "explore": ("explore", "add_parser", "write a page that shows one sentence pair in every port, tap by tap"),
+    "translate": ("translate", "add_parser", "translate text, or compare the translations of multiple backends"),
+    "import": ("import_checkpoint", "add_parser", "convert a checkpoint from other software, and verify the result"),
+    "export": ("import_checkpoint", "add_parser_export", "convert a weight file for use in other software"),
+    "explore": ("explore", "add_parser", "write an HTML page with every intermediate value of one sentence pair"),
     "bench": (
         "transformer_bench.command",
         "add_parser",
-        "time the packages on the same work, once their results agree",
+        "time the backends on the same work, after verifying their results",
     ),
-    "info": ("info", "add_parser", "describe this machine, the backends and the presets; or a weight file"),
-    "source": ("source", "add_parser", "print the same piece of code from the four packages, with what differs marked"),
-    "show": ("show", "add_parser", "draw positions, masks and attention weights"),
+    "info": ("info", "add_parser", "describe this machine, the backends, and the presets, or a weight file"),
+    "source": ("source", "add_parser", "print the same code from all four packages, with the differences highlighted"),
+    "show": ("show", "add_parser", "draw positional encodings, masks, and attention weights"),
 }
-# Options that name a file of results, by command. The file of an earlier run is deleted before anything can fail.
+# The options of each command that name a result file. Such a file from an earlier run is deleted before anything can
+# fail.
 RESULTS = {
     "check": ("--json", "--html"),
     "check-distributed": ("--json", "--html"),
@@ -65,37 +66,41 @@ RESULTS = {
     "bench": ("--json", "--plot"),
 }
 DESCRIPTION = """\
-One Transformer, written four times: in NumPy, which is the definition, and in
-PyTorch, JAX and TensorFlow. `parity` compares them, or a port of your own, with
-the definition at every intermediate value (a "tap"), and finds where a port goes wrong.
+Check that a Transformer computes what "Attention Is All You Need" defines.
+
+The NumPy implementation is the reference. `parity` runs a port of it (the PyTorch,
+JAX, or TensorFlow package, or your own model) on the same weights and inputs, and
+compares every named intermediate value (a "tap"), gradient, optimizer step, and
+decoded token. If they differ, it shows the first block that is wrong.
 
 start here:
-  parity translate --text "Freitag, 3. Mai 2024"   the model that ships reads a date
-  parity explore "Freitag, 3. Mai 2024"            every value that leads to its answer, as a page for a browser
-  parity source MultiHeadAttention                 the same class in the four packages, with what differs marked
-  parity check                                     do the packages agree? Needs their frameworks
-  parity init-port --framework torch               compare a model of your own
+  parity translate --text "Freitag, 3. Mai 2024"   translate a date with the included model
+  parity explore "Freitag, 3. Mai 2024"            write an HTML page with every value behind that translation
+  parity source MultiHeadAttention                 compare the same class in all four packages
+  parity check                                     check that the packages agree (requires their frameworks)
+  parity init-port --framework torch               start a port of your own model
 
-The first three need NumPy alone; `parity info` shows which frameworks are installed, and how to install the others.
+The first three require only NumPy. `parity info` lists the installed frameworks and shows how to install the others.
 """
-EPILOG = """`parity COMMAND --help` describes a command, with examples and exit codes.
-Exit code 3 always means that nothing, or not everything, was done; wrong usage included. A training run that
-was stopped and saved exits with 130 or 143.
+EPILOG = """Run `parity COMMAND --help` for the options, examples, and exit codes of a command.
+Exit code 3 always means that a command did nothing or did not finish, for example because of a usage error.
+A training run that was stopped and saved exits with 130 or 143.
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors exit with 3, because 2 is the code of a precision divergence."""
+    """A parser that exits with 3 on errors, because exit code 2 means that a port only lost precision."""
 
     def __init__(self, **options: object) -> None:
         description = str(options.get("description") or "")
-        if "\n" not in description:  # what has lines of its own keeps them
+        if "\n" not in description:  # keep the line breaks of a multi-line description
             options["description"] = textwrap.fill(description, WIDTH)
         super().__init__(**options)  # type: ignore[arg-type]
-        self.set_defaults(command=self.prog, parser=self)  # the innermost parser's remain: "parity bench forward"
+        # The defaults of the innermost parser win, so that the command is "parity bench forward", for example.
+        self.set_defaults(command=self.prog, parser=self)
 
     def error(self, message: str) -> NoReturn:
-        """Print usage and message, and exit."""
+        """Print the usage and the message, and exit."""
         if "are required" in message:
             message += f"; `{self.prog} --help` has examples"
         if "unrecognized arguments: -" in message:
@@ -107,7 +112,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(chosen: str | None) -> Parser:
-    """Return the parser of one command, whose module alone is imported; without one, a parser that lists them all."""
+    """Return the parser of one command, or a parser that lists all commands if ``chosen`` is not a command.
+
+    Only the module of the chosen command is imported.
+    """
     parser = Parser(
         prog="parity", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -115,7 +123,7 @@ def make_parser(chosen: str | None) -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     if chosen in COMMANDS:
         module, describe, _ = COMMANDS[chosen]
-        with ctrl_c_waits():  # an interrupted import may end the process otherwise than we do
+        with ctrl_c_waits():  # if Ctrl-C interrupts an import, the library may exit with a different code
             imported = import_module(module if "." in module else f"transformer_parity.cli.{module}")
         getattr(imported, describe)(commands)
     else:
@@ -125,7 +133,7 @@ def make_parser(chosen: str | None) -> Parser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit code, which does not depend on the reader of its output."""
+    """Run one command and return its exit code, even if the reader of its output closes the pipe early."""
     try:
         with sigterm_is_ctrl_c(), lasting_streams():
             try:
@@ -133,17 +141,17 @@ def main(arguments: list[str] | None = None) -> int:
             finally:
                 sys.stdout.flush()
                 if error := getattr(sys.stdout, "error", None):
-                    print(f"parity: error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+                    print(f"parity: error: cannot write to standard output: {error.strerror}", file=sys.stderr)
                     sys.exit(INCOMPLETE)
-    except KeyboardInterrupt:  # before there was a command, or behind it
+    except KeyboardInterrupt:  # before or after the command itself
         return INCOMPLETE
 
 
 def _delete_results(given: Sequence[str]) -> None:
-    """Delete the results of an earlier run, so that nobody takes them for the results of this one, however it ends.
+    """Delete the result files of an earlier run, so that they can't be mistaken for the results of this run.
 
     Raises:
-        UsageError: If two arguments name the same file, or if it can't be deleted.
+        UsageError: If two arguments name the same file, or if a file can't be deleted.
     """
     options = RESULTS.get(given[0], ()) if given else ()
     if not options or "--help" in given or "-h" in given:
@@ -151,7 +159,8 @@ def _delete_results(given: Sequence[str]) -> None:
     results, others, arguments = [], [], iter(given)
     for argument in arguments:
         option, equals, value = argument.partition("=")
-        # argparse accepts abbreviations. Shorter ones are ambiguous, because --html begins like --help.
+        # argparse accepts abbreviations of at least four characters. Shorter ones are ambiguous: --h matches both
+        # --html and --help.
         if len(option) >= 4 and any(known.startswith(option) for known in options):
             results.append((option, value if equals else next(arguments, "")))
         else:
@@ -168,12 +177,12 @@ def _delete_results(given: Sequence[str]) -> None:
 
 
 def _run(given: Sequence[str]) -> int:
-    """Choose the command, run it, and turn what it raises into a message and an exit code."""
+    """Select the command, run it, and convert its exceptions to a message and an exit code."""
     command = "parity"
     try:
         _delete_results(given)
         if unmet := needs():
-            raise UsageError(f"the command line {unmet}")
+            raise UsageError(f"the parity command {unmet}")
         parser = make_parser(given[0] if given else None)
         if given and not given[0].startswith("-") and given[0] not in COMMANDS:
             alike = difflib.get_close_matches(given[0], COMMANDS, 1)
@@ -191,20 +200,20 @@ def _run(given: Sequence[str]) -> int:
             return 0
         try:
             return options.run(options)
-        except SystemExit as error:  # which a port or a library raised
-            raise UsageError(f"the command was ended by sys.exit({error.code!r})") from error
+        except SystemExit as error:  # raised by a port or a library
+            raise UsageError(f"a port or a library called sys.exit({error.code!r})") from error
     except UsageError as error:
         message, *below = error.args
         print(f"{command}: error: {printable(message)}", *below, sep="\n", file=sys.stderr)
-    except PermissionError as error:  # which may come of the mere question whether a file is there
+    except PermissionError as error:  # even Path.exists() may raise it
         print(f"{command}: error: {printable(reason(error))}", file=sys.stderr)
-    except BrokenPipeError:  # the reader of translations, such as `head`, has left: the rest is not made
+    except BrokenPipeError:  # the reader of translations, such as `head`, closed the pipe, so skip the rest
         pass
     except KeyboardInterrupt:
         print("parity: interrupted", file=sys.stderr)
     except MemoryError as error:
         print(f"{command}: error: out of memory: {error}", file=sys.stderr)
-    except Exception:  # whose exit code of 1 would read as a semantic divergence
+    except Exception:  # Python would exit with 1, which means that a port diverges
         traceback.print_exc()
     return INCOMPLETE
 

@@ -1,4 +1,4 @@
-"""Options and types of options that several commands share."""
+"""Options and argument types that multiple commands share."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from transformer_spec.parallel_plan import Plan
 from transformer_spec.search import Search
 from transformer_spec.search_rules import SEARCH_PRESETS, SearchRules
 
-if TYPE_CHECKING:  # it reads checkpoints of every program, of which most commands need none
+if TYPE_CHECKING:  # this import loads all checkpoint readers, which most commands don't need
     from transformer_parity.apps.translate.trained import Trained
 
 
 class OneOrMore(argparse.Action):
-    """Takes known names with commas between them, in the order in which they are known; given again, it adds some."""
+    """Parse a comma-separated list of known names, and return them in the order of the known names.
+
+    If the option is repeated, the names are added to the earlier ones.
+    """
 
     def __init__(self, known: Iterable[str], **options: Any) -> None:
         super().__init__(**options)
@@ -33,7 +36,7 @@ class OneOrMore(argparse.Action):
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
-        """Add names to those of the same option before."""
+        """Add the names to the names from earlier uses of the option."""
         chosen = [name.strip() for name in values.split(",") if name.strip()]
         if unknown := [name for name in chosen if name not in self.known]:
             raise argparse.ArgumentError(self, f"unknown {', '.join(unknown)}: choose from {', '.join(self.known)}")
@@ -45,12 +48,15 @@ class OneOrMore(argparse.Action):
 
 
 def one_or_more(known: Iterable[str]) -> Any:
-    """Return an argparse action: see ``OneOrMore``."""
+    """Return the argparse action ``OneOrMore`` for these names."""
     return partial(OneOrMore, known)
 
 
 def sentence(text: str) -> str:
-    """Return a sentence, for argparse, which gets bytes that aren't UTF-8 as lone surrogates."""
+    """Return a sentence unchanged, for use as an argparse type.
+
+    Command-line arguments that aren't valid UTF-8 arrive as lone surrogates, which this function rejects.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -59,7 +65,7 @@ def sentence(text: str) -> str:
 
 
 def parallel_plan(text: str) -> Plan:
-    """Return a plan of several devices, for argparse."""
+    """Return a parallelism plan, for use as an argparse type."""
     try:
         return Plan.parse(text)
     except ValueError as error:
@@ -67,7 +73,13 @@ def parallel_plan(text: str) -> Plan:
 
 
 def add_backends(parser: argparse.ArgumentParser, default: list[str] | None, otherwise: str = "") -> None:
-    """Add the option that chooses backends; ``otherwise`` describes what no choice means, where there is no default."""
+    """Add the option that selects backends.
+
+    Args:
+        parser: The parser of the command.
+        default: The default selection; None if the command determines it at run time.
+        otherwise: A description of the default; required without ``default``.
+    """
     usual = otherwise or ("all" if default == list(PORTS) else ",".join(default or ()))
     parser.add_argument(
         "--backend",
@@ -76,48 +88,50 @@ def add_backends(parser: argparse.ArgumentParser, default: list[str] | None, oth
         action=one_or_more(PORTS),
         default=default,
         metavar="NAME[,NAME]",
-        help=f"which packages, of {', '.join(PORTS)} (default: {usual})",
+        help=f"run these packages, a comma-separated list of {', '.join(PORTS)} (default: {usual})",
     )
 
 
 def add_ports(parser: argparse.ArgumentParser) -> None:
-    """Add the option that names ports of one's own."""
+    """Add the option that names the user's ports."""
     parser.add_argument(
         "--port",
         action="append",
         default=[],
         metavar="MODULE:CLASS",
-        help="a port of yours (see `parity init-port`), or the name under which one is registered; may be repeated",
+        help="run your port, given as an importable class or as the name of a registered plugin; can be repeated "
+        "(`parity init-port` writes a template)",
     )
 
 
-FALLBACK = ("torch", "jax", "tf", "numpy")  # which computes where none is named: the first that is installed
+FALLBACK = ("torch", "jax", "tf", "numpy")  # the first installed backend is used if the user names none
 FALLBACK_HELP = f"the first of {', '.join(FALLBACK)} that is installed"
 NUMPY_ALONE = (
-    "What runs now, with NumPy alone:",
-    '  parity translate --text "Freitag, 3. Mai 2024"   the model that ships reads a date',
-    '  parity explore "Freitag, 3. Mai 2024"            every value that leads to its answer, as a page for a browser',
-    "  parity source MultiHeadAttention                 the same class in the four packages",
+    "These commands require only NumPy:",
+    '  parity translate --text "Freitag, 3. Mai 2024"   translate a date with the included model',
+    '  parity explore "Freitag, 3. Mai 2024"            write an HTML page with every value behind that translation',
+    "  parity source MultiHeadAttention                 compare the same class in all four packages",
 )
 
 
 def installed_backend(command: str) -> str:
-    """Return the backend that computes where none is named, and note it if it is the slow one."""
+    """Return the backend to use if the user names none, and print a note if only NumPy is available."""
     name = next(name for name in FALLBACK if PORTS[name].missing() is None)
     if name == FALLBACK[-1]:
-        print(f"{command}: no framework is installed: {name} is used, which is slower", file=sys.stderr)
+        print(f"{command}: no framework is installed: using {name}, which is slower", file=sys.stderr)
     return name
 
 
 def check_installed(backends: Sequence[str], least: int = 1) -> None:
-    """Refuse backends that are not installed, and name what can be run instead.
+    """Raise an error if a backend is not installed.
 
     Args:
-        backends: Those that are to run.
-        least: How many the command needs.
+        backends: The backends to run.
+        least: The number of backends that the command requires.
 
     Raises:
-        MissingFrameworkError: Some are not installed; the message has the install line.
+        MissingFrameworkError: If a backend is not installed. The message contains the install command and suggests
+            installed backends, or commands that require only NumPy.
     """
     modules = {name: module for name in backends if (module := PORTS[name].missing()) is not None}
     if not modules:
@@ -127,26 +141,27 @@ def check_installed(backends: Sequence[str], least: int = 1) -> None:
     message = f"{', '.join(most)} and {last} are" if most else f"{last} is"
     message += f" not installed: pip install '{DISTRIBUTION}[{extras}]'"
     others = [name for name in backends if name not in modules]
-    if len(others) < least:  # of those that were asked for
+    if len(others) < least:  # too few of the requested backends are installed
         installed = [name for name in FALLBACK if PORTS[name].missing() is None]
         others = installed[:least] if installed[0] != FALLBACK[-1] else []
     if len(others) >= least:
-        raise MissingFrameworkError(f"{message}, or choose from what is installed: --backends {','.join(others)}")
+        raise MissingFrameworkError(f"{message}, or use what is installed: --backends {','.join(others)}")
     raise MissingFrameworkError(message, *NUMPY_ALONE)
 
 
 def described(backends: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return versions, devices and switches of backends that have been used."""
+    """Return the versions, devices, and switches of the given backends."""
     return {name: PORTS[name].import_package().describe() for name in backends}
 
 
 def add_search(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose how to search."""
+    """Add the options that configure the search."""
     parser.add_argument(
         "--beam",
         type=positive,
         metavar="K",
-        help="beam search, keeping K hypotheses; the paper has 4 (default: as in the weight file, or else greedy)",
+        help="use beam search with K beams; the paper uses 4 (default: the setting in the weight file, otherwise "
+        "greedy search)",
     )
     parser.add_argument(
         "--search",
@@ -154,36 +169,41 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="any other setting of the search, such as max_length=90, or length_penalty=1 with a beam (0: none). "
-        f"rules={'|'.join(SEARCH_PRESETS)} searches as that program does, with its own penalty and lengths; any field "
-        "of Search and of SearchRules may follow. May be repeated (default: as in the weight file, or else as in the "
-        "paper: length_penalty=0.6, and at most source length + 50 tokens)",
+        help="set a field of Search or SearchRules, such as max_length=90, or length_penalty=1 for beam search (0 "
+        f"disables the penalty). rules={'|'.join(SEARCH_PRESETS)} uses the search rules of that program, including its "
+        "length penalty and length limits; later fields override them. Can be repeated (default: the settings in the "
+        "weight file, otherwise the paper's: length_penalty=0.6 and at most 50 tokens more than the source)",
     )
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose where to compute, and how exactly."""
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where to compute (default: cpu)")
+    """Add the options that select the device and the precision of matrix multiplications."""
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="run on this device (default: cpu)")
     parser.add_argument(
         "--precision",
         choices=("highest", "fast"),
         default="highest",
-        help="float32 matrix products: highest in full float32, fast in TF32 on a GPU (default: highest)",
+        help="set the precision of float32 matrix multiplications: highest uses full float32, fast uses TF32 on a GPU "
+        "(default: highest)",
     )
 
 
 def add_languages(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose a direction."""
-    languages = parser.add_argument_group("languages, where the vocabulary of the weights has several")
-    languages.add_argument("--from", dest="source_language", metavar="CODE", help="of the text, such as eng_Latn")
-    languages.add_argument("--to", dest="target_language", metavar="CODE", help="of the translation, such as deu_Latn")
+    """Add the options that select the source and target languages."""
+    languages = parser.add_argument_group("languages (only if the vocabulary supports more than one)")
+    languages.add_argument(
+        "--from", dest="source_language", metavar="CODE", help="set the language of the source, such as eng_Latn"
+    )
+    languages.add_argument(
+        "--to", dest="target_language", metavar="CODE", help="set the language of the translation, such as deu_Latn"
+    )
 
 
 def directed(trained: Trained, options: argparse.Namespace) -> Trained:
-    """Return a model for the direction that was asked for.
+    """Return the model for the languages selected by the options.
 
     Raises:
-        UsageError: A language is missing or not known, or there are none to choose from.
+        UsageError: If a language is missing or unknown, or if the vocabulary has no languages to choose from.
     """
     try:
         return trained.between(options.source_language, options.target_language)
@@ -196,17 +216,17 @@ RULES_FIELDS = {entry.name for entry in dataclasses.fields(SearchRules)}
 
 
 def search_options(options: argparse.Namespace, usual: Search, nbest: int | None = None) -> Search:
-    """Return the search that was asked for.
+    """Return the search settings selected by the options.
 
     Args:
-        options: Those of ``add_search``.
-        usual: The search if they are silent.
-        nbest: How many hypotheses, if that was asked for.
+        options: The parsed options of ``add_search``.
+        usual: The default settings, which the options override.
+        nbest: The number of hypotheses to return; None for one.
 
     Raises:
-        TypeError: A field has the wrong type.
-        UsageError: The options contradict each other, or name no field.
-        ValueError: A field makes no sense.
+        TypeError: If a field has the wrong type.
+        UsageError: If the options contradict each other, or if a field doesn't exist.
+        ValueError: If the value of a field is invalid.
     """
     fields = dict(options.search)
     if unknown := [name for name in fields if name not in SEARCH_FIELDS | RULES_FIELDS]:
@@ -220,14 +240,14 @@ def search_options(options: argparse.Namespace, usual: Search, nbest: int | None
     fields = {name: value for name, value in fields.items() if name in SEARCH_FIELDS}
     beam_size = usual.beam_size if options.beam is None else options.beam
     if nbest is not None and nbest > (beam_size or 1):
-        raise UsageError(f"--nbest {nbest} needs a beam that is as wide: add --beam {max(nbest, 4)}")
+        raise UsageError(f"--nbest {nbest} requires a beam of at least that size: add --beam {max(nbest, 4)}")
     if beam_size is None and "length_penalty" in fields:
-        raise UsageError("--search length_penalty is about beam search: add --beam 4")
+        raise UsageError("--search length_penalty requires beam search: add --beam 4")
     return replace(search, **fields, beam_size=beam_size, num_hypotheses=nbest or 1, rules=rules)
 
 
 def field(text: str) -> tuple[str, Any]:
-    """Return an argparse value: the name of a field, and its value in JSON or as a word."""
+    """Parse ``FIELD=VALUE`` for argparse; the value is parsed as JSON if possible, otherwise kept as a string."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"must be FIELD=VALUE, such as num_heads=8: got {text!r}")
@@ -238,7 +258,7 @@ def field(text: str) -> tuple[str, Any]:
 
 
 def positive(text: str) -> int:
-    """Return an argparse value: an integer above zero."""
+    """Parse a positive integer for argparse."""
     try:
         value = int(text)
     except ValueError:

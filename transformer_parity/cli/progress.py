@@ -1,4 +1,4 @@
-"""The progress display of every command: one bar for each of several tasks, or lines where there is no terminal."""
+"""The progress display of all commands: one bar per task on a terminal, and log lines otherwise."""
 
 from __future__ import annotations
 
@@ -20,35 +20,38 @@ from rich.segment import Segment
 
 from transformer_parity.engine.system.errors import printable
 
-PIPE_WIDTH = 140  # columns of a table that is not printed on a terminal
+PIPE_WIDTH = 140  # line length, in characters, of tables that are not printed on a terminal
 
 
 class PlainConsole(Console):
-    """Prints names and paths from outside as they are: no markup, and no control characters but its own."""
+    """A console that prints untrusted names and paths literally.
+
+    It doesn't interpret markup, and it escapes all control characters except those that rich generates.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Render an object into segments; everything that is printed comes through here."""
+        """Render an object to segments. rich calls this method for everything that it prints."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else "\n".join(map(printable, text.split("\n"))), style, control)
 
 
 def make_console(pipe_width: int = PIPE_WIDTH) -> PlainConsole:
-    """Return standard output for tables: as wide as the terminal, or as ``pipe_width`` where there is none."""
+    """Return a console on standard output that uses the width of the terminal, or ``pipe_width`` without one."""
     return PlainConsole(width=None if sys.stdout.isatty() else pipe_width)
 
 
 class Progress:
-    """Shows the progress of several tasks: a bar for each on a terminal, no bars elsewhere.
+    """A progress display with one bar per task on a terminal, and without bars otherwise.
 
     Args:
-        names: One bar for each; of ``module:class``, the class is shown.
-        total: Steps of each task; None where that is not known yet.
-        file: The terminal, if it is one; standard output by default.
-        hidden: Show no bars on a terminal either.
-        is_still: Draw on ``update`` only and not in between, so that drawing takes no time from what is measured.
+        names: The names of the tasks. For ``module:class``, only the class is displayed.
+        total: The number of steps of each task; None if it isn't known yet.
+        file: The stream to write to; None for standard output.
+        hidden: Whether to disable the bars on a terminal, too.
+        is_still: Whether to redraw only in ``update``, so that drawing doesn't disturb time measurements.
     """
 
     def __init__(
@@ -104,7 +107,15 @@ class Progress:
         completed: int | None = None,
         total: int | None = None,
     ) -> None:
-        """Change a bar: what is being done, steps more, steps in all, or the number of steps."""
+        """Update a bar.
+
+        Args:
+            name: The task.
+            doing: A description of the current activity.
+            advance: The number of newly completed steps; ignored if ``completed`` is given.
+            completed: The number of steps completed so far.
+            total: The number of steps of the task.
+        """
         self._bars.update(
             self._tasks[name],
             description=doing,
@@ -115,11 +126,11 @@ class Progress:
         )
 
     def say(self, line: str) -> None:
-        """Print a line, above the bars where there are any."""
+        """Print a line above the bars, if there are any."""
         self._bars.console.print(line, soft_wrap=True)
 
     def log(self, line: str) -> None:
-        """Print a line on standard error where there are no bars, each line once."""
+        """Print a line to standard error if no bars are shown, unless the same line was printed before."""
         if not self.is_terminal and line not in self._logged:
             self._logged.add(line)
             print(printable(line), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""``parity selftest``: whether every known mistake is caught, located and named."""
+"""``parity selftest``: check that every bug in the bug catalog is caught, located, and named."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ from transformer_parity.transformer.mistakes.catalogue import parts
 from transformer_parity.transformer.mistakes.mistake import ALL
 from transformer_parity.transformer.selftest.trials import Trial, all_trials
 
-NAMED = 0.9  # of those that have a name
+NAMED = 0.9  # required fraction of the nameable bugs that the diagnosis names
 DESCRIPTION = """\
-Plant every known mistake in a copy of each port, one at a time, and compare it with the reference. Caught: the
-comparison fails. Located: it fails first where the mistake is, and blame puts it there. Named: the diagnosis chooses
-this mistake among all hypotheses; some have no name, because the failure itself says what it is.
+Inject the bugs of the bug catalog into a copy of each port, one at a time, and compare the copy with the reference
+(mutation testing). A bug is caught if the comparison fails. It is located if the first failure and the replay of single
+blocks both point to the block with the bug. It is named if the diagnosis selects this bug from all its candidates. Bugs
+whose failure is self-explanatory, such as a wrong shape, have no name.
 """
 
 
 EXAMPLES = """\
 examples:
-  parity selftest                                  everything; a quarter of an hour on two cores
-  parity selftest --backends torch --part norm     one part of the catalogue, in one port
-  parity selftest --json selftest.json             every mistake by name, for machines
+  parity selftest                                  inject all bugs (takes 15 minutes on two cores)
+  parity selftest --backends torch --part norm     inject one part of the bug catalog into one port
+  parity selftest --json selftest.json             also write the result for each bug as JSON
 
-exit code: 0 all caught and located, nine of ten named; 1 not; 3 not everything could be tried
+exit code: 0 all bugs are caught and located, and at least 90% are named; 1 otherwise; 3 not all bugs were tried
 """
 
 
@@ -47,7 +48,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Describe the options."""
     parser = commands.add_parser(
         "selftest",
-        help="plant every known mistake: is it caught, located and named?",
+        help="inject known bugs into the ports and check that each is detected",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -59,18 +60,22 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         action=one_or_more(ALL),
         default=list(ALL),
         metavar="NAME[,NAME]",
-        help=f"which ports, of {', '.join(ALL)} (default: all)",
+        help=f"inject bugs into these ports, a comma-separated list of {', '.join(ALL)} (default: all)",
     )
     names = [name.replace(" ", "-") for name in parts()]
     parser.add_argument(
-        "--part", action=one_or_more(names), default=names, metavar="NAME[,NAME]", help=f"of {', '.join(names)}"
+        "--part",
+        action=one_or_more(names),
+        default=names,
+        metavar="NAME[,NAME]",
+        help=f"inject only these parts of the bug catalog: {', '.join(names)} (default: all)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for each bug as JSON")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Try every mistake, and return the exit code."""
+    """Inject every selected bug and return the exit code."""
     console = make_console(120)
     check_writable(options.json)
     check_reference()
@@ -79,23 +84,23 @@ def run(options: argparse.Namespace) -> int:
     expected = sum(backend in m.edits for name in chosen for m in parts()[name] for backend in options.backends)
     started = time.monotonic()
     found: list[Trial] = []
-    with Progress(["mistakes"]) as progress:
+    with Progress(["bugs"]) as progress:
         try:
             for trial in all_trials(options.backends, chosen):
                 found.append(trial)
-                progress.update("mistakes", f"{trial.backend}: {trial.part}", advance=1, total=expected)
+                progress.update("bugs", f"{trial.backend}: {trial.part}", advance=1, total=expected)
                 progress.log(f"{trial.backend}: {trial.part}")
         except KeyboardInterrupt:
-            console.print("interrupted before everything was tried")
+            console.print("interrupted before all bugs were tried")
         except ChildEndedError as error:
-            console.print(f"not everything could be tried: {error}", soft_wrap=True)
+            console.print(f"not all bugs could be tried: {error}", soft_wrap=True)
     order = {(backend, part): i for i, (backend, part) in enumerate((b, p) for b in options.backends for p in chosen)}
     found.sort(key=lambda trial: order[trial.backend, trial.part])
     _print(console, found, options.backends, chosen)
     code = _exit_code(found) if found and len(found) == expected else EXIT_CODES[FAILED]
     nameable = [trial for trial in found if trial.named is not None]
     said = (
-        f"{len(found):,} of {expected:,} mistakes planted: {sum(trial.caught for trial in found):,} caught, "
+        f"{len(found):,} of {expected:,} bugs injected: {sum(trial.caught for trial in found):,} caught, "
         f"{sum(trial.located for trial in found):,} located, "
         f"{sum(bool(trial.named) for trial in nameable):,} of {len(nameable):,} named; "
         f"{time.monotonic() - started:.0f} s."

@@ -1,4 +1,4 @@
-"""``parity show``: pictures of positions, masks and attention weights."""
+"""``parity show``: draw positional encodings, masks, and attention weights."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ EXAMPLES = """\
 examples:
   parity show positions --preset paper_base,t2t_2017
   parity show masks --out pictures
-  parity show attention                        every backend that is installed
+  parity show attention                        draw every installed backend
   parity show attention --backends numpy,torch
   parity show attention --weights model.safetensors --which cross --layer 5 \\
       --source "The cat sleeps." --target "Die Katze schläft." --out cat.svg
 
-A model without a vocabulary, or with one for several languages, is run on subwords that are learned from the text
-that ships. `parity explore --from CODE --to CODE` shows the attention of such a model in its own tokens.
+If a weight file contains no vocabulary, or a vocabulary that requires --from and --to, the model runs on subwords
+learned from the included text. To see the attention of such a multilingual model on its own tokens, use
+`parity explore --from CODE --to CODE`.
 """
 
 
@@ -37,66 +38,78 @@ def add_parser(commands: Any) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser(
         "show",
-        description="Draw the positional encoding, the masks, or the attention weights of a sentence pair.",
+        description="Draw positional encodings, masks, or the attention weights for a sentence pair. "
+        "`parity show PICTURE --help` lists the options of each picture.",
         epilog=EXAMPLES,
         formatter_class=raw,
     )
     pictures = parser.add_subparsers(title="pictures", metavar="PICTURE", required=True)
 
-    say = "the positional encoding, position by channel"
-    positions = pictures.add_parser("positions", help=say, description=f"Draw {say}, one preset below the other.")
+    positions = pictures.add_parser(
+        "positions",
+        help="draw the positional encodings of presets",
+        description="Draw the positional encoding (position by channel) of each preset, one below the other.",
+    )
     positions.add_argument(
         "--preset",
         action=one_or_more(PRESETS),
         default=["paper_base", "t2t_2017"],
         metavar="NAME[,NAME]",
-        help="conventions of layout, timescale and offset (default: paper_base,t2t_2017); `parity info` lists them",
+        help="draw the encodings of these presets, which differ in layout, timescale, and offset; `parity info` lists "
+        "all presets (default: paper_base,t2t_2017)",
     )
     positions.add_argument(
         "--size",
         type=_size,
         default=(50, 64),
         metavar="LENGTHxCHANNELS",
-        help="positions by channels of the model (default: 50x64)",
+        help="draw this many positions and channels (default: 50x64)",
     )
     positions.set_defaults(run=run, picture="positions", draw=_positions)
 
-    say = "which query may attend to which key, for a padded sentence pair"
-    masks = pictures.add_parser("masks", help=say, description=f"Draw {say}.")
+    masks = pictures.add_parser(
+        "masks",
+        help="draw the attention masks of a padded sentence pair",
+        description="Draw the attention masks of a padded sentence pair: which query may attend to which key.",
+    )
     masks.set_defaults(run=run, picture="masks", draw=lambda options: draw_masks())
 
     attention = pictures.add_parser(
         "attention",
-        help="the attention weights of every head, backend by backend",
-        description="Draw the attention weights of every head for one pair of sentences, one row per backend, and "
-        "below them how each backend differs from the first one.",
+        help="draw the attention weights of every head in each backend",
+        description="Draw the attention weights of every head for one sentence pair, one row per backend, followed by "
+        "the difference of each backend from the first one.",
     )
-    add_backends(attention, None, "those that are installed")
+    add_backends(attention, None, "all that are installed")
     attention.add_argument(
-        "--weights", type=Path, metavar="FILE", help="your model (default: the one that ships, which reads dates)"
+        "--weights", type=Path, metavar="FILE", help="use this weight file (default: the included date model)"
     )
     attention.add_argument(
         "--preset",
         choices=PRESETS,
         metavar="NAME",
-        help="a small random model of these conventions instead",
+        help="use a small random model with the conventions of this preset instead of --weights",
     )
     attention.add_argument(
         "--source",
         type=sentence,
         metavar="TEXT",
-        help="the sentence that is read (default: a date, or a line of the text that ships)",
+        help="use this source sentence (default: a date, or a line of the included text)",
     )
     attention.add_argument(
         "--target",
         type=sentence,
         metavar="TEXT",
-        help="the sentence that is written (default: the model's translation)",
+        help="use this target sentence (default: the model's translation)",
     )
-    attention.add_argument("--which", choices=TAPS, default="cross", help="which attention (default: %(default)s)")
-    attention.add_argument("--layer", type=int, default=0, metavar="N", help="counted from 0 (default: %(default)s)")
     attention.add_argument(
-        "--dtype", choices=("float64", "float32"), default="float32", help="of the computation (default: %(default)s)"
+        "--which", choices=TAPS, default="cross", help="draw this kind of attention (default: %(default)s)"
+    )
+    attention.add_argument(
+        "--layer", type=int, default=0, metavar="N", help="draw layer N, counting from 0 (default: %(default)s)"
+    )
+    attention.add_argument(
+        "--dtype", choices=("float64", "float32"), default="float32", help="run in this dtype (default: %(default)s)"
     )
     attention.set_defaults(run=run, picture="attention", draw=_attention)
 
@@ -104,8 +117,8 @@ def add_parser(commands: Any) -> None:
         picture.add_argument(
             "--out",
             default=".",
-            metavar="FILE|FOLDER",
-            help="a .png or .svg file, or a folder for a .png file (default: this one)",
+            metavar="FILE|DIR",
+            help="write to this .png or .svg file, or to a .png file in this directory (default: current directory)",
         )
 
 
@@ -114,7 +127,7 @@ def _positions(options: argparse.Namespace) -> Figure:
 
 
 def _size(text: str) -> tuple[int, int]:
-    """Return an argparse value: two positive integers."""
+    """Parse two positive integers, such as ``50x64``, for argparse."""
     length, _, channels = text.partition("x")
     return positive(length), positive(channels)
 
@@ -126,11 +139,11 @@ def _attention(options: argparse.Namespace) -> Figure:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Draw one picture, print where it is, and return the exit code."""
+    """Draw one picture, print its path, and return the exit code."""
     import matplotlib
 
     path = destination(options.out, options.picture)
-    if path.parent.is_dir():  # any other is made
+    if path.parent.is_dir():  # a missing directory is created below
         check_writable(path)
     with refusals(ImportError, OSError, RuntimeError, ValueError), matplotlib.rc_context(STYLE):
         write(options.draw(options), path)

@@ -1,4 +1,4 @@
-"""``parity source``: the same piece of code from the four packages, and where it differs."""
+"""``parity source``: print the same code from the four packages, and highlight the differences."""
 
 from __future__ import annotations
 
@@ -21,38 +21,42 @@ from transformer_parity.transformer.ports.source_code import Piece, SourcePackag
 from transformer_parity.transformer.ports.source_marks import Marks, compare, note
 
 REFERENCE = PORTS["numpy"].package
-COLUMN = 60  # characters that a column of code needs to be readable
-MARGIN = 2  # characters before each line, with a mark where it differs
-FRAME = 4 + MARGIN  # characters of each column that are border, padding and margin
-MARK, MARKED = "> ", "reverse"  # without colours too, and no style of the theme
+COLUMN = 60  # minimum width of a readable column of code, in characters
+MARGIN = 2  # width of the margin before each line, in characters; it marks lines that differ
+FRAME = 4 + MARGIN  # width of the border, padding, and margin of a column, in characters
+MARK, MARKED = "> ", "reverse"  # visible without colors; the theme doesn't use this style
 
 DESCRIPTION = """\
-Print the same class, function, method or module of the four packages: side by
-side where the terminal is wide enough, one below the other where it is not.
-Highlighted are the tokens of a port that the NumPy reference does not have
-("added"), and those of the reference that not all ports have ("missing"). Their
-lines begin with ">"; in a pipe, a comment below each line has ^ under them.
-Comments and annotations are not compared, forward, __call__ and call are one
-name, and a run of tokens that stands elsewhere in the same function is the same.
-Four columns need a terminal of 240 characters, two need 120.
-Without a name, list what there is. No framework is imported, or needed.
+Print the same class, function, method, or module from the four packages. The
+pieces appear side by side if the terminal is wide enough (240 characters for four
+columns, 120 for two), otherwise one below the other.
+
+In a port, tokens are highlighted if the NumPy reference doesn't contain them
+("added"). In the reference, tokens are highlighted if a port doesn't contain them
+("missing"). Lines with highlighted tokens start with ">". If the output is not a
+terminal, a comment below each line marks these tokens with ^. The comparison
+ignores comments and annotations, and treats forward, __call__, and call as the
+same name. A sequence of at least four tokens also matches elsewhere in the same
+function.
+
+Without NAME, list all available names. No framework is imported or required.
 """
 EXAMPLES = """\
 examples:
-  parity source                                the names, by module
-  parity source scaled_dot_product_attention   a function
-  parity source MultiHeadAttention             a class
-  parity source MultiHeadAttention.forward     a method; .__call__ and .call name the same one
-  parity source attention                      a whole module
+  parity source                                list the names by module
+  parity source scaled_dot_product_attention   print a function
+  parity source MultiHeadAttention             print a class
+  parity source MultiHeadAttention.forward     print a method (.__call__ and .call select the same one)
+  parity source attention                      print an entire module
   parity source LayerNorm --backends torch,tf --docstrings
-  parity source EncoderLayer | less            plain Python in a pipe
-  NO_COLOR=1 parity source EncoderLayer        without colours
-  FORCE_COLOR=1 COLUMNS=120 parity source EncoderLayer > code.txt    a file laid out as a terminal of 120 characters
+  parity source EncoderLayer | less            print plain Python
+  NO_COLOR=1 parity source EncoderLayer        print without colors
+  FORCE_COLOR=1 COLUMNS=120 parity source EncoderLayer > code.txt    write columns for a width of 120 characters
 """
 
 
 class Shown(NamedTuple):
-    """One package's piece of code, and which of its tokens differ."""
+    """The code of one package, and the tokens in it that differ."""
 
     piece: Piece
     marks: Marks
@@ -60,7 +64,7 @@ class Shown(NamedTuple):
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The marks, without those of strings of several lines."""
+        """The positions of the marks, except marks of multi-line strings."""
         return [(start, stop) for start, stop in self.marks.spans if "\n" not in self.piece.code[start:stop]]
 
 
@@ -72,13 +76,13 @@ def add_parser(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a class, function, Class.method or module")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="print this class, function, Class.method, or module")
     add_backends(parser, list(PORTS))
     parser.add_argument(
         "--docstrings",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="keep the docstrings in the code (default: their first paragraph stands once above it)",
+        help="print the full docstrings with the code (default: print only the first paragraph, once above the code)",
     )
     parser.set_defaults(run=run)
 
@@ -108,17 +112,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compared(found: dict[str, Piece], base: str, code: str) -> Iterator[Shown]:
-    """Yield each piece with its differences from the base: the reference, unless that has no such piece."""
+    """Yield each piece of code with its differences from the base.
+
+    The base is the reference or, if the reference doesn't contain this piece, the first package that does.
+    """
     marked = compare({base: code, **{name: piece.code for name, piece in found.items()}}, base)
     for name, piece in found.items():
         title = note(marked[name], is_base=name == base)
         if name == base:
-            title = f"the reference: {title}" if base == REFERENCE else "the others are compared with this"
+            title = f"reference: {title}" if base == REFERENCE else "base of the comparison"
         yield Shown(piece, marked[name], title)
 
 
 def _print_plain(name: str, summary: str, shown: Sequence[Shown], absent: list[str]) -> None:
-    """Print one piece below the other, as Python."""
+    """Print the pieces of code one below the other, as valid Python."""
     print(textwrap.fill(f"{name}: {summary}" if summary else name, 80, initial_indent="# ", subsequent_indent="# "))
     for one in shown:
         print(f"\n# {one.piece.place}  {one.note}\n{_pointed(one)}")
@@ -127,7 +134,7 @@ def _print_plain(name: str, summary: str, shown: Sequence[Shown], absent: list[s
 
 
 def _pointed(shown: Shown) -> str:
-    """Return the code, with a comment below each line that differs which points at the tokens."""
+    """Return the code with a comment below each line that differs. The comment points to the tokens with ``^``."""
     lines, start = [], 0
     for line in shown.piece.code.split("\n"):
         lines.append(line)
@@ -144,7 +151,7 @@ def _pointed(shown: Shown) -> str:
 
 
 def _print_panels(console: PlainConsole, name: str, summary: str, shown: Sequence[Shown], absent: list[str]) -> None:
-    """Print as many pieces beside each other as there is room for, in rows of equal length."""
+    """Print the pieces of code in rows of equal length, with as many columns as fit into the terminal."""
     side_by_side = max(1, min(len(shown), console.width // COLUMN))
     side_by_side = math.ceil(len(shown) / math.ceil(len(shown) / side_by_side))
     code = [_highlight(one, console.width // side_by_side - FRAME) for one in shown]
@@ -163,19 +170,19 @@ def _print_panels(console: PlainConsole, name: str, summary: str, shown: Sequenc
     console.print(Text.assemble((name, "bold"), f"  {summary}" if summary else ""))
     console.print(grid)
     if side_by_side < len(shown):
-        needed = f"{len(shown)} columns need {len(shown) * COLUMN} characters"
-        console.print(f"{needed}; this is laid out for {console.width}", style="dim")
+        needed = f"{len(shown)} columns require a width of {len(shown) * COLUMN} characters"
+        console.print(f"{needed}; this terminal has {console.width}", style="dim")
     if absent:
         console.print(f"not in {', '.join(absent)}", style="dim")
 
 
 def _highlight(shown: Shown, width: int) -> Text:
-    """Colour the code, highlight what differs, and continue lines that are too long with a deeper indent."""
-    coloured = Syntax("", "python", theme="ansi_dark", background_color="default").highlight(shown.piece.code)
+    """Color the code, highlight the differences, and wrap lines that are too long with a deeper indent."""
+    colored = Syntax("", "python", theme="ansi_dark", background_color="default").highlight(shown.piece.code)
     for start, stop in shown.spans:
-        coloured.stylize(MARKED, start, stop)
-    coloured.rstrip()
-    lines = (part for line in coloured.split("\n", allow_blank=True) for part in _fold(line, width))
+        colored.stylize(MARKED, start, stop)
+    colored.rstrip()
+    lines = (part for line in colored.split("\n", allow_blank=True) for part in _fold(line, width))
     return Text("\n").join(Text.assemble((MARK if _is_marked(line) else " " * MARGIN, "bold"), line) for line in lines)
 
 
@@ -184,7 +191,7 @@ def _is_marked(line: Text) -> bool:
 
 
 def _fold(line: Text, width: int) -> Iterator[Text]:
-    """Break a line where it has a space, or else an opening bracket, so that it fits."""
+    """Wrap a line to the given width at a space or, if there is none, after an opening parenthesis."""
     indent = min(len(line.plain) - len(line.plain.lstrip()) + 4, width // 2)
     while len(line) > width:
         places = (line.plain.rfind(character, indent, width) + 1 for character in " (")

@@ -1,4 +1,4 @@
-"""``parity train``: train a model in any backend, go on in another, or run several in lockstep."""
+"""``parity train``: train a model in any backend, resume it in a different one, or train in lockstep in several."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from transformer_parity.transformer.distributed.environments import number_of_pr
 from transformer_parity.transformer.ports.protocol import Placement
 
 KNOWN = {*MODEL_FIELDS, *TRAINING_FIELDS, *RUN_FIELDS}
-LINE_EVERY = 10.0  # seconds between two lines where no bar can be drawn
+LINE_EVERY = 10.0  # seconds between progress lines if the output is not a terminal
 
 
 def add_parser(commands: Any) -> None:
@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train, alone in the folder of the run, and return the exit code."""
+    """Train while holding the lock of the run directory, and return the exit code."""
     options.backends = options.backends or [installed_backend("parity train")]
     check_installed(options.backends)
     _check_options(options)
@@ -58,7 +58,10 @@ def run(options: argparse.Namespace) -> int:
     with refusals(ValueError):
         group = of_this_process(options.backends[0])
     if group is not None and group.size > 1 and options.parallel is None:
-        raise UsageError(f"{group.size} processes were started: say how they train together, as by --parallel data=N")
+        raise UsageError(
+            f"{group.size} processes were started without a parallelism plan: add --parallel, such as --parallel "
+            f"data={group.size}"
+        )
     writes = group is None or group.rank == 0
     with _ended_at_once(group or ALONE), refusals(OSError), locked(folder) if writes else nullcontext():
         return _train(options, folder, group)
@@ -66,28 +69,32 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _ended_at_once(group: Group) -> Iterator[None]:
-    """End one of several processes by its error: on the way out, frameworks wait for the others, which wait for it."""
+    """End the process immediately if an error occurs in one of multiple processes.
+
+    A normal exit would deadlock: the frameworks' exit handlers wait for the other processes, which wait for this one.
+    """
     try:
         yield
     except BaseException:
         if group.size > 1:
-            atexit.register(os._exit, 3)  # before what frameworks have registered
+            atexit.register(os._exit, 3)  # runs before the exit handlers of the frameworks
         raise
 
 
 def _train(options: argparse.Namespace, folder: Path, group: Group | None) -> int:
-    """Train in a folder, and return the exit code."""
+    """Train in the run directory and return the exit code."""
     with refusals(TypeError, ValueError):
         setup = _set_up(options, folder)
     if options.stop_at and options.stop_at > setup.plan.steps:
-        raise UsageError(f"--stop-at must be at most {setup.plan.steps}, the run's end: got {options.stop_at}")
+        raise UsageError(f"--stop-at must be at most {setup.plan.steps}, the last step: got {options.stop_at}")
     if group is None or group.rank == 0:
-        (folder / RESULT).unlink(missing_ok=True)  # of the training that this one resumes
+        (folder / RESULT).unlink(missing_ok=True)  # the result before the run was resumed
     placement = Placement(options.dtype or setup.dtype, options.device, options.precision)
     where = Where(placement, options.parallel, group or ALONE)
     if options.parallel is not None and group is None:
         return _start_processes(options, TrainingJob(setup, options.backends[0], folder, where, options.stop_at))
-    # Of several processes, what compiled code prints may be all that is known of the end of one.
+    # If one of multiple processes crashes, the output of compiled code may be the only information about the cause, so
+    # it isn't suppressed.
     with quiet_frameworks() if where.group.size == 1 else nullcontext(sys.stderr) as terminal:
         shown = terminal if where.group.rank == 0 else StringIO()
         show = _TrainingLog(shown, options.backends, options.stop_at or setup.plan.steps)
@@ -101,7 +108,7 @@ def _train(options: argparse.Namespace, folder: Path, group: Group | None) -> in
         if stop.signal or training.step < setup.plan.steps:
             show.say(_how_to_go_on(training.step, folder, options, where))
             return 128 + stop.signal if stop.signal else 0
-        reached = training.finish()  # here Ctrl-C interrupts at once: all steps are taken, and saved
+        reached = training.finish()  # all steps are done and saved, so Ctrl-C may interrupt this immediately
     if where.group.rank == 0:
         with refusals(OSError):
             _report(folder, setup.corpus.metric, reached, training.seconds)
@@ -109,7 +116,7 @@ def _train(options: argparse.Namespace, folder: Path, group: Group | None) -> in
 
 
 def _start_processes(options: argparse.Namespace, job: TrainingJob) -> int:
-    """Train in processes of their own, which follow a plan, and return the exit code."""
+    """Start the processes of a parallelism plan, train in them, and return the exit code."""
     steps = options.stop_at or job.setup.plan.steps
     with refusals(ValueError):
         processes = number_of_processes(job.backend, options.parallel, options.processes)
@@ -127,11 +134,12 @@ def _start_processes(options: argparse.Namespace, job: TrainingJob) -> int:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Raise UsageError for options of which one would be ignored."""
+    """Raise a UsageError if one of the options would have no effect."""
     what = _given(options, ("task", "text", "resume"))
     if what not in (["--task"], ["--text"], ["--resume"], ["--text", "--resume"]):
         raise UsageError(
-            f"what to train on must be one of --task, --text and --resume: got {', '.join(what) or 'none'}"
+            f"exactly one of --task, --text, and --resume is required (--resume can be combined with --text): got "
+            f"{', '.join(what) or 'none'}"
         )
     fields = dict(options.fields)
     if unknown := [name for name in fields if name not in KNOWN]:
@@ -139,27 +147,27 @@ def _check_options(options: argparse.Namespace) -> None:
     if options.resume:
         given = _given(options, ("preset", "vocab_size", "seed"))
         if given := [*given, *(f"--set {name}" for name in fields if name not in PLAN_FIELDS)]:
-            raise UsageError(f"--resume goes on with the settings of the run: leave out {', '.join(given)}")
+            raise UsageError(f"--resume uses the settings stored in the checkpoint: remove {', '.join(given)}")
         if len(options.backends) > 1:
-            raise UsageError("--resume goes on with one backend: runs in lockstep are not saved")
+            raise UsageError("--resume requires exactly one backend, because runs in lockstep are not saved")
     if options.parallel is None and options.processes is not None:
-        raise UsageError("--processes share a plan: say which, as by --parallel data=2")
+        raise UsageError("--processes requires a parallelism plan: add --parallel, such as --parallel data=2")
     if options.parallel is not None and len(options.backends) > 1:
-        raise UsageError("--parallel is about one backend: runs in lockstep have a device each")
+        raise UsageError("--parallel requires exactly one backend, because runs in lockstep use one device per backend")
     if options.task and (options.held_out or options.vocab_size):
-        raise UsageError("--held-out and --vocab-size are about --text: the dates bring their own")
+        raise UsageError("--held-out and --vocab-size require --text: remove them, or replace --task by --text")
     unused = [f"--set {name}" for name in fields if name in ("dropout", "save_every", "keep", "average")]
     if len(options.backends) > 1 and unused:
-        raise UsageError(f"runs in lockstep have no dropout and are not saved: leave out {', '.join(unused)}")
+        raise UsageError(f"runs in lockstep use no dropout and are not saved: remove {', '.join(unused)}")
 
 
 def _given(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """Return the options that were given, spelled as on the command line."""
+    """Return the names of the options that are set, such as ``--vocab-size``."""
     return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
 
 
 def _folder(options: argparse.Namespace) -> Path:
-    """Return where the run goes."""
+    """Return the directory of the run."""
     if options.out:
         return options.out
     if options.resume:
@@ -168,19 +176,21 @@ def _folder(options: argparse.Namespace) -> Path:
 
 
 def _set_up(options: argparse.Namespace, folder: Path) -> Setup:
-    """Return a run before its first step."""
+    """Return the setup of a new or resumed run."""
     fields = dict(options.fields)
     if options.resume:
         if options.out:
             _check_unused(options.out)
         elif (folder / LOG).exists():
-            read_log(folder)  # which the end of the run needs
+            read_log(folder)  # fails now if the log is damaged, rather than at the end of the run
         moved = {"files": options.text, "held_out": options.held_out}
         setup = resume(options.resume, folder, options.steps, fields, moved)
         if options.dtype not in (None, setup.dtype):
-            raise UsageError(f"--resume goes on in {setup.dtype}, as the run began: leave out --dtype {options.dtype}")
+            raise UsageError(f"--resume uses {setup.dtype}, the dtype of the run: remove --dtype {options.dtype}")
         if options.stop_at and setup.state and options.stop_at <= setup.state.step:
-            raise UsageError(f"--stop-at must lie beyond step {setup.state.step}: got {options.stop_at}")
+            raise UsageError(
+                f"--stop-at must be greater than {setup.state.step}, the step of the checkpoint: got {options.stop_at}"
+            )
         return setup
     task = options.task or "text"
     recipe = RECIPES[task]
@@ -202,14 +212,17 @@ def _set_up(options: argparse.Namespace, folder: Path) -> Setup:
 
 
 def _check_unused(folder: Path) -> None:
-    """Refuse a folder that holds a run; a run that failed before its first step left a log only."""
+    """Raise a UsageError if a directory contains a run.
+
+    A directory that contains only a log is accepted, because its run failed before the first step.
+    """
     if checkpoints(folder) or (folder / MODEL).exists() or (folder / CURVE).exists():
-        go_on = f"go on with --resume {folder}, or " if checkpoints(folder) else ""
-        raise UsageError(f"{folder} holds a run already: {go_on}choose another folder with --out")
+        go_on = f"resume it with --resume {folder}, or " if checkpoints(folder) else ""
+        raise UsageError(f"{folder} already contains a run: {go_on}choose a different directory with --out")
 
 
 class _TrainingLog:
-    """Shows a run: one bar on a terminal, a line every few seconds elsewhere."""
+    """The progress display of a run: a bar on a terminal, or a line every ten seconds otherwise."""
 
     def __init__(self, terminal: TextIO, backends: Sequence[str], steps: int) -> None:
         self.name = ", ".join(backends)
@@ -219,9 +232,9 @@ class _TrainingLog:
         self.say = self.progress.say
 
     def status(self, status: Status) -> None:
-        """Show the step, the losses and the speed."""
+        """Show the step, the losses, and the throughput."""
         losses = " ".join(f"{loss:.3f}" for loss in status.losses.values())
-        doing = f"loss {losses}  {status.tokens_per_second:,.0f} tokens/s  rate {status.learning_rate:.1e}"
+        doing = f"loss {losses}  {status.tokens_per_second:,.0f} tokens/s  learning rate {status.learning_rate:.1e}"
         self.progress.update(self.name, doing, completed=status.step)
         if not self.progress.is_terminal and time.monotonic() - self.last_line > LINE_EVERY:
             self.last_line = time.monotonic()
@@ -229,7 +242,7 @@ class _TrainingLog:
 
 
 def _how_to_go_on(step: int, folder: Path, options: argparse.Namespace, where: Where) -> str:
-    """Return the command line that continues a run."""
+    """Return a message with the command that resumes a run."""
     if len(options.backends) > 1:
         return f"stopped at step {step:,}; runs in lockstep are not saved"
     placement, plan = where.placement, where.plan
@@ -238,26 +251,26 @@ def _how_to_go_on(step: int, folder: Path, options: argparse.Namespace, where: W
     elsewhere += "" if plan is None else f" --parallel {plan}"
     elsewhere += "" if options.processes is None else f" --processes {options.processes}"
     return (
-        f"stopped at step {step:,}; saved. Go on with\n"
+        f"stopped and saved at step {step:,}. To resume, run\n"
         f"  parity train --resume {shlex.quote(str(folder))} --backend {options.backends[0]}{elsewhere}"
     )
 
 
 def _report(folder: Path, metric: str, reached: dict[str, dict[str, float]], seconds: float) -> None:
-    """Draw the curve, and print losses, scores and files."""
+    """Draw the training curves, and print the losses, the scores, and the files of the run."""
     console = PlainConsole()
     events = read_log(folder)
     if len(next(event for event in events if event["event"] == "start")["backends"]) > 1:
         console.print(curves.lockstep_table(events))
         console.print(curves.parting(events))
-    unit = " %" if metric == "exact match" else ""
+    unit = "%" if metric == "exact match" else ""
     for name, found in reached.items():
         console.print(f"{name}: held-out loss {found['loss']:.4f}, {metric} {found[metric]:.2f}{unit}")
-    if any(event["event"] == "step" for event in events):  # none where a run was only finished here
+    if any(event["event"] == "step" for event in events):  # there are none if all steps were done before resuming
         curves.draw(events, folder / CURVE)
     files = [name for name in (MODEL, CURVE, LOG) if (folder / name).exists()]
     result = {"folder": str(folder), "metric": metric, "reached": reached, "files": files}
     write_json(folder / RESULT, envelope("train", result, compares=False, seconds=seconds))
     files.append(RESULT)
-    took = f"{seconds:.0f} s of training, {time.process_time():.0f} s of processor time in this process."
-    console.print(f"{took} In {folder}: {', '.join(files)}.", soft_wrap=True)
+    took = f"Training took {seconds:.0f} s ({time.process_time():.0f} s of CPU time in this process)."
+    console.print(f"{took} Files in {folder}: {', '.join(files)}.", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The options of ``parity train`` and their help."""
+"""The options of ``parity train`` and their help texts."""
 
 from __future__ import annotations
 
@@ -21,102 +21,129 @@ SUBWORDS = RECIPES["text"].vocab_size
 MODEL_FIELDS = [
     entry.name
     for entry in dataclasses.fields(TransformerConfig)
-    if entry.name not in ("source_vocab_size", "target_vocab_size")  # the corpus has them
+    if entry.name not in ("source_vocab_size", "target_vocab_size")  # determined by the corpus
 ]
 TRAINING_FIELDS = [entry.name for entry in dataclasses.fields(TrainingConfig) if entry.name != "total_steps"]
 PLAN_FIELDS = [entry.name for entry in dataclasses.fields(RunPlan) if entry.name != "steps"]
 RUN_FIELDS = [*PLAN_FIELDS, "tokens_per_batch"]
 WITH_DEFAULTS = {
-    "d_model": "width",
-    "d_ff": "inner width",
-    "num_heads": "attention heads",
-    "num_encoder_layers": "layers of the encoder",
-    "num_decoder_layers": "layers of the decoder",
-    "dropout": "rate at the preset's sites, or an object of rates",
-    "tokens_per_batch": "padding included",
-    "learning_rate_factor": "factor of equation (3)",
-    "warmup_steps": "steps in which the rate rises",
-    "cooldown_steps": "last steps, in which the rate falls to zero",
-    "average": "how many of the last checkpoints to average at the end",
+    "d_model": "model dimension",
+    "d_ff": "inner dimension of the feed-forward network",
+    "num_heads": "number of attention heads",
+    "num_encoder_layers": "number of encoder layers",
+    "num_decoder_layers": "number of decoder layers",
+    "dropout": "rate at the preset's sites, or a JSON object with rates",
+    "tokens_per_batch": "batch size in tokens, including padding",
+    "learning_rate_factor": "factor of the learning rate in equation (3)",
+    "warmup_steps": "steps in which the learning rate increases",
+    "cooldown_steps": "final steps in which the learning rate decreases to 0",
+    "average": "number of final checkpoints to average",
 }
 OTHER_FIELDS = {
-    "keep": "how many checkpoints to keep (default: average)",
-    "save_every": "steps between checkpoints (default: a tenth of the run)",
-    "validate_every": "steps between validations (default: a tenth of the run)",
+    "keep": "number of checkpoints to keep (default: the value of average)",
+    "save_every": "number of steps between checkpoints (default: 10% of the run)",
+    "validate_every": "number of steps between validations (default: 10% of the run)",
     "clip_norm": "clip the gradient to this norm (default: null, no clipping)",
-    "accumulation_steps": "split each batch into slices, to save memory (default: 1)",
+    "accumulation_steps": "number of micro-batches per batch; more of them use less memory (default: 1)",
     "mixed_bfloat16": "compute in bfloat16 with float32 weights (default: false)",
-    "activation_checkpointing": "recompute layers in the backward pass, to save memory (default: false)",
+    "activation_checkpointing": "recompute activations in the backward pass to use less memory (default: false)",
 }
 
 EXAMPLES = """\
 examples:
-  parity train --task dates --backend jax                   the dates, to more than 99 % exact matches in minutes
+  parity train --task dates --backend jax                   learn to read dates: over 99% exact matches in minutes
   parity train --text train.en.gz train.de.gz --held-out val.en.gz val.de.gz --backend torch
-  parity train --resume runs/dates-jax --backend tf         continue in another framework, with exactly the same state
+  parity train --resume runs/dates-jax --backend tf         resume in a different framework, from exactly the same state
   parity train --task dates --backend torch,jax,tf --steps 100 --dtype float64
-                                                            in lockstep: same weights, same batches, no dropout
+                                                            train in lockstep: same weights and batches, no dropout
 
   parity train --task dates --backend torch --parallel data=2,fsdp=2
-                                                            on 4 devices of this machine: 4 processes of PyTorch
+                                                            use 4 devices of this machine, with 4 PyTorch processes
   torchrun --nproc-per-node 8 --no-python parity train --resume RUN --backend torch --parallel fsdp=8 --device gpu
-                                                            on 8 GPUs; the launcher starts the processes
+                                                            use 8 GPUs; torchrun starts the processes
   parity train --text train.en train.de --set d_model=512 num_heads=8 d_ff=2048 num_encoder_layers=6
-    num_decoder_layers=6 warmup_steps=4000                  the paper's base model
+    num_decoder_layers=6 warmup_steps=4000                  train the paper's base model
 """
 SETTINGS = """
-fields of --set, each with its value in JSON or as a word; a resumed run takes those of the checkpoints only:
+fields of --set (values are JSON or plain strings; a resumed run accepts only validate_every, save_every, keep, and
+average):
 """
 FOLDER = f"""
 
-what a run leaves in its folder:
-  checkpoint-*.safetensors   config, weights, optimizer state, position in the data, vocabulary
-  {MODEL:24}   the final weights, for load_transformer and `parity translate`
-  {LOG:24}   one JSON object a line
-  {CURVE:24}   the curves of the losses and of the score
-`python docs/examples/curves.py RUN RUN --out FILE` draws the curves of several runs in one picture.
-Every backend can continue from a checkpoint of any other. Ctrl-C and SIGTERM finish the step, save, and print how to
-continue. A second run in the same folder is refused until the first has ended. If the text has moved, name it:
---resume RUN --text SOURCE TARGET.
+files in the run directory:
+  checkpoint-*.safetensors   config, weights, optimizer state, position in the data, and vocabulary
+  {MODEL:24}   final weights, for load_transformer and `parity translate`
+  {LOG:24}   log with one JSON object per line
+  {CURVE:24}   plot of the losses and the score
+`python docs/examples/curves.py RUN RUN --out FILE` plots the curves of multiple runs in one figure.
 
-on several devices: --parallel says how they share each step, and --processes how many processes have them; they are
-started here, and end together, whatever ends one. Under torchrun, under srun, or where JAX_COORDINATOR_ADDRESS or
-TF_CONFIG is set, the processes are there already, and each is given the same command line. The batches, the loss, the
-masks of dropout and the norm that is clipped are those of one device, so that a run ends with the same weights on any
-plan, but for rounding, and can be continued on any other, in any backend. The first process writes and prints. PyTorch
-needs a process for each device; JAX and TensorFlow divide the CPU of one process, and TensorFlow has copies only
-(data=N); NumPy computes the shares one after another.
+stop and resume: Every backend can resume from every checkpoint. Ctrl-C and SIGTERM finish the current step, save a
+checkpoint, and print the command that resumes the run. Only one process can train in a run directory at a time. If you
+moved the training text, specify its new location: --resume RUN --text SOURCE TARGET.
 
-exit code: 0 finished, 3 not started, failed, or Ctrl-C pressed twice, 130 stopped by Ctrl-C, 143 by SIGTERM
+multiple devices: --parallel specifies how the devices share each step, and --processes specifies the number of
+processes. `parity train` starts these processes and, if one of them ends, stops all of them. If torchrun or srun
+already started the processes, or if JAX_COORDINATOR_ADDRESS or TF_CONFIG is set, run the same command in every process.
+Batches, loss, dropout masks, and gradient clipping are the same as on one device. A run therefore produces the same
+weights under every plan, up to rounding, and can be resumed under a different plan and in a different backend. Only the
+first process writes files and prints. PyTorch requires one process per device. JAX and TensorFlow can split the CPU of
+one process into multiple devices. TensorFlow supports only data parallelism (data=N). NumPy computes the shards one
+after another.
+
+exit code: 0 finished; 3 not started, failed, or Ctrl-C pressed twice; 130 stopped by Ctrl-C; 143 stopped by SIGTERM
 """
 
 
 def add_options(commands: Any) -> argparse.ArgumentParser:
-    """Describe the command and its options, and return its parser."""
+    """Add the command and its options, and return its parser."""
     parser = commands.add_parser(
         "train",
-        description="Train a Transformer on generated dates or on your own parallel text: token-bucketed batches, the "
-        "paper's schedule, label smoothing and Adam, validation, and checkpoints that every backend can continue.",
+        description="Train a Transformer on generated dates or on your own parallel text, using batches of similar "
+        "length, the paper's learning rate schedule, label smoothing, and Adam. The command validates the model "
+        "regularly and saves checkpoints, from which every backend can resume.",
         epilog=EXAMPLES + SETTINGS + _fields() + FOLDER,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_argument_group("what to train on: one of these, and with --resume the text that has moved")
-    what.add_argument("--task", choices=["dates"], help="human-written dates to ISO 8601, generated as needed")
-    what.add_argument("--text", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="two line-aligned files")
-    what.add_argument("--held-out", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="text to validate on")
-    what.add_argument("--resume", type=Path, metavar="RUN", help="continue from a run's folder, or from one checkpoint")
+    what = parser.add_argument_group("data (one of --task, --text, and --resume is required)")
+    what.add_argument(
+        "--task", choices=["dates"], help="train on generated dates: from human-readable forms to ISO 8601"
+    )
+    what.add_argument(
+        "--text",
+        nargs=2,
+        type=Path,
+        metavar=("SOURCE", "TARGET"),
+        help="train on two line-aligned text files; with --resume, the new location of these files",
+    )
+    what.add_argument(
+        "--held-out", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="validate on these two text files"
+    )
+    what.add_argument(
+        "--resume", type=Path, metavar="RUN", help="resume from the last checkpoint in a run directory, or from a file"
+    )
     add_backends(parser, None, FALLBACK_HELP)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the run goes (default: runs/TASK-BACKEND)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write the run to this directory (default: runs/TASK-BACKEND)"
+    )
 
     length = parser.add_argument_group("length")
-    length.add_argument("--steps", type=positive, metavar="N", help=_default("steps of the whole run", "steps"))
-    length.add_argument("--stop-at", type=positive, metavar="N", help="stop after this step, to be continued later")
+    length.add_argument(
+        "--steps", type=positive, metavar="N", help=_default("set the number of steps of the entire run", "steps")
+    )
+    length.add_argument(
+        "--stop-at", type=positive, metavar="N", help="save and stop after this step, so that you can resume later"
+    )
 
     model = parser.add_argument_group("model and settings")
     model.add_argument(
-        "--preset", choices=list(PRESETS), metavar="NAME", help="whose conventions (default: paper_base)"
+        "--preset",
+        choices=list(PRESETS),
+        metavar="NAME",
+        help="use the conventions of this preset; `parity info` lists all presets (default: paper_base)",
     )
-    model.add_argument("--vocab-size", type=positive, metavar="N", help=f"subwords of --text (default: {SUBWORDS})")
+    model.add_argument(
+        "--vocab-size", type=positive, metavar="N", help=f"learn N subwords from --text (default: {SUBWORDS})"
+    )
     model.add_argument(
         "--set",
         type=field,
@@ -125,33 +152,38 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
         default=[],
         dest="fields",
         metavar="FIELD=VALUE",
-        help="fields of the model, of training, or of the run, such as d_model=512 warmup_steps=4000; see below",
+        help="set fields of the model, the training, or the run, such as d_model=512 warmup_steps=4000; see below",
     )
-    model.add_argument("--seed", type=int, metavar="N", help="seed of weights, batches and dropout (default: 0)")
+    model.add_argument(
+        "--seed", type=int, metavar="N", help="set the seed of weights, batches, and dropout (default: 0)"
+    )
 
     machine = parser.add_argument_group("machine")
     machine.add_argument(
-        "--dtype", choices=["float64", "float32"], help="of the weights (default: float32, or that of the run)"
+        "--dtype",
+        choices=["float64", "float32"],
+        help="store the weights in this dtype (default: float32, or the dtype of the resumed run)",
     )
     add_machine(machine)
     machine.add_argument(
         "--parallel",
         type=parallel_plan,
         metavar="PLAN",
-        help="share each step among devices, as by data=2,fsdp=2,tensor=2: copies of the model, parts of each "
-        "parameter, parts of the heads and of the feed-forward network (default: one device)",
+        help="divide each step among multiple devices, such as data=2,fsdp=2,tensor=2. data copies the model, fsdp "
+        "shards each parameter, and tensor shards the heads and the feed-forward network (default: one device)",
     )
     machine.add_argument(
         "--processes",
         type=positive,
         metavar="N",
-        help="how many processes of this machine have these devices (default: one for each in torch, else one)",
+        help="run N processes on this machine and divide the devices among them (default: one process per device in "
+        "torch, otherwise one process)",
     )
     return parser
 
 
 def _default(what: str, name: str) -> str:
-    """Return the help of an option or a field, with the default of each task."""
+    """Return the help text of an option or a field, including the default of each task."""
     dates, text = (
         {**vars(recipe), **recipe.model, **recipe.training}[name] for recipe in (RECIPES["dates"], RECIPES["text"])
     )
@@ -159,7 +191,7 @@ def _default(what: str, name: str) -> str:
 
 
 def _fields() -> str:
-    """Return the help of ``--set``: the fields that are changed most, and the names of all others."""
+    """Return the help text of ``--set``: a list of the most important fields, and the names of all other fields."""
     said = {name: _default(what, name) for name, what in WITH_DEFAULTS.items()} | OTHER_FIELDS
     lines = [f"  {name:26} {what}" for name, what in said.items()]
     others = ", ".join(name for name in (*MODEL_FIELDS, *TRAINING_FIELDS) if name not in said)

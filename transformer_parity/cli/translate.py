@@ -1,4 +1,4 @@
-"""``parity translate``: lines in, translations out, in any backend; or a comparison of the backends' translations."""
+"""``parity translate``: translate lines of text in any backend, or compare the translations of multiple backends."""
 
 from __future__ import annotations
 
@@ -51,32 +51,36 @@ INCOMPLETE = 3
 
 EXAMPLES = """\
 examples:
-  parity translate --text "Freitag, 3. Mai 2024"                              the model that ships, which reads dates
+  parity translate --text "Freitag, 3. Mai 2024"                              use the included date model
   parity translate --weights model.safetensors test.en > test.de
   echo "A dog runs." | parity translate --weights model.safetensors --backend jax
-  parity translate --weights model.safetensors --beam 4 test.en               as in the paper
-  parity translate --weights model.safetensors --beam 4 --nbest 4 test.en     every hypothesis that was kept
+  parity translate --weights model.safetensors --beam 4 test.en               use the beam size of the paper
+  parity translate --weights model.safetensors --beam 4 --nbest 4 test.en     print all four hypotheses
   parity translate --weights model.safetensors --search rules=fairseq --search max_length=90 --beam 5 test.en
   parity translate --weights nllb.safetensors --from eng_Latn --to deu_Latn test.en
-  parity translate --weights model.safetensors --compare --beam 4 test.en     do all backends translate alike?
-  parity show attention --weights model.safetensors --source "A dog runs." --out dog.png    the attention of a
-                                                                               translation
+  parity translate --weights model.safetensors --compare --beam 4 test.en     compare all backends
 
-input: one sentence a line, UTF-8 (a file may be gzipped). As many lines come out, in the same order:
+To draw the attention weights of a translation, use `parity show attention --weights FILE --source TEXT`.
+
+input: UTF-8 text with one sentence per line; a file can be gzipped
+
+output: one line per input line, in the same order
   by default   the translation
-  --nbest N    line number<TAB>score<TAB>translation, N lines for each line of the input, best first; N may be 1
-  --json       one object a line: line, source, hypotheses (each with text, score, pieces, ids); then one more line
-               with the result of the command, as docs/result.schema.json describes it
-A score is the log-probability in nats; with --beam, over the length penalty. It is -inf where there is no hypothesis.
-A blank line yields an empty line. So does a line that is too long (for the model's learned positions, or over 4,096
-tokens); a warning on standard error says which, and the exit code is 3. After Ctrl-C, what has been written is complete
-lines from the first on, and standard error says how many lines of the input they answer. If the output is closed early,
-as by `head`, the rest is not translated, and the exit code is 3 too.
+  --nbest N    N lines per input line, best hypothesis first: line number<TAB>score<TAB>translation
+  --json       one JSON object per input line, with the keys line, source, and hypotheses (each with text, score,
+               pieces, and ids), followed by one line with the result of the command (see docs/result.schema.json)
+The score is the log-probability in nats, divided by the length penalty if --beam is used. If there is no hypothesis,
+the score is -inf. The translation of a blank line is an empty line. The translation of a line that is too long (for
+learned positions, or longer than 4,096 tokens) is also empty; in this case, a warning names the line, and the exit code
+is 3. If you press Ctrl-C, the output contains only complete lines, and standard error shows how many input lines were
+translated. If the reader of the output closes it early, such as `head`, the command stops and exits with 3.
 
---compare prints no translations, but each line that the backends translate differently, with the verdict by the
-float64 reference: a near-tie, where rounding may change the decision, or a divergence. The last line counts them.
+With --compare, the command prints only the lines that the backends translate differently. For each of them, it rates
+the difference using the float64 reference: a near-tie (rounding may change the decision) or a divergence. The last line
+contains the totals.
 
-exit code: 0 all translated, or the same but for near-ties; 1 a divergence; 3 not everything translated or compared
+exit code: 0 everything translated, or no differences except near-ties; 1 a divergence; 3 not everything translated or
+compared
 """
 
 
@@ -84,8 +88,8 @@ def add_parser(commands: Any) -> None:
     """Describe the options."""
     parser = commands.add_parser(
         "translate",
-        description="Translate text with a weight file that `parity train` or `parity import` wrote, with the "
-        "vocabulary and the search settings in it; greedily, where it has none.",
+        description="Translate text with a weight file that `parity train` or `parity import` wrote, using the "
+        "vocabulary and search settings in the file. If the file contains no search settings, use greedy search.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -94,29 +98,39 @@ def add_parser(commands: Any) -> None:
         default=SHIPPED,
         type=Path,
         metavar="FILE",
-        help="weights with their vocabulary (default: the model that ships, which turns dates into ISO 8601)",
+        help="use this weight file, which must contain a vocabulary (default: the included model, which converts dates "
+        "to ISO 8601)",
     )
-    parser.add_argument("--text", metavar="LINE", help="translate this, and no file")
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the text (default: standard input)")
-    add_backends(parser, None, f"{FALLBACK_HELP}; with --compare all four")
+    parser.add_argument("--text", metavar="LINE", help="translate this text instead of a file")
+    parser.add_argument(
+        "file", nargs="?", type=Path, metavar="FILE", help="translate this file (default: standard input)"
+    )
+    add_backends(parser, None, f"{FALLBACK_HELP}; with --compare, all four")
     add_search(parser)
     add_languages(parser)
     what = parser.add_argument_group("output")
     what.add_argument(
-        "--nbest", type=positive, metavar="N", help="the N best hypotheses, with their scores; above 1 with --beam"
+        "--nbest",
+        type=positive,
+        metavar="N",
+        help="print the N best hypotheses with their scores; N > 1 requires --beam",
     )
-    what.add_argument("--json", action="store_true", help="one JSON object a line, and one of the result at the end")
-    what.add_argument("--compare", action="store_true", help="print where backends differ, and why; no translations")
+    what.add_argument(
+        "--json", action="store_true", help="print one JSON object per line, followed by one with the result"
+    )
+    what.add_argument(
+        "--compare", action="store_true", help="print only the lines for which backends differ, with the reason"
+    )
     machine = parser.add_argument_group("machine")
     machine.add_argument(
-        "--dtype", choices=EPS, default="float32", help="of weights and computation (default: float32)"
+        "--dtype", choices=EPS, default="float32", help="set the dtype of weights and computation (default: float32)"
     )
     add_machine(machine)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Translate or compare, and return the exit code."""
+    """Translate or compare the input, and return the exit code."""
     _check_options(options)
     backends = options.backends or (list(PORTS) if options.compare else [installed_backend(COMMAND)])
     check_installed(backends, 2 if options.compare else 1)
@@ -126,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
         trained = replace(trained, search=search)
         longest, most = search.max_length, most_tokens(trained.config)
         if "max_length" in dict(options.search) and longest is not None and longest > most:
-            raise UsageError(f"max_length must be at most {most:,} with this model: got {longest:,}")
+            raise UsageError(f"max_length must be at most {most:,} for this model: got {longest:,}")
         total = _count_lines(options.file) if options.text is None else None
     output = _Output()
     try:
@@ -134,12 +148,12 @@ def run(options: argparse.Namespace) -> int:
             is_typed = options.file is None and file.isatty()
             lines = read_lines(file, "--text" if options.text is not None else str(options.file or "standard input"))
             translator = Translator(trained.config, trained.vocabulary, search, 1 if is_typed else WINDOW)
-            # Translations that appear on the terminal are progress enough, and a bar would get in between.
+            # If the translations are printed to the terminal, a progress bar would interfere with them.
             hidden = is_typed or (sys.stdout.isatty() and not options.compare)
             with _TranslationLog(terminal, backends, total, hidden=hidden) as show:
                 ports = _load(options, trained, backends)
                 if is_typed:
-                    show.say("One sentence a line; Ctrl-D ends.")
+                    show.say("Enter one sentence per line. Press Ctrl-D to finish.")
                 if options.compare:
                     found = translator.compare(ports, scorers(trained, options.dtype), lines, show.advance)
                     return _compare(options, found, show, output)
@@ -155,37 +169,40 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Raise UsageError for options of which one would be ignored."""
+    """Raise a UsageError if one of the options would have no effect, or if the input file doesn't exist."""
     if options.text is not None and options.file is not None:
-        raise UsageError(f"--text is translated instead of a file: leave out one of --text and {options.file}")
+        raise UsageError(f"--text cannot be combined with a file: remove either --text or {options.file}")
     if options.file is not None and not os.path.exists(options.file):
         line = shlex.quote(str(options.file))
-        raise UsageError(f"there is no file {options.file}; to translate the text itself, write --text {line}")
+        raise UsageError(f"there is no file {options.file}; to translate this text itself, use --text {line}")
     if not options.compare:
         if options.backends and len(options.backends) > 1:
-            raise UsageError("one backend translates: name one, or compare several with --compare")
+            raise UsageError("translating requires exactly one backend: specify only one, or add --compare")
         return
     if options.backends and len(options.backends) == 1:
         (one,) = options.backends
         other = "numpy" if one != "numpy" else FALLBACK[0]
         raise UsageError(
-            f"--compare needs at least two backends, such as --backends {one},{other}; without --backends, all four"
+            f"--compare requires at least two backends: use, for example, --backends {one},{other}, or remove "
+            "--backends to compare all four"
         )
     if options.nbest:
-        raise UsageError("--compare prints no translations: leave out --nbest")
+        raise UsageError("--compare prints only differences: remove --nbest")
     if options.dtype == "bfloat16" or options.precision == "fast":
-        raise UsageError("--compare measures the rounding of float64 and float32 only: leave out bfloat16 and fast")
+        raise UsageError(
+            "--compare supports only float64 and float32 with --precision highest: remove bfloat16 and fast"
+        )
 
 
 @contextmanager
 def _open(options: argparse.Namespace) -> Iterator[BinaryIO]:
-    """Yield the bytes of a line, of a file, unpacked if it is gzipped, or of standard input."""
+    """Yield a binary stream of the text, the file (decompressed if necessary), or standard input."""
     if options.text is not None:
         yield io.BytesIO(options.text.encode("utf-8", "surrogateescape"))
         return
     if options.file is None:
         if sys.stdin is None:
-            raise UsageError("standard input is closed: name the file to translate")
+            raise UsageError("standard input is closed: specify the file to translate")
         yield sys.stdin.buffer
         return
     with open_text(options.file) as file:
@@ -194,7 +211,7 @@ def _open(options: argparse.Namespace) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Turn errors of text, files, devices and memory into a UsageError."""
+    """Convert exceptions caused by the text, files, devices, and memory to a UsageError."""
     with refusals(OSError, RuntimeError, ValueError):
         try:
             yield
@@ -203,13 +220,17 @@ def _failures() -> Iterator[None]:
 
 
 class _Output:
-    """Standard output, in whole lines."""
+    """A writer for standard output that never leaves a line incomplete.
+
+    Attributes:
+        answered: The number of input lines whose output has been written.
+    """
 
     def __init__(self) -> None:
-        self.answered = 0  # lines of the input
+        self.answered = 0
 
     def write(self, lines: Sequence[str]) -> None:
-        """Write the lines that answer one line of the input; to a terminal, without control characters."""
+        """Write the output lines for one input line; control characters are escaped on a terminal."""
         if sys.stdout.isatty():
             lines = ["\t".join(map(printable, line.split("\t"))) for line in lines]
         with ctrl_c_waits():
@@ -218,11 +239,11 @@ class _Output:
             self.answered += 1
 
     def __str__(self) -> str:
-        return f"stopped after line {self.answered}" if self.answered else "nothing was written"
+        return f"stopped after input line {self.answered}" if self.answered else "nothing was written"
 
 
 class _TranslationLog:
-    """Shows, on a terminal, how many lines each backend has translated; and everywhere which lines are left empty."""
+    """The progress display: bars with the number of translated lines, and warnings about lines that are too long."""
 
     def __init__(self, terminal: TextIO, backends: Sequence[str], total: int | None, *, hidden: bool) -> None:
         self.backends = backends
@@ -238,21 +259,21 @@ class _TranslationLog:
         self.progress.stop()
 
     def advance(self, backend: str, lines: int) -> None:
-        """Count lines that a backend has translated."""
+        """Add the number of lines that a backend has just translated."""
         self.progress.update(backend, advance=lines)
 
     def pass_over(self, line: Line) -> None:
-        """Count a line that no backend is given; print a warning if it is too long."""
+        """Count a line that isn't translated, and print a warning if it is too long."""
         for backend in self.backends:
             self.advance(backend, 1)
         if line.is_too_long:
             self.left_empty += 1
-            lengths = f"{len(line.ids):,} tokens long, and may have at most {line.most:,}"
-            self.say(f"{COMMAND}: line {line.number} is left empty: it is {lengths}")
+            lengths = f"it has {len(line.ids):,} tokens, and at most {line.most:,} are supported"
+            self.say(f"{COMMAND}: warning: the translation of line {line.number} is empty: {lengths}")
 
 
 def _count_lines(path: Path | None) -> int | None:
-    """Return the number of lines of a file, which is read whole; None for what can be read only once."""
+    """Return the number of lines in a file, or None for inputs that can be read only once, such as a pipe."""
     if path is None or not path.is_file():
         return None
     with open_text(path) as file:
@@ -265,7 +286,7 @@ def _load(options: argparse.Namespace, trained: Trained, backends: Sequence[str]
     for name in backends:
         device = "cpu" if options.compare and name == "numpy" else options.device
         placement = Placement(options.dtype, device, options.precision)
-        with ctrl_c_waits():  # which the import of a framework may swallow
+        with ctrl_c_waits():  # importing a framework may swallow a KeyboardInterrupt
             loaded[name] = PORTS[name].load(trained.config, trained.weights, placement)
     return loaded
 
@@ -273,7 +294,7 @@ def _load(options: argparse.Namespace, trained: Trained, backends: Sequence[str]
 def _translate(
     options: argparse.Namespace, translations: Iterable[Translation], show: _TranslationLog, output: _Output
 ) -> int:
-    """Write translations, and return the exit code."""
+    """Write the translations and return the exit code."""
     start = time.monotonic()
     for translation in translations:
         if not translation.hypotheses:
@@ -291,7 +312,7 @@ def _translate(
 def _compare(
     options: argparse.Namespace, comparisons: Iterable[TranslationComparison], show: _TranslationLog, output: _Output
 ) -> int:
-    """Write the lines that differ, and the verdict; and return the exit code."""
+    """Write the lines that differ and the verdict, and return the exit code."""
     report: list[str] = []
     tally = Tally(show.backends, options.dtype)
     start = time.monotonic()
@@ -309,7 +330,7 @@ def _compare(
 
 
 def _envelope(result: dict[str, Any], exit_code: int, start: float, *, compares: bool = True) -> str:
-    """Return the last line of the output for programs."""
+    """Return the last line of the JSON output, which contains the result of the command."""
     environment, seconds = described(result["backends"]), time.monotonic() - start
     document = envelope(
         "translate", result, exit_code=exit_code, compares=compares, environment=environment, seconds=seconds

@@ -1,1 +1,4 @@
-"""Compare any two implementations: processes, files and reports that know nothing of the Transformer."""
+"""The generic part of the checker, which contains nothing specific to the Transformer.
+
+It runs two implementations in separate processes, compares their tensors, decides the verdict, and reports it.
+"""

@@ -1,4 +1,4 @@
-"""Two sets of named tensors, compared: names and order first, then each tensor."""
+"""Compare two sets of named tensors: first their names and order, then each tensor."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from transformer_parity.engine.tensors import name_problem, relative_error, stru
 from transformer_parity.engine.tolerances import tolerance
 from transformer_parity.engine.verdict import Author
 
-NAMES = "names"  # the tap of a finding about names and order
+NAMES = "names"  # the tap name of findings about names and order
 Arrays = Mapping[str, ndarray]
 
 
 class Measure:
-    """How two tensors of one name are compared."""
+    """The rule that compares two tensors with the same name. Subclasses can override it."""
 
     def problem(self, name: str, actual: ndarray, expected: ndarray, dtype: str) -> str:
-        """Return what is wrong with a tensor before any number is compared; empty if nothing is."""
+        """Return a description of a wrong shape, dtype, or non-finite value, or an empty string."""
         return structure_problem(actual, expected, dtype)
 
     def error(self, name: str, actual: Arrays, expected: Arrays) -> float:
-        """Return the error of a tensor; other tensors may set its scale."""
+        """Return the error of a tensor, which can be relative to the size of other tensors."""
         return relative_error(actual[name], expected[name])
 
 
 def tolerances(
     truth: Arrays, baseline: Arrays, dtype: str, device: str = "cpu", precision: str = "highest"
 ) -> dict[str, float]:
-    """Return the largest error allowed for each tensor: in float32, by the error of the baseline at the same tensor.
+    """Return the tolerance of each tensor. In float32, it depends on the reference's own error at this tensor.
 
     Args:
         truth: The tensors of the reference in float64.
-        baseline: The tensors of the reference in float32; empty if that is not the working dtype.
-        dtype: The working dtype of the implementation that is compared.
+        baseline: The tensors of the reference in float32; empty if the working dtype is not float32.
+        dtype: The working dtype of the implementation under test.
         device: ``cpu`` or ``gpu``.
         precision: ``highest``, or ``fast``, which allows TF32 on a GPU.
     """
@@ -47,7 +47,7 @@ def tolerances(
 def compare_names(
     author: Author, path: str, actual: Sequence[str], expected: Sequence[str], *, ordered: bool
 ) -> Iterator[Finding]:
-    """Yield a finding if the names differ, or if ``ordered`` names come in a different order."""
+    """Yield a finding if the names differ or, with ``ordered``, if their order differs."""
     if (actual != expected) if ordered else (sorted(actual) != sorted(expected)):
         yield author.compared(path, NAMES, math.inf, 0.0, problem=name_problem(actual, expected))
 
@@ -64,13 +64,13 @@ def compare_tensors(
     """Yield a finding for each tensor.
 
     Args:
-        author: Makes the findings.
-        path: How the actual tensors were obtained.
-        names: Names that both sides have.
-        actual: The tensors of the implementation.
-        expected: The tensors that it must yield.
+        author: The object that creates the findings.
+        path: The path that produced the actual tensors, one of those in ``outputs``.
+        names: Names of tensors that both sides contain.
+        actual: The tensors of the implementation under test.
+        expected: The correct tensors.
         tolerances: The largest error that agrees, by name.
-        measure: How two tensors are compared.
+        measure: The rule that compares two tensors.
     """
     for name in names:
         tolerance = tolerances[name]

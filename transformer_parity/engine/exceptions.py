@@ -1,4 +1,4 @@
-"""An exception raised inside an implementation, described for its author."""
+"""Describe an exception that an implementation raised, for the author of the implementation."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-SHOWN = 3  # lines of foreign code, the innermost last
+SHOWN = 3  # number of stack frames shown, the innermost last
 
 
 def described(error: Exception, hidden: Sequence[Path]) -> str:
-    """Return an error, and the lines of code that led to it.
+    """Return the message of an exception, followed by the lines of the author's code that led to it.
 
     Args:
         error: The exception.
-        hidden: Directories of code that its author did not write.
+        hidden: Directories that contain code of the checker, which is omitted.
     """
     message = f"{type(error).__name__}: {error}".removesuffix(": ")
-    if isinstance(error, SyntaxError):  # which says it itself
+    if isinstance(error, SyntaxError):  # its message already contains the line
         return message
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     foreign = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, hidden))]

@@ -9,9 +9,9 @@ from typing import Any
 from numpy import ndarray
 
 AGREES, DIVERGES, IMPRECISE, FAILED = "agrees", "diverges", "imprecise", "failed"
-SKIPPED = "skipped"  # not offered, and so not compared
+SKIPPED = "skipped"  # not compared, because the implementation doesn't support it
 ROUND_TRIP = "round trip"
-FAR_BEYOND = 1e6  # tolerances
+FAR_BEYOND = 1e6  # ratio of error to tolerance above which the ratio isn't printed
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,15 @@ class Finding:
     Attributes:
         backend: The name of the port.
         dtype: The working dtype.
-        component: The part of the model that the case is about.
+        component: The part of the model that the case tests.
         case: The name of the case.
-        path: How the model was run (see ``outputs``), or ``run`` if it failed before that.
+        path: How the model was run (see ``outputs``); ``run`` if it failed before that.
         tap: The name of the tensor.
-        error: The relative error; infinite if there is a problem.
+        error: The relative error; infinite if the tensor has a problem, such as a wrong shape.
         tolerance: The largest error that agrees.
-        verdict: One of those above; see ``verdict.decide``.
-        detail: The problem, the near-tie, or why nothing was compared.
-        stage: The stage of the case; empty where the port as a whole is meant.
+        verdict: One of the verdicts above; see ``verdict.decide``.
+        detail: A description of the problem or near-tie, or the reason why the tensor was not compared.
+        stage: The stage of the case; empty for findings about the port as a whole.
     """
 
     backend: str
@@ -46,26 +46,29 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """How much of the tolerance the error uses; above 1 it fails."""
+        """The error as a fraction of the tolerance. Values above 1 fail."""
         return self.error / self.tolerance if self.tolerance else (0.0 if self.error == 0.0 else math.inf)
 
     @property
     def is_numeric(self) -> bool:
-        """Whether numbers of a case were compared: the round trip of the weights runs no model, and a skip nothing."""
+        """Whether numbers that a model computed were compared.
+
+        This excludes skipped comparisons, and the round trip of the weights, which doesn't run the model.
+        """
         return self.verdict != SKIPPED and bool(self.stage) and self.tap != ROUND_TRIP and math.isfinite(self.error)
 
     @property
     def words(self) -> str:
-        """What is wrong with it; far beyond the tolerance, how far does not matter."""
+        """A description of the failure. If the error is far over the tolerance, the ratio is omitted."""
         if self.detail:
             return self.detail
         if self.share >= FAR_BEYOND:
-            return f"error {self.error:.1e}, for a tolerance of {self.tolerance:.1e}"
-        return f"error {self.error:.1e}, {self.share:.3g} times its tolerance of {self.tolerance:.1e}"
+            return f"error {self.error:.1e}, tolerance {self.tolerance:.1e}"
+        return f"error {self.error:.1e}, {self.share:.3g} times the tolerance of {self.tolerance:.1e}"
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether a discrete decision differs and agrees all the same, because rounding may turn it."""
+        """Whether a discrete decision differs but still agrees, because rounding may change it."""
         return self.verdict == AGREES and bool(self.detail)
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,10 +76,10 @@ class Finding:
         return {**asdict(self), "share": self.share}
 
 
-# By case and dtype: the tensors of a port, in the order of computation.
+# The tensors of a port by case and dtype. The tensors of each case are in the order of computation.
 Kept = dict[tuple[str, str], dict[str, ndarray]]
 
 
 def failure(backend: str, problem: str) -> Finding:
-    """Return the finding that a port could not be compared at all, or not to the end."""
+    """Return the finding that the comparison of a port failed or was interrupted."""
     return Finding(backend, "", "process", "", "run", "", math.inf, 0.0, FAILED, problem)

@@ -1,13 +1,13 @@
-"""Localization: at which tensor a difference starts, and which tensors only inherit it.
+"""Localization: find the tensors at which a difference starts, and the tensors that only inherit it.
 
-All tensors that follow the first mistake are wrong, so comparing them with the reference's doesn't show which blocks
-are wrong. Blocks are therefore rerun, each from the correct input or each from the port's input:
+All tensors after the first bug are wrong, so comparing them with the reference's tensors doesn't show which blocks are
+wrong. Each block is therefore rerun, either from the correct input or from the port's input:
 
-- If a port continues with the value that each tap returns, the port runs a second time, and every tap returns the
+- If the port continues with the value that each tap returns, the port runs a second time, and every tap returns the
   reference's value. Each tensor then shows how the port computes one block from correct inputs.
-- If a port only shows its tensors, or if there are only files, the reference runs a second time, and every tap returns
-  the port's value. If the reference then computes the same tensor as the port, that block is correct, and its input was
-  not.
+- If the port ignores the values that taps return, or if only files are available, the reference runs a second time, and
+  every tap returns the port's value. If the reference then computes the same tensor as the port, that block is correct,
+  but its input is wrong.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from transformer_parity.engine.tensors import Tensors, relative_error
 
 INTRODUCED, INHERITED, FINE = "introduced", "inherited", "fine"
 PORT, REFERENCE, NOTHING = "port", "reference", "nothing"  # the side whose blocks were rerun
-Rerun = Callable[
-    [Arrays], Tensors
-]  # takes values for some taps, and returns all tensors of a run that continues with them
+# A function that takes values for some taps, runs the model with these values, and returns all tensors of the run.
+Rerun = Callable[[Arrays], Tensors]
 
 
 @dataclass(frozen=True)
@@ -35,11 +34,12 @@ class Mark:
     """The errors of one tensor.
 
     Attributes:
-        name: A tap; backwards, the gradient ``at`` a tap or ``of`` a parameter.
-        free: The error in the port's own run.
-        alone: The error that this block introduces, from correct inputs; infinite if it is unknown.
-        tolerance: The largest error allowed.
-        verdict: Introduced here, inherited from an earlier tensor, or fine.
+        name: The name of a tap. In the backward pass, the prefix ``at`` denotes the gradient at a tap, and ``of`` the
+            gradient of a parameter.
+        free: The error in the port's normal run.
+        alone: The error that this block introduces if its inputs are correct; infinite if unknown.
+        tolerance: The largest error that agrees.
+        verdict: ``introduced`` here, ``inherited`` from an earlier tensor, or ``fine``.
     """
 
     name: str
@@ -58,8 +58,8 @@ class Blame:
         dtype: The working dtype.
         case: The name of the case.
         stage: The stage of the case.
-        replayed: The side whose blocks were rerun: ``port``, ``reference``, or ``nothing`` if no tap is shown.
-        marks: In the order of computation.
+        replayed: The side whose blocks were rerun: ``port``, ``reference``, or ``nothing`` if the port shows no taps.
+        marks: The errors of all tensors, in the order of computation.
     """
 
     backend: str
@@ -71,7 +71,7 @@ class Blame:
 
     @property
     def introduced(self) -> list[str]:
-        """The places where a difference was introduced, in the order of computation."""
+        """The names of the tensors at which a difference was introduced, in the order of computation."""
         return [mark.name for mark in self.marks if mark.verdict == INTRODUCED]
 
     to_dict = asdict  # the fields as plain values
@@ -82,10 +82,11 @@ class Evidence:
     """The tensors that a blame is computed from.
 
     Attributes:
-        actual: The tensors of the port's own run.
-        expected: The tensors of the reference's own run.
+        blame: The result so far.
+        actual: The tensors of the port's normal run.
+        expected: The tensors of the reference's normal run.
         alone: The port's tensors from given inputs; from its own inputs if only the reference was rerun.
-        wanted: The correct tensors for the same inputs.
+        wanted: The correct tensors for the same inputs as ``alone``.
     """
 
     blame: Blame
@@ -96,18 +97,18 @@ class Evidence:
 
 
 def distance(name: str, actual: Arrays, expected: Arrays) -> float:
-    """Return how far apart two tensors are; infinite where their shapes, or their NaNs, are not the same."""
+    """Return the relative error between two tensors; infinite if their shapes or non-finite positions differ."""
     return apart(name, actual, expected, lambda name, mine, theirs: relative_error(mine[name], theirs[name]))
 
 
 def apart(name: str, actual: Arrays, expected: Arrays, error: Callable[[str, Arrays, Arrays], float]) -> float:
-    """Return the error of a tensor; infinite where the shapes, or the NaNs, are not the same.
+    """Return the error of a tensor under a given measure; infinite if shapes or non-finite positions differ.
 
     Args:
         name: The name of the tensor.
-        actual: The tensors of one side.
-        expected: The tensors of the other side.
-        error: Returns how far apart two finite tensors of one shape are.
+        actual: The tensors of the port.
+        expected: The tensors of the reference.
+        error: A function that returns the error between two finite tensors of the same shape.
     """
     if name not in actual or name not in expected or actual[name].shape != expected[name].shape:
         return math.inf
@@ -125,11 +126,11 @@ class Replay:
     """Two implementations that can be rerun on the same input from given intermediate values.
 
     Attributes:
-        about: The blame that is to be filled: the port, dtype, case and stage.
-        truth: Runs the reference in float64.
-        rounded: Runs the reference in the working dtype, whose errors are the baseline; None if that is float64.
-        tolerance: Returns the largest error allowed, by the name of a tensor and the error of the baseline.
-        distance: Returns how far apart two tensors of one name are.
+        about: A blame without marks, which names the port, dtype, case, and stage.
+        truth: A function that runs the reference in float64.
+        rounded: A function that runs the reference in the working dtype to measure its own error; None for float64.
+        tolerance: A function that returns the tolerance for the name of a tensor and the reference's own error.
+        distance: A function that returns the error between two tensors with the same name.
     """
 
     about: Blame
@@ -139,19 +140,20 @@ class Replay:
     distance: Callable[[str, Arrays, Arrays], float] = distance
 
     def blocks_of_port(self, port: Rerun, goes_on: Callable[[Arrays, Arrays], bool] | None = None) -> Evidence:
-        """Rerun the port from the reference's values, or else the reference from the port's.
+        """Rerun the port on the reference's values, or the reference on the port's values if the port ignores them.
 
         Args:
-            port: Runs the port.
-            goes_on: Whether the port continues with the value that each tap returns, by its own tensors and the given
-                ones. If it does not, later blocks get wrong inputs. None: it is known to.
+            port: A function that runs the port.
+            goes_on: A function that returns, from the port's own tensors and the given ones, whether the port continues
+                with the value that each tap returns. If it doesn't, later blocks get wrong inputs. None if the port is
+                known to continue with these values.
         """
         actual = port({})
         expected = {name: value for name, value in self.truth({}).items() if name in actual}
         given = {name: value for name, value in expected.items() if name != OUTPUT}
         try:
             alone = port(given)
-        except Exception:  # after a mistake of shape, the given values may not fit
+        except Exception:  # if the port has a wrong shape, the given values may not fit
             alone = {}
         other_way = self.blocks_of_reference(actual, expected)
         if all(same_bits(alone[name], actual[name]) for name in actual if name in alone):
@@ -164,11 +166,11 @@ class Replay:
         return other_way
 
     def blocks_of_reference(self, actual: Arrays, expected: Arrays) -> Evidence:
-        """Rerun the reference from the port's values.
+        """Rerun the reference on the port's values.
 
         Args:
-            actual: The tensors of the port's own run.
-            expected: The tensors of the reference's own run, under the same names.
+            actual: The tensors of the port's normal run.
+            expected: The tensors of the reference's normal run, for the same names.
         """
         given = {
             name: np.asarray(value, np.float64)
@@ -183,9 +185,9 @@ class Replay:
         return self.marked(evidence, replayed, expected, lambda name: self.tolerance(name, baseline.get(name, 0.0)))
 
     def baseline(self, given: Arrays, wanted: Arrays) -> dict[str, float]:
-        """Return the reference's own error in the working dtype at each tap, from the same given values.
+        """Return the reference's own error in the working dtype at each tap, starting from the given values.
 
-        It is 0 where a given NaN or infinity leads to others.
+        If a given NaN or infinity makes this error non-finite, it is replaced by 0.
         """
         if self.rounded is None:
             return {}
@@ -196,9 +198,9 @@ class Replay:
     def marked(
         self, evidence: Evidence, replayed: str, names: Iterable[str], allowed: Callable[[str], float]
     ) -> Evidence:
-        """Return the evidence with a mark for every place, in the order of computation."""
+        """Return the evidence with a mark for every tensor, in the order of computation."""
         marks = []
-        is_misshapen = False  # the rerun had no value of the right shape for an earlier tensor
+        is_misshapen = False  # whether an earlier tensor had the wrong shape, so that the rerun could not use it
         for name in names:
             limit = allowed(name)
             free = self.distance(name, evidence.actual, evidence.expected)
@@ -215,16 +217,16 @@ class Replay:
 def without_consequences(
     evidence: Evidence, variants: Iterable[Rerun], distance: Callable[[str, Arrays, Arrays], float] = distance
 ) -> Evidence:
-    """Return the evidence with fewer places of introduction, where a variant of the reference explains them.
+    """Return the evidence without the introduced differences that a variant of the reference explains as inherited.
 
-    If a tap of the port shows a different value than its name means, the next block is rerun from a wrong input and
-    seems to introduce a difference too. A variant that computes the same tensor as the port there, and introduces no
-    difference there, shows that the difference is inherited.
+    If a tap of the port shows a different value than its name implies, the next block is rerun on a wrong input and
+    seems to introduce a second difference. The second difference is inherited if there is a variant that computes the
+    same tensor as the port there, but introduces no difference there.
 
     Args:
         evidence: The evidence about the port.
-        variants: References with a known mistake, which reproduce the output of the port.
-        distance: Returns how far apart two tensors of one name are.
+        variants: References with a known bug that reproduces the output of the port.
+        distance: A function that returns the error between two tensors with the same name.
     """
     given = {name: value for name, value in evidence.expected.items() if name != OUTPUT}
     best: Blame | None = None
@@ -245,5 +247,5 @@ def without_consequences(
 
 
 def same_bits(first: ndarray, second: ndarray) -> bool:
-    """Whether two arrays are equal bit by bit."""
+    """Return whether two arrays are bitwise equal."""
     return first.shape == second.shape and first.tobytes() == second.tobytes()

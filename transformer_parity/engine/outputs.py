@@ -1,4 +1,4 @@
-"""The outputs of one implementation: named tensors by path, the same from a run and from a directory of files."""
+"""The outputs of one implementation: named tensors by path, from a run or from a directory of files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from numpy import ndarray
 
 from transformer_parity.engine.tensors import Digest, Tensors, plain
 
-# How a model was run: with every intermediate value shown; the way a user runs it; position by position; weights in
-# and out; elsewhere.
+# Paths, that is, ways to run a model: with all taps, the way a user runs it, position by position with a cache, loading
+# and exporting the weights only, or outside this process with the results read from files.
 TAPS, FAST, CACHED, LOAD, FILES = ("taps", "fast", "cached", "load", "files")
 OUTPUT = "output"  # the name of the value that a block returns
 
 
 class MissingAbilityError(Exception):
-    """Something that an implementation does not offer: it is skipped and counted, and never passes."""
+    """An implementation doesn't support something. The comparison is skipped and reported, and never passes."""
 
 
 @dataclass
@@ -27,13 +27,13 @@ class Outputs:
         case: The name of the case.
         dtype: The working dtype.
         paths: The tensors by path and name, in the order of computation.
-        trace: Arrays that explain the tensors and are not compared, such as the beam after each step of a search.
-        hidden: The intermediate values that are not shown, on purpose.
-        weights: The digests of the exported weights, if the model was loaded for this case.
-        skipped: The paths that are not offered, and why.
-        problems: Problems that no tolerance excuses: path, name, and problem.
-        failures: The paths that ended with an exception, and the exception.
-        absent: Patterns of names that files leave out on purpose, and why.
+        trace: Arrays for the diagnosis that are not compared, such as the beam after each step of a search.
+        hidden: The taps that the implementation deliberately doesn't show.
+        weights: The digests of the exported weights; None if the model was not loaded for this case.
+        skipped: The unsupported paths, with the reasons.
+        problems: Problems that no tolerance excuses, as (path, name, problem).
+        failures: The paths that raised an exception, with its description.
+        absent: Patterns of names that the files declare as omitted, with the reasons.
     """
 
     case: str
@@ -50,23 +50,23 @@ class Outputs:
     def attempt(
         self, path: str, run: Callable[[], Mapping[str, ndarray]], describe: Callable[[Exception], str]
     ) -> None:
-        """Run the model one way and keep its tensors, or why there are none.
+        """Run the model and store its tensors, or the reason why it could not run.
 
         Args:
-            path: The way.
-            run: Runs it, and returns its tensors.
-            describe: Returns the description of an exception.
+            path: The path under which to store the tensors.
+            run: A function that runs the model and returns its tensors.
+            describe: A function that returns the description of an exception.
         """
         try:
             self.paths[path] = plain(run())
         except MissingAbilityError as missing:
             self.skipped.append((path, str(missing)))
-        except Exception as error:  # a finding, not a crash of the comparison
+        except Exception as error:  # an exception in an implementation is a finding, not an error of the checker
             self.failures.append((path, describe(error)))
 
     @property
     def shown(self) -> Tensors:
-        """All tensors by name, without the fast path where the taps are shown."""
+        """All tensors by name. The tensors of the fast path are omitted if those with taps are available."""
         found: Tensors = {}
         for path, tensors in self.paths.items():
             if path != FAST or TAPS not in self.paths:

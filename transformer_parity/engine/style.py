@@ -1,4 +1,4 @@
-"""The palette and style of every plot, and how one is written to a file."""
+"""The colors and the style of all plots, and a function that writes a plot to a file."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 FORMATS = ("png", "svg")
 DPI = 150
 
-# Okabe and Ito (2008): distinct for every kind of colour vision, on white and in print.
+# The palette of Okabe and Ito (2008), whose colors are distinct for people with color blindness and in print.
 BLUE, VERMILION = "#0072b2", "#d55e00"
-GREEN = "#008a5f"  # their green, darker: as it is it has a contrast of 3.4 to 1 on white
+GREEN = "#008a5f"  # darker than in the palette, whose green only has a contrast of 3.4 to 1 on white
 GREY = "#767676"
 GOOD, BAD = BLUE, VERMILION
 BACKENDS = {"numpy": GREY, "torch": VERMILION, "jax": BLUE, "tf": GREEN}
-OTHERS = "#8fbfdf"  # implementations that are not ours
-ALLOWED, FORBIDDEN = "#4a90c8", "#e9edf2"  # pairs of a mask
-ZERO, PLUS, MINUS = "#fafaf8", "#004682", "#be4b00"  # ends of the scale of a map from -1 to 1
+OTHERS = "#8fbfdf"  # implementations outside this project
+ALLOWED, FORBIDDEN = "#4a90c8", "#e9edf2"  # query-key pairs in the plot of a mask
+ZERO, PLUS, MINUS = "#fafaf8", "#004682", "#be4b00"  # the values 0, 1, and -1 in a heat map
 
-# The same roles on a page, in light and dark: text at 4.5 to 1 on the page and on a panel, marks at 3 to 1.
+# Colors of HTML pages in light and dark mode. The contrast of text on the page and on panels is at least 4.5 to 1, and
+# the contrast of marks is at least 3 to 1.
 PAGE = {
     "page": ("#fdfdfb", "#16181b"),
     "panel": ("#f4f4f0", "#1f2226"),
@@ -48,46 +49,50 @@ PAGE = {
     "other": ("#b0568f", "#dd8fc2"),
 }
 
-# The same picture on every machine: text as shapes, ids from a fixed salt.
+# The same data must give the same file on every machine: text is drawn as shapes, and SVG IDs use a fixed salt.
 STYLE: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "svg.hashsalt": "parity"}
 OPEN_STYLE = {**STYLE, "axes.spines.top": False, "axes.spines.right": False}  # for curves and bars
 
 
 def page_colours() -> str:
-    """Return the colours of a page as CSS variables, in light and dark."""
+    """Return the colors of a page in light and dark mode as CSS variables."""
     light, dark = ("".join(f"--{name}:{pair[i]};" for name, pair in PAGE.items()) for i in range(2))
     return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
 def destination(out: str, picture: str) -> Path:
-    """Return the file to write: ``out``, or a file named after the picture if ``out`` is a folder.
+    """Return the path of the file to write.
+
+    Args:
+        out: A .png or .svg file, or a directory.
+        picture: The name of the file without suffix, used if ``out`` is a directory.
 
     Raises:
-        UsageError: The name ends in no known format.
+        UsageError: If ``out`` has a different suffix.
     """
     path = Path(out)
     kind = path.suffix.lower().removeprefix(".")
     if out.endswith(("/", os.sep)) or path.is_dir() or not kind:
         return path / f"{picture}.png"
     if kind not in FORMATS:
-        raise UsageError(f"--out must be a folder or end in .png or .svg: got {out}")
+        raise UsageError(f"--out must be a directory, or a file name that ends in .png or .svg: got {out}")
     return path
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Write a picture to a file, whole or not at all.
+    """Write a figure to a file atomically.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: If the file can't be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = path.suffix.lower().removeprefix(".")
-    metadata = {"Date": None} if kind == "svg" else None  # no date: the same picture is the same file
-    picture = io.BytesIO()  # drawing takes its time, in which a kill would leave half a file
+    metadata = {"Date": None} if kind == "svg" else None  # without a date, the same figure gives the same file
+    picture = io.BytesIO()  # drawing takes a while, and a kill during this time must not leave a partial file
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         figure.savefig(picture, format=kind, dpi=DPI, metadata=metadata)
     with replacing(path) as temporary:
         temporary.write_bytes(picture.getvalue())
     if any("missing from font" in str(warning.message) for warning in caught):
-        print("note: the font lacks some of the characters; boxes stand for them", file=sys.stderr)
+        print("note: the font doesn't contain some of the characters; they are shown as boxes", file=sys.stderr)

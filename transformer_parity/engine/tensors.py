@@ -1,4 +1,4 @@
-"""Named tensors: plain arrays, their structure, and the error of one against another."""
+"""Functions on named tensors: plain copies, digests, checks of their structure, and relative errors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from numpy import ndarray
 
 Tensors = dict[str, ndarray]
 Digest = tuple[str, tuple[int, ...], str]  # dtype, shape, SHA-256 of the bytes
-CHUNK = 1 << 13  # numbers that are compared at a time, so that all copies of them stay in the processor's cache
+CHUNK = 1 << 13  # number of values compared at a time, so that all temporary copies fit into the CPU cache
 
 
 def plain(values: Mapping[str, ndarray]) -> Tensors:
-    """Return arrays of no subclass: another class can answer for its shape and its comparisons.
+    """Return the values as plain arrays. A subclass of ndarray could fake its shape and its comparisons.
 
     Raises:
-        TypeError: An array holds objects: whoever receives them would import the module that they come from.
+        TypeError: If an array contains objects. Unpickling them in the parent process would import a port's module.
     """
     return {str(name): _plain(str(name), value) for name, value in values.items()}
 
@@ -27,14 +27,15 @@ def plain(values: Mapping[str, ndarray]) -> Tensors:
 def _plain(name: str, value: ndarray) -> ndarray:
     found = value if type(value) is ndarray else np.array(value, subok=False)
     if found.dtype.hasobject:
-        raise TypeError(f"{name} must hold numbers: got dtype {found.dtype}")
+        raise TypeError(f"{name} must contain numbers: got dtype {found.dtype}")
     return found
 
 
 def given(arrays: Mapping[str, ndarray], dtype: str) -> Tensors:
     """Return read-only copies of the inputs of an implementation, rounded to bfloat16 if that is the dtype.
 
-    Both sides start from the same numbers, and a port that changes its caller's arrays is detected.
+    Rounding them first ensures that both sides use the same numbers. The copies are read-only to detect ports that
+    modify their arguments.
     """
     found = {}
     for name, array in arrays.items():
@@ -45,26 +46,26 @@ def given(arrays: Mapping[str, ndarray], dtype: str) -> Tensors:
 
 
 def digest(array: ndarray, dtype: str = "") -> Digest:
-    """Return a digest that is the same for two arrays that are equal bit by bit."""
+    """Return a digest, which is equal for two arrays if and only if their dtype, shape, and bits are equal."""
     if _holds_bfloat16(array, dtype):
         array = array.astype("bfloat16")
-    # Viewed as bytes rather than copied: a model may have gigabytes.
+    # The array is viewed as bytes rather than copied, because the weights of a model may take gigabytes.
     whole: Any = array.tobytes() if array.dtype.hasobject else np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return array.dtype.name, array.shape, hashlib.sha256(whole).hexdigest()
 
 
 def relative_error(actual: ndarray, expected: ndarray) -> float:
-    """Return the L2 norm of the difference over the L2 norm of the expected tensor, in float64.
+    """Return the L2 norm of the difference divided by the L2 norm of the expected tensor, in float64.
 
-    If only zeros are expected, any other value has an infinite error.
+    If the expected tensor contains only zeros, the error is 0 if the actual tensor is equal, and infinite otherwise.
 
     Raises:
-        ValueError: The shapes differ.
+        ValueError: If the shapes differ.
     """
     actual, expected = np.asarray(actual), np.asarray(expected, np.float64)
     if actual.shape != expected.shape:
         raise ValueError(
-            f"actual and expected must have one shape: got {list(actual.shape)} and {list(expected.shape)}"
+            f"actual and expected must have the same shape: got {list(actual.shape)} and {list(expected.shape)}"
         )
     largest = np.maximum(expected.max(initial=0.0), -expected.min(initial=0.0))
     if largest == 0.0:
@@ -72,7 +73,7 @@ def relative_error(actual: ndarray, expected: ndarray) -> float:
     actual, expected = actual.ravel(), expected.ravel()
     difference = norm = 0.0
     for start in range(0, expected.size, CHUNK):
-        # In units of the largest value, so that no square over- or underflows.
+        # Values are divided by the largest one, so that their squares neither overflow nor underflow.
         right = expected[start : start + CHUNK] / largest
         wrong = actual[start : start + CHUNK].astype(np.float64) / largest - right
         difference += wrong @ wrong
@@ -81,7 +82,7 @@ def relative_error(actual: ndarray, expected: ndarray) -> float:
 
 
 def structure_problem(actual: ndarray, truth: ndarray, dtype: str) -> str:
-    """Return what is wrong with a tensor before any number is compared; empty if nothing is."""
+    """Return a description of a wrong shape, dtype, or non-finite value, or an empty string."""
     if actual.shape != truth.shape:
         return f"shape must be {list(truth.shape)}: got {list(actual.shape)}"
     if actual.dtype.name != dtype and not _holds_bfloat16(actual, dtype):
@@ -92,30 +93,33 @@ def structure_problem(actual: ndarray, truth: ndarray, dtype: str) -> str:
 
 
 def _holds_bfloat16(actual: ndarray, dtype: str) -> bool:
-    """Whether float32 values are bfloat16 values: NumPy has no bfloat16 of its own, so ports widen them."""
+    """Return whether a float32 array contains only bfloat16 values.
+
+    NumPy doesn't have a native bfloat16 dtype, so ports may return bfloat16 values as float32.
+    """
     if dtype != "bfloat16" or actual.dtype != np.float32:
         return False
     return bool((actual.view(np.uint32) & 0xFFFF == 0).all())
 
 
 def name_problem(actual: Iterable[str], expected: Iterable[str]) -> str:
-    """Return in what two different lists of names differ."""
+    """Return a description of the difference between two lists of names."""
     actual, expected = list(actual), list(expected)
     if missing := [name for name in expected if name not in actual]:
         return f"missing {', '.join(missing[:3])}" + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     if extra := [name for name in actual if name not in expected]:
         return f"unexpected {', '.join(extra[:3])}" + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
     first = next(i for i, (ours, theirs) in enumerate(zip(actual, expected, strict=True)) if ours != theirs)
-    return f"{actual[first]} fired where {expected[first]} was due"
+    return f"the order is wrong: got {actual[first]} instead of {expected[first]}"
 
 
 def digest_problem(actual: Mapping[str, Digest], expected: Mapping[str, Digest]) -> str:
-    """Return which exported weights differ from the loaded ones; empty if none do."""
+    """Return a description of the first exported weight that differs from the loaded one, or an empty string."""
     if sorted(actual) != sorted(expected):
         return name_problem(actual, expected)
     for name, wanted in expected.items():
         if actual[name][1] != wanted[1]:
-            return f"{name} must come back in the shape {list(wanted[1])}: got {list(actual[name][1])}"
+            return f"exported {name} must have shape {list(wanted[1])}: got {list(actual[name][1])}"
         if actual[name] != wanted:
-            return f"{name} does not come back as it was given"
+            return f"exported {name} differs from the loaded value"
     return ""

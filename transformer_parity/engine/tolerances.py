@@ -1,4 +1,4 @@
-"""Tolerances: how large an error may be, from the numbers in ``tolerances.toml`` and the error of a baseline."""
+"""Tolerances: the largest errors that agree, computed from ``tolerances.toml`` and the reference's own error."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ALL_DTYPES = tuple(EPS)
 
 
 class NotFiniteError(ArithmeticError):
-    """The reference itself overflows, so that nothing can be compared with it."""
+    """The reference itself overflows, so no port can be compared with it."""
 
 
 def finite(baseline: float, name: str) -> float:
-    """Return the error of the reference in float32.
+    """Return the reference's own error in float32, after checking that it is finite.
 
     Raises:
-        NotFiniteError: It is infinite or NaN: no error would be too large.
+        NotFiniteError: If the error is infinite or NaN, because every port would then be within the tolerance.
     """
     if not 0.0 <= baseline < math.inf:
         raise NotFiniteError(f"the reference is not finite in float32 at {name}")
@@ -31,25 +31,25 @@ def finite(baseline: float, name: str) -> float:
 
 
 def by_baseline(rule: Mapping[str, float], baseline: float, eps: float) -> float:
-    """Return the tolerance that follows from a baseline: a multiple of its error, plus some eps.
+    """Return a tolerance that is a multiple of the reference's own error plus a multiple of eps.
 
     Args:
         rule: A section of ``tolerances.toml`` with ``ratio`` and ``floor_in_eps``.
-        baseline: The error that the reference makes itself.
-        eps: The distance from 1 to the next number of the dtype.
+        baseline: The reference's own error.
+        eps: The distance from 1 to the next larger number of the dtype.
     """
     return rule["ratio"] * baseline + rule["floor_in_eps"] * eps
 
 
 def tolerance(name: str, dtype: str, baseline: float, precision: str = "highest", device: str = "cpu") -> float:
-    """Return the largest relative error allowed for a tensor.
+    """Return the largest relative error of a tensor that agrees.
 
     Args:
         name: The name of the tensor; its last part may have a separate tolerance in bfloat16.
         dtype: The working dtype.
-        baseline: The error that the reference itself makes here in float32.
+        baseline: The reference's own float32 error at this tensor.
         precision: ``highest``, or ``fast``, which allows TF32.
-        device: TF32 exists on a ``gpu`` only.
+        device: ``cpu`` or ``gpu``. Only a GPU supports TF32.
     """
     rule = POLICY[dtype]
     if dtype == "float64":

@@ -1,7 +1,7 @@
-"""Verdicts: when one tensor agrees, and when a whole run does.
+"""Verdicts on single tensors and on entire runs.
 
-``decide`` is the only place where an error becomes a verdict, and ``Verdict.of`` the only one where findings become the
-word that a run ends with. docs/agreement.md says what AGREE promises.
+Only ``decide`` converts an error to a verdict, and only ``Verdict.of`` converts findings to the final verdict of a run.
+docs/agreement.md describes the guarantees of AGREE.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def decide(error: float, tolerance: float, dtype: str, problem: str = "") -> str
     Args:
         error: The relative error; NaN never agrees.
         tolerance: The largest error that agrees.
-        dtype: The working dtype: below float64, an error above the tolerance may be a loss of precision.
-        problem: A problem that no tolerance excuses: a wrong name, shape or dtype, or a value that is not finite.
+        dtype: The working dtype. In float32 and bfloat16, an error over the tolerance may be caused by lost precision.
+        problem: A problem that no tolerance excuses, such as a wrong name, shape, or dtype, or a non-finite value.
 
     Raises:
-        ValueError: The tolerance is negative, infinite or NaN.
+        ValueError: If the tolerance is negative, infinite, or NaN.
     """
     if not 0.0 <= tolerance < math.inf:
         raise ValueError(f"a tolerance must be finite and at least 0: got {tolerance}")
@@ -51,13 +51,13 @@ def decide(error: float, tolerance: float, dtype: str, problem: str = "") -> str
 
 @dataclass(frozen=True)
 class Author:
-    """Makes the findings of one case of one port in one dtype; every verdict comes from ``decide``.
+    """An object that creates the findings of one case of one port in one dtype, using verdicts from ``decide``.
 
     Attributes:
         backend: The port.
         dtype: The working dtype.
         case: The name of the case.
-        component: The part of the model that the case is about.
+        component: The part of the model that the case tests.
         stage: The stage of the case.
     """
 
@@ -76,7 +76,7 @@ class Author:
         return self._finding(path, tap, error, tolerance, verdict, problem or detail)
 
     def round_trip(self, problem: str) -> Finding:
-        """Return the finding about the weights, which must survive a round trip bit by bit."""
+        """Return the finding about the exported weights, which must be bitwise equal to the loaded weights."""
         error = math.inf if problem else 0.0
         found = self._finding(LOAD, ROUND_TRIP, error, 0.0, decide(error, 0.0, "float64", problem), problem)
         return replace(found, component="weights")
@@ -86,7 +86,7 @@ class Author:
         return self._finding(path, "", math.inf, 0.0, FAILED, why)
 
     def skipped(self, path: str, why: str) -> Finding:
-        """Return the finding that something is not offered, and so not compared."""
+        """Return the finding that a comparison was skipped because the port doesn't support it."""
         return self._finding(path, "", 0.0, 0.0, SKIPPED, why)
 
     def _finding(self, path: str, tap: str, error: float, tolerance: float, verdict: str, why: str) -> Finding:
@@ -111,12 +111,12 @@ class Coverage:
 
     Attributes:
         port: Its name.
-        stages: The requested stages, by name or by default; each must be compared in at least one dtype.
-        dtypes: The dtypes requested by name; each must be compared in at least one stage.
-        pairs: Whether stages and dtypes were both named, so that each stage must be compared in each dtype.
+        stages: The stages requested explicitly or by default. Each must be compared in at least one dtype.
+        dtypes: The dtypes requested explicitly. Each must be compared in at least one stage.
+        pairs: Whether both stages and dtypes were requested explicitly. Each stage must then be compared in each dtype.
         planned: The number of cases by stage and dtype.
-        elsewhere: The other dtypes in which each stage has cases.
-        unproven: The reasons why an agreement of this port would prove nothing.
+        elsewhere: The dtypes that were not requested but in which a stage has cases, by stage.
+        unproven: The reasons why an agreement of this port would be meaningless.
     """
 
     port: str
@@ -128,7 +128,7 @@ class Coverage:
     unproven: Sequence[str] = ()
 
     def missing(self, findings: Iterable[Finding]) -> list[str]:
-        """Return the requests that were not compared, or not so that it proves anything."""
+        """Return a description of every request that was not compared sufficiently."""
         own = [finding for finding in findings if finding.backend == self.port]
         if self.pairs:
             wanted = [(f"{stage} in {dtype}", {stage}, {dtype}) for stage, dtype in product(self.stages, self.dtypes)]
@@ -142,10 +142,10 @@ class Coverage:
         return missing + [f"{self.port}: {why}" for why in self.unproven]
 
     def _why(self, findings: Sequence[Finding], stages: set[str], dtypes: set[str]) -> str:
-        """Return why some stages in some dtypes were not compared; empty if they were."""
+        """Return the reason why some stages in some dtypes were not compared; empty if they were."""
         planned = sum(n for (stage, dtype), n in self.planned.items() if stage in stages and dtype in dtypes)
         if not planned:
-            return f"there is no such case{self._instead(stages)}"
+            return f"no such cases exist{self._instead(stages)}"
         inside = [finding for finding in findings if finding.stage in stages and finding.dtype in dtypes]
         compared = {(finding.case, finding.dtype) for finding in inside if finding.is_numeric}
         if 2 * len(compared) >= planned:
@@ -156,14 +156,14 @@ class Coverage:
         why = f" ({'; '.join(list(reasons)[:2])})" if reasons else ""
         if not compared:
             return f"nothing was compared{why}"
-        return f"{len(compared)} of {planned} cases compared, and half are needed{why}"
+        return f"only {len(compared)} of {planned} cases were compared, and at least half are required{why}"
 
     def _instead(self, stages: set[str]) -> str:
-        """Return how to compare the stages in the dtypes in which they have cases; empty if there are none."""
+        """Return a hint how to compare the stages in the dtypes that they support; empty if there are none."""
         ways = [(stage, dtypes) for stage, dtypes in self.elsewhere.items() if stage in stages and dtypes]
         return "".join(
-            f"; {stage} are compared in {' and '.join(dtypes)}: leave out --dtype, or run "
-            f"--stage {stage} --dtype {','.join(dtypes)} by itself"
+            f"; {stage} are compared only in {' and '.join(dtypes)}: remove --dtype, or run "
+            f"--stage {stage} --dtype {','.join(dtypes)} separately"
             for stage, dtypes in ways
         )
 
@@ -173,9 +173,10 @@ class Verdict:
     """The final verdict of a run.
 
     Attributes:
-        verdict: ``AGREES``, ``DIVERGES``, ``IMPRECISE``, or ``FAILED`` where not everything was compared.
+        verdict: ``AGREES``, ``DIVERGES``, ``IMPRECISE``, or ``FAILED`` if not everything was compared.
         missing: Every request that was not compared, with its port and the reason.
-        undecided: The ports that lost precision and were not compared in float64: any mistake looks like that.
+        undecided: The ports with large float32 errors that were not compared in float64. Without float64, a bug can't
+            be distinguished from lost precision.
     """
 
     verdict: str
@@ -202,18 +203,20 @@ class Verdict:
 
     @property
     def doubt(self) -> str:
-        """A sentence about the ports that are undecided; empty if there are none."""
+        """A sentence about the undecided ports; empty if there are none."""
         names = ", ".join(self.undecided)
-        return f"Whether {names} lost only precision is not known: compare in float64 too." if names else ""
+        if not names:
+            return ""
+        return f"{names} may have a bug or may only lose precision. To find out, also compare in float64."
 
     @property
     def exit_code(self) -> int:
-        """0 if all agree, 1 for a semantic divergence, 2 for precision only, 3 if not everything was compared."""
+        """0 if all ports agree, 1 for different math, 2 if only precision is lost, 3 if not everything was compared."""
         return EXIT_CODES[self.verdict]
 
 
 def _of_port(findings: Sequence[Finding]) -> str:
-    """Return the worst verdict; a port of which no number was compared has failed."""
+    """Return the worst verdict on a port. If no numbers were compared, the port has failed."""
     verdict = max((finding.verdict for finding in findings), key=SEVERITY.index, default=FAILED)
     compared = any(finding.is_numeric for finding in findings)
     return FAILED if verdict in (SKIPPED, AGREES, IMPRECISE) and not compared else verdict
@@ -225,5 +228,5 @@ def _is_undecided(findings: Sequence[Finding]) -> bool:
 
 
 def worst(findings: Iterable[Finding]) -> Finding:
-    """Return the finding with the worst verdict, and among equals the one that uses most of its tolerance."""
+    """Return the finding with the worst verdict or, in case of a tie, with the largest percentage of the tolerance."""
     return max(findings, key=lambda finding: (SEVERITY.index(finding.verdict), finding.share))

@@ -1,1 +1,1 @@
-"""Child processes: start them, exchange messages with them, and leave nothing behind."""
+"""Child processes: start them, exchange messages with them, and clean up after them."""

@@ -1,7 +1,7 @@
-"""A child process: how it is started, what is said to it and by it, and how it ends.
+"""A child process: start it, exchange messages with it, and stop it.
 
-It runs ``module:function`` of ours, by this interpreter or another one, as the leader of a session: whatever it starts
-ends with it.
+The process runs a ``module:function`` of this project in this or a different Python interpreter. It is the leader of a
+session, so that its descendants can be stopped together with it.
 """
 
 from __future__ import annotations
@@ -21,26 +21,31 @@ from transformer_parity.engine.processes import messages, orphans
 from transformer_parity.engine.processes.silence import Silence
 from transformer_parity.engine.system.errors import printable
 
-PATIENCE = 10.0  # seconds for a process to end by itself
-GRACE = 0.5  # seconds for what a process has started to end after it, and to remove what it shares
-READ = (
-    5.0  # seconds without a message after its end, when something else may hold its pipe: a busy machine reads slowly
-)
-MOST_UNREAD = 16  # messages of a child: then it waits until one is read, instead of filling the memory
-PIPE = 2**20  # bytes, the most that Linux gives every user: 16 times as much as by default
-WAKE = 0.5  # seconds: on Windows, a wait without an end is not interrupted by Ctrl-C
+PATIENCE = 10.0  # seconds to wait for a process to exit by itself
+GRACE = 0.5  # seconds to wait for the descendants of a process to exit and remove shared resources
+# Seconds to wait for more messages after a process has exited. A different process may still hold its pipe open, and
+# reading takes longer on a busy machine.
+READ = 5.0
+MOST_UNREAD = 16  # maximum number of unread messages of a child, which limits their memory; then the child has to wait
+PIPE = 2**20  # size of the pipe in bytes: 16 times the default, and the maximum on Linux without privileges
+WAKE = 0.5  # seconds; Ctrl-C doesn't interrupt a wait without timeout on Windows
 
 
 def _widen(pipe: Any) -> None:
-    """Let a pipe take more before who writes has to wait: hundreds of megabytes are read in half the time."""
-    with suppress(ImportError, AttributeError, OSError):  # of other systems, or the limit of a user
+    """Increase the buffer of a pipe, which halves the time to read hundreds of megabytes."""
+    with suppress(ImportError, AttributeError, OSError):  # a different operating system, or a limit of the user
         import fcntl
 
         fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE)
 
 
 class ChildEndedError(Exception):
-    """A child process has ended, or was ended; the last line that it printed may say why."""
+    """A child process has exited or was stopped.
+
+    Attributes:
+        how: A description of the exit, such as the exit code.
+        last_line: The last line that the process printed, which may contain the reason.
+    """
 
     def __init__(self, how: str, last_line: str) -> None:
         super().__init__(f"{how}: {last_line}")
@@ -48,20 +53,20 @@ class ChildEndedError(Exception):
 
 
 class StartError(OSError):
-    """An interpreter cannot be started."""
+    """A Python interpreter can't be started."""
 
 
 class Child:
-    """A process, and three threads: one writes to it, one reads from it, one waits for its end.
+    """A child process, with three threads that write to it, read from it, and wait for its exit.
 
     Attributes:
         process: The process.
-        silence: How long it has been silent.
+        silence: The time since the last message from the process.
     """
 
     def __init__(self, command: list[str], environment: Mapping[str, str], log: Path, news: Condition) -> None:
         self._log, self._news = log, news
-        with log.open("wb") as file:  # whatever a framework prints stays off the terminal
+        with log.open("wb") as file:  # the messages that frameworks print go to a file rather than the terminal
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -73,9 +78,9 @@ class Child:
         _widen(self.process.stdout)
         self.silence = Silence(self.process.pid)
         self._received: deque[Any] = deque()
-        self._number = 0  # of messages received
+        self._number = 0  # number of messages received so far
         self._is_stopped = False
-        self._unreadable = ""  # why what it sent cannot be read
+        self._unreadable = ""  # the reason why a message of the process can't be read
         self._to_send: SimpleQueue[bytes] = SimpleQueue()
         self._has_ended = False
         reader = Thread(target=self._read, daemon=True)
@@ -84,19 +89,19 @@ class Child:
         Thread(target=self._wait, args=(reader,), daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Send a message; one to a process that has ended is lost."""
+        """Send a message. If the process has exited, the message is lost."""
         self._to_send.put(b"".join(messages.parts(message)))
 
     @property
     def has_news(self) -> bool:
-        """Whether there is a message, or there will be no more."""
+        """Whether ``receive`` returns or raises immediately, because there is a message or the process has exited."""
         return bool(self._received) or self._has_ended
 
     def receive(self) -> Any:
-        """Return the next message, and wait for it if there is none.
+        """Return the next message, waiting for it if necessary.
 
         Raises:
-            ChildEndedError: The process has ended without sending one.
+            ChildEndedError: If the process has exited without sending one.
         """
         with self._news:
             while not self.has_news:
@@ -111,7 +116,7 @@ class Child:
         return [*self._log.read_text("utf-8", "replace").strip().splitlines()[-1:], "it printed nothing"][0]
 
     def stop(self, patience: float = 0.0) -> None:
-        """Give the process some seconds to end, then end it and all that it has started."""
+        """Wait up to ``patience`` seconds for the process to exit, then kill it and all of its descendants."""
         with self._news:
             self._is_stopped = True
             self._news.notify_all()
@@ -130,7 +135,7 @@ class Child:
     def _write(self) -> None:
         if (stream := self.process.stdin) is None:
             raise ValueError("the process has no standard input")
-        with suppress(OSError), stream:  # of a dead process: nothing is read any more
+        with suppress(OSError), stream:  # the process may exit before it has read everything
             while content := self._to_send.get():
                 stream.write(content)
                 stream.flush()
@@ -150,11 +155,11 @@ class Child:
                     self._news.wait_for(self._has_room)
 
     def _skip_to_start(self, stream: IO[bytes]) -> None:
-        """Read what a wrapper of the interpreter prints."""
+        """Skip the text that a wrapper of the interpreter may print before the first message."""
         try:
             messages.skip_to_start(stream)
         except messages.NoStartError as error:
-            where = "standard output, which must carry messages only: let its wrapper print to standard error"
+            where = "standard output, which is reserved for messages: print to standard error in the wrapper instead"
             self._unreadable = f"it printed {printable(str(error))!r} to {where}"
             self.process.kill()
             raise EOFError("nothing more is read") from error
@@ -162,8 +167,8 @@ class Child:
     def _understood(self, content: list[bytearray]) -> Any:
         try:
             return messages.unpickled(content)
-        except (Exception, SystemExit) as error:  # a module that is imported for it may raise anything
-            self._unreadable = f"it sent what cannot be read here: {type(error).__name__}: {error}"
+        except (Exception, SystemExit) as error:  # unpickling may import a module, which may raise any exception
+            self._unreadable = f"it sent a message that cannot be unpickled: {type(error).__name__}: {error}"
             self.process.kill()
             raise EOFError("nothing more is read") from error
 
@@ -171,19 +176,20 @@ class Child:
         return len(self._received) < MOST_UNREAD or self._is_stopped
 
     def _wait(self, reader: Thread) -> None:
-        """Wait for the process itself: its pipes stay open as long as something that it started holds them."""
+        """Wait for the exit of the process. The end of its pipes isn't sufficient: descendants may keep them open."""
         self.process.wait()
         deadline = time.monotonic() + GRACE
         while orphans.members(self.process.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
         orphans.end_all(self.process.pid)
         before = -1
-        while reader.is_alive() and before < self._number:  # all is read, unless another session holds the pipe
+        # The reader stops at the end of the pipe, unless a process of a different session keeps the pipe open.
+        while reader.is_alive() and before < self._number:
             with self._news:
                 self._news.wait_for(self._has_room)
                 before = self._number
             reader.join(READ)
-        self._to_send.put(b"")  # ends the writer
+        self._to_send.put(b"")  # stops the writer
         with self._news:
             self._has_ended = True
             self._news.notify_all()

@@ -1,8 +1,7 @@
-"""The child processes of a block: how they are started, listened to and stopped.
+"""The child processes of a ``with`` block: start, supervise, and stop them.
 
-They end with the block that started them and with this process, even if that is killed. ``Children.listen`` is the only
-loop that supervises processes: it waits for messages, notices processes that end or are silent for too long, and stops
-them.
+They are stopped at the end of the block, and also if this process is killed. ``Children.listen`` is the only loop that
+supervises processes. It waits for messages, detects processes that exit or are silent for too long, and stops them.
 """
 
 from __future__ import annotations
@@ -23,21 +22,27 @@ from typing import Any, Self
 from transformer_parity.engine.processes import orphans, start
 from transformer_parity.engine.processes.child import WAKE, Child, ChildEndedError, StartError
 
-LONGEST_INTERVAL = 5.0  # seconds between two looks at the processor time: a busy machine gives every process some
-PULSE = 0.2  # seconds between two calls of what is called meanwhile
+# Maximum seconds between two measurements of CPU time. The interval must be long enough for every process to get some
+# CPU time on a busy machine.
+LONGEST_INTERVAL = 5.0
+PULSE = 0.2  # maximum seconds between two calls of the ``pulse`` function
 
 THREAD_SWITCHES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "MKL_NUM_THREADS",
     "TF_NUM_INTRAOP_THREADS",
-    "PJRT_NPROC",  # XLA's, behind JAX
+    "PJRT_NPROC",  # for XLA, which JAX uses
 )
 
 
 @contextmanager
 def removed_afterwards(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Remove a folder after the block, or when this process ends, also if that is killed; yield what waits for that."""
+    """Remove a directory at the end of the block, or when this process exits, even if it is killed.
+
+    Yields:
+        The process that waits for this process to exit and then removes the directory.
+    """
     watch = subprocess.Popen(
         [sys.executable, "-P", orphans.__file__, str(folder)],
         stdin=subprocess.PIPE,
@@ -52,10 +57,15 @@ def removed_afterwards(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class Children:
-    """The child processes of a block, and a folder for them; all are gone after it.
+    """The child processes of a ``with`` block and a temporary directory for them.
+
+    At the end of the block, the processes are stopped and the directory is removed.
 
     Args:
-        environment: What they find in ``os.environ``; None is what there is here.
+        environment: The environment variables of the processes; None to inherit ``os.environ``.
+
+    Attributes:
+        folder: The temporary directory.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
@@ -84,14 +94,14 @@ class Children:
         """Start a process.
 
         Args:
-            function: What it runs, ``module:function``: called with its ``messages.Parent``.
-            python: The interpreter.
-            environment: What it finds in ``os.environ`` beside what all find.
+            function: The ``module:function`` to run. It is called with a ``messages.Parent``.
+            python: The Python interpreter.
+            environment: Additional environment variables for this process.
 
         Raises:
-            StartError: The interpreter cannot be started.
+            StartError: If the interpreter can't be started.
         """
-        command = [python, "-u", start.__file__, function]  # -u: what is printed is kept even by a process that crashes
+        command = [python, "-u", start.__file__, function]  # -u keeps the printed text even if the process crashes
         variables = {**self._environment, **(environment or {})}
         try:
             child = Child(command, variables, self._logs / str(len(self._children)), self._news)
@@ -102,7 +112,7 @@ class Children:
         return child
 
     def stop(self, child: Child, patience: float = 0.0) -> None:
-        """Give a process some seconds to end, then end it and all that it has started."""
+        """Wait up to ``patience`` seconds for a process to exit, then kill it and all of its descendants."""
         child.stop(patience)
         self._tell(f"-{child.process.pid}\n")
 
@@ -114,16 +124,17 @@ class Children:
         seconds: float = math.inf,
         pulse: Callable[[], None] | None = None,
     ) -> Iterator[tuple[Child, Any]]:
-        """Yield every message of some children with its sender, as it comes, until there are no members.
+        """Yield (child, message) for every message, in order of arrival, until ``members`` is empty.
 
-        The caller removes a child from ``members`` after its last message, and may add another. A child that ends
-        before that, or is silent for too long, is stopped; its last message is a ``ChildEndedError``.
+        The caller removes a child from ``members`` after its last message, and may also add children. If a child exits
+        before its last message or is silent for too long, it is stopped, and its last message is a ``ChildEndedError``.
 
         Args:
-            members: The children to listen to; read again after every message.
-            patience: Seconds of silence, without waits for a processor, after which a child is stopped.
-            seconds: How long to listen in all.
-            pulse: Called several times a second. An exception that it raises ends the iteration.
+            members: The children to listen to. The caller may change the collection after every message.
+            patience: Seconds of silence, not including time spent waiting for a CPU core, after which a child is
+                stopped.
+            seconds: The maximum total time to listen, in seconds.
+            pulse: A function to call multiple times per second. If it raises an exception, the iteration ends.
         """
         deadline = time.monotonic() + seconds
         interval = min(patience / 10.0, LONGEST_INTERVAL)
@@ -134,12 +145,12 @@ class Children:
             most = min(interval, deadline - time.monotonic(), math.inf if pulse is None else PULSE)
             news = self._with_news(waiting, most)
             for child in waiting:
-                if child not in members:  # the caller has removed it meanwhile
+                if child not in members:  # the caller has removed it in the meantime
                     continue
                 if child in news:
                     message = self._next(child)
                 elif patience < math.inf and child.silence.count(interval) >= patience:
-                    message = ChildEndedError(f"no answer for {patience:g} s", child.last_line())
+                    message = ChildEndedError(f"no progress for {patience:g} s", child.last_line())
                 else:
                     continue
                 if isinstance(message, ChildEndedError):
@@ -148,7 +159,7 @@ class Children:
                 yield child, message
 
     def _with_news(self, among: Sequence[Child], seconds: float) -> list[Child]:
-        """Wait until a child has news, but at most so long, and return those that have."""
+        """Wait up to ``seconds`` until a child has sent a message or exited, and return the children that have."""
         deadline = time.monotonic() + seconds
         with self._news:
             while not (found := [child for child in among if child.has_news]) and time.monotonic() < deadline:
@@ -162,7 +173,7 @@ class Children:
             return error
 
     def _tell(self, line: str) -> None:
-        """Say which children there are to the process that ends them when this one is gone."""
+        """Tell the watching process about a started or stopped child, which it kills if this process exits."""
         if self._watch.stdin is None:
             raise ValueError("the process has no standard input")
         with suppress(OSError):

@@ -1,9 +1,11 @@
-"""Messages between a process and its child processes: pickled objects over two pipes.
+"""Messages between a process and its child processes: pickled objects, sent over two pipes.
 
-A message is the number of its parts, their lengths, and the parts: first what is pickled, then each array as it lies in
-memory. Pickled with the rest, the values of a base-sized model would be copied five times.
+A message consists of the number of its parts, their lengths, and the parts. The first part is the pickled object, and
+each further part is the memory of an array. If the arrays were pickled with the object, the values of a base-sized
+model would be copied five times.
 
-This module is imported by every child, also by one of another interpreter that has no packages.
+Every child process imports this module, so it may only import the standard library: a child may run in a different
+interpreter without any packages.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ import struct
 import time
 from typing import IO, Any
 
-LENGTH = struct.Struct("!Q")  # in bytes, and the number of parts
-START = b"\0transformer-parity\0"  # before the first message; wrappers may print before it
-MOST_PRINTED = 2**16  # bytes that a wrapper may print
+LENGTH = struct.Struct("!Q")  # the encoding of the number of parts, and of the length of each part in bytes
+START = b"\0transformer-parity\0"  # marks the start of the first message, because wrappers may print text before it
+MOST_PRINTED = 2**16  # maximum number of bytes that a wrapper may print
 
 
 def parts(message: Any) -> list[Any]:
-    """Return what stands for a message, one after another: bytes, and memory of its arrays."""
+    """Return the parts of a message: bytes, and the memory of its arrays."""
     buffers: list[pickle.PickleBuffer] = []
     content = [pickle.dumps(message, 5, buffer_callback=buffers.append), *(buffer.raw() for buffer in buffers)]
     lengths = (len(content), *map(len, content))
@@ -31,21 +33,21 @@ def receive(stream: IO[bytes]) -> Any:
     """Return the next message.
 
     Raises:
-        EOFError: The stream has ended, possibly within a message.
+        EOFError: If the stream has ended, possibly within a message.
     """
     return unpickled(receive_parts(stream))
 
 
 class NoStartError(Exception):
-    """Something else than text stands before the first message. The error message is the first line of the text."""
+    """The stream starts with too much text, or with binary data. The error message is the first line of the text."""
 
 
 def skip_to_start(stream: IO[bytes]) -> None:
-    """Read a stream up to its first message.
+    """Skip everything before the first message of a stream.
 
     Raises:
-        EOFError: If the stream ends before.
-        NoStartError: If there is too much text, or something else, before it.
+        EOFError: If the stream ends before the first message.
+        NoStartError: If too much text, or binary data, precedes the first message.
     """
     text = bytearray()
     while (byte := stream.read(1)) not in (b"", START[:1]) and len(text) < MOST_PRINTED:
@@ -58,10 +60,10 @@ def skip_to_start(stream: IO[bytes]) -> None:
 
 
 def receive_parts(stream: IO[bytes]) -> list[bytearray]:
-    """Return what stands for the next message.
+    """Return the parts of the next message.
 
     Raises:
-        EOFError: The stream has ended, possibly within a message.
+        EOFError: If the stream has ended, possibly within a message.
     """
     (number,) = LENGTH.unpack(_exactly(LENGTH.size, stream))
     lengths = struct.unpack(f"!{number}Q", _exactly(number * LENGTH.size, stream))
@@ -69,30 +71,30 @@ def receive_parts(stream: IO[bytes]) -> list[bytearray]:
 
 
 def unpickled(content: list[bytearray]) -> Any:
-    """Return the message that some parts stand for."""
+    """Return the message that consists of these parts."""
     first, *buffers = content
     return pickle.loads(first, buffers=buffers)
 
 
 def _exactly(size: int, stream: IO[bytes]) -> bytearray:
-    content = bytearray(size)  # arrays in it can be written to
+    content = bytearray(size)  # mutable, so that the arrays in the message are writable
     view, found = memoryview(content), 0
     while count := stream.readinto(view[found:]):  # type: ignore[attr-defined]
         found += count
     if found < size:
-        raise EOFError(f"a message has ended after {found} of {size} bytes")
+        raise EOFError(f"the stream ended after {found} of {size} bytes of a message")
     return content
 
 
 class Broken:
-    """The message of a process that cannot continue.
+    """The last message of a process that can't continue.
 
     Args:
-        why: The exception, in words.
-        is_usage: Whether the input is at fault. Then most processes of a team send the same.
+        why: A description of the exception.
+        is_usage: Whether the input is at fault. In this case, most processes of a team send the same message.
 
     Attributes:
-        at: When it was made, in seconds since the epoch.
+        at: The time of the error, in seconds since the epoch.
     """
 
     def __init__(self, why: str, is_usage: bool = False) -> None:
@@ -100,9 +102,10 @@ class Broken:
 
 
 class Parent:
-    """The child's side: its standard input and output, which nothing else in the process can use any more.
+    """The connection of a child process to its parent, over the child's standard input and output.
 
-    From then on, standard input is at its end, and what is written to standard output goes where errors go.
+    Creating this object reserves both streams. Other code in the process then reads an empty standard input, and its
+    standard output is redirected to standard error.
     """
 
     def __init__(self) -> None:
@@ -117,19 +120,19 @@ class Parent:
         os.dup2(2, 1)
 
     def receive(self) -> Any:
-        """Return the next message.
+        """Return the next message from the parent process.
 
         Raises:
-            EOFError: There will be no more.
+            EOFError: If there are no more messages.
         """
         self._leave_if_forked()
         return receive(self._requests)
 
     def send(self, message: Any) -> None:
-        """Send a message.
+        """Send a message to the parent process.
 
         Raises:
-            OSError: The parent process has ended.
+            OSError: If the parent process has exited.
         """
         self._leave_if_forked()
         for part in parts(message):
@@ -137,6 +140,6 @@ class Parent:
         self._replies.flush()
 
     def _leave_if_forked(self) -> None:
-        """End this process if it is a copy, made by ``os.fork``: two of them would send every message twice."""
+        """Exit if ``os.fork`` created this process, because two processes would send every message twice."""
         if os.getpid() != self._pid:
             os._exit(1)

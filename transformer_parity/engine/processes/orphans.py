@@ -1,7 +1,7 @@
-"""End child processes whose parent has ended, however it ended: a process of its own, which waits for that.
+"""A watching process, which kills the child processes of its parent process after the parent has exited or was killed.
 
-A thread of each child could do the same, but not while compiled code holds the interpreter's lock; and Linux' own
-``PR_SET_PDEATHSIG`` ends a child, but neither what the child has started nor its folder.
+A thread in each child couldn't do this reliably, because compiled code may hold the global interpreter lock. On Linux,
+``PR_SET_PDEATHSIG`` would kill a child, but neither kill the descendants of the child nor remove its directory.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import sys
 import time
 from contextlib import suppress
 
-ENDING = 5.0  # seconds in which processes end that were killed
+ENDING = 5.0  # maximum seconds to wait for killed processes to exit
 
 
 def members(leader: int) -> list[int]:
-    """Return the processes of a session; on Windows, which has none, a process and its descendants."""
-    import psutil  # imported when needed: the process that waits starts faster without
+    """Return the IDs of all processes in a session or, on Windows, of a process and its descendants."""
+    import psutil  # imported when needed, because the watching process starts faster without it
 
     if os.name == "nt":
         with suppress(psutil.Error):
@@ -26,33 +26,33 @@ def members(leader: int) -> list[int]:
         return []
     found = []
     for pid in psutil.pids():
-        with suppress(OSError, psutil.Error):  # it may end meanwhile
+        with suppress(OSError, psutil.Error):  # the process may exit in the meantime
             if os.getsid(pid) == leader and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
                 found.append(pid)
     return found
 
 
 def end_all(leader: int) -> None:
-    """End the processes of a session, until there are none."""
+    """Kill the processes of a session until none are left, for at most five seconds."""
     deadline = time.monotonic() + ENDING
-    while (found := members(leader)) and time.monotonic() < deadline:  # one may start another meanwhile
+    while (found := members(leader)) and time.monotonic() < deadline:  # processes may start new ones in the meantime
         for pid in found:
             with suppress(OSError):
                 os.kill(pid, signal.SIGTERM if os.name == "nt" else signal.SIGKILL)
-        time.sleep(0.01)  # they take a moment to end
+        time.sleep(0.01)  # gives the processes time to exit
 
 
 def watch(folder: str) -> None:
-    """Read from standard input which children there are; when it ends, end those that are left and remove a folder.
+    """Track the children that standard input announces. At its end, kill the remaining ones and remove a directory.
 
     Args:
-        folder: What is removed.
+        folder: The directory to remove.
     """
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # sent to all processes of a terminal, or of a service
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # terminals and service managers send these to all processes
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     leaders: set[int] = set()
-    for line in sys.stdin:  # "+17" has been started, "-17" has ended
+    for line in sys.stdin:  # "+17": process 17 was started; "-17": it has exited
         change = leaders.add if line[0] == "+" else leaders.discard
         change(int(line[1:]))
     for leader in leaders:

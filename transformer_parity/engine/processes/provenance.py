@@ -1,12 +1,12 @@
-"""Provenance: which files a port consists of, and whether the reference is the one of this checker.
+"""Provenance: determine which files a port consists of, and ensure that the reference belongs to this checker.
 
-- Python decides which files a port consists of, as without this checker: the current directory comes first, then
-  ``PYTHONPATH``. This includes our packages of models, which a user may have copied and edited.
-- A port is compiled from its source. Python's cached bytecode is used if the size and the time of the source are those
-  of an earlier version, so it may be the code of that version. Installed packages keep theirs: without it, importing a
-  framework would take twice the time.
-- The checker and the reference are the ones beside this file. A process can't have two packages of one name, so a
-  directory with a different reference is refused.
+- Python finds the files of a port as it would without this checker: first in the current directory, then in
+  ``PYTHONPATH``. This includes the model packages of this project, which a user may have copied and edited.
+- A port is compiled from its source. Python identifies cached bytecode only by the size and time of the source file, so
+  the bytecode may belong to an earlier version of the source. Installed packages still use cached bytecode, because
+  importing a framework would take twice the time without it.
+- The checker and the reference are loaded from the directory that contains this package. A process can't load two
+  packages with the same name, so a directory with a different reference is rejected.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from transformer_parity.engine.processes.start import OURS, ROOT
 CHECKER = "transformer_parity"
 FILE_OF = "file of "
 REFERENCE = ("transformer_spec", "reference_numpy")
-FRAMEWORKS = ("torch", "jax", "jaxlib", "flax", "tensorflow", "keras", "numpy")  # also if they are built in a checkout
+# Packages that use cached bytecode, even if they are imported from a source checkout.
+FRAMEWORKS = ("torch", "jax", "jaxlib", "flax", "tensorflow", "keras", "numpy")
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
 INSTALLERS = ("site-packages", "dist-packages")
 
 
 class FromSource(SourceFileLoader):
-    """Loads a module from its source, without cached bytecode."""
+    """A loader that compiles a module from its source and ignores cached bytecode."""
 
     def path_stats(self, path: str) -> NoReturn:
-        """Raise an error, because Python neither reads nor writes bytecode of a file without size and time."""
+        """Raise an error, because Python neither reads nor writes bytecode if a file has no size and time."""
         raise OSError(f"the bytecode of {path} is not cached")
 
 
 class PortImporter:
-    """Finds the files of ports, and loads them from their source.
+    """An import finder that finds the files of ports and loads them from their source.
 
     Attributes:
         modules: The modules that define ports.
-        first: Directories in which our packages are searched before ``sys.path``.
+        first: Directories to search for packages of this project before ``sys.path``.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,7 @@ class PortImporter:
             spec = _found(name, [*self.first, *sys.path])
         else:
             others = sys.meta_path[sys.meta_path.index(self) + 1 :]
-            if name in self.modules:  # pytest has a cache for the modules in which it rewrites assertions
+            if name in self.modules:  # pytest caches modules in which it rewrites assertions, so its finder is skipped
                 others = [finder for finder in others if not type(finder).__module__.startswith("_pytest.")]
             spec = _asked(others, name, path, target)
         if spec is not None and type(spec.loader) is SourceFileLoader and not self._is_cached(spec, top):
@@ -79,7 +80,7 @@ _IMPORTER = PortImporter()
 
 
 def import_port(module: str) -> None:
-    """Prepare the import of a user's port: the current directory comes first, as with ``python -m``.
+    """Prepare the import of a user's port. The current directory is searched first, as with ``python -m``.
 
     Args:
         module: The module that defines the port.
@@ -92,7 +93,7 @@ def import_port(module: str) -> None:
 
 
 def import_packages() -> None:
-    """Prepare the import of our packages: they are searched in the current directory first, and other modules not."""
+    """Prepare the import of this project's packages, and only of these, from the current directory."""
     _IMPORTER.first = [os.getcwd()]
     _insert()
 
@@ -103,17 +104,22 @@ def _insert() -> None:
 
 
 def old_bytecode(module: str) -> str:
-    """Return why a module that was imported before ``import_port`` is not its source; empty if it is."""
+    """Return an error message if a module, imported before ``import_port``, came from outdated bytecode.
+
+    If the bytecode matches the source, return an empty string.
+    """
     spec = getattr(sys.modules.get(module), "__spec__", None)
     if spec is None or spec.origin is None or type(spec.loader) is not SourceFileLoader:
         return ""
     if spec.loader.get_code(module) == FromSource(module, spec.origin).get_code(module):
         return ""
-    return f"{spec.origin} was imported from cached bytecode of an earlier version: remove {spec.cached}"
+    return f"{spec.origin} was imported from cached bytecode of an earlier version: delete {spec.cached}"
 
 
 def other_reference(first: Sequence[str] = ()) -> str:
-    """Return why the reference in this process is not the one of this checker; empty if it is.
+    """Return an error message if Python would import a reference that doesn't belong to this checker.
+
+    If it belongs to this checker, return an empty string.
 
     Args:
         first: Directories that Python searches before ``sys.path``.
@@ -130,9 +136,9 @@ def other_reference(first: Sequence[str] = ()) -> str:
 
 
 def files_elsewhere() -> dict[str, str]:
-    """Return the file of every loaded module that has the name of one of ours and is not beside this file.
+    """Return the files of loaded modules that have the name of a module of this project, but a different location.
 
-    The keys are ``file of <module>``, as a port's environment has them.
+    The keys are ``file of <module>``, as in the environment of a port.
     """
     found = {}
     for name, module in sorted(sys.modules.items()):
@@ -143,10 +149,13 @@ def files_elsewhere() -> dict[str, str]:
 
 
 def described_elsewhere(environment: Mapping[str, str]) -> list[str]:
-    """Return a line for each package or module in an environment from ``files_elsewhere``; of packages, the first."""
+    """Return a line for each package or module in an environment from ``files_elsewhere``.
+
+    For a package, only its top-level module gets a line.
+    """
     files = {name.removeprefix(FILE_OF): file for name, file in environment.items() if name.startswith(FILE_OF)}
     return [
-        f"{name} is {file}, and not the installed {name.partition('.')[0]}"
+        f"{name} was loaded from {file} instead of the installed {name.partition('.')[0]}"
         for name, file in files.items()
         if name.rpartition(".")[0] not in files
     ]
@@ -154,13 +163,13 @@ def described_elsewhere(environment: Mapping[str, str]) -> list[str]:
 
 def _refusal(name: str, place: str, ours: str) -> str:
     return (
-        f"{place} is a different {name} from {ours}, which computes the truth: "
-        f"rename or remove it, or leave its directory out of PYTHONPATH"
+        f"{place} differs from {ours}, which is the reference: "
+        f"rename or remove {place}, or remove its directory from PYTHONPATH"
     )
 
 
 def _found(name: str, path: Sequence[str]) -> ModuleSpec | None:
-    """Return where Python finds a top-level module without the finders of this checker and of pytest."""
+    """Return the location of a top-level module without the finders of this checker and of pytest."""
     return _asked(sys.meta_path[sys.meta_path.index(PathFinder) :], name, path, None)
 
 
@@ -170,7 +179,7 @@ def _asked(finders: Sequence[Any], name: str, path: Sequence[str] | None, target
 
 
 def _place(spec: ModuleSpec | None) -> str:
-    """Return the directory of a package, or the file of a module; empty if it consists of no file."""
+    """Return the directory of a package or the file of a module; empty if there is no file."""
     if spec is None or not spec.has_location or spec.origin is None:
         return ""
     return spec.origin if spec.submodule_search_locations is None else os.path.dirname(spec.origin)
@@ -181,7 +190,7 @@ def _is_same(place: str, ours: str) -> bool:
 
 
 def _sources(place: str) -> Mapping[str, bytes]:
-    """Return the source of each module in a directory."""
+    """Return the source of each module in a directory by relative path."""
     return dict(_read(place)) if os.path.isdir(place) else {}
 
 
@@ -196,7 +205,7 @@ def _read(place: str) -> Iterator[tuple[str, bytes]]:
 
 @cache
 def _is_installed(place: str, current: str) -> bool:
-    """Whether an installer has written the files of a directory, and their bytecode."""
+    """Return whether an installer wrote the files in a directory and their bytecode."""
     if place == STANDARD_LIBRARY or os.path.basename(place) in INSTALLERS:
         return True
     return place != current and os.path.isdir(place) and any(name.endswith(".dist-info") for name in os.listdir(place))

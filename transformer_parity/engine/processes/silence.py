@@ -1,4 +1,7 @@
-"""How long a process has been silent, in seconds of its own: a busy machine makes it slower, but not silent."""
+"""Measure how long a process has been silent, not including the time that it waits for a CPU core.
+
+On a busy machine, processes become slower, but this must not be mistaken for a process that hangs.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ import psutil
 
 
 class Silence:
-    """Counts the seconds since a process was last heard of in which it computed or slept.
+    """The number of seconds since the last message of a process in which it computed or slept.
 
-    Seconds in which it waits for a processor are not its own. They cannot be read off everywhere, but bounded: they are
-    at most those in which no processor that it may use is idle, and at most those in which it does not compute. A
-    process that does not compute at all sleeps: then every second counts.
+    The time that a process waits for a CPU core is excluded. Not every operating system reports this time, but it is at
+    most the time in which none of the allowed cores is idle, and at most the time in which the process doesn't compute.
+    If a process doesn't compute at all, it sleeps, and the full time is included.
     """
 
     def __init__(self, pid: int) -> None:
@@ -22,15 +25,16 @@ class Silence:
         self._last = self._measure()
 
     def heard(self) -> None:
-        """Count from here again."""
+        """Reset the silence, because a message has arrived."""
         self._heard = True
 
     def count(self, interval: float) -> float:
-        """Return the seconds of silence, after adding those since the last measurement.
+        """Return the seconds of silence, including those since the last measurement.
 
         Args:
-            interval: Seconds between two measurements, with room for many ticks of the clock of processor time; twice
-                as many are added at most: more have passed if this process was stopped.
+            interval: Minimum seconds between two measurements, which must be much longer than a tick of the CPU time
+                clock. A measurement adds at most twice this time, because more time passes if this process itself is
+                suspended.
         """
         if time.monotonic() - self._last[0] < interval:
             return 0.0 if self._heard else self._seconds
@@ -44,7 +48,7 @@ class Silence:
         return self._seconds
 
     def _measure(self) -> tuple[float, float, dict[int, float]]:
-        """Return the time, the processor time of the process and its descendants, and the idle time by processor."""
+        """Return the time, the CPU time of the process and its descendants, and the idle time by CPU core."""
         idle = {i: times.idle for i, times in enumerate(psutil.cpu_times(percpu=True))}
         used = 0.0
         try:
@@ -53,7 +57,7 @@ class Silence:
                 allowed = process.cpu_affinity()
                 idle = {i: seconds for i, seconds in idle.items() if i in allowed}
             for one in (process, *process.children(recursive=True)):
-                used += sum(one.cpu_times()[:4])  # user and system, also of its own children that have ended
-        except psutil.Error:  # it has ended, which is noticed elsewhere
+                used += sum(one.cpu_times()[:4])  # user and system time, including children that have exited
+        except psutil.Error:  # the process has exited, which ``Child`` detects
             pass
         return time.monotonic(), used, idle

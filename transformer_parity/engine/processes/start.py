@@ -1,6 +1,7 @@
-"""Run ``module:function`` in another interpreter: our packages come from here, all others from its environment.
+"""Run a ``module:function`` in a child process, possibly in a different Python interpreter.
 
-The function is called with the parent process, a ``messages.Parent``.
+The packages of this project are imported from the directory that contains this package. All others are imported from
+the environment of the interpreter. The function is called with a ``messages.Parent``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 
-FOLDER = os.path.dirname(os.path.realpath(__file__))  # without pathlib, whose import would not be timed any more
+# pathlib is not used here, because it would already be imported when benchmarks measure import times.
+FOLDER = os.path.dirname(os.path.realpath(__file__))
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(FOLDER)))
 OURS = (
     *("transformer_spec", "reference_numpy", "transformer_torch", "transformer_jax", "transformer_tf"),
@@ -21,19 +23,23 @@ OURS = (
 
 
 class Ours:
-    """Finds our packages beside this one, but nothing else there: that may be built for another interpreter."""
+    """An import finder that finds only this project's packages in the directory of this package.
+
+    Other packages in this directory may be built for a different interpreter.
+    """
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """Return where a module is, if it is one of ours."""
+        """Return the location of a module if it belongs to this project."""
         return PathFinder.find_spec(name, [ROOT]) if name in OURS else None
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    if sys.version_info < (3, 11):  # noqa: UP036  of the other environment
-        sys.exit(f"Python 3.11 or later is needed: got {sys.version.split()[0]}")
-    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != FOLDER]  # its modules are no packages
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
+    if sys.version_info < (3, 11):  # noqa: UP036  the interpreter of the child can be older
+        sys.exit(f"Python 3.11 or later is required: got {sys.version.split()[0]}")
+    # Python adds the directory of this script to sys.path, which would make its modules importable by short names.
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != FOLDER]
     sys.meta_path.insert(0, Ours)
 
     from transformer_parity.engine.processes.messages import Parent

@@ -1,4 +1,4 @@
-"""Child processes that work together: when one fails, all are ended, and the one that failed first says why."""
+"""Child processes that work together. If one fails, all are stopped, and the error of the first failure is reported."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from transformer_parity.engine.processes.child import PATIENCE, Child, ChildEnde
 from transformer_parity.engine.processes.children import Children
 from transformer_parity.engine.processes.messages import Broken
 
-CAUSE = 2.0  # seconds for the process that failed first to say so: others fail because it is gone
+# Seconds to wait for the error message of the process that failed first. Other processes may report errors earlier,
+# because they have lost the connection to it.
+CAUSE = 2.0
 
 
 class TeamError(Exception):
-    """A process of a team has failed, and all were ended.
+    """A process of a team has failed, and all processes were stopped.
 
     Attributes:
-        where: The process, in words.
-        cause: What it sent, or how it ended.
+        where: A description of the process, such as ``process 1 of 2``.
+        cause: The error message that it sent, or the way it exited.
     """
 
     def __init__(self, where: str, cause: Broken | ChildEndedError) -> None:
@@ -28,14 +30,14 @@ class TeamError(Exception):
 
 
 class Team:
-    """Child processes that do one job together.
+    """Child processes that work on one job together.
 
     Args:
-        children: The block that started them.
-        members: The processes, by rank.
+        children: The object that started the processes.
+        members: The processes in the order of their ranks.
 
     Attributes:
-        is_over: Whether all were stopped.
+        is_over: Whether all processes were stopped.
     """
 
     def __init__(self, children: Children, members: Sequence[Child]) -> None:
@@ -54,15 +56,15 @@ class Team:
     def listen(
         self, until: type = object, *, patience: float = math.inf, pulse: Callable[[], None] | None = None
     ) -> Iterator[tuple[int, Any]]:
-        """Yield every message with the rank of its sender, until each process has sent one of the type ``until``.
+        """Yield (rank, message) for every message, until each process has sent a message of the type ``until``.
 
         Args:
-            until: The type of the last message of each; by default, each sends one.
-            patience: As in ``Children.listen``.
-            pulse: As in ``Children.listen``.
+            until: The type of the last message of each process. By default, each process sends one message.
+            patience: See ``Children.listen``.
+            pulse: See ``Children.listen``.
 
         Raises:
-            TeamError: A process has ended, was silent for too long, or has sent ``Broken``.
+            TeamError: If a process exits, is silent for too long, or sends ``Broken``.
         """
         waiting = list(self._members)
         for member, message in self._children.listen(waiting, patience=patience, pulse=pulse):
@@ -76,24 +78,27 @@ class Team:
         """Return the next message of each process, by rank.
 
         Raises:
-            TeamError: As in ``listen``.
+            TeamError: See ``listen``.
         """
         found = dict(self.listen(patience=patience))
         return [found[rank] for rank in range(len(self))]
 
     def stop(self, patience: float = PATIENCE) -> None:
-        """Give the processes some seconds to end by themselves, then end them."""
+        """Wait up to ``patience`` seconds for the processes to exit, then kill them."""
         deadline = time.monotonic() + patience
         for member in self._members:
             self._children.stop(member, max(0.0, deadline - time.monotonic()))
         self.is_over = True
 
     def where(self, rank: int) -> str:
-        """Return which process has a rank, in words."""
+        """Return a description of the process with a rank."""
         return f"process {rank} of {len(self)}"
 
     def _failure(self, first: Child, cause: Broken | ChildEndedError) -> TeamError:
-        """End all processes, and return why: what the input is at fault for, or who was killed, or who failed first."""
+        """Stop all processes and return the error to report.
+
+        An error caused by the input has priority, followed by a process that was killed, and by the earliest failure.
+        """
         found = {self._members.index(first): cause}
         others = [member for member in self._members if member is not first]
         for member, message in self._children.listen(others, seconds=CAUSE):
@@ -106,7 +111,7 @@ class Team:
 
 
 def _order(rank: int, cause: Broken | ChildEndedError) -> tuple[float, ...]:
-    """Return what sorts causes: the first is reported."""
+    """Return the sort key of a cause. The cause with the smallest key is reported."""
     if isinstance(cause, ChildEndedError):
         return (1,)
     return (0, rank) if cause.is_usage else (2, cause.at)

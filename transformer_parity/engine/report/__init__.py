@@ -1,1 +1,1 @@
-"""A comparison of any two implementations as tables, as trees, and as plain values."""
+"""Report the result of a comparison as tables, as trees, and as plain values for JSON."""

@@ -1,6 +1,6 @@
-"""The result of a command for programs: the same keys, verdicts and exit codes in every command.
+"""The JSON result of a command. Its top-level keys, verdicts, and exit codes are the same for all commands.
 
-``docs/result.schema.json`` describes it.
+``docs/result.schema.json`` describes the format.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.engine.verdict import EXIT_CODES, LAST_WORDS
 
 FORMAT = 1
-WORDS = {code: LAST_WORDS[verdict] for verdict, code in EXIT_CODES.items()}  # AGREE and so on, by exit code
+WORDS = {code: LAST_WORDS[verdict] for verdict, code in EXIT_CODES.items()}  # AGREE, DIVERGE, ... by exit code
 
 
 def envelope(
@@ -27,15 +27,15 @@ def envelope(
     environment: Mapping[str, Mapping[str, Any]] | None = None,
     seconds: float,
 ) -> dict[str, Any]:
-    """Return the result of a command as plain values that JSON can hold.
+    """Return the result of a command as plain values that can be written as JSON.
 
     Args:
-        command: The command, without ``parity``.
-        result: The content that only this command has.
+        command: The name of the command, without ``parity``.
+        result: The part of the result that is specific to this command.
         exit_code: The exit code of the command.
-        compares: Whether the command compares anything; the others have no verdict.
-        environment: Versions, devices and switches, by backend.
-        seconds: How long the command took.
+        compares: Whether the command compares anything. If it doesn't, the result has no verdict.
+        environment: Versions, devices, and switches by backend.
+        seconds: The duration of the command in seconds.
     """
     return plain(
         {

@@ -1,4 +1,4 @@
-"""The matrix of a case on the page: every tap by every port and dtype; and the plot of its errors along the depth."""
+"""The matrix of a case on the HTML page (taps by ports and dtypes), and the plot of its errors by depth."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformer_parity.engine.report.tree import block_of
 from transformer_parity.engine.style import BACKENDS
 
 Result = Mapping[str, Any]
-# Upper ends of the steps of a logarithmic scale: shares of the tolerance. Up to 1 it is kept.
+# Upper ends of the steps of a logarithmic color scale, as fractions of the tolerance. Values up to 1 agree.
 STEPS = (0.0, 0.01, 0.1, 1.0, 10.0, 1e3, 1e6, math.inf)
-STEP_NAMES = ("exact", "≤ 1 %", "≤ 10 %", "≤ 100 %", "≤ 10 times", "≤ 1,000", "≤ 1,000,000", "more")
-WIDTH, HEIGHT = 960, 300  # of the plot; its margins:
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 34
+STEP_NAMES = ("exact", "≤ 1%", "≤ 10%", "≤ 100%", "≤ 10 times", "≤ 1,000", "≤ 1,000,000", "more")
+WIDTH, HEIGHT = 960, 300  # size of the plot in pixels
+LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 34  # margins of the plot in pixels
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Cell:
     share: str
     verdict: str
     step: int
-    blame: str  # introduced or inherited, where that is known; empty otherwise
+    blame: str  # "introduced" or "inherited"; empty if unknown
 
 
 @dataclass
 class TapRow:
-    """A tap, and its cell in each column; None where a column has no such tap."""
+    """A tap and its cells, one per column; None for columns whose port doesn't have the tap."""
 
     tap: str
     block: str
@@ -41,24 +41,24 @@ class TapRow:
 
     @property
     def fails(self) -> bool:
-        """Whether any column is over its tolerance."""
+        """Whether the error in any column is over its tolerance."""
         return any(cell is not None and cell.verdict != AGREES for cell in self.cells)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve of the plot: of one backend in one dtype."""
+    """A curve of the plot, for one backend in one dtype."""
 
     colour: str
     dtype: str
     name: str
     path: str
-    marks: list[tuple[float, float, str]]  # x, y, and what was introduced there
+    marks: list[tuple[float, float, str]]  # x, y, and name of each tap that introduces a difference
 
 
 @dataclass
 class Plot:
-    """The error along the depth."""
+    """The plot of errors over the depth of the model."""
 
     lines: list[Curve]
     decades: list[tuple[float, str]]  # y, label
@@ -68,7 +68,7 @@ class Plot:
 
 @dataclass
 class Matrix:
-    """Every tap of one case."""
+    """The errors of one case at every tap."""
 
     case: str
     columns: list[tuple[str, str]]  # backend, dtype
@@ -77,12 +77,12 @@ class Matrix:
 
     @property
     def failing(self) -> int:
-        """How many rows fail."""
+        """The number of failing rows."""
         return sum(row.fails for row in self.rows)
 
 
 def matrices(result: Result, main: str) -> list[Matrix]:
-    """Return every tap of every case that has its taps in the result, the main case first.
+    """Return the matrices of all cases whose taps are in the result, starting with the main case.
 
     Args:
         result: The result of a comparison as plain values.
@@ -115,7 +115,7 @@ def _matrix(case: str, entries: Sequence[Result], blames: Mapping[tuple[str, str
 
 
 def _step(value: float | str) -> int:
-    """Return where a share stands on the scale; NaN stands beyond."""
+    """Return the step of a fraction of the tolerance on the color scale; NaN gets the last step."""
     return next((i for i, end in enumerate(STEPS) if float(value) <= end), len(STEPS) - 1)
 
 
@@ -126,7 +126,7 @@ def _plot(
     taps: Sequence[str],
     blames: Mapping[tuple[str, str, str, str], str],
 ) -> Plot:
-    """Lay the errors out over the taps, on a logarithmic axis; nothing and infinity stand at its ends."""
+    """Return the plot of the errors over the taps. The y-axis is logarithmic, with 0 and infinity at its ends."""
     positive = [float(entry[key]) for entry in entries for key in ("error", "tolerance")]
     exponents = [math.log10(value) for value in positive if 0.0 < value < math.inf]
     low, high = math.floor(min(exponents, default=-16.0)) - 1, math.ceil(max(exponents, default=0.0)) + 1
@@ -165,13 +165,16 @@ def _plot(
 
 
 def _label(block: str) -> str:
-    """Return what stands below a block: the stack at its first layer, then a number; nothing where it is no layer."""
+    """Return the x-axis label of a block: the stack and the number for layer 0, and the number for other layers.
+
+    The label of a block outside the layers is empty.
+    """
     stack, _, layer = block.partition(".layers.")
     return f"{stack} {layer}" if layer == "0" else layer
 
 
 def number(value: float | str) -> str:
-    """Write an error; a string is an infinite one, or NaN."""
+    """Format an error. Infinity and NaN are passed as strings."""
     value = float(value)
     if value == 0.0:
         return "exact"
@@ -179,18 +182,18 @@ def number(value: float | str) -> str:
 
 
 def share(value: float | str) -> str:
-    """Write a share of the tolerance: a percentage of what is kept, a multiple of what is not."""
+    """Format a fraction of the tolerance: as a percentage if the tensor agrees, otherwise as a multiple."""
     value = float(value)
     if not math.isfinite(value):
         return "beyond any tolerance"
     if value > 1.0:
-        return f"{value:.2g} times its tolerance" if value < 1e3 else f"{value:.0e} times its tolerance"
-    return f"{100.0 * value:.2g} % of its tolerance" if value >= 0.001 or not value else "<0.1 % of its tolerance"
+        return f"{value:.2g} times the tolerance" if value < 1e3 else f"{value:.0e} times the tolerance"
+    return f"{100.0 * value:.2g}% of the tolerance" if value >= 0.001 or not value else "<0.1% of the tolerance"
 
 
 def percent(value: float | str) -> str:
-    """Write a share in short."""
+    """Format a fraction of the tolerance as a short percentage."""
     share = 100.0 * float(value)
     if not share < 1000.0:
-        return ">999 %"
-    return f"{share:.0f} %" if share == 0.0 or share >= 1.0 else "<1 %"
+        return ">999%"
+    return f"{share:.0f}%" if share == 0.0 or share >= 1.0 else "<1%"

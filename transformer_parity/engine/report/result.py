@@ -1,4 +1,4 @@
-"""Findings as plain values, the same keys in the result of every command."""
+"""Convert findings to plain values, with the same keys in the result of every command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TAP_KEYS = ("backend", "dtype", "case", "path", "tap", "error", "tolerance", "sh
 
 
 def compared(findings: Sequence[Finding], verdict: Verdict) -> dict[str, Any]:
-    """Return how much was compared, and every failure, skip and near-tie."""
+    """Return the numbers of comparisons, and all failures, skips, and near-ties."""
     skips = [finding for finding in findings if finding.verdict == SKIPPED]
     failures = [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]
     return {
@@ -49,11 +49,13 @@ def summarize(findings: Sequence[Finding]) -> list[dict[str, Any]]:
 
 
 def by_case(findings: Iterable[Finding], usual: str) -> list[dict[str, Any]]:
-    """Return the result of each case in each dtype: its verdict, and the first finding that failed or was skipped.
+    """Return the result of each case in each dtype: the verdict, and the first finding that failed.
+
+    If nothing failed, the result contains the finding with the largest percentage of the tolerance.
 
     Args:
-        findings: Every comparison.
-        usual: The stage of findings that are about an implementation as a whole.
+        findings: All findings.
+        usual: The stage to use for findings about an implementation as a whole.
     """
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:
@@ -80,14 +82,14 @@ def by_case(findings: Iterable[Finding], usual: str) -> list[dict[str, Any]]:
 
 
 def tap_row(finding: Finding) -> dict[str, Any]:
-    """Return the error of one tap, without the words about it."""
+    """Return the numbers of one finding, without its texts."""
     return {key: value for key, value in finding.to_dict().items() if key in TAP_KEYS}
 
 
 def plain(value: Any) -> Any:
-    """Return lists, dicts and numbers for any sequence, mapping and array; what is not finite becomes a string.
+    """Convert sequences, mappings, and arrays to lists, dicts, and numbers.
 
-    JSON has no number for an infinite error, nor for NaN.
+    Infinity and NaN are converted to strings, because JSON doesn't support them.
     """
     if isinstance(value, Mapping):
         return {str(key): plain(entry) for key, entry in value.items()}

@@ -1,4 +1,4 @@
-"""Findings as tables in a terminal, and the line that a comparison ends with."""
+"""Print findings as tables in a terminal, and the verdict as the last line."""
 
 from __future__ import annotations
 
@@ -19,35 +19,38 @@ STYLES = {SKIPPED: "dim", AGREES: "green", IMPRECISE: "yellow", DIVERGES: "bold 
 
 
 class Compiled(Protocol):
-    """The time that one implementation took."""
+    """The CPU time of one implementation."""
 
     @property
     def compiling(self) -> float:
-        """Seconds that went into compiling."""
+        """The seconds spent on compilation."""
 
 
 def print_line(console: Console, word: str, style: str, said: str) -> None:
-    """Print a word and a message of a port or a file: one line, however long, so that it can forge no other."""
+    """Print a label and a text from a port or a file as one line.
+
+    The text can't contain line breaks, so a port can't print lines that look like lines of the report.
+    """
     console.print(Text(word, style) + Text(printable(said), "default"), soft_wrap=True)
 
 
 def print_summary(
     console: Console, findings: Sequence[Finding], backends: Sequence[str], titles: Mapping[str, str] | None = None
 ) -> None:
-    """Print one table per dtype: by component and backend, the error that uses most of its tolerance, and how much.
+    """Print one table per dtype with the error that is closest to its tolerance for each component and backend.
 
     Args:
-        console: Where to print.
-        findings: Every comparison.
-        backends: The columns.
-        titles: The title of the table of each dtype; by default the name of the dtype.
+        console: The console to print to.
+        findings: All findings.
+        backends: The backends, one per column.
+        titles: The table titles by dtype; None to use the name of the dtype.
     """
     for dtype in dict.fromkeys(finding.dtype for finding in findings if finding.dtype):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("component", no_wrap=True)
         for backend in backends:
             table.add_column(backend, no_wrap=True, justify="right")
-        table.add_column("largest share of its tolerance", overflow="fold")
+        table.add_column("closest to its tolerance", overflow="fold")
         of_dtype = [finding for finding in findings if finding.dtype == dtype]
         for component in dict.fromkeys(finding.component for finding in of_dtype):
             row = [finding for finding in of_dtype if finding.component == component]
@@ -59,7 +62,7 @@ def print_summary(
 
 
 def print_problems(console: Console, findings: Sequence[Finding], verdict: Verdict, limit: int = 8) -> None:
-    """Print the first tap that failed in each case, once for all cases in which it is the same tap."""
+    """Print the first failing tap of each case. Cases in which the same tap fails first share a line."""
     first: dict[tuple[str, str, str], Finding] = {}
     for finding in findings:
         if finding.verdict not in (AGREES, SKIPPED):
@@ -76,17 +79,17 @@ def print_problems(console: Console, findings: Sequence[Finding], verdict: Verdi
     if verdict.doubt:
         console.print(verdict.doubt)
     if len(alike) > limit:
-        console.print(f"... and {len(alike) - limit} more; --json holds them all.")
+        console.print(f"... and {len(alike) - limit} more; use --json FILE to get all of them.")
 
 
 def print_near_ties(console: Console, findings: Sequence[Finding]) -> None:
-    """Print where a search returned something else than the reference, within rounding: no failure."""
+    """Print the near-ties, that is, searches whose result differs from the reference only because of rounding."""
     for finding in filter(lambda finding: finding.is_near_tie, findings):
         print_line(console, "NEAR-TIE ", "", f" {finding.backend} {finding.dtype} {finding.case}: {finding.detail}")
 
 
 def print_skips(console: Console, findings: Sequence[Finding]) -> None:
-    """Print what was not compared because a port does not offer it: once, with some of the cases."""
+    """Print the comparisons that were skipped because a port doesn't support them, one line per reason."""
     why: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         if finding.verdict == SKIPPED:
@@ -99,7 +102,7 @@ def print_skips(console: Console, findings: Sequence[Finding]) -> None:
 
 
 def print_coverage(console: Console, verdict: Verdict, not_tested: Iterable[str]) -> None:
-    """Print what was asked for and not compared, and what was not asked for."""
+    """Print the requests that were not compared, and everything that was not requested."""
     for what in verdict.missing:
         print_line(console, "MISSING  ", STYLES[FAILED], f" {what}")
     for what in not_tested:
@@ -113,7 +116,7 @@ def verdict_line(
     seconds: float,
     spent: Mapping[str, Compiled] | None = None,
 ) -> Text:
-    """Return the last line: one word, then what it stands on, and how much of the time was spent compiling."""
+    """Return the last line of a report, which contains the verdict, the numbers of comparisons, and the time."""
     skipped = [finding for finding in findings if finding.verdict == SKIPPED]
     cases = len({finding.case for finding in findings if finding.case})
     counted = ", ".join(
@@ -123,14 +126,14 @@ def verdict_line(
     counted += f", {len(skipped)} skipped" if skipped else ""
     if verdict.verdict == AGREES:
         finding = worst(findings)
-        counted += f"; the largest uses {_percent(finding.share)} of its tolerance ({finding.backend} {finding.dtype}"
-        counted += f" {_place(finding)})"
+        counted += f"; the largest error is {_percent(finding.share)} of its tolerance ({finding.backend}"
+        counted += f" {finding.dtype} {_place(finding)})"
         if near_ties := sum(finding.is_near_tie for finding in findings):
-            counted += f"; {near_ties} searches with near-ties"
+            counted += f"; {near_ties} search{'es' * (near_ties > 1)} with near-ties"
     else:
         failing = [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]
         counted += f"; {len(failing):,} failed" if failing else ""
-        counted += f"; {len(verdict.missing)} asked for and not compared" if verdict.missing else ""
+        counted += f"; {len(verdict.missing)} requested but not compared" if verdict.missing else ""
     compiling = [f"{name} {port.compiling:.0f} s" for name, port in (spent or {}).items() if port.compiling]
     counted += f"; {seconds:.0f} s" + (f" (compiling: {', '.join(compiling)})" if compiling else "")
     return Text(verdict.word, STYLES[verdict.verdict]) + Text(f"  {counted}.", "default")
@@ -144,7 +147,12 @@ def print_table(console: Console, title: str, table: Table) -> None:
 
 
 def cell(findings: Sequence[Finding], share: bool = True) -> Text:
-    """Return the error that uses most of its tolerance, and unless told otherwise how much."""
+    """Return a table cell with the error that is closest to its tolerance.
+
+    Args:
+        findings: The findings of one component and backend.
+        share: Whether to include the percentage of the tolerance and the verdict.
+    """
     if not findings:
         return Text("-", "dim")
     finding = worst(findings)
@@ -152,15 +160,15 @@ def cell(findings: Sequence[Finding], share: bool = True) -> Text:
         return Text(WORDS[finding.verdict], STYLES[finding.verdict])
     error = "exact" if finding.error == 0.0 else f"{finding.error:.1e}"
     if share:
-        error += f" {_percent(finding.share):>6} {WORDS[finding.verdict]}"
+        error += f" {_percent(finding.share):>5} {WORDS[finding.verdict]}"
     return Text(error, STYLES[finding.verdict])
 
 
 def _percent(share: float) -> str:
     percent = 100.0 * share
     if percent == 0.0 or percent >= 10.0:
-        return f"{percent:.0f} %" if percent < 1000.0 else ">999 %"
-    return f"{percent:.1f} %" if percent >= 0.1 else "<0.1 %"
+        return f"{percent:.0f}%" if percent < 1000.0 else ">999%"
+    return f"{percent:.1f}%" if percent >= 0.1 else "<0.1%"
 
 
 def _place(finding: Finding) -> str:

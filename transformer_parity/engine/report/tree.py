@@ -1,4 +1,4 @@
-"""The blocks of a model as a tree, with a mark at those that introduce a difference."""
+"""Print the blocks of a model as a tree, and mark the blocks that introduce a difference."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from transformer_parity.engine.localization import FINE, INHERITED, INTRODUCED, 
 
 LINES = 25
 STYLES = {FINE: "green", INHERITED: "dim", INTRODUCED: "bold red"}
-TITLES = {"at": "gradients at the taps, from the logits backwards", "of": "gradients of the parameters"}
+TITLES = {"at": "gradients at the taps, starting from the logits", "of": "gradients of the parameters"}
 WAYS = {
-    "port": "each block of the port was run again on the reference's inputs",
-    "reference": "each block of the reference was run again on the port's inputs",
-    "nothing": "no tap is shown: nothing could be run again, and each that is wrong may follow from another",
+    "port": "reran each block of the port on the reference's inputs",
+    "reference": "reran each block of the reference on the port's inputs",
+    "nothing": "the port shows no taps, so no block could be rerun, and every difference may be inherited",
 }
 
 
 @dataclass
 class Node:
-    """A part of a model: a leaf has a mark, any other has parts."""
+    """A part of a model. A leaf has a mark, and other nodes have parts."""
 
     name: str
     mark: Mark | None = None
@@ -38,15 +38,15 @@ class Node:
 
     @property
     def verdict(self) -> str:
-        """Introduced if it was anywhere below; otherwise inherited, if anything was."""
+        """``introduced`` if any leaf introduces a difference; otherwise ``inherited`` if any leaf inherits one."""
         verdicts = {mark.verdict for mark in self.marks()}
         return next(verdict for verdict in (INTRODUCED, INHERITED, FINE) if verdict in verdicts)
 
 
 def nodes(marks: Iterable[Mark]) -> list[Node]:
-    """Return the parts of a model: ``encoder.layers.0``, its ``self_attention``, its ``scores``.
+    """Return the parts of a model as nested nodes, such as ``encoder.layers.0``, ``self_attention``, ``scores``.
 
-    Backwards, those of the gradients at taps come before those of parameters, in a part for each.
+    For the backward pass, the first part contains the gradients at taps, and the second one the parameter gradients.
     """
     root = Node("")
     for mark in marks:
@@ -61,9 +61,10 @@ def nodes(marks: Iterable[Mark]) -> list[Node]:
 
 
 def role(name: str) -> str:
-    """Return the role of a tensor: the same in every layer, and in all blocks of a layer that are of one kind.
+    """Return the role of a tensor, which is the same in every layer and in all blocks of the same kind.
 
-    The last word of a block's name is its kind: ``self_attention`` and ``cross_attention`` are attention.
+    The last word of a block's name is its kind. For example, ``self_attention`` and ``cross_attention`` both have the
+    kind ``attention``.
     """
     block, _, rest = name.partition(".")
     if rest.startswith("layers."):
@@ -73,13 +74,13 @@ def role(name: str) -> str:
 
 
 def block_of(name: str) -> str:
-    """Return the block of a tensor: its layer, or else the first part of its name."""
+    """Return the block of a tensor: its layer or, outside the layers, the first part of its name."""
     path = name.split(".")
     return ".".join(path[:3]) if path[1:2] == ["layers"] else path[0]
 
 
 def first_places(marks: Iterable[Mark]) -> dict[str, int]:
-    """Return the first place where each kind of difference was introduced, and in how many others it was."""
+    """Return the first tensor for each kind of introduced difference, and the number of other tensors of this kind."""
     places: dict[str, list[str]] = {}
     for mark in marks:
         if mark.verdict == INTRODUCED:
@@ -88,11 +89,11 @@ def first_places(marks: Iterable[Mark]) -> dict[str, int]:
 
 
 def print_blame(console: Console, blame: Blame) -> None:
-    """Print the tree of a model's blocks: what is fine is one line, what introduces a difference is spelled out.
+    """Print the tree of a model's blocks. Correct parts take one line, and parts with differences are expanded.
 
     Args:
-        console: Where to print.
-        blame: Where the differences start.
+        console: The console to print to.
+        blame: The result of the localization.
     """
     title = Text(f"{blame.backend} {blame.dtype} {blame.case}", "bold")
     title += Text(f"\n{WAYS[blame.replayed]}", "dim")
@@ -112,7 +113,7 @@ def print_blame(console: Console, blame: Blame) -> None:
 
 
 def _shortened(node: Node) -> Node:
-    """Join a part with its only part, such as a norm with its output."""
+    """Merge a node with its part if it has only one, such as a norm with its output."""
     node.parts = [_shortened(part) for part in node.parts]
     if len(node.parts) == 1 and node.parts[0].mark is not None:
         return Node(f"{node.name}.{node.parts[0].name}", node.parts[0].mark)
@@ -120,7 +121,7 @@ def _shortened(node: Node) -> Node:
 
 
 def _path(name: str) -> list[str]:
-    """Split a name into stack and layer, sublayer, and tensor."""
+    """Split a name into the layer (including the stack), the sublayer, and the tensor."""
     path = name.split(".")
     if path[1:2] != ["layers"]:
         return path[:1] if len(path) == 1 else [".".join(path)]
@@ -129,7 +130,7 @@ def _path(name: str) -> list[str]:
 
 
 def _add_all(tree: Tree, parts: Sequence[Node], first: Mapping[str, int], folds: bool) -> None:
-    """Add the parts; neighbours of the same content become one line together."""
+    """Add parts to a tree. Adjacent parts with the same content share one line."""
     groups: list[list[Node]] = []
     for part in parts:
         together = groups and not any(_is_spelled_out(other, first, folds) for other in (part, groups[-1][-1]))
@@ -154,7 +155,7 @@ def _content(part: Node) -> tuple[object, ...]:
 
 
 def _is_spelled_out(part: Node, first: Mapping[str, int], folds: bool) -> bool:
-    """Whether a part is drawn with its own parts, and a leaf on a line of its own."""
+    """Return whether a node is expanded, or a leaf gets a separate line."""
     if any(mark.name in first for mark in part.marks()):
         return True
     return part.mark is not None and part.mark.verdict != FINE and not folds
@@ -165,13 +166,11 @@ def _leaf(name: str, mark: Mark, others: int | None) -> Text:
     if mark.verdict != INTRODUCED:
         return line + Text(mark.verdict, STYLES[mark.verdict])
     line += Text("<- introduced here" if others is not None else "<- introduced here too", STYLES[INTRODUCED])
-    return line + Text(
-        f", and the same in {others} other place{'s' if others > 1 else ''}" if others else "", "default"
-    )
+    return line + Text(f", and in {others} similar place{'s' if others > 1 else ''}" if others else "", "default")
 
 
 def _folded(alike: Sequence[Node]) -> Text:
-    """Return one line for parts that are alike."""
+    """Return one line for multiple parts with the same content."""
     name = alike[0].name
     if len(alike) > 1:
         number = alike[-1].name.rpartition(".")[2]

@@ -1,1 +1,1 @@
-"""Files, signals, errors, and the machine."""
+"""Utilities for files, signals, errors, and information about the machine."""

@@ -1,4 +1,4 @@
-"""What a process has around it: the variables that frameworks read when they are imported, and standard streams."""
+"""The environment of a process: variables that frameworks read when they are imported, and standard streams."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import IO, TextIO
 
 from transformer_parity.engine.system.errors import UsageError
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # constants from malloc.h
 
 
 def prepare_environment() -> None:
-    """Let frameworks share a GPU instead of claiming it, and keep their start-up notices off the terminal."""
+    """Set variables so that frameworks allocate GPU memory on demand and print no startup messages."""
     os.environ["KERAS_BACKEND"] = "tensorflow"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
@@ -25,14 +25,15 @@ def prepare_environment() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed for what is allocated next, unless the environment says something about it.
+    """Configure glibc to keep freed memory for later allocations, unless environment variables configure malloc.
 
-    By default it gives each large array back to Linux, which provides the next one page by page: a quarter of the time
-    of a training step at base size, and half at smaller ones (docs/how-to/train.md). Other C libraries do as ever.
+    By default, glibc returns the memory of each large array to Linux, which then maps the next array page by page. This
+    takes 25% of the time of a training step at base size, and 50% at smaller sizes (docs/how-to/train.md). The function
+    has no effect with other C libraries.
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
-    with suppress(OSError, AttributeError):  # no glibc, or one without
+    with suppress(OSError, AttributeError):  # there is no glibc, or it doesn't support mallopt
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(M_MMAP_MAX, 0)
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # never
@@ -40,10 +41,11 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def quiet_frameworks() -> Iterator[TextIO]:
-    """Keep what compiled code prints to standard error off the terminal, and yield the terminal.
+    """Suppress the text that compiled code prints to standard error, and yield a stream that still prints.
 
-    TensorFlow prints its instruction sets under every setting. What was held back is printed when something fails,
-    because the reason may be in it; not after Ctrl-C, and not for a UsageError, which has its reason.
+    TensorFlow prints the CPU's instruction sets regardless of its settings. If an exception is raised, the suppressed
+    text is printed, because it may contain the reason. This doesn't apply to KeyboardInterrupt and UsageError, whose
+    reasons are known.
     """
     sys.stderr.flush()
     with Stream(os.fdopen(os.dup(2), "wb")) as terminal, tempfile.TemporaryFile("w+", errors="replace") as held_back:
@@ -63,14 +65,17 @@ def quiet_frameworks() -> Iterator[TextIO]:
 
 
 class Stream(io.TextIOWrapper):
-    """A stream for text. Once it cannot be written, the rest is dropped, so that a command goes on to its end.
+    """A text stream that ignores write errors, so that a command can still run to completion.
+
+    After the first error, all further text is discarded. Characters that the encoding doesn't support, and bytes in
+    paths that aren't valid UTF-8, are written as escape sequences.
 
     Args:
-        stream: Where the bytes go.
-        encoding: What it lacks is spelled out, and so are the bytes of a path that are no UTF-8.
+        stream: The underlying binary stream.
+        encoding: The text encoding.
 
     Attributes:
-        error: Why it cannot be written, unless its reader has left, as `head` does: that is no error.
+        error: The first write error; None if there was none, or if the reader closed the pipe, as `head` does.
     """
 
     error: OSError | None = None
@@ -88,7 +93,7 @@ class Stream(io.TextIOWrapper):
             return len(text)
 
     def flush(self) -> None:
-        """Hand what was written to the system."""
+        """Flush the buffered text to the operating system."""
         try:
             super().flush()
         except OSError as error:
@@ -96,7 +101,7 @@ class Stream(io.TextIOWrapper):
             super().flush()
 
     def _drop(self, error: OSError) -> None:
-        """Let this text, and what else is written, go nowhere."""
+        """Discard the buffered text and all further text."""
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, self.fileno())
         os.close(nothing)
@@ -106,11 +111,14 @@ class Stream(io.TextIOWrapper):
 
 @contextmanager
 def lasting_streams() -> Iterator[None]:
-    """Let standard output and error take everything, also where they are closed; one that was replaced stays."""
+    """Replace standard output and standard error by streams that ignore write errors, even if they are closed.
+
+    A stream that other code has replaced is left unchanged.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
-        except OSError:  # closed: the next file that is opened would take its place
+        except OSError:  # the descriptor is closed, so the next opened file would get its number
             os.open(os.devnull, os.O_RDWR)
     before = {"stdout": sys.stdout, "stderr": sys.stderr}
     for descriptor, (name, stream) in enumerate(before.items(), 1):

@@ -1,4 +1,4 @@
-"""The one exception for input that cannot be used."""
+"""The exception for unusable input, and functions that convert other exceptions to it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from contextlib import contextmanager
 
 
 class UsageError(Exception):
-    """Input that cannot be used. The message says what, got, needed; ``parity`` prints it and exits with 3.
+    """The input can't be used. ``parity`` prints the message and exits with 3.
 
-    The message is printed as one line, whatever it quotes; what else is given is printed below it as it is.
+    The first argument is the message, which names the requirement and the given value. It is printed as one line, even
+    if it quotes text with line breaks. Further arguments are printed below it, one per line.
     """
 
 
 def printable(text: str) -> str:
-    """Return text from outside as one line without control characters, so that it forges no line and no colour."""
+    """Return untrusted text as one line without control characters, so that it can't imitate lines of a report."""
     if text.isprintable():
         return text
     other = {True: " ", False: "\N{REPLACEMENT CHARACTER}"}
@@ -23,7 +24,7 @@ def printable(text: str) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Return the message of an error; of one of the operating system, the file and what became of it."""
+    """Return the message of an exception. For an OSError about a file, it consists of the path and the reason."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error)
@@ -31,15 +32,15 @@ def reason(error: Exception) -> str:
 
 @contextmanager
 def refusals(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors that mean unusable input here into a UsageError with its message.
+    """Convert exceptions of the given types, which indicate unusable input in this block, to a UsageError.
 
-    Errors of any other type are errors of the program and keep their traceback.
+    Exceptions of other types indicate a bug in the program, and keep their traceback.
 
     Args:
-        kinds: The types, such as ``OSError, ValueError``.
+        kinds: The types of exceptions, such as ``OSError, ValueError``.
 
     Raises:
-        UsageError: An error of one of these types was raised. A closed pipe stays a BrokenPipeError.
+        UsageError: If the block raises an exception of one of these types. A BrokenPipeError is never converted.
     """
     try:
         yield

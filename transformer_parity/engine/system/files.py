@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all; and what is no file, such as standard output, which is written into."""
+"""Write files atomically, and write to pipes, devices, and standard output by path."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from transformer_parity.engine.system.errors import UsageError, refusals
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the name of a temporary file, which takes the place of a file unless something is raised.
+    """Yield the path of a temporary file, which replaces a file at the end of the block unless an exception is raised.
 
-    A link stays, and what it names is replaced. What is no regular file (a pipe, a device, standard output) is written
-    into instead.
+    If the path is a symbolic link, its target is replaced. If the path names a pipe, a device, or standard output, the
+    content of the temporary file is written to it instead.
 
     Raises:
-        OSError: The file cannot be written; the error names it.
+        OSError: If the file can't be written. The exception contains the path.
     """
     try:
         if _is_replaced(path):
@@ -34,7 +34,7 @@ def replacing(path: Path) -> Iterator[Path]:
             with tempfile.TemporaryDirectory(prefix="parity-") as folder:
                 yield (temporary := Path(folder, "content"))
                 _write_into(path, temporary)
-    except OSError as error:  # which names the temporary file, or none
+    except OSError as error:  # it contains the path of the temporary file, or no path
         if error.strerror:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
@@ -42,7 +42,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """Yield a temporary file in the same directory, which then replaces a regular file, even if the power fails."""
+    """Yield a temporary file in the same directory, which then replaces a regular file durably, despite power loss."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # unique for each writer
     try:
         yield temporary
@@ -63,54 +63,54 @@ def _sync(path: Path, mode: int) -> None:
 
 
 def _is_replaced(path: Path) -> bool:
-    """Whether a path is that of a regular file, which may not be there yet, and not of one of this process' streams."""
+    """Return whether a path names a new or regular file that is not standard output or error of this process."""
     return not path.exists() or (path.is_file() and _stream_at(path) is None)
 
 
 def _stream_at(path: Path) -> int | None:
-    """Return which of this process' streams a path names: 1, 2 or none."""
+    """Return 1 or 2 if a path names standard output or standard error of this process, otherwise None."""
     return next((number for number in (1, 2) if os.path.samestat(path.stat(), os.fstat(number))), None)
 
 
 def _write_into(path: Path, content: Path) -> None:
-    """Write into what is no regular file; its reader may leave at any time."""
+    """Write content to a pipe, a device, or a standard stream, whose reader may close it at any time."""
     number = _stream_at(path)
-    place = path if number is None else os.dup(number)  # a pipe whose reader has left cannot be opened
+    place = path if number is None else os.dup(number)  # opening a pipe fails if its reader has closed it
     with suppress(BrokenPipeError), content.open("rb") as source, open(place, "ab") as stream:
         shutil.copyfileobj(source, stream)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file in UTF-8, whole or not at all; what UTF-8 cannot hold is spelled out.
+    """Write a UTF-8 text file atomically. Characters that UTF-8 can't encode are written as escape sequences.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: If the file can't be written.
     """
     with replacing(path) as temporary:
         temporary.write_text(text, "utf-8", "backslashreplace")
 
 
 def write_json(path: Path, content: Mapping[str, Any] | list[Any]) -> None:
-    """Write plain values as JSON, whole or not at all.
+    """Write plain values as a JSON file atomically.
 
     Raises:
-        OSError: The file cannot be written.
-        ValueError: A number is not finite.
+        OSError: If the file can't be written.
+        ValueError: If a number is not finite.
     """
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Refuse, before any work, a file that could not be written afterwards; None is no file.
+    """Check that output files can be written, before any work is done. None entries are ignored.
 
     Raises:
-        UsageError: The path is a folder, or what lies there, or its folder, cannot be written.
+        UsageError: If a path is a directory, or if the file or its directory can't be written.
     """
     for path in filter(None, paths):
         if not path.parent.is_dir():
-            raise UsageError(f"there is no folder {path.parent}")
+            raise UsageError(f"there is no directory {path.parent}")
         if path.is_dir():
-            raise UsageError(f"{path} is a folder")
+            raise UsageError(f"{path} must be a file: got a directory")
         try:
             if _is_replaced(path):
                 tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))).close()
@@ -121,7 +121,12 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def is_same_file(path: str, other: str) -> bool:
-    """Whether two paths, of which the second may be any text, name the same file; devices and pipes never are."""
+    """Return whether two paths name the same regular file, which may not exist yet.
+
+    Args:
+        path: A path.
+        other: A second path, or any other text.
+    """
     try:
         if not os.path.exists(path):
             return os.path.realpath(path) == os.path.realpath(other)
@@ -131,7 +136,7 @@ def is_same_file(path: str, other: str) -> bool:
 
 
 def delete_result(path: Path) -> None:
-    """Delete a result of an earlier run, if it is a regular file; a link to it stays.
+    """Delete the result file of an earlier run, if it is a regular file. A symbolic link to it is kept.
 
     Raises:
         UsageError: If the file can't be deleted.
@@ -142,10 +147,14 @@ def delete_result(path: Path) -> None:
 
 
 def write_results(result: Any, *files: tuple[Path | None, Callable[[Path, Any], None]]) -> None:
-    """Write a result, which has been printed, into several files; None is no file.
+    """Write a result, which has already been printed, to multiple files. None entries are ignored.
+
+    Args:
+        result: The result.
+        files: The path of each file, and the function that writes it.
 
     Raises:
-        UsageError: Some cannot be written; all others are.
+        UsageError: If a file can't be written. All other files are still written.
     """
     problems = []
     for path, write in files:
@@ -155,4 +164,4 @@ def write_results(result: Any, *files: tuple[Path | None, Callable[[Path, Any], 
         except OSError as error:
             problems.append(f"{path} cannot be written: {error.strerror or error}")
     if problems:
-        raise UsageError(f"{'; '.join(problems)}; the result is printed on standard output")
+        raise UsageError(f"{'; '.join(problems)}; the result was printed to standard output")

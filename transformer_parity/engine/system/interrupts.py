@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM."""
+"""Handle Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # signal turns numbers into enums, which takes ten times as long
+import _signal  # type: ignore[import-not-found]  # ten times faster than signal, which converts numbers to enums
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def ctrl_c_waits() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait until what has begun is whole; a second Ctrl-C does not wait."""
+    """Delay Ctrl-C and SIGTERM until the end of the block. A second Ctrl-C interrupts the block immediately."""
     came: list[int] = []
 
     def handle(number: int, frame: object) -> None:
@@ -20,8 +20,8 @@ def ctrl_c_waits() -> Iterator[None]:
         came.append(number)
 
     before = {number: _signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handlers = {number: handler for number, handler in before.items() if callable(handler)}  # others wait for nothing
-    if threading.current_thread() is not threading.main_thread():  # only the main thread is sent signals
+    handlers = {number: handler for number, handler in before.items() if callable(handler)}  # ignored signals need none
+    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         handlers = {}
     for number in handlers:
         _signal.signal(number, handle)
@@ -36,13 +36,13 @@ def ctrl_c_waits() -> Iterator[None]:
 
 @contextmanager
 def sigterm_is_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does: what was found is reported, and nothing is left behind."""
+    """Convert SIGTERM to KeyboardInterrupt, so that partial results are reported and temporary files are removed."""
 
     def handle(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # the end is not interrupted by a second one
+        signal.signal(number, signal.SIG_IGN)  # a second SIGTERM must not interrupt the cleanup
         raise KeyboardInterrupt
 
-    is_main_thread = threading.current_thread() is threading.main_thread()  # no other is sent signals
+    is_main_thread = threading.current_thread() is threading.main_thread()  # only the main thread receives signals
     if not is_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
@@ -54,14 +54,21 @@ def sigterm_is_ctrl_c() -> Iterator[None]:
 
 
 class Stop:
-    """Set by Ctrl-C and by SIGTERM; a second Ctrl-C interrupts at once."""
+    """A request to stop.
+
+    Attributes:
+        signal: The number of the signal that requested it; None if there was none.
+    """
 
     signal: int | None = None
 
 
 @contextmanager
 def stop_on_signal() -> Iterator[Stop]:
-    """Let a step be finished before a run is stopped."""
+    """Record Ctrl-C and SIGTERM in a ``Stop``, so that a run can finish its current step before it stops.
+
+    A second signal raises KeyboardInterrupt.
+    """
     stop = Stop()
 
     def handle(number: int, frame: object) -> None:
@@ -69,7 +76,7 @@ def stop_on_signal() -> Iterator[Stop]:
             raise KeyboardInterrupt
         stop.signal = number
 
-    if threading.current_thread() is not threading.main_thread():  # only the main thread is sent signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         yield stop
         return
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

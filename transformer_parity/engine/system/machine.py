@@ -1,4 +1,4 @@
-"""The machine: processor, memory, versions, and what the command line needs installed."""
+"""Information about the machine (CPU, memory, versions), and the packages that the command line requires."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from transformer_parity.engine.system.errors import UsageError
 DISTRIBUTION = "transformer-parity"
 LIBRARIES = ("jinja2", "matplotlib", "psutil", "rich", "sacrebleu", "sentencepiece")  # the modules of [cli]
 
-INSTRUCTIONS = {"AVX2": "avx2", "AVX-512": "avx512f", "AMX": "amx_tile"}  # as /proc/cpuinfo names them
+INSTRUCTIONS = {"AVX2": "avx2", "AVX-512": "avx512f", "AMX": "amx_tile"}  # values are flags in /proc/cpuinfo
 
 
 def needs() -> str:
-    """Return what the command line needs that is not installed, and how to install it; empty if nothing is missing."""
+    """Return a message with the required packages that aren't installed; empty if all of them are installed."""
     missing = ", ".join(name for name in LIBRARIES if find_spec(name) is None)
-    return missing and f"needs {missing}, not installed here: pip install '{DISTRIBUTION}[cli]'"
+    return missing and f"requires {missing}, which is not installed: pip install '{DISTRIBUTION}[cli]'"
 
 
 def processor() -> str:
-    """Return the name of the processor, and which of the instructions it has that decide how fast products are."""
+    """Return the name of the CPU, and the instruction sets that affect its matmul throughput."""
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text("utf-8", "replace")
@@ -38,12 +38,12 @@ def processor() -> str:
 
 
 def processors() -> int:
-    """Return how many processors this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return what the comparison runs on."""
+    """Return the versions of this package and Python, the operating system, and the CPU."""
     return {
         DISTRIBUTION: __version__,
         "python": platform.python_version(),
@@ -54,46 +54,48 @@ def describe_machine() -> dict[str, Any]:
 
 
 def held_bytes() -> int:
-    """Return the memory that this process holds."""
+    """Return the resident memory of this process in bytes."""
     import psutil
 
     return psutil.Process().memory_info().rss
 
 
 def free_bytes() -> int:
-    """Return the memory that processes can still be given."""
+    """Return the available memory of the machine in bytes."""
     import psutil
 
     return psutil.virtual_memory().available
 
 
 def check_memory(needed: int, what: str) -> None:
-    """Refuse, before it is begun, what cannot be done in the memory that is free.
+    """Check that enough memory is available, before an operation starts.
 
     Args:
-        needed: The least bytes that it takes.
-        what: What takes them.
+        needed: The minimum number of bytes that the operation requires.
+        what: The name of the operation, for the error message.
 
     Raises:
-        UsageError: More memory is needed than is free.
+        UsageError: If less memory is available.
     """
     free = free_bytes()
     if needed > free:
-        raise UsageError(f"{what} takes {needed / 2**30:,.0f} GiB of memory or more: {free / 2**30:,.1f} GiB are free")
+        raise UsageError(
+            f"{what} requires at least {needed / 2**30:,.0f} GiB of memory: only {free / 2**30:,.1f} GiB are available"
+        )
 
 
-CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")  # Linux alone lets a peak be forgotten,
-# and psutil neither does that nor reads the peak.
+# Only Linux supports resetting the peak memory. psutil can neither reset nor read it.
+CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 def forget_peak() -> None:
-    """Let the peak of memory be counted from here, where the system can."""
+    """Reset the peak memory of this process, if the operating system supports it."""
     with contextlib.suppress(OSError):
         CLEAR_REFS.write_text("5")
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has held, since its peak was forgotten where that is possible."""
+    """Return the peak memory of this process in bytes, since the last reset if the system supports resets."""
     with contextlib.suppress(OSError):
         for line in STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -1,1 +1,1 @@
-"""Every tap of one sentence pair, in the reference and in several ports, as one page to look around in."""
+"""The explorer: an interactive HTML page with all taps of one sentence pair, in the reference and in ports."""

@@ -1,4 +1,4 @@
-"""The page: one file for a browser, without anything from elsewhere."""
+"""Create the page: a self-contained HTML file that doesn't load other files."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ WORDS = {INTRODUCED: "introduced here", INHERITED: "inherited", FINE: "within to
 
 
 def write_page(path: Path, view: View, about: Sequence[str]) -> None:
-    """Write the page, whole or not at all.
+    """Write the page atomically.
 
     Args:
-        path: The file.
-        view: See ``view.view``.
-        about: Sentences about what was run.
+        path: The path of the file.
+        view: The content of the page, as returned by ``view.view``.
+        about: Sentences that describe the run.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: If the file can't be written.
     """
     write_text(path, page(view, about))
 
 
 def page(view: View, about: Sequence[str]) -> str:
-    """Return the page."""
+    """Return the HTML of the page."""
     return environment().get_template("page.html").render(view=view, about=about, **parts([view]))
 
 
 def environment(package: str = "transformer_parity.transformer.explore") -> Environment:
-    """Return the templates of a package, beside those of the explorer."""
+    """Return a template environment with the templates of a package and of the explorer."""
     return Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader("transformer_parity.transformer.explore")]),
         autoescape=True,
@@ -54,7 +54,7 @@ def environment(package: str = "transformer_parity.transformer.explore") -> Envi
 
 
 def parts(views: Sequence[View]) -> dict[str, Any]:
-    """Return what a template needs that includes ``explorer.html``."""
+    """Return the variables that a template requires if it includes ``explorer.html``."""
     return {
         "colours": Markup(page_colours()),
         "explorer_style": Markup((TEMPLATES / "explorer.css").read_text("utf-8")),
@@ -71,7 +71,7 @@ def _explorer(view: View) -> dict[str, Any]:
 
 
 def _script(content: Mapping[str, Any]) -> Markup:
-    """Return JSON that no HTML ends before its end."""
+    """Return JSON that is safe inside a ``<script>`` element."""
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace("&", "\\u0026"))
 
@@ -85,14 +85,14 @@ class Scale:
 
     @classmethod
     def of(cls, view: View) -> Scale:
-        """Return the scale that holds every error and tolerance."""
+        """Return the smallest scale that contains all errors and tolerances."""
         entries = [port for tap in view["taps"] for port in tap["ports"] if port is not None]
         numbers = [float(entry[key]) for entry in entries for key in ("error", "tolerance")]
         exponents = [math.log10(value) for value in numbers if 0.0 < value < math.inf]
         return cls(math.floor(min(exponents, default=-16.0)), math.ceil(max(exponents, default=0.0)))
 
     def __call__(self, value: float | str) -> float:
-        """Return a place in percent: of nothing the left end, of infinity and NaN the right one."""
+        """Return the position of a value on the scale in percent: 0 for zero, and 100 for infinity and NaN."""
         number = float(value)
         if not number < math.inf:
             return 100.0
@@ -101,7 +101,7 @@ class Scale:
 
 
 def ladder(view: View, scale: Scale) -> list[dict[str, Any]]:
-    """Return the taps in blocks, in the order of computation, each with the places of its errors."""
+    """Return the taps grouped by block, in the order of computation, with the positions of their errors."""
     blocks: list[dict[str, Any]] = []
     for index, tap in enumerate(view["taps"]):
         block, _, name = tap["name"].rpartition(".")
@@ -112,7 +112,7 @@ def ladder(view: View, scale: Scale) -> list[dict[str, Any]]:
 
 
 def _step(names: Sequence[str], entries: Sequence[View | None], scale: Scale) -> dict[str, Any]:
-    """Return what the ladder shows of one tap."""
+    """Return the content of the list entry of one tap."""
     shown = {name: entry for name, entry in zip(names, entries, strict=True) if entry is not None}
     verdicts = {name: entry["verdict"] for name, entry in shown.items()}
     worst = next((verdict for verdict in (INTRODUCED, INHERITED) if verdict in verdicts.values()), "")
@@ -123,5 +123,5 @@ def _step(names: Sequence[str], entries: Sequence[View | None], scale: Scale) ->
         "word": WORDS[worst] + (f": {', '.join(introduced)}" if introduced and len(shown) > 1 else "") if worst else "",
         "dots": [(i, scale(entry["error"])) for i, entry in enumerate(entries) if entry is not None],
         "tick": scale(max(float(entry["tolerance"]) for entry in shown.values())) if shown else None,
-        "says": "; ".join(says) or "shown by no port",
+        "says": "; ".join(says) or "not shown by any port",
     }

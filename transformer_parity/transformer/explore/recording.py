@@ -1,4 +1,4 @@
-"""What the reference and several ports compute for a batch, and where the differences of each port start."""
+"""Record all taps of the reference and of ports for a batch, and locate the differences of each port."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformer_parity.transformer.ports.protocol import Implementation, Placem
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_spec.config import TransformerConfig
 
-NEAR = 24  # taps before a tap among which its inputs are; a layer has fewer
+NEAR = 24  # number of preceding layer taps that can be inputs of a tap; a layer has fewer taps
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Recorded:
     """The taps of one port.
 
     Attributes:
-        name: The port.
-        marks: The error at each tap, its tolerance, and whether it was introduced there.
-        actual: The values that the port showed.
+        name: The name of the port.
+        marks: The error at each tap, its tolerance, and whether the difference was introduced there.
+        actual: The values of the taps.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Recorded:
 
     @property
     def first_over(self) -> str | None:
-        """The first tap over its tolerance, or None."""
+        """The first tap over its tolerance; None if all taps are within tolerance."""
         return next((mark.name for mark in self.marks if not mark.free <= mark.tolerance), None)
 
 
@@ -50,10 +50,10 @@ class Recording:
     """The taps of one batch.
 
     Attributes:
-        dtype: In which the ports computed.
-        expected: The reference in float64, tap by tap, in the order of computation.
-        ports: What each port showed.
-        feeds: The first wrong tap of each port, and the taps that it is computed from.
+        dtype: The dtype in which the ports computed.
+        expected: The values of the reference in float64 by tap, in the order of computation.
+        ports: The taps of each port.
+        feeds: The first wrong taps of the ports, each with the taps from which it is computed.
     """
 
     dtype: str
@@ -63,7 +63,7 @@ class Recording:
 
     @property
     def findings(self) -> list[Finding]:
-        """The comparisons of all taps of all ports."""
+        """The findings for all taps of all ports."""
         found = []
         for port in self.ports:
             author = Author(port.name, self.dtype, "explore", "explore", ACTIVATIONS)
@@ -81,7 +81,7 @@ class Recording:
 
     @property
     def sentence(self) -> int:
-        """Which sentence of the batch shows most: where the first wrong tap differs most, or else the first."""
+        """The index of the sentence to show: the one in which the first wrong tap differs most, otherwise 0."""
         for port in self.ports:
             name = port.first_over
             if name is not None and port.actual[name].shape == self.expected[name].shape:
@@ -101,16 +101,16 @@ def record(
     """Run the reference and each port on a batch.
 
     Args:
-        config: Of the model.
-        weights: By canonical name.
+        config: The config of the model.
+        weights: The weights by canonical name.
         inputs: ``source_ids`` and ``target_ids`` [B, L].
-        ports: What is compared with the reference.
-        dtype: In which the ports compute, float64 or float32.
-        progress: Receives the name of what runs next.
+        ports: The ports to compare with the reference.
+        dtype: The dtype in which the ports compute, float64 or float32.
+        progress: A function that receives the name of the implementation that runs next.
 
     Raises:
-        MissingFrameworkError: The framework of a backend is not installed.
-        UsageError: A port raises.
+        MissingFrameworkError: If the framework of a backend isn't installed.
+        UsageError: If a port raises an exception.
     """
     progress("the reference")
     load = DEFINITION.load
@@ -127,13 +127,13 @@ def record(
             raise UsageError(str(error)) from error
         except (UsageError, MemoryError):
             raise
-        except Exception as error:  # of a port, which may raise anything
+        except Exception as error:  # a port may raise any exception
             raise UsageError(f"{port.name}: {described(error)}") from error
     return recording_of(found, subject)
 
 
 def recording_of(found: Sequence[Evidence], subject: Subject) -> Recording:
-    """Return what was recorded to find where the differences of each port start."""
+    """Return the recording that corresponds to the evidence of the localization."""
     expected = subject.run(subject.truth, {})
     baseline = subject.replay.baseline({}, expected)
     ports = [Recorded(one.blame.backend, _marks(one, baseline, subject.dtype), one.actual) for one in found]
@@ -141,7 +141,7 @@ def recording_of(found: Sequence[Evidence], subject: Subject) -> Recording:
 
 
 def _marks(evidence: Evidence, baseline: Mapping[str, float], dtype: str) -> list[Mark]:
-    """Return the marks of a port with the tolerances of its own run, in which rounding has added up from tap to tap."""
+    """Return the marks of a port with the tolerances of a full run, in which rounding errors accumulate over taps."""
     marks = []
     for mark in evidence.blame.marks:
         allowed = tolerance(mark.name, dtype, baseline.get(mark.name, 0.0))
@@ -157,7 +157,7 @@ def _feeds(ports: Sequence[Recorded], subject: Subject, expected: Arrays) -> dic
 
 
 def feeds(name: str, subject: Subject) -> tuple[str, ...]:
-    """Return the taps that a tap is computed from: those that change it while all others are held."""
+    """Return the inputs of a tap, that is, the taps that change it if they are perturbed while all others are fixed."""
     expected = subject.run(subject.truth, {})
     names = list(expected)
     before = names[: names.index(name)]

@@ -1,7 +1,10 @@
-"""What the page holds of a recording: attention in full, norms of all else, the first wrong tap and its inputs in full.
+"""Convert a recording to the data of the page.
 
-Numbers that are looked at are float32. They stand in one buffer; a port's are exclusive-ored with the reference's,
-which leaves few bits, and the bytes of one significance stand together: both deflate well.
+The page contains the full values of attention scores, attention weights, the first wrong tap, and the inputs of this
+tap. For all other taps, it contains norms over the channels.
+
+All values are float32 and stored in one buffer. For better compression, each value of a port is XORed with the
+reference value, which leaves few nonzero bits, and bytes of the same significance are stored together.
 """
 
 from __future__ import annotations
@@ -20,27 +23,28 @@ from transformer_parity.transformer.diagnose.evidence.blame import Subject
 from transformer_parity.transformer.explore.recording import Recorded, Recording, recording_of
 
 ATTENTION = ("scores", "weights")
-MOST_WEIGHTS = 150_000  # numbers of the reference's scores and weights together: a base model's of 20 and 20 tokens
-MOST_CHANNELS = 2048  # of a tap in full
+# Maximum number of values in all scores and weights together; enough for 20 source and 20 target tokens at base size.
+MOST_WEIGHTS = 150_000
+MOST_CHANNELS = 2048  # maximum number of channels of a tap with full values
 SIDES = ("source", "target")
 
 
 class Buffer:
-    """Collects float32 numbers."""
+    """A buffer of float32 values."""
 
     def __init__(self) -> None:
         self.parts: list[ndarray] = []
         self.size = 0
 
     def add(self, values: ndarray, relative_to: ndarray | None = None) -> int:
-        """Append numbers, and return the place of the first."""
+        """Append values, XORed with ``relative_to`` if given, and return the offset of the first one."""
         bits = _bits(values)
         place, self.size = self.size, self.size + bits.size
         self.parts.append(bits if relative_to is None else bits ^ _bits(relative_to))
         return place
 
     def encoded(self) -> str:
-        """Return everything: little-endian, all lowest bytes first and all highest last, deflated, in base64."""
+        """Return the content as base64 of compressed bytes: first the lowest byte of each value, last the highest."""
         bits = np.concatenate([*self.parts, np.zeros(0, "<u4")])
         planes = bits.view(np.uint8).reshape(-1, 4).T.tobytes()
         return base64.b64encode(zlib.compress(planes, 9)).decode()
@@ -52,18 +56,19 @@ def _bits(values: ndarray) -> ndarray:
 
 
 def view(recording: Recording, title: str, tokens: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, Any]:
-    """Return what the page shows of a recording, as plain values.
+    """Return the data of the page as plain values.
 
     Args:
-        recording: The taps of a batch, of which one sentence is shown.
-        title: What was run.
-        tokens: ``source`` and ``target`` tokens of each sentence, spelled out.
+        recording: The taps of a batch. The page shows one sentence of it.
+        title: The title of the page.
+        tokens: The ``source`` and ``target`` tokens of each sentence as text.
     """
     row = recording.sentence
     shown = {side: list(tokens[side][row]) for side in SIDES}
     windows, notes = _windows(recording, row, shown)
     if len(tokens["source"]) > 1:
-        notes.insert(0, f"Sentence {row + 1} of {len(tokens['source'])} is shown; errors and tolerances are of all.")
+        shown_of = f"Values are shown for sentence {row + 1} of {len(tokens['source'])}."
+        notes.insert(0, f"{shown_of} Errors and tolerances apply to all sentences.")
     buffer = Buffer()
     taps = [_Tap(name, recording, row).entry(windows, buffer) for name in recording.expected]
     return {
@@ -80,7 +85,7 @@ def view(recording: Recording, title: str, tokens: Mapping[str, Sequence[Sequenc
 
 
 def view_of_case(evidence: Evidence, subject: Subject) -> dict[str, Any]:
-    """Return what a report shows of a case that differs; tokens are ids."""
+    """Return the data that a report shows for a case that differs. Tokens are shown as IDs."""
     config = subject.case.config
     special = {config.pad_id: "<pad>", config.bos_id: "<s>", config.eos_id: "</s>"}
     tokens = {
@@ -91,18 +96,21 @@ def view_of_case(evidence: Evidence, subject: Subject) -> dict[str, Any]:
 
 
 def side_of(tap: str) -> str:
-    """Return whose positions the rows of a tap are."""
+    """Return the side (source or target) whose positions are the rows of a tap."""
     of_memory = tap.endswith(("cross_attention.key", "cross_attention.value"))
     return "source" if of_memory or tap.startswith(("encoder.", "source_")) else "target"
 
 
 def keys_of(tap: str) -> str:
-    """Return whose positions the columns of scores or weights are."""
+    """Return the side (source or target) whose positions are the columns of scores or weights."""
     return "source" if ".cross_attention." in tap else side_of(tap)
 
 
 def _windows(recording: Recording, row: int, tokens: Mapping[str, Sequence[str]]) -> tuple[dict[str, slice], list[str]]:
-    """Return which positions are shown of each side: all, or as many around the worst as a page has room for."""
+    """Return the positions to show for each side, and notes about omitted positions.
+
+    If the sentence is too long, only positions around the one with the largest difference are shown.
+    """
     heads = [value.shape[1] for name, value in recording.expected.items() if name.rpartition(".")[2] in ATTENTION]
     most = max(8, math.isqrt(MOST_WEIGHTS // max(sum(heads), 1)))
     windows, notes = {}, []
@@ -112,14 +120,14 @@ def _windows(recording: Recording, row: int, tokens: Mapping[str, Sequence[str]]
         windows[side] = slice(start, min(length, start + most))
         if length > most:
             notes.append(
-                f"{length} {side} tokens are too many for one page: {start} to {start + most - 1} are shown, counted "
-                "from 0; errors and tolerances are of all."
+                f"Only {side} tokens {start} to {start + most - 1} (counting from 0) of {length} are shown. Errors and "
+                "tolerances apply to all tokens."
             )
     return windows, notes
 
 
 def _worst(recording: Recording, row: int, side: str) -> int:
-    """Return at which position of a side the first wrong tap differs most; 0 where nothing does."""
+    """Return the position at which the first wrong tap of a side differs most; 0 if there is no such tap."""
     for port in recording.ports:
         name = port.first_over
         if name is not None and side_of(name) == side and port.actual[name].shape == recording.expected[name].shape:
@@ -138,7 +146,7 @@ class _Tap:
         self.is_full = self.is_attention or name in of_interest
 
     def entry(self, windows: Mapping[str, slice], buffer: Buffer) -> dict[str, Any]:
-        """Return what the page shows of it; its numbers go into the buffer."""
+        """Return the data of the tap, and append its values to the buffer."""
         expected = self._cut(self.recording.expected[self.name], windows)
         found = [self._of_port(port, windows) for port in self.recording.ports]
         entry: dict[str, Any] = {"name": self.name, "full": self.is_full, "rows": side_of(self.name), "note": ""}
@@ -148,7 +156,7 @@ class _Tap:
             entry["columns"] = "channel"
             if (width := expected.shape[-1]) > MOST_CHANNELS:
                 kept = _channels(expected, found)
-                entry["note"] = f"{len(kept):,} of {width:,} channels are shown: those that differ most."
+                entry["note"] = f"Only the {len(kept):,} of {width:,} channels that differ most are shown."
                 entry["channels"] = kept.tolist()
                 expected = expected[..., kept]
                 found = [None if value is None else value[..., kept] for value in found]
@@ -160,13 +168,13 @@ class _Tap:
         return entry
 
     def _cut(self, value: ndarray, windows: Mapping[str, slice]) -> ndarray:
-        """Return one sentence's heads [N, L, n], at the positions that are shown."""
+        """Return the heads [N, L, n] of the shown sentence at the shown positions."""
         value = value[self.row]
         value = value.reshape(-1, *value.shape[-2:])[:, windows[side_of(self.name)]]
         return value[..., windows[keys_of(self.name)]] if self.is_attention else value
 
     def _of_port(self, port: Recorded, windows: Mapping[str, slice]) -> ndarray | None:
-        """Return likewise what a port showed, if it is of the same shape."""
+        """Return the same for a port; None if its value has a different shape."""
         value = port.actual.get(self.name)
         if value is None or value.shape != self.recording.expected[self.name].shape:
             return None
@@ -175,7 +183,7 @@ class _Tap:
     def _port_entry(
         self, port: Recorded, value: ndarray | None, expected: ndarray, buffer: Buffer
     ) -> dict[str, Any] | None:
-        """Return the errors of a port, and where its numbers are; None where it does not show this tap."""
+        """Return the errors of a port and the offsets of its values; None if the port doesn't show this tap."""
         mark = next((mark for mark in port.marks if mark.name == self.name), None)
         if mark is None:
             return None
@@ -187,17 +195,17 @@ class _Tap:
         }
         if value is None:
             theirs, ours = port.actual[self.name].shape, self.recording.expected[self.name].shape
-            return {**entry, "problem": f"its shape is {list(theirs)} instead of {list(ours)}"}
+            return {**entry, "problem": f"the shape is {list(theirs)} instead of {list(ours)}"}
         if self.is_full:
             return {**entry, "values": buffer.add(value, expected)}
-        with np.errstate(all="ignore"):  # what a mistake left may overflow
+        with np.errstate(all="ignore"):  # wrong values may overflow
             norms, apart = (np.linalg.norm(one, axis=-1) for one in (value, value - expected))
         place = buffer.add(norms, np.linalg.norm(expected, axis=-1))
         return {**entry, "values": place, "apart": buffer.add(apart)}
 
 
 def _channels(expected: ndarray, found: Sequence[ndarray | None]) -> ndarray:
-    """Return as many channels as a page has room for, ascending: those that differ most."""
+    """Return the indices of the channels that differ most, in ascending order."""
     apart = np.zeros(expected.shape[-1])
     for value in found:
         if value is not None:
@@ -206,5 +214,5 @@ def _channels(expected: ndarray, found: Sequence[ndarray | None]) -> ndarray:
 
 
 def _number(value: float) -> float | str:
-    """Return what JSON can hold."""
+    """Return a number, or a string if it is infinite or NaN, because JSON doesn't support these values."""
     return value if math.isfinite(value) else str(value)

@@ -1,1 +1,1 @@
-"""A comparison as tables, as one dict, and as JSON and HTML."""
+"""Report the result of a check as tables, JSON, and HTML."""

@@ -1,4 +1,4 @@
-"""Failure reports and weight audits, printed in a terminal."""
+"""Print failure reports and weight audits in a terminal."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from transformer_parity.transformer.diagnose.weight_audit import WRONG, Fate, su
 from transformer_parity.transformer.stages.registry import STAGES
 
 STYLES = {EXACT: "bold", LIKELY: "default"}
-SHOWN = 12  # weights
+SHOWN = 12  # maximum number of wrong weights to print
 
 
 def print_audit(console: Console, backend: str, fates: Sequence[Fate]) -> None:
-    """Print how many weights of a port are used where they belong, and which are not."""
+    """Print how many weights of a port are used correctly, and list the weights that are not."""
     wrong = [fate for fate in fates if fate.verdict in WRONG]
     console.print(Text(f"{backend}, {summary(fates)}", "bold red" if wrong else "bold"))
     for fate in wrong[:SHOWN]:
@@ -36,13 +36,13 @@ def print_audit(console: Console, backend: str, fates: Sequence[Fate]) -> None:
 
 
 def print_files_elsewhere(console: Console, backend: str, environment: Mapping[str, str]) -> None:
-    """Print which packages with the name of one of ours were not the installed ones."""
+    """Print the packages of this project that were loaded from a different location than the installed ones."""
     for line in described_elsewhere(environment):
         print_line(console, "NOT OURS:", "", f" {backend}: {line}")
 
 
 def print_failure_report(console: Console, report: FailureReport) -> None:
-    """Print in which block the difference starts, what the port does, and how to run that block alone."""
+    """Print the block in which the difference starts, the diagnosis, and code that reruns this block."""
     if report.diagnosis is None:
         return
     console.print()
@@ -58,12 +58,12 @@ def print_failure_report(console: Console, report: FailureReport) -> None:
     for statement in diagnosis.signatures:
         console.print(Text(f"          {printable(statement)}", "dim"), soft_wrap=True)
     if (folder := report.relative_folder) is not None:
-        console.print(Text("To run this block alone:", "bold"))
-        console.print(Text(snippet(folder)), soft_wrap=True)  # to be copied: no line is broken
+        console.print(Text("To rerun only this block:", "bold"))
+        console.print(Text(snippet(folder)), soft_wrap=True)  # lines are not wrapped, so that users can copy them
 
 
 def print_undiagnosed(console: Console, findings: Sequence[Finding], reports: Sequence[FailureReport]) -> None:
-    """Print which stages differ too, and are not diagnosed: they follow from activations, or steps from gradients."""
+    """Print the stages that also differ but are not diagnosed, because the diagnosed stage affects them."""
     for backend in dict.fromkeys(report.backend for report in reports):
         about = [one for one in findings if one.backend == backend and one.verdict in (DIVERGES, IMPRECISE)]
         failed = {one.stage for one in about if one.tap != ROUND_TRIP}
@@ -72,12 +72,17 @@ def print_undiagnosed(console: Console, findings: Sequence[Finding], reports: Se
         follow = {ACTIVATIONS: set(STAGES), GRADIENTS: {STEPS}}.get(first, set())
         if rest := [stage for stage in STAGES if stage in (failed & follow) - diagnosed]:
             what = first if first in failed else "exported weights"
-            said = f"{', '.join(rest)} of {backend} differ too: they are diagnosed when its {what} agree."
+            said = (
+                f"{backend} also differs in {', '.join(rest)}. Fix its {what} first, then rerun to diagnose the rest."
+            )
             console.print(f"\n{said}", soft_wrap=True, markup=False, highlight=False)
 
 
 def gap(blame: Blame | None) -> str:
-    """Return between which two taps a difference starts, where the port shows so few that others lie between them."""
+    """Return a hint to show more taps, if the port shows too few taps to locate a difference precisely.
+
+    If the difference is located precisely, return an empty string.
+    """
     if blame is None or not blame.introduced or blame.stage != ACTIVATIONS or blame.replayed == "nothing":
         return ""
     names = [mark.name for mark in blame.marks]
@@ -87,4 +92,4 @@ def gap(blame: Blame | None) -> str:
     if len(siblings) > 1 or len(parts) < 4 or first.endswith("_norm.output"):
         return ""
     before = names[names.index(first) - 1] if names.index(first) else "the input"
-    return f"It lies between {before} and {first}: show more taps in between to narrow it down."
+    return f"The difference starts between {before} and {first}. To narrow it down, show more taps in between."

@@ -1,4 +1,4 @@
-"""The result as one page: self-contained, for a screen of any size, in light and dark, and for paper."""
+"""The result as one self-contained HTML page for screens of any size, in light and dark mode, and for printing."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from transformer_parity.transformer.explore.page import environment, parts
 from transformer_parity.transformer.report.result import MAIN_CASE
 
 Result = Mapping[str, Any]
-SEVERITY = (FAILED, DIVERGES, IMPRECISE, AGREES, SKIPPED)  # the worst first
-MATRICES = 6  # cases of which every tap is shown
-FOLDED_LENGTH = 3  # of lists, before the rest is folded
+SEVERITY = (FAILED, DIVERGES, IMPRECISE, AGREES, SKIPPED)  # from worst to best
+MATRICES = 6  # maximum number of cases with a table of all taps
+FOLDED_LENGTH = 3  # number of list entries shown before the rest is collapsed
 
 
 def write_html(path: Path, result: Result) -> None:
-    """Write a result (see ``result.build``), atomically."""
+    """Write the page of a result, which ``result.build`` returned, atomically."""
     write_text(path, html(result))
 
 
 def html(document: Result) -> str:
-    """Return the page of a result in its envelope."""
+    """Return the page of a result, including its envelope."""
     result = {**document, **document["result"]}
     templates = environment("transformer_parity.transformer.report")
     templates.filters |= {"number": number, "share": share, "percent": percent, "breakable": breakable}
@@ -66,7 +66,7 @@ def html(document: Result) -> str:
 
 
 def breakable(name: str) -> Markup:
-    """Allow a line to end behind the dots of a name, and nowhere else."""
+    """Return a name as HTML that allows line breaks only after dots."""
     return Markup(".<wbr>").join(name.split("."))
 
 
@@ -84,7 +84,7 @@ def _counts(result: Result) -> list[tuple[str, str]]:
 
 
 def _ports(result: Result) -> list[dict[str, Any]]:
-    """Return, for each port: what became of it, and what it is thought to do."""
+    """Return the verdicts, the worst errors, and the diagnoses of each port."""
     names = list(dict.fromkeys([row["backend"] for row in result["summary"]])) or list(result["backends"])
     ports = []
     for name in names:
@@ -105,7 +105,7 @@ def _ports(result: Result) -> list[dict[str, Any]]:
 
 
 def _verdicts(rows: Iterable[Result]) -> list[tuple[str, int]]:
-    """Return how many cases ended with each verdict: a case with the worst of all dtypes."""
+    """Return the number of cases with each verdict. The verdict on a case is the worst one of all dtypes."""
     worst: dict[str, int] = {}
     for row in rows:
         worst[row["case"]] = min(worst.get(row["case"], len(SEVERITY)), SEVERITY.index(row["verdict"]))
@@ -113,7 +113,7 @@ def _verdicts(rows: Iterable[Result]) -> list[tuple[str, int]]:
 
 
 def _components(result: Result) -> dict[str, Any]:
-    """Return the table of a terminal: for each component, the worst of each dtype and port."""
+    """Return the table that is also printed in the terminal: the worst finding by component, dtype, and port."""
     rows = [row for row in result["summary"] if row["component"] and row["dtype"]]
     columns = list(dict.fromkeys((row["dtype"], row["backend"]) for row in rows))
     columns.sort(key=lambda column: [row["dtype"] for row in rows].index(column[0]))
@@ -128,7 +128,7 @@ def _components(result: Result) -> dict[str, Any]:
 
 
 def _diagnoses(entries: Iterable[Result]) -> list[dict[str, Any]]:
-    """Merge what is the same in several cases."""
+    """Return the diagnoses, merging those that are the same in multiple cases."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for entry in _main_first(entries):
         key = tuple(entry["hypotheses"]) or (entry["sentence"],)
@@ -138,12 +138,12 @@ def _diagnoses(entries: Iterable[Result]) -> list[dict[str, Any]]:
 
 
 def _main_first(entries: Iterable[Result]) -> list[Any]:
-    """Return what is about the main case first, float64 before other dtypes, as it stands otherwise."""
+    """Sort entries so that the main case comes first, and float64 comes before other dtypes."""
     return sorted(entries, key=lambda entry: (entry["case"] != MAIN_CASE, entry["dtype"] != "float64"))
 
 
 def _trees(result: Result) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the first tree of each port, and all others."""
+    """Return the first tree of each port, and the remaining trees."""
     first: dict[str, dict[str, Any]] = {}
     others = []
     for blame in _main_first(result["blames"]):
@@ -168,7 +168,7 @@ def _tree(blame: Result) -> dict[str, Any]:
 
 
 def _part(node: Node, first: Mapping[str, int]) -> dict[str, Any]:
-    """Return a node with all that the page shows of it; open where something is introduced first."""
+    """Return the content of a tree node. Nodes with the first introduced difference of a kind are expanded."""
     marks = list(node.marks())
     return {
         "name": node.name,
@@ -184,7 +184,7 @@ def _part(node: Node, first: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _skips(result: Result) -> list[dict[str, Any]]:
-    """Take the skips of one backend for one reason together."""
+    """Group the skips by backend and reason."""
     groups: dict[tuple[str, str], list[str]] = {}
     for skip in result["skips"]:
         places = groups.setdefault((skip["backend"], skip["detail"]), [])
@@ -196,7 +196,7 @@ def _skips(result: Result) -> list[dict[str, Any]]:
 
 
 def _configs(result: Result) -> list[dict[str, Any]]:
-    """Return the first config whole, and of each other one the fields that differ from it."""
+    """Return all fields of the first config, and the differing fields of the others."""
     configs = result["fingerprint"]["config"]
     if not configs:
         return []

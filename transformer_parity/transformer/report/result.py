@@ -1,4 +1,4 @@
-"""The result of a check as one plain dict, from which every report is made."""
+"""The result of a check, and its conversion to a plain dict, which is the basis of all reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformer_parity.transformer.ports.compile_clock import Spent
 from transformer_parity.transformer.ports.protocol import Placements
 
 MAIN_CASE = "full/padded"
-WHOLE_MODELS = ("full model", "presets", SENTENCES)  # components
+WHOLE_MODELS = ("full model", "presets", SENTENCES)  # components whose cases run the entire model
 
 
 @dataclass(kw_only=True)
@@ -31,17 +31,17 @@ class CheckResult:
 
     Attributes:
         command: ``check`` or ``check-distributed``.
-        setting: How the ports were run.
-        ports: The ports, and everything that came of each.
-        asked: What had to be compared of each.
+        setting: The dtypes, device, and precision in which the ports ran.
+        ports: The ports with their findings and diagnoses.
+        asked: The comparisons that were requested, one entry per port.
         reference: Versions and switches of the reference.
-        machine: The machine that it ran on.
-        cases: The cases, for the fingerprint.
-        weights: The user's weight file.
-        text: The user's two files of sentences; empty for the shipped ones.
-        not_tested: What was not requested, and how to request it.
-        seconds: How long it took.
-        cpu_seconds: What this process took of all cores.
+        machine: A description of the machine.
+        cases: The cases, which are part of the fingerprint.
+        weights: The user's weight file; None for generated weights.
+        text: The user's two files of sentences; empty for the included ones.
+        not_tested: Descriptions of everything that was not requested, and how to request it.
+        seconds: The duration of the check in seconds.
+        cpu_seconds: The CPU time of this process in seconds, summed over all cores.
     """
 
     command: str = "check"
@@ -64,7 +64,7 @@ class CheckResult:
 
     @cached_property
     def findings(self) -> list[Finding]:
-        """Every comparison, port by port."""
+        """All findings, port by port."""
         return [finding for port in self.ports for finding in port.findings]
 
     @property
@@ -79,17 +79,17 @@ class CheckResult:
 
     @property
     def failure_reports(self) -> list[FailureReport]:
-        """Where differences were introduced, and what explains them."""
+        """The places where differences were introduced, and their diagnoses."""
         return [report for port in self.ports for report in port.failure_reports]
 
     @property
     def spent(self) -> dict[str, Spent]:
-        """The time of each port's process, by name."""
+        """The CPU time of each port's process, by port."""
         return {port.label: port.spent for port in self.ports if port.spent}
 
 
 def build(result: CheckResult) -> dict[str, Any]:
-    """Return all that is known of a comparison, in the envelope of every command."""
+    """Return the full result of a check as plain values, in the envelope that all commands use."""
     texts = [str(path) for path in result.text or ("shipped",)]
     content = {
         **compared(result.findings, result.verdict),
@@ -125,7 +125,7 @@ def build(result: CheckResult) -> dict[str, Any]:
 
 
 def _taps(findings: Iterable[Finding]) -> list[dict[str, Any]]:
-    """Return the taps of the main case, of real sentences, and of every whole model that failed."""
+    """Return the tap errors in the main case, the sentence cases, and all failing cases that run the full model."""
     taps = [finding for finding in findings if finding.component in WHOLE_MODELS and finding.path == TAPS]
     taps = [finding for finding in taps if finding.verdict != SKIPPED]
     names = list(dict.fromkeys(finding.case for finding in taps))
@@ -135,7 +135,7 @@ def _taps(findings: Iterable[Finding]) -> list[dict[str, Any]]:
 
 
 def _fingerprint(result: CheckResult, texts: Sequence[str]) -> dict[str, Any]:
-    """Return what has to be equal to get the same numbers again, and one hash over it."""
+    """Return all configs, versions, and settings that affect the numbers, and a hash of them."""
     versions = {backend: described.get("version", "") for backend, described in result.environment.items()}
     switches = {
         backend: {name: value for name, value in described.items() if name != "version"}
@@ -157,7 +157,7 @@ def _fingerprint(result: CheckResult, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _configs(cases: Iterable[Case]) -> list[dict[str, Any]]:
-    """Return each config that a whole model was run with, and the cases that have it; the main case's first."""
+    """Return the configs of all cases that run the full model, and the names of these cases, the main case first."""
     configs: dict[str, dict[str, Any]] = {}
     whole = [case for case in cases if not case.block]
     for case in sorted(whole, key=lambda case: case.name != MAIN_CASE):

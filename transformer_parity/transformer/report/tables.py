@@ -1,4 +1,4 @@
-"""Tables specific to this model: titles by dtype, errors on real sentences block by block, and processor time."""
+"""Tables that are specific to the Transformer: titles by dtype, and errors on real sentences block by block."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from transformer_parity.transformer.cases.case import SENTENCES
 _FLOAT32 = POLICY["float32"]
 _GRADIENTS, _STEPS = POLICY["gradients"]["float64"], POLICY["steps"]
 TITLES = {
-    "float64": f"float64: semantics. Taps within {POLICY['float64']['tap']:.0e} of the reference, scores of searches "
-    f"within {POLICY['decode']['float64']['score']:.0e}, the loss within {_GRADIENTS['loss']:.0e}, its gradient within "
-    f"{_GRADIENTS['whole']:.0e}, one tensor of that within {_GRADIENTS['tensor']:.0e}, twenty optimizer steps within "
-    f"{_STEPS['float64']['loss']:.0e}.",
-    "float32": f"float32: precision. Within {_FLOAT32['ratio']:.0f} times the reference's own float32 error, plus "
-    f"{_FLOAT32['floor_in_eps']:.0f} eps; of five optimizer steps, the losses within "
-    f"{_STEPS['float32']['loss']:.0e} and the tensors within {_STEPS['float32']['tensor']:.0e}.",
-    "bfloat16": f"bfloat16: a smoke test. Within {POLICY['bfloat16']['tap']:.0e}; real mistakes can hide in it.",
+    "float64": f"float64 (checks the math). Tolerances: {POLICY['float64']['tap']:.0e} for taps, "
+    f"{POLICY['decode']['float64']['score']:.0e} for search scores, {_GRADIENTS['loss']:.0e} for the loss, "
+    f"{_GRADIENTS['whole']:.0e} for all gradients together and {_GRADIENTS['tensor']:.0e} for each, "
+    f"{_STEPS['float64']['loss']:.0e} after twenty optimizer steps.",
+    "float32": f"float32 (checks the precision). Tolerance: {_FLOAT32['ratio']:.0f} times the reference's own float32 "
+    f"error, plus {_FLOAT32['floor_in_eps']:.0f} eps. After five optimizer steps: {_STEPS['float32']['loss']:.0e} for "
+    f"the loss, {_STEPS['float32']['tensor']:.0e} for tensors.",
+    "bfloat16": f"bfloat16 (only a smoke test, which doesn't detect all bugs). Tolerance: "
+    f"{POLICY['bfloat16']['tap']:.0e} for most taps.",
 }
 
 
 def print_depth(console: Console, findings: Sequence[Finding], backends: Sequence[str]) -> None:
-    """Print how the error on real sentences grows through the model, block by block."""
+    """Print the errors on real sentences block by block, which shows how the error grows through the model."""
     taps = [finding for finding in findings if finding.component == SENTENCES and finding.path == TAPS]
     taps = [finding for finding in taps if finding.dtype != "bfloat16" and finding.tap != OUTPUT]
     groups: dict[tuple[str, str, str], list[Finding]] = {}
@@ -45,4 +46,4 @@ def print_depth(console: Console, findings: Sequence[Finding], backends: Sequenc
     for block in dict.fromkeys(block for block, _, _ in groups):
         table.add_row(Text(block), *(cell(groups.get((block, *column), []), share=False) for column in columns))
     if taps:
-        print_table(console, "Real sentences, block by block: the error that uses most of its tolerance.", table)
+        print_table(console, "Real sentences, block by block: the error closest to its tolerance.", table)

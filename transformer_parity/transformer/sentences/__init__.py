@@ -1,1 +1,1 @@
-"""Sentence pairs, vocabularies and subwords."""
+"""Sentence pairs, vocabularies, and subwords."""

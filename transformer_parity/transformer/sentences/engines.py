@@ -1,4 +1,4 @@
-"""What cuts a line into pieces and numbers them: sentencepiece with a table of ids, or a file of `tokenizers`."""
+"""Tokenizers, which convert a line to token IDs and back: sentencepiece with a separate ID table, or `tokenizers`."""
 
 from __future__ import annotations
 
@@ -14,34 +14,38 @@ import sentencepiece
 from transformer_parity.engine.system.errors import UsageError
 
 UNKNOWN = "<unk>"
-MOST_GROWTH = 64  # of a text, by replacements
-MOST_SYMBOLS = 1000  # around a line
-SPACE = "▁"  # what sentencepiece writes for a space
+MOST_GROWTH = 64  # maximum factor by which replacements may lengthen a text
+MOST_SYMBOLS = 1000  # maximum number of special tokens around a line
+SPACE = "▁"  # the character that represents a space in sentencepiece
 
 
 class Engine(Protocol):
-    """A line as ids without the symbols that begin and end it, and back."""
+    """A tokenizer that converts a line to token IDs, without BOS and EOS tokens, and back."""
 
-    size: int  # the largest id, and one more
+    size: int  # the largest ID plus one
 
     def ids(self, line: str) -> list[int]:
-        """Return the ids of a line."""
+        """Return the token IDs of a line."""
 
     def text(self, ids: Iterable[int]) -> str:
-        """Return the text of ids, without special ones."""
+        """Return the text of token IDs, without special tokens."""
 
     def name(self, token: int) -> str:
-        """Spell out an id."""
+        """Return the token with an ID."""
 
     def find(self, piece: str) -> int | None:
-        """Return the id of a piece; None if there is none."""
+        """Return the ID of a token; None if it doesn't exist."""
 
 
 def read_model(model: bytes, name: str = "") -> sentencepiece.SentencePieceProcessor:
-    """Return what cuts text by a serialized sentencepiece model.
+    """Return the sentencepiece processor of a serialized model.
+
+    Args:
+        model: The serialized model.
+        name: The name of its file, for the error message.
 
     Raises:
-        ValueError: The bytes are no such model.
+        ValueError: If the bytes are not a sentencepiece model.
     """
     processor = sentencepiece.SentencePieceProcessor()
     try:
@@ -52,13 +56,13 @@ def read_model(model: bytes, name: str = "") -> sentencepiece.SentencePieceProce
 
 
 class Pieces:
-    """Pieces of sentencepiece, in ids of another table.
+    """A tokenizer that uses sentencepiece pieces, but a separate table of IDs.
 
     Args:
-        processor: What cuts a line, or None: then spaces do.
-        ids: The id of each piece.
-        special: Pieces that are symbols where they stand in a line, and are left out of a text; each with whether it
-            takes the spaces before it along.
+        processor: The sentencepiece processor; None to split lines at spaces.
+        ids: The ID of each piece.
+        special: The special tokens, which are recognized in a line and omitted from decoded text. The value is True if
+            the spaces before the token are removed.
     """
 
     def __init__(
@@ -72,14 +76,14 @@ class Pieces:
         self._names = {token: piece for piece, token in ids.items()}
         self._special = {piece: takes_spaces for piece, takes_spaces in special.items() if piece in ids}
         self._silent = {ids[piece] for piece in self._special}
-        # The longest first: one special piece may begin another.
+        # Sorted from longest to shortest, because one special token may be a prefix of another.
         alternatives = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
         self._split = re.compile(f"({alternatives})" if alternatives else r"(?!)()")
         self._unknown = ids[UNKNOWN]
         self.size = max(ids.values()) + 1
 
     def ids(self, line: str) -> list[int]:
-        """Return the ids of a line; special pieces in it stand for themselves."""
+        """Return the token IDs of a line, in which special tokens are recognized."""
         parts = self._split.split(line)  # text, special, text, special, ...
         found: list[int] = []
         for text, special in zip(parts[::2], [*parts[1::2], None], strict=True):
@@ -92,41 +96,41 @@ class Pieces:
         return found
 
     def cut(self, text: str) -> Sequence[str]:
-        """Return the pieces of a text that holds no special one."""
+        """Split a text without special tokens into pieces."""
         return text.split() if self._processor is None else self._processor.encode(text, out_type=str)
 
     def text(self, ids: Iterable[int]) -> str:
-        """Return the text of ids, without special ones."""
+        """Return the text of token IDs, without special tokens."""
         pieces = [self.name(token) for token in map(int, ids) if token not in self._silent]
         if self._processor is None:
             return " ".join(pieces)
         return self._processor.decode_pieces(pieces).replace(SPACE, " ").strip()
 
     def name(self, token: int) -> str:
-        """Spell out an id."""
+        """Return the token with an ID."""
         return self._names.get(int(token), UNKNOWN)
 
     def find(self, piece: str) -> int | None:
-        """Return the id of a piece; None if there is none."""
+        """Return the ID of a token; None if it doesn't exist."""
         return self._ids.get(piece)
 
 
 class TokenizerFile:
-    """A ``tokenizer.json``.
+    """A tokenizer defined by a ``tokenizer.json`` file of the `tokenizers` library.
 
     Args:
-        content: What the file holds.
+        content: The content of the file.
 
     Raises:
-        UsageError: `tokenizers` is not installed.
-        ValueError: It is not such a file.
+        UsageError: If `tokenizers` isn't installed.
+        ValueError: If the content is invalid.
     """
 
     def __init__(self, content: bytes | str) -> None:
         tokenizers = import_extra("tokenizers")
         content = content if isinstance(content, bytes) else content.encode()
         if (symbols := content.count(b'"type_id"')) > MOST_SYMBOLS:
-            raise ValueError(f"tokenizer.json must put at most {MOST_SYMBOLS:,} symbols around a line: got {symbols:,}")
+            raise ValueError(f"tokenizer.json must add at most {MOST_SYMBOLS:,} tokens to a line: got {symbols:,}")
         with rust_errors("tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
             self._check_growth()
@@ -135,61 +139,61 @@ class TokenizerFile:
         self.size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def _check_growth(self) -> None:
-        """Refuse a chain of replacements each of which lengthens a text: it could fill any memory."""
+        """Raise an error if a chain of replacements could lengthen a text so much that it exhausts the memory."""
         growth = 1.0
         for part in ("normalizer", "pre_tokenizer", "decoder"):
             if (component := getattr(self._tokenizer, part)) is not None:
                 growth *= _growth(json.loads(component.__getstate__()))
         if growth > MOST_GROWTH:
-            raise ValueError(f"its replacements must make a text at most {MOST_GROWTH} times as long: got {growth:.3g}")
+            raise ValueError(f"its replacements must lengthen a text by at most {MOST_GROWTH} times: got {growth:.3g}")
 
     def ids(self, line: str) -> list[int]:
-        """Return the ids of a line, without what its own template puts around them."""
+        """Return the token IDs of a line, without the special tokens of the tokenizer's template."""
         with rust_errors("tokenizer.json"):
             return self._tokenizer.encode(line, add_special_tokens=False).ids
 
     def framed(self, line: str) -> list[int]:
-        """Return the ids of a line, with what its own template puts around them."""
+        """Return the token IDs of a line, including the special tokens of the tokenizer's template."""
         with rust_errors("tokenizer.json"):
             return self._tokenizer.encode(line).ids
 
     def text(self, ids: Iterable[int]) -> str:
-        """Return the text of ids, without special ones."""
+        """Return the text of token IDs, without special tokens."""
         with rust_errors("tokenizer.json"):
             return self._tokenizer.decode([token for token in map(int, ids) if 0 <= token < self.size])
 
     def name(self, token: int) -> str:
-        """Spell out an id."""
+        """Return the token with an ID."""
         return self._tokenizer.id_to_token(int(token)) or UNKNOWN
 
     def find(self, piece: str) -> int | None:
-        """Return the id of a piece; None if there is none."""
+        """Return the ID of a token; None if it doesn't exist."""
         return self._tokenizer.token_to_id(piece)
 
     def special(self) -> list[str]:
-        """Return the pieces that are symbols, by ascending id."""
+        """Return the special tokens, sorted by ID."""
         added = self._tokenizer.get_added_tokens_decoder()
         return [str(added[token].content) for token in sorted(added) if added[token].special]
 
 
 def _growth(step: Any) -> float:
-    """Return how many times as long a text becomes at most by a step of a tokenizer and by those inside it."""
+    """Return the maximum factor by which a tokenizer step, including its nested steps, lengthens a text."""
     if isinstance(step, list):
         return math.prod(map(_growth, step))
     if not isinstance(step, dict):
         return 1.0
     if step.get("type") == "Replace":
-        shortest = len(step["pattern"].get("String", "")) or 1  # of a regular expression: one character
+        shortest = len(step["pattern"].get("String", "")) or 1  # a regular expression may match a single character
         return max(1.0, float(len(step["content"])) / shortest)
     return math.prod(map(_growth, step.values()))
 
 
 @contextmanager
 def rust_errors(name: str) -> Iterator[None]:
-    """Turn whatever `tokenizers` raises about a file into a ValueError: its panics are no Exception.
+    """Convert all exceptions of `tokenizers` to a ValueError, including Rust panics, which don't derive from Exception.
 
     Raises:
-        ValueError: See above.
+        ValueError: If the block raises any exception except KeyboardInterrupt and SystemExit.
     """
     try:
         yield
@@ -200,14 +204,14 @@ def rust_errors(name: str) -> Iterator[None]:
 
 
 def import_extra(name: str) -> Any:
-    """Import a package that only some vocabularies need.
+    """Import a package that only some vocabularies require.
 
     Raises:
-        UsageError: It is not installed.
+        UsageError: If the package isn't installed.
     """
     import importlib
 
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UsageError(f"this vocabulary needs {name}: pip install 'transformer-parity[import]'") from error
+        raise UsageError(f"this vocabulary requires {name}: pip install 'transformer-parity[import]'") from error

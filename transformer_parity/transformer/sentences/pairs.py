@@ -1,4 +1,4 @@
-"""Sentence pairs from files."""
+"""Read sentence pairs from files."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from transformer_spec.files import POINTER
 
 Pairs = list[tuple[str, str]]
 MIB = 2**20
-MOST_BYTES = 16 * MIB  # of a line: a vocabulary takes many times as much memory to divide it
+MOST_BYTES = 16 * MIB  # maximum length of a line in bytes, because tokenizing takes much more memory than the line
 
 
 def read_pairs(source: str | Path | None = None, target: str | Path | None = None) -> Pairs:
-    """Read two line-aligned UTF-8 files, gzip too; by default the text that ships with this project.
+    """Return the sentence pairs in two line-aligned UTF-8 files. Pairs with an empty line are omitted.
+
+    Args:
+        source: The source file, plain or gzipped; None for the text included in this project.
+        target: The target file, plain or gzipped; None for the text included in this project.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: The files are not UTF-8, not equally long, or empty.
+        OSError: If a file can't be read.
+        ValueError: If a file isn't UTF-8, if the numbers of lines differ, or if there are no pairs.
     """
     shipped = files("transformer_parity") / "data"
     lines = [
@@ -33,7 +37,7 @@ def read_pairs(source: str | Path | None = None, target: str | Path | None = Non
         raise ValueError(f"{source} and {target} must be line-aligned: got {len(lines[0])} and {len(lines[1])} lines")
     pairs = [(a, b) for a, b in zip(*lines, strict=True) if a and b]
     if not pairs:
-        raise ValueError(f"{source} and {target} hold no pair of sentences")
+        raise ValueError(f"{source} and {target} must contain at least one pair of nonempty lines")
     return pairs
 
 
@@ -43,24 +47,28 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def open_text(path: Path) -> BinaryIO:
-    """Open a file, gzipped or not, for ``read_lines``.
+    """Open a text file, plain or gzipped, for ``read_lines``.
 
     Raises:
-        OSError: The file cannot be read.
+        OSError: If the file can't be read.
     """
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]  # in name
 
 
 def read_lines(file: BinaryIO, name: str) -> Iterator[str]:
-    """Yield the lines of a UTF-8 text, which newlines separate and nothing else.
+    """Yield the lines of a UTF-8 text. Only newlines separate lines, unlike in ``str.splitlines``.
+
+    Args:
+        file: The stream to read.
+        name: The name of the file, for error messages.
 
     Raises:
-        ValueError: A line is not UTF-8 or too long, or the file is damaged.
+        ValueError: If a line is not UTF-8 or too long, or if the file is damaged.
     """
     try:
         for number, line in enumerate(iter(partial(file.readline, MOST_BYTES + 1), b""), 1):
             if len(line) > MOST_BYTES:
-                raise ValueError(f"{name}: line {number} must have at most {MOST_BYTES / MIB:g} MiB")
+                raise ValueError(f"{name}: line {number} must be at most {MOST_BYTES / MIB:g} MiB long")
             try:
                 text = line.removesuffix(b"\n").removesuffix(b"\r").decode()
             except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Subwords that are learned from text here, and the vocabulary of a model that was trained on them."""
+"""Learn subwords from text, and use them as the vocabulary of a model."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from transformer_spec.checks import check_choice
 from transformer_spec.config import TransformerConfig
 
 VOCAB_SIZE = 1000
-UNLIMITED = 0x110000  # characters in Unicode
-SPECIAL = 3  # ids a model may keep for itself: padding, start and end
+UNLIMITED = 0x110000  # the number of Unicode code points
+SPECIAL = 3  # number of token IDs that a model may reserve: padding, BOS, and EOS
 
 
 class Subwords:
-    """Joint subwords of two languages (sentencepiece), free of any model's special ids.
+    """Joint sentencepiece subwords of two languages, without special tokens.
 
     Args:
         model: A serialized sentencepiece model.
 
     Attributes:
-        model: The same bytes, to be kept with the weights that were trained on it.
-        size: How many subwords there are, the unknown one included.
+        model: The serialized model, which is stored with weights trained on these subwords.
+        size: The number of subwords, including the unknown one.
 
     Raises:
-        ValueError: The bytes are no sentencepiece model.
+        ValueError: If the bytes are not a sentencepiece model.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -38,29 +38,29 @@ class Subwords:
 
     @classmethod
     def train(cls, lines: Iterable[str], size: int = VOCAB_SIZE, kind: str = "unigram") -> Subwords:
-        """Learn at most ``size`` subwords from lines of text; a small text yields fewer.
+        """Learn at most ``size`` subwords from lines of text; fewer if the text is small.
 
         Args:
-            lines: The text.
-            size: The most subwords.
-            kind: unigram, or char: every character is a subword, and there is no other.
+            lines: The lines of the text.
+            size: The maximum number of subwords.
+            kind: ``unigram``, or ``char`` to use single characters as subwords.
 
         Raises:
-            ValueError: The size is too small to hold every character of the text.
+            ValueError: If the size is too small to include every character of the text.
         """
         check_choice("kind", kind, ("unigram", "char"))
         if size < 2:
-            raise ValueError(f"a subword vocabulary needs at least 2 entries: got {size}")
+            raise ValueError(f"a subword vocabulary must have at least 2 entries: got {size}")
         if size > UNLIMITED:
-            raise ValueError(f"a subword vocabulary has at most {UNLIMITED:,} entries: got {size:,}")
+            raise ValueError(f"a subword vocabulary must have at most {UNLIMITED:,} entries: got {size:,}")
         model = io.BytesIO()
         try:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=iter(lines),
                 model_writer=model,
                 model_type=kind,
-                vocab_size=size if kind == "unigram" else UNLIMITED,  # it would leave out rare characters in silence
-                add_dummy_prefix=kind == "unigram",  # words at the start of a line and elsewhere look alike
+                vocab_size=size if kind == "unigram" else UNLIMITED,  # otherwise, it silently drops rare characters
+                add_dummy_prefix=kind == "unigram",  # words at the start of a line get the same pieces as elsewhere
                 hard_vocab_limit=False,
                 character_coverage=1.0,
                 unk_id=0,
@@ -77,27 +77,27 @@ class Subwords:
         return subwords
 
     def pieces(self, line: str) -> list[str]:
-        """Cut a line into subwords."""
+        """Split a line into subwords."""
         return self.processor.encode(line, out_type=str)
 
     def numbered(self, config: TransformerConfig) -> JointVocabulary:
-        """Return them as a vocabulary, in ids that are not special ids of a config.
+        """Return a vocabulary that assigns these subwords to all token IDs that are not special IDs of a config.
 
         Raises:
-            ValueError: The model's vocabulary is too small for this one.
+            ValueError: If the vocabulary size of the model is too small.
         """
         return JointVocabulary(self, config)
 
 
 class JointVocabulary(Vocabulary):
-    """What `parity train` trains with: subwords, in ids that source and target have in common.
+    """The vocabulary that `parity train` uses: subwords with token IDs that source and target share.
 
     Args:
-        subwords: What a line is cut into.
-        config: That of the model; its special ids stand for no subword.
+        subwords: The subwords.
+        config: The config of the model. Its special IDs are not assigned to subwords.
 
     Raises:
-        ValueError: The model's vocabulary is too small for this one.
+        ValueError: If the vocabulary size of the model is too small.
     """
 
     kind = "joint"
@@ -111,26 +111,26 @@ class JointVocabulary(Vocabulary):
         free = [token for token in range(available) if token not in self._special]  # ascending
         if subwords.size > len(free):
             needed = subwords.size + len(self._special)
-            raise ValueError(f"{subwords.size} subwords need a vocabulary of {needed}: got {available}")
+            raise ValueError(f"{subwords.size} subwords require a vocabulary of at least {needed}: got {available}")
         self._ids = free[: subwords.size]
         self.sizes = (available, available)
         self._pieces = {token: piece for piece, token in enumerate(self._ids)}
 
     def ids(self, line: str) -> list[int]:
-        """Cut a line into subwords and number them; ``eos_id`` ends them."""
+        """Return the token IDs of a line, followed by ``eos_id``."""
         return [*(self._ids[piece] for piece in self.subwords.processor.encode(line)), self._eos_id]
 
     def target_ids(self, line: str) -> list[int]:
-        """Return what ``ids`` returns: the subwords are joint."""
+        """Return the same token IDs as ``ids``, because source and target share the subwords."""
         return self.ids(line)
 
     def text(self, ids: Iterable[int]) -> str:
-        """Turn ids back into a line: what stands before the first ``eos_id``, without padding and ``bos_id``.
+        """Return the text of the tokens before the first ``eos_id``, ignoring padding and ``bos_id``.
 
-        An id that stands for no subword, as a model may produce one, reads as an unknown subword.
+        A model may generate an ID without a subword, which is decoded as the unknown subword.
         """
         tokens = [int(token) for token in ids]
-        if tokens[:1] == [self._bos_id]:  # first of all, because bos_id may be eos_id
+        if tokens[:1] == [self._bos_id]:  # must be checked first, because bos_id may equal eos_id
             tokens = tokens[1:]
         if self._eos_id in tokens:
             tokens = tokens[: tokens.index(self._eos_id)]
@@ -140,17 +140,17 @@ class JointVocabulary(Vocabulary):
         return self.subwords.processor.decode(pieces)
 
     def pieces(self, line: str, *, source: bool = True) -> list[str]:
-        """Spell out the ids of a line, what is unknown as it stands there."""
+        """Return the tokens of a line, in which unknown subwords appear as their text."""
         return [*self.subwords.pieces(line), "</s>"]
 
     def names(self, ids: Iterable[int], *, source: bool = False) -> list[str]:
-        """Spell out each id: a subword, or ``</s>``, ``<s>`` or ``<pad>`` for the special ids of the config."""
+        """Return the token for each ID: a subword, or ``</s>``, ``<s>``, or ``<pad>`` for special IDs of the config."""
         processor = self.subwords.processor
         unknown = processor.unk_id()
         return [self._special.get(token) or processor.id_to_piece(self._pieces.get(token, unknown)) for token in ids]
 
     def table(self) -> dict[str, int]:
-        """Return the id of each subword, and of padding and end symbol under the names that Marian has for them."""
+        """Return the ID of each subword, and of the padding and EOS tokens, using Marian's names for them."""
         processor = self.subwords.processor
         subwords = {processor.id_to_piece(piece): token for token, piece in self._pieces.items()}
         return {**subwords, "<pad>": self._pad_id, "</s>": self._eos_id}

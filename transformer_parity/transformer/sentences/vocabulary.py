@@ -1,4 +1,4 @@
-"""What a vocabulary does: lines of text become the ids of a model, and ids become text."""
+"""The interface of vocabularies, which convert lines of text to the token IDs of a model, and token IDs to text."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from numpy import ndarray
 from transformer_parity.transformer.sentences.pairs import Pairs
 from transformer_spec.config import TransformerConfig
 
-LONGEST = 4096  # tokens of a sentence; what is longer, such as a file in one line, would take hours and all memory
+# Maximum number of tokens in a sentence. Longer input, such as a file without line breaks, would take hours and exhaust
+# the memory.
+LONGEST = 4096
 
-# What transformers replaces, in this order.
+# The strings in which Hugging Face transformers removes the space, in the order of the replacements.
 TIDIED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
 class Vocabulary(ABC):
-    """The vocabulary of a trained model, in the model's own ids.
+    """The vocabulary of a trained model, which uses the token IDs of this model.
 
     Args:
-        files: What it is made of, by name.
+        files: The content of the files that define the vocabulary, by name.
 
     Attributes:
-        kind: What a weight file calls it; `transformer_parity.apps.text.kinds` builds one from kind and files.
-        sizes: How many ids a model must have, for what it reads and for what it writes.
-        source_languages: Codes of the languages that it tells apart in what it reads; empty if it reads one.
-        target_languages: Likewise in what it writes.
-        needs_direction: Whether it numbers no line until ``between`` says of which language.
-        start_id: What the decoder starts with in this direction; None is the ``bos_id`` of the config.
-        forced_ids: What every translation in this direction starts with.
+        kind: The name of this kind of vocabulary in weight files. `transformer_parity.apps.text.kinds` builds a
+            vocabulary from its kind and files.
+        sizes: The required vocabulary sizes of the model, for source and target.
+        source_languages: The codes of the source languages; empty if there is only one.
+        target_languages: The codes of the target languages; empty if there is only one.
+        needs_direction: Whether ``between`` must select the languages before the vocabulary can be used.
+        start_id: The first decoder input for the selected languages; None for the ``bos_id`` of the config.
+        forced_ids: The token IDs with which every translation into the selected language starts.
     """
 
     kind: ClassVar[str]
@@ -48,41 +51,41 @@ class Vocabulary(ABC):
         self._files = dict(files)
 
     def files(self) -> dict[str, bytes]:
-        """Return what it is made of, to travel with the weights."""
+        """Return the files that define the vocabulary, which are stored with the weights."""
         return dict(self._files)
 
     @abstractmethod
     def ids(self, line: str) -> list[int]:
-        """Return the ids of a line to translate, as the encoder reads them: with the end symbol, if the model has it.
+        """Return the token IDs of a line to translate as encoder input, including special tokens such as EOS.
 
-        An empty line has the fewest: no more than the symbols that every line has.
+        For an empty line, the result contains only these special tokens.
         """
 
     @abstractmethod
     def target_ids(self, line: str) -> list[int]:
-        """Return the ids of a translation, as the model writes them: from the forced ones to the end symbol."""
+        """Return the token IDs of a translation as the model generates them, from the forced tokens to EOS."""
 
     @abstractmethod
     def text(self, ids: Iterable[int]) -> str:
-        """Return the text of a translation, without special symbols."""
+        """Return the text of a translation, without special tokens."""
 
     @abstractmethod
     def names(self, ids: Iterable[int], *, source: bool = False) -> list[str]:
-        """Spell out each id of a translation, or of a line to translate."""
+        """Return the token for each ID of a translation or, with ``source``, of a line to translate."""
 
     def pieces(self, line: str, *, source: bool = True) -> list[str]:
-        """Spell out the ids of a line, to translate or translated; if possible, what is unknown as it stands there."""
+        """Return the tokens of a source or target line. If possible, unknown tokens appear as their text."""
         return self.names(self.ids(line) if source else self.target_ids(line), source=source)
 
     def between(self, source: str | None, target: str | None) -> Self:
-        """Return the vocabulary for translations from one language into another.
+        """Return the vocabulary for translations between two languages.
 
         Args:
-            source: A code of ``source_languages``; None where there are none, or none is needed.
-            target: Likewise of ``target_languages``.
+            source: One of ``source_languages``; None if it is not required.
+            target: One of ``target_languages``; None if it is not required.
 
         Raises:
-            ValueError: A code is missing or not known, or there are no languages to choose from.
+            ValueError: If a code is missing or unknown, or if the vocabulary has no languages to choose from.
         """
         check_code("source", source, self.source_languages, needed=self.needs_direction)
         check_code("target", target, self.target_languages, needed=self.needs_direction)
@@ -90,15 +93,21 @@ class Vocabulary(ABC):
 
 
 def check_code(side: str, code: str | None, known: Sequence[str], *, needed: bool) -> None:
-    """Refuse a language that a vocabulary does not have, or none where one is needed.
+    """Check the code of a language.
+
+    Args:
+        side: ``source`` or ``target``.
+        code: The code; None if it isn't specified.
+        known: The codes that the vocabulary supports.
+        needed: Whether a code is required.
 
     Raises:
-        ValueError: See above; the message names those that look alike.
+        ValueError: If the code is missing or unknown. The message suggests similar codes.
     """
     if code is None:
         if needed:
             some = ", ".join(known[:4]) + (f" and {len(known) - 4} others" if len(known) > 4 else "")
-            raise ValueError(f"this vocabulary needs a {side} language: one of {some}")
+            raise ValueError(f"this vocabulary requires a {side} language: choose one of {some}")
         return
     if not known:
         raise ValueError(f"this vocabulary has no {side} languages to choose from: got {code!r}")
@@ -107,7 +116,7 @@ def check_code(side: str, code: str | None, known: Sequence[str], *, needed: boo
 
 
 def tidied(text: str, settings: Mapping[str, Any]) -> str:
-    """Return a text without the spaces that a ``tokenizer_config.json`` has taken out before punctuation."""
+    """Remove the spaces before punctuation, if the settings in ``tokenizer_config.json`` request this cleanup."""
     if settings.get("clean_up_tokenization_spaces") is True:
         for said in TIDIED:
             text = text.replace(said, said.strip())
@@ -115,7 +124,7 @@ def tidied(text: str, settings: Mapping[str, Any]) -> str:
 
 
 def nearest(code: str, known: Sequence[str]) -> str:
-    """Return a clause that names the known codes that are most like one."""
+    """Return a clause that suggests the known codes that are most similar to a code."""
     begins, begins_alike = (
         [other for other in known if start and other.lower().startswith(start)]
         for start in (code.lower(), code.lower()[:2])
@@ -125,14 +134,14 @@ def nearest(code: str, known: Sequence[str]) -> str:
 
 
 def pick(pairs: Pairs, count: int) -> Pairs:
-    """Return ``count`` pairs, evenly spread from the shortest to the longest."""
+    """Return ``count`` pairs whose lengths are evenly distributed from the shortest to the longest."""
     ordered = sorted(pairs, key=lambda pair: (len(pair[0]), pair))
     chosen = np.linspace(0, len(ordered) - 1, min(count, len(ordered))).round().astype(int)
     return [ordered[i] for i in chosen]
 
 
 def batch(pairs: Pairs, vocabulary: Vocabulary, config: TransformerConfig) -> dict[str, ndarray]:
-    """Return the ids of a batch of sentence pairs, padded: what the decoder reads starts with ``bos_id``."""
+    """Return the padded token IDs of a batch of sentence pairs. The decoder input starts with ``bos_id``."""
     start = config.bos_id if vocabulary.start_id is None else vocabulary.start_id
     return {
         "source_ids": pad([vocabulary.ids(source) for source, _ in pairs], config),
@@ -141,19 +150,23 @@ def batch(pairs: Pairs, vocabulary: Vocabulary, config: TransformerConfig) -> di
 
 
 def most_tokens(config: TransformerConfig) -> int:
-    """Return how long a sentence may be: as the model's positions, where it has so few."""
+    """Return the maximum number of tokens in a sentence, which the number of learned positions may limit."""
     return min(config.max_positions or LONGEST, LONGEST)
 
 
 def pad(sentences: Sequence[Sequence[int]], config: TransformerConfig) -> ndarray:
-    """Return a batch of numbered sentences, padded to the longest of them.
+    """Return a batch of sentences, padded to the longest one.
+
+    Args:
+        sentences: The token IDs of each sentence.
+        config: The config of the model.
 
     Raises:
-        ValueError: A sentence is longer than the model's positions, or than any may be.
+        ValueError: If a sentence is longer than ``most_tokens``.
     """
     width = max(map(len, sentences))
     if width > (most := most_tokens(config)):
-        raise ValueError(f"a sentence is {width:,} tokens long, and may have at most {most:,}")
+        raise ValueError(f"a sentence must have at most {most:,} tokens: got {width:,}")
     ids = np.full((len(sentences), width), config.pad_id)
     for row, sentence in enumerate(sentences):
         ids[row, : len(sentence)] = sentence

@@ -1,13 +1,13 @@
 "use strict";
-// Tables that are cut off say so.
+// Show a hint at tables that are clipped.
 const sayClipped = () => document.querySelectorAll(".scroll").forEach(box => {
-  if (box.clientWidth && box.scrollWidth > box.clientWidth + 1) box.dataset.clipped = "More at the right: scroll sideways.";
+  if (box.clientWidth && box.scrollWidth > box.clientWidth + 1) box.dataset.clipped = "Scroll right to see more.";
   else delete box.dataset.clipped;
 });
 addEventListener("load", sayClipped);
 addEventListener("resize", sayClipped);
 document.addEventListener("toggle", sayClipped, true);
-// One explorer for each element of that class: state, keys, and what is drawn. Numbers: see view.py.
+// One explorer for each element of the class "explorer": its state, keys, and drawings. See view.py for the data format.
 for (const root of document.querySelectorAll(".explorer")) (async () => {
   const $ = selector => root.querySelector(selector);
   const view = JSON.parse($("script.view").textContent);
@@ -35,7 +35,7 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
   function port() { return tap().ports[state.port]; }
   function over(entry) { return entry && !(Number(entry.error) <= Number(entry.tolerance)); }
 
-  // Norms [N, L] are one map of N rows; values [N, L, n] are N maps.
+  // Norms [N, L] are drawn as one map with N rows, and values [N, L, n] as N maps.
   function layout(of = tap()) {
     const [first, second, third] = of.shape;
     return third === undefined ? {heads: 1, rows: first, columns: second} : {heads: first, rows: second, columns: third};
@@ -68,7 +68,7 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
     else parts.push(`query ${position(row, state.row)}`, `key ${position(column, state.column)}`);
     return parts.join(", ");
   }
-  // The shortest text that is read back as the same float32.
+  // Return the shortest text that parses to the same float32.
   function exact(number) {
     if (!Number.isFinite(number)) return String(number);
     for (let digits = 1; digits < 9; digits++) {
@@ -84,7 +84,7 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
   function short(number) { return number === 0 ? "0" : tidy(number, 2); }
   function says(error) { return Number(error) === 0 ? "exact" : Number.isFinite(Number(error)) ? Number(error).toExponential(1).replace("-", "−") : String(error); }
 
-  // Choosing
+  // Selection
   function choose(change) {
     const before = {...state};
     Object.assign(state, change);
@@ -132,7 +132,7 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
     };
   }
   function pixels(get, head, ink, width) {
-    // At most `width` columns: of several, the one of the largest magnitude, so that nothing is hidden.
+    // Draw at most `width` columns. If multiple columns share a pixel, draw the largest magnitude so that it stays visible.
     const {rows, columns} = layout(), shown = Math.min(columns, width), image = new ImageData(shown, rows);
     for (let row = 0; row < rows; row++) for (let x = 0; x < shown; x++) {
       const [red, green, blue] = ink(get(place(head, row, widest(get, head, row, x, shown))));
@@ -241,9 +241,9 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
     const top = option.offsetTop - list.offsetTop - 40, bottom = top + option.offsetHeight + 80;
     if (top < list.scrollTop || bottom > list.scrollTop + list.clientHeight) list.scrollTop = top - list.clientHeight / 3;
     $(".title").replaceChildren(...at.name.split(/(?<=\.)/).flatMap(part => [part, document.createElement("wbr")]));
-    $(".note").textContent = [at.full ? "" : "Norms over the channels, at each position.", at.note,
+    $(".note").textContent = [at.full ? "" : "Norm over the channels at each position.", at.note,
       entry && entry.problem ? `${view.ports[state.port]}: ${entry.problem}.` : "",
-      entry && !over(entry) ? "Within tolerance; the difference is on a scale of its own." : "",
+      entry && !over(entry) ? "Within tolerance. The difference has a separate color scale." : "",
       entry ? "" : `${view.ports[state.port]} does not show this tap.`].filter(Boolean).join(" ");
     drawHeads(all);
     const both = Math.max(largest(reference), entry ? largest(value) : 0), apart = largest(difference);
@@ -258,7 +258,7 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
     maps.replaceChildren(...frames.map(frame => frame.figure));
     if (entry && "values" in entry && !apart) {
       const same = document.createElement("p");
-      same.textContent = `${name} equals the reference in float32: no difference to draw.`;
+      same.textContent = `${name} equals the reference in float32, so there is no difference to draw.`;
       maps.append(same);
     }
     frames.forEach(frame => { frame.fit(); frame.paint(); });
@@ -341,7 +341,7 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
   $(".first").disabled = !view.taps.some(one => one.ports.some(over));
   dark.addEventListener("change", draw);
   addEventListener("resize", draw);
-  root.addEventListener("shown", draw);  // behind a choice of cases
+  root.addEventListener("shown", draw);  // sent when the user selects this case
 
   const attention = view.taps.findLastIndex(one => one.name.endsWith("cross_attention.weights"));
   if ($(".first").disabled) toTap(Math.max(attention, 0)); else first();
