@@ -210,7 +210,7 @@ def goals() -> Iterator[str]:
     seconds, where = report["time"]["seconds"], report["machine"].get("processor", "")
     yield f"| `parity check`{f', on {where}' * bool(where)} | goal | measured | met |"
     yield "|---|---|---|---|"
-    shown = "a first run, the last that is [shown](results/conformance.md)"
+    shown = "a first run, the last that is [shown](conformance.md)"
     yield f"| {shown} | 120 s | {seconds:.0f} s | {words[seconds <= 120]} |"
 
 
