@@ -303,7 +303,7 @@ def test_every_preset_is_listed():
 
 
 def test_the_table_of_formats_has_every_format():
-    page = (DOCS / "how-to" / "checkpoints.md").read_text("utf-8")
+    page = (DOCS / "reference" / "checkpoint-formats.md").read_text("utf-8")
     rows = re.findall(r"^\| (.+?) \| `(\w+)` \| yes \| (.+?) \|", page, re.MULTILINE)
     assert {name for _, name, _ in rows} == set(importer.FORMATS)
     written = {name for _, name, how in rows if how.startswith(f"`--format {name}`")}
