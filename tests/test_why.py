@@ -234,9 +234,10 @@ def test_the_page_shows_both_pictures_and_the_seeded_numbers():
     for link in links:
         assert (DOCS / link).exists(), link
     raw, divided = (measurements.measure_layer(512, divided=divided) for divided in (False, True))
-    assert f"{raw.query_kernel.median / divided.query_kernel.median:.0f} times as large at d_k = 512" in page
-    assert f"{100 * raw.carriers.median:.0f} % of the queries carry 90 %" in page
-    assert f"divided, it is {100 * divided.carriers.median:.0f} %" in page
+    factor = raw.query_kernel.median / divided.query_kernel.median
+    assert f"is larger by a factor of {factor:.0f} at d_k = 512" in page
+    assert f"{100 * raw.carriers.median:.0f}% of the queries carry 90% of this gradient" in page
+    assert f"With the division, {100 * divided.carriers.median:.0f}% of the queries carry 90%." in page
     low = [measurements.measure_saturation(64, divided=divided).gradient.low for divided in (False, True)]
     assert round(low[1] / low[0], -1) == 50
-    assert "the lowest tenth of them would get a fiftieth" in page
+    assert "the gradient of the lowest tenth of the queries would be smaller by a factor of 50" in page
