@@ -199,7 +199,7 @@ def test_why_prints_draws_and_writes(capsys, tmp_path):
     raw = found["sqrt-dk"]["softmax"][-2]
     assert f"at d_k = 1 to {raw['gradient']['median']:.0e} at 256; divided by sqrt(d_k)" in words
     cost = found["additive"]["costs"][1]
-    assert f"yet it takes {cost['ratio']['median']:.0f} times as long" in words
+    assert f"it is slower by a factor of {cost['ratio']['median']:.0f} and uses" in words
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in paths)
 
 
@@ -216,7 +216,7 @@ def test_why_refuses_before_it_measures(capsys, tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.touch()
     error = "python docs/examples/why: error: "
-    assert run(capsys, "--out", file) == (2, "", f"{error}--out must be a folder: {file} is a file\n")
+    assert run(capsys, "--out", file) == (2, "", f"{error}--out must be a directory: {file} is a file\n")
     nowhere = tmp_path / "nowhere"
     assert run(capsys, "--json", nowhere / "a") == (2, "", f"{error}there is no folder {nowhere}\n")
     assert run(capsys, "--json", tmp_path) == (2, "", f"{error}{tmp_path} is a folder\n")
