@@ -158,7 +158,7 @@ def test_what_plans_cost_without_a_time(capsys, monkeypatch, tmp_path):
 
 
 def test_the_page_has_what_the_command_prints(capsys):
-    page = (Path(__file__).parents[1] / "docs" / "how-to" / "several-devices.md").read_text("utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "results" / "devices-memory.md").read_text("utf-8")
     commands = [line.split()[4:] for line in page.splitlines() if re.match(r"\$ parity bench train .*--rounds 0", line)]
     assert [command[1] for command in commands] == ["base", "big"]
     shown = [" ".join(line.split()) for line in page.splitlines()]

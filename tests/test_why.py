@@ -199,7 +199,7 @@ def test_why_prints_draws_and_writes(capsys, tmp_path):
     raw = found["sqrt-dk"]["softmax"][-2]
     assert f"at d_k = 1 to {raw['gradient']['median']:.0e} at 256; divided by sqrt(d_k)" in words
     cost = found["additive"]["costs"][1]
-    assert f"yet it takes {cost['ratio']['median']:.0f} times as long" in words
+    assert f"it is slower by a factor of {cost['ratio']['median']:.0f} and uses" in words
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in paths)
 
 
@@ -216,7 +216,7 @@ def test_why_refuses_before_it_measures(capsys, tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.touch()
     error = "python docs/examples/why: error: "
-    assert run(capsys, "--out", file) == (2, "", f"{error}--out must be a folder: {file} is a file\n")
+    assert run(capsys, "--out", file) == (2, "", f"{error}--out must be a directory: {file} is a file\n")
     nowhere = tmp_path / "nowhere"
     assert run(capsys, "--json", nowhere / "a") == (2, "", f"{error}there is no directory {nowhere}\n")
     assert run(capsys, "--json", tmp_path) == (2, "", f"{error}{tmp_path} must be a file: got a directory\n")
@@ -234,9 +234,10 @@ def test_the_page_shows_both_pictures_and_the_seeded_numbers():
     for link in links:
         assert (DOCS / link).exists(), link
     raw, divided = (measurements.measure_layer(512, divided=divided) for divided in (False, True))
-    assert f"{raw.query_kernel.median / divided.query_kernel.median:.0f} times as large at d_k = 512" in page
-    assert f"{100 * raw.carriers.median:.0f} % of the queries carry 90 %" in page
-    assert f"divided, it is {100 * divided.carriers.median:.0f} %" in page
+    factor = raw.query_kernel.median / divided.query_kernel.median
+    assert f"is larger by a factor of {factor:.0f} at d_k = 512" in page
+    assert f"{100 * raw.carriers.median:.0f}% of the queries carry 90% of this gradient" in page
+    assert f"With the division, {100 * divided.carriers.median:.0f}% of the queries carry 90%." in page
     low = [measurements.measure_saturation(64, divided=divided).gradient.low for divided in (False, True)]
     assert round(low[1] / low[0], -1) == 50
-    assert "the lowest tenth of them would get a fiftieth" in page
+    assert "the gradient of the lowest tenth of the queries would be smaller by a factor of 50" in page

@@ -1,9 +1,10 @@
-"""The numbers of the site's examples: every tap of small pieces of the model, by all four backends, in float64.
+"""Compute the numbers of the site's examples: every tap of parts of a small model, with all four backends, in float64.
 
-    python docs/examples/compute.py                       write every example by every backend
-    python docs/examples/compute.py attention positions   only these
+    python docs/examples/compute.py                       write all examples
+    python docs/examples/compute.py attention positions   write only these examples
 
-The pages read the JSON files beside this one; tests/test_site.py computes them again and compares them to 1e-12.
+A tap is a named intermediate value. The site reads the JSON files in this directory. tests/test_site.py recomputes the
+examples and compares them to 1e-12.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import Decoded, Placement
 from transformer_parity.transformer.ports.registry import PORTS
 
-SEED = 834  # of weights with which greedy search misses the best sentence
+SEED = 834  # With these weights, greedy search misses the best sentence.
 FOLDER = Path(__file__).parent
 SOURCE_IDS = np.array([[5, 3, 8, 2]])
 TARGET_IDS = np.array([[1, 7, 4]])
@@ -34,7 +35,7 @@ Values = dict[str, ndarray]
 
 
 def config() -> TransformerConfig:
-    """Return a model that is small enough to be printed."""
+    """Return the config of a model that is small enough to print."""
     return TransformerConfig(
         source_vocab_size=9,
         target_vocab_size=9,
@@ -48,18 +49,18 @@ def config() -> TransformerConfig:
 
 
 def weights() -> dict[str, ndarray]:
-    """Return its weights: rounded to one digit behind the point, so that one may calculate along."""
+    """Return weights with one digit after the decimal point, so that readers can check the results by hand."""
     drawn = init_weights(config(), seed=SEED).items()
     return {name: w if name.endswith("scale") else np.round(2.0 * w, 1) for name, w in drawn}
 
 
 def floats(name: str, *shape: int) -> ndarray:
-    """Return numbers with one digit behind the point, the same for the same name."""
-    return np.round(np.random.default_rng(list(name.encode())).normal(size=shape), 1) + 0.0  # no minus zero
+    """Return random numbers with one digit after the decimal point, seeded by the name."""
+    return np.round(np.random.default_rng(list(name.encode())).normal(size=shape), 1) + 0.0  # converts -0.0 to 0.0
 
 
 def block(path: str, **inputs: ndarray) -> Callable[[LoadedPackage], Values]:
-    """Return an example: a block of the model on some inputs, every tap and the output."""
+    """Return an example that runs a block of the model on the inputs, and records every tap and the output."""
 
     def run(model: LoadedPackage) -> Values:
         found = model.run(path, inputs, taps=True)
@@ -70,7 +71,7 @@ def block(path: str, **inputs: ndarray) -> Callable[[LoadedPackage], Values]:
 
 
 def masks(model: LoadedPackage) -> Values:
-    """Return which position may attend to which, for a sentence with padding."""
+    """Return the masks of a sentence with padding."""
     package, ids = model.package, model.to_array(PADDED_IDS)
     padding = model.to_numpy(package.masks.padding_mask(ids, 0))[0]
     causal = model.to_numpy(package.masks.causal_mask(4))
@@ -78,7 +79,7 @@ def masks(model: LoadedPackage) -> Values:
 
 
 def embeddings(model: LoadedPackage) -> Values:
-    """Return what a sentence becomes at the entrance, and the logits at the exit."""
+    """Return the embeddings of a sentence, with and without positions, and the logits."""
     ids = {"ids": SOURCE_IDS}
     looked_up = model.run("source_embedding", ids, taps=True).output
     seen = model.run("", {"source_ids": SOURCE_IDS, "target_ids": TARGET_IDS}, taps=True).taps
@@ -86,7 +87,7 @@ def embeddings(model: LoadedPackage) -> Values:
 
 
 def positions(model: LoadedPackage) -> Values:
-    """Return the encoding of the first positions, in both layouts."""
+    """Return the encoding of the first 12 positions in both layouts."""
     encode = model.package.sinusoidal_encoding
     return {
         "interleaved": model.to_numpy(encode(12, 8)),
@@ -95,7 +96,7 @@ def positions(model: LoadedPackage) -> Values:
 
 
 def training(model: LoadedPackage) -> Values:
-    """Return three steps of training, and the schedule."""
+    """Return the learning rate, the loss, and the gradient norm of eight training steps."""
     settings = TrainingConfig(warmup_steps=4, learning_rate_factor=0.02)
     trainer = model.trainer(settings)
     batch = [model.to_array(ids) for ids in (SOURCE_IDS, TARGET_IDS, LABELS)]
@@ -108,7 +109,7 @@ def training(model: LoadedPackage) -> Values:
 
 
 def search(model: LoadedPackage) -> Values:
-    """Return what greedy and beam search find."""
+    """Return the results of greedy search and of beam search, and the prefixes after each step of beam search."""
     greedy = model.package.greedy_search(model.model, SOURCE_IDS, 5)
     beam = Decoded.by(
         lambda on_step: model.package.beam_search(model.model, SOURCE_IDS, 3, 0.6, 5, num_hypotheses=3, on_step=on_step)
@@ -145,13 +146,13 @@ EXAMPLES: dict[str, Callable[[LoadedPackage], Values]] = {
 
 
 def compute(name: str, backend: str) -> dict[str, Any]:
-    """Return one example by one backend, as plain lists."""
+    """Return an example that one backend computes, as nested lists."""
     model = PORTS[backend].load(config(), weights(), Placement("float64"))
     return {tap: np.asarray(value).tolist() for tap, value in EXAMPLES[name](model).items()}
 
 
 def main(names: list[str]) -> None:
-    """Write the examples."""
+    """Write the specified examples, or all of them if no name is given."""
     for name in names or EXAMPLES:
         by = {backend: compute(name, backend) for backend in PORTS}
         versions = {backend: PORTS[backend].import_package().describe()["version"] for backend in PORTS}
@@ -161,7 +162,7 @@ def main(names: list[str]) -> None:
 
 
 def one_tap_a_line(report: dict[str, Any]) -> str:
-    """Return JSON that can be read, and whose changes show by line."""
+    """Return readable JSON with one line per tap, so that a diff shows which taps have changed."""
     text = json.dumps(report, indent=1)
     return re.sub(r"\[[^\"{}]*\]", lambda found: re.sub(r"\s+", " ", found[0]), text)
 

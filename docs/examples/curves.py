@@ -1,8 +1,9 @@
-"""Draw the curves of several training runs in one picture.
+"""Draw the curves of several training runs in one figure.
 
     python docs/examples/curves.py runs/dates-torch runs/dates-jax runs/dates-tf --out dates.png
 
-The picture has the training loss, the held-out loss and the score of runs that `parity train` wrote, one per backend.
+The figure shows the training loss, the held-out loss, and the score of runs that `parity train` wrote, one run per
+backend.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from transformer_parity.engine.system.errors import UsageError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw the picture."""
+    """Draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directories that `parity train` wrote")
-    parser.add_argument("--out", type=Path, default=Path("curve.png"), metavar="FILE", help="png or svg")
+    parser.add_argument("--out", type=Path, default=Path("curve.png"), metavar="FILE", help="PNG or SVG file to write")
     options = parser.parse_args(arguments)
     if options.out.suffix.removeprefix(".") not in FORMATS:
         parser.error(f"--out must end in .png or .svg: got {options.out}")

@@ -1,4 +1,4 @@
-"""A trainer of one's own with DistributedDataParallel, and the port that compares two processes of it with one.
+"""Define a custom DistributedDataParallel trainer, and a port that compares two of its processes with a single one.
 
 parity check-distributed --port ddp_port:MyPort
 """
@@ -8,15 +8,15 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
-import transformer_torch  # stands for your model
+import transformer_torch  # replace with your model
 from transformer_parity.plugin import Gradients, Port
 from transformer_torch.weights import copy_out, parameters
 
-# --- The trainer, as it may stand in a script for torchrun: nothing here is written for the comparison ---
+# --- The trainer, as in a script for torchrun; it contains no code for the comparison ---
 
 
 class MyTrainer:
-    """Takes steps on the loss per target token of all processes."""
+    """Trains on the mean loss over the target tokens of all processes."""
 
     def __init__(self, model, config, settings):
         self.model = DistributedDataParallel(model)
@@ -25,7 +25,7 @@ class MyTrainer:
         self.optimizer = torch.optim.Adam(model.parameters(), betas=betas, eps=settings.epsilon)
 
     def backward(self, source, target, labels):
-        """Leave the gradient of the loss in the parameters, and return the loss."""
+        """Store the gradient of the loss in the parameters, and return the loss."""
         tokens = (labels != self.config.pad_id).sum()
         dist.all_reduce(tokens)
         total = F.cross_entropy(
@@ -36,7 +36,7 @@ class MyTrainer:
             reduction="sum",
         )
         self.optimizer.zero_grad()
-        (total / tokens * dist.get_world_size()).backward()  # the engine averages over processes
+        (total / tokens * dist.get_world_size()).backward()  # DistributedDataParallel averages over the processes.
         loss = total.detach() / tokens
         dist.all_reduce(loss)
         return loss
@@ -57,10 +57,10 @@ class MyTrainer:
 
 
 class MyPort(Port):
-    """What the comparison needs: weights in, the gradient and the steps of all processes out."""
+    """The interface for the comparison: it loads weights and returns the gradients and steps of all processes."""
 
     def load(self, config, weights, dtype):
-        """Build the model, in each process."""
+        """Build the model in each process."""
         self.config, self.model = config, transformer_torch.Transformer.from_weights(config, weights, dtype)
 
     def forward(self, source_ids, target_ids, tap):
@@ -68,7 +68,7 @@ class MyPort(Port):
         return self.model(torch.tensor(source_ids), torch.tensor(target_ids)).detach().numpy()
 
     def export_weights(self):
-        """Return every parameter, whole."""
+        """Return the full array of every parameter."""
         return {name: copy_out(name, parameter) for name, parameter in parameters(self.model).items()}
 
     def distribute(self, plan):
@@ -77,16 +77,16 @@ class MyPort(Port):
             dist.init_process_group("gloo")
 
     def start_training(self, settings):
-        """Make the trainer."""
+        """Create the trainer."""
         self.trainer = MyTrainer(self.model, self.config, settings)
 
     def gradients(self, *batch):
-        """Return the loss and the gradient of all processes."""
+        """Return the loss and the gradient of the full batch."""
         loss = self.trainer.backward(*self._own_rows(batch))
         return Gradients(loss.item(), {name: copy_out(name, p.grad) for name, p in parameters(self.model).items()})
 
     def train_step(self, *batch):
-        """Take a step together, and return the loss of all."""
+        """Take one step in all processes, and return the loss of the full batch."""
         return self.trainer.train_step(*self._own_rows(batch)).item()
 
     def _own_rows(self, batch):

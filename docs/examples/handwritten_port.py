@@ -1,4 +1,4 @@
-"""A port of a torch model with names of its own, fused projections and one tied table, shown by hooks."""
+"""Define a port, based on hooks, of a PyTorch model with other names, fused projections, and tied embeddings."""
 
 import math
 
@@ -9,11 +9,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from transformer_parity.plugin import Port, no_tap
 
-# --- The model, as it may stand in a project: nothing here is written for the comparison ---
+# --- The model, as in an existing project; it contains no code for the comparison ---
 
 
 class Attention(nn.Module):
-    """Multi-head attention: one kernel for query, key and value, or one for key and value of a memory."""
+    """Multi-head attention with one kernel for query, key, and value; in cross-attention, only for key and value."""
 
     def __init__(self, d_model, heads, cross=False):
         super().__init__()
@@ -23,7 +23,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(d_model, d_model, bias=False)
 
     def forward(self, x, memory, mask):
-        """Return [B, L, d_model]; True in the mask [B, 1, L or 1, M] = may attend."""
+        """Return [B, L, d_model]. The mask [B, 1, L or 1, M] is True for pairs that may attend."""
         query, key, value = (self.q(x), *self.fused(memory).chunk(2, -1)) if self.cross else self.fused(x).chunk(3, -1)
         query, key, value = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (query, key, value))
         context = scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -31,7 +31,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer of the encoder, or of the decoder if it attends to a memory."""
+    """An encoder layer, or a decoder layer if it has cross-attention."""
 
     def __init__(self, d_model, heads, d_ff, epsilon, cross):
         super().__init__()
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Translator(nn.Module):
-    """An encoder and a decoder around one table."""
+    """An encoder and a decoder that share one embedding matrix."""
 
     def __init__(self, config):
         super().__init__()
@@ -86,15 +86,15 @@ ATTENTIONS = {"self_attention": "attn", "cross_attention": "src"}
 
 
 class MyPort(Port):
-    """What the comparison needs: weights in, logits out, and a hook on each module whose output has a name."""
+    """The interface for the comparison: it loads weights, returns logits, and adds a hook to each module with a tap."""
 
     taps = ("*.layers.*.output", "*.layers.*.*.output")
 
     def load(self, config, weights, dtype):
-        """Build the model and copy the weights into it: a kernel [in, out] is a ``weight`` of nn.Linear turned."""
+        """Build the model and copy the weights into it. A kernel [in, out] is the transpose of a linear ``weight``."""
         self.model = Translator(config).to(getattr(torch, dtype)).eval()
-        self.modules = {}  # by the name of what they return
-        state = {"table.weight": weights["source_embedding.table"]}  # tied: there is one
+        self.modules = {}  # modules by the name of the tap that they return
+        state = {"table.weight": weights["source_embedding.table"]}  # The embeddings are tied.
         for stack, blocks in (("encoder", self.model.enc), ("decoder", self.model.dec)):
             for i, block in enumerate(blocks):
                 theirs, ours = f"{stack}.layers.{i}", f"{stack[:3]}.{i}"
@@ -122,7 +122,7 @@ class MyPort(Port):
         self.model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in state.items()})
 
     def forward(self, source_ids, target_ids, tap):
-        """Return the logits. What a hook returns takes the place of the output, so that a block can be run again."""
+        """Return the logits. Hooks can replace the output of their modules, so `parity` can rerun the next blocks."""
 
         def shown(name):
             return lambda module, inputs, output: torch.from_numpy(tap(name, output.numpy()))

@@ -1,4 +1,4 @@
-"""Store the matrices of a JAX model as int8: docs/how-to/low-precision.md shows this code."""
+"""Store the matrices of a JAX model in int8. docs/how-to/low-precision.md shows this code."""
 
 import jax.numpy as jnp
 from flax import nnx

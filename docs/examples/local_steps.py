@@ -1,9 +1,10 @@
-"""Local steps: workers train alone for H steps and then average, by DiLoCo (Douillard et al., 2023, arXiv 2311.08105).
+"""Train with local steps as in DiLoCo (Douillard et al., 2023, arXiv 2311.08105).
 
-    python docs/examples/local_steps.py                    the table of docs/how-to/several-devices.md
-    python docs/examples/local_steps.py --backend torch    by another backend
+    python docs/examples/local_steps.py                    the table of docs/results/devices-memory.md
+    python docs/examples/local_steps.py --backend torch    use a different backend
 
-All workers are in one process and compute one after another: what several processes have to equal.
+Each worker trains independently for H steps; then the workers average their weights. All workers run one after another
+in a single process. An implementation with several processes must produce the same weights.
 """
 
 from __future__ import annotations
@@ -30,18 +31,19 @@ from transformer_spec.parallel_plan import spread
 
 Weights = Mapping[str, ndarray]
 HERE = Where(Placement("float32", "cpu"))
-SIZES = {"d_model": 64, "d_ff": 128, "num_encoder_layers": 1, "num_decoder_layers": 1}  # trained in a minute
+SIZES = {"d_model": 64, "d_ff": 128, "num_encoder_layers": 1, "num_decoder_layers": 1}  # trains in one minute
 SETTINGS = {"warmup_steps": 100}
-HELD_OUT = 500  # dates that a run is judged by
+HELD_OUT = 500  # dates for the evaluation of a run
 
 
 @dataclass
 class Outer:
-    """Nesterov's method, whose gradient is how far the workers have moved, as ``torch.optim.SGD`` has it.
+    """Nesterov's method as in ``torch.optim.SGD``. Its gradient is the mean change of the workers' weights.
 
     Attributes:
-        rate: The learning rate; the paper has 0.7.
-        momentum: Of the velocity; the paper has 0.9.
+        rate: Learning rate; 0.7 in the paper.
+        momentum: Momentum; 0.9 in the paper.
+        velocity: Running average of the gradients, by name; empty before the first step.
     """
 
     rate: float = 0.7
@@ -49,12 +51,12 @@ class Outer:
     velocity: dict[str, ndarray] = field(default_factory=dict)
 
     def step(self, weights: Weights, found: Sequence[Weights], tokens: Sequence[int]) -> Weights:
-        """Return the weights from which all workers go on.
+        """Return the weights from which all workers continue.
 
         Args:
-            weights: From which they began.
-            found: Where each of them is now.
-            tokens: How many target tokens each has seen since; it counts by these.
+            weights: Weights from which all workers started.
+            found: Current weights of each worker.
+            tokens: Number of target tokens that each worker has trained on since then, used as its weight in the mean.
         """
         shares = np.array(tokens) / sum(tokens)
         following = {}
@@ -72,11 +74,11 @@ def train(
     """Take a local step of each worker on its rows of each batch, and yield the weights after each average.
 
     Args:
-        package: Whose ``set_weights`` puts weights into a model.
-        trainers: The workers; all begin with the same weights.
-        batches: Of each, worker k of K has the k-th K-th of the rows, as on a plan with data=K.
-        local_steps: How many steps the workers take between two averages, H.
-        outer: What is made of the average.
+        package: Package that provides ``set_weights``.
+        trainers: The workers, all with the same initial weights.
+        batches: Training batches. Worker k of K gets the same rows as device k of a plan with data=K.
+        local_steps: Number of steps between two averages, H.
+        outer: Optimizer that applies the averaged change of the weights.
     """
     weights = trainers[0].model.export_weights()
     tokens, pad_id = np.zeros(len(trainers), int), trainers[0].model.config.pad_id
@@ -93,12 +95,12 @@ def train(
 
 
 class Comparison:
-    """Runs on the dates, from the same weights and on the same batches.
+    """Compares runs on the dates task with the same initial weights and the same batches.
 
     Args:
-        backend: Which package trains.
-        steps: Of each run.
-        workers: How many there are.
+        backend: Name of the backend that trains.
+        steps: Number of steps of each run.
+        workers: Number of workers.
     """
 
     def __init__(self, backend: str, steps: int, workers: int) -> None:
@@ -111,26 +113,26 @@ class Comparison:
         self.score = corpus.score
 
     def learner(self, seed: int = 0) -> Learner:
-        """Return a model with the weights from which all begin, and its trainer."""
+        """Return a trainer and its model with the initial weights."""
         setup = self.setup
         return Learner(self.backend, setup.config, setup.weights, setup.settings, seed, HERE)
 
     def batches(self) -> Iterator[tuple[ndarray, ndarray, ndarray]]:
-        """Yield the batches of a run."""
+        """Yield the batches of a run as source IDs, target IDs, and labels."""
         setup = self.setup
         batches = Batches(self.training, setup.config, setup.tokens_per_batch, setup.seed)
         for batch in islice(batches, setup.plan.steps):
             yield batch.source_ids, batch.target_ids, batch.labels
 
     def ordinary(self) -> list[str]:
-        """Return what training that sums the gradient in each step has reached."""
+        """Train by summing the gradient in each step, and return the loss and the percentage of exact dates."""
         learner = self.learner()
         for batch in self.batches():
             learner.trainer.train_step(*batch)
         return self.reached(learner)
 
     def with_local_steps(self, count: int, outer: Outer) -> list[str]:
-        """Return what training that averages after so many steps has reached."""
+        """Train by averaging after every ``count`` steps, and return the loss and the percentage of exact dates."""
         learners = [self.learner(seed) for seed in range(self.workers)]
         trainers = [learner.trainer for learner in learners]
         for _ in train(learners[0].package, trainers, self.batches(), count, outer):
@@ -138,14 +140,14 @@ class Comparison:
         return self.reached(learners[0])
 
     def reached(self, learner: Learner) -> list[str]:
-        """Return the loss of a model, and how many dates it gets exactly right."""
+        """Return the held-out loss of a model and the percentage of dates that it converts exactly."""
         held_out = Batches(number(self.pairs, self.vocabulary), self.setup.config, self.setup.tokens_per_batch)
         loss = learner.validate(held_out.once())
         lines = learner.translate([source for source, _ in self.pairs], self.vocabulary, longest_translation(held_out))
         return [f"{loss:.3f}", f"{self.score(lines, [target for _, target in self.pairs]):.1f} %"]
 
     def sent(self, count: int) -> str:
-        """Return the MiB that each worker sends in a run, of all gradients or of all weights after so many steps."""
+        """Return the MiB that each worker sends in a run if it sends gradients or weights every ``count`` steps."""
         numbers = ref.count_parameters(self.setup.config)
         once = 4 * Collective(ALL_REDUCE, "weights", "data", self.workers, numbers).sent
         return f"{once * (self.setup.plan.steps // count) / 2**20:,.0f}"

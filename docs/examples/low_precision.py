@@ -37,7 +37,7 @@ from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.sentences.vocabulary import pad
 
 BATCH = 16  # sentences
-ROUNDS = 3  # batches that are translated, however long they take
+ROUNDS = 3  # minimum number of batches, regardless of their time
 MB = 1e6  # bytes
 SEARCHES: dict[str, Callable[..., Any]] = {
     "greedy": lambda package, model, ids: package.greedy_search(model, ids),
@@ -96,7 +96,7 @@ def keras_int8(load: Load) -> Any:
 
 
 def own_bfloat16(load: Load) -> Any:
-    """Return a model of JAX or Keras, whose layers get their dtype when they are built."""
+    """Return a bfloat16 model of JAX or Keras. Their layers get the dtype when they are created."""
     return load(dtype="bfloat16")
 
 
@@ -126,7 +126,7 @@ def stored_bytes(backend: str, model: Any) -> dict[str, int]:
 
 
 def _of_torch(model: Any) -> Iterator[tuple[str, int]]:
-    # quantize_dynamic keeps matrix and bias in an object that is not a tensor, but the child of the layer.
+    # quantize_dynamic stores matrix and bias in a child of the layer that is not a tensor.
     quantized = (module for module in model.modules() if "_packed_params" in module._modules)
     packed = [x for module in quantized for x in module._weight_bias()]
     for tensor in (*model.parameters(), *packed):
@@ -135,7 +135,7 @@ def _of_torch(model: Any) -> Iterator[tuple[str, int]]:
 
 
 def _plain(tensor: Any) -> list[Any]:
-    """Return the tensors that a tensor of torchao consists of."""
+    """Return the plain tensors that a torchao tensor consists of."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -168,7 +168,7 @@ class Row:
     Attributes:
         backend: The package.
         variant: A name in ``VARIANTS``, or ``float32`` for the model that the others are compared with.
-        problem: The reason why nothing was measured.
+        problem: The reason why the variant was not measured; empty if it was.
         sentences: Number of sentences that both models translated.
         bytes: Bytes of the weights by dtype.
         same: Number of translations that are the same as in float32, by search.
@@ -197,7 +197,7 @@ class Texts:
     references: Sequence[str]
 
     def batches(self) -> list[ndarray]:
-        """Return padded ids, all of one length, so that JAX and TensorFlow compile for one shape."""
+        """Return batches of padded IDs with the same length, so that JAX and TensorFlow compile for only one shape."""
         ids = pad([self.trained.vocabulary.ids(line) for line in self.sources], self.trained.config)
         return [ids[start : start + BATCH] for start in range(0, len(ids), BATCH)]
 
@@ -216,10 +216,10 @@ def compare(backend: str, variant: str, texts: Texts, base: Any, seconds: float)
         variant: A name in ``VARIANTS``.
         texts: The sentences.
         base: The float32 model.
-        seconds: Time after which no further batch is begun, after the first ``ROUNDS``.
+        seconds: Time in seconds after which no new batch starts, except that ``ROUNDS`` batches always run.
 
     Raises:
-        RuntimeError: If a variant that is called int8 stores no int8.
+        RuntimeError: If a variant doesn't store the dtype that its name promises.
     """
     package, config = PORTS[backend].import_package(), texts.trained.config
     if "torchao" in variant and not find_spec("torchao"):
@@ -231,7 +231,7 @@ def compare(backend: str, variant: str, texts: Texts, base: Any, seconds: float)
     if kind not in size:
         raise RuntimeError(f"{backend} {variant} must store {kind}: got {', '.join(size)}")
     batches = texts.batches()
-    first = batches[0][:1] if backend == "torch" else batches[0]  # the others compile for the shape of a batch
+    first = batches[0][:1] if backend == "torch" else batches[0]  # JAX and TensorFlow compile for the batch shape
     for search in SEARCHES.values():
         for model in models.values():
             search(package, model, first)
@@ -344,7 +344,7 @@ def page(report: Mapping[str, Any], rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and write the results."""
+    """Measure all variants, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("weights", type=Path, help="weight file with a vocabulary")
     parser.add_argument("source", type=Path, help="sentences, one per line")

@@ -1,4 +1,4 @@
-"""The picture in the README: ``python docs/examples/picture.py`` shows ``parity explore`` in Chromium."""
+"""Create the figure in the README: a screenshot of the page that ``parity explore`` writes, taken with Chromium."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = {"width": 1280, "height": 760}
 
 
 def main() -> None:
-    """Write the page to a temporary folder, and a picture of it beside the pages of the site."""
+    """Write the page to a temporary directory, and its screenshot to the directory of the site's sources."""
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         page, picture = Path(folder) / "page.html", Path(folder) / "page.png"
         environment = {**os.environ, "PYTHONPATH": f"{FOLDER}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
@@ -30,7 +30,8 @@ def main() -> None:
         shown.goto(page.as_uri())
         shown.screenshot(path=picture)
         browser.close()
-        few_colours = Image.open(picture).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)  # dots too
+        # MAXCOVERAGE also keeps the colors of small dots.
+        few_colours = Image.open(picture).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
         few_colours.save(FOLDER.parent / "explore.png", optimize=True)
 
 

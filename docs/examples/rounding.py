@@ -1,11 +1,11 @@
-"""How far training carries rounding: a run on several devices, and one of which the first weights were moved.
+"""Measure how training amplifies rounding errors, in a run on multiple devices and in a run with perturbed weights.
 
-    python docs/examples/rounding.py --backend torch            a column of docs/how-to/several-devices.md
-    python docs/examples/rounding.py --backend torch --whole    the same for the model of `parity train`
+    python docs/examples/rounding.py --backend torch            a column of docs/results/devices.md
+    python docs/examples/rounding.py --backend torch --whole    the same for the default model of `parity train`
 
-Any other option is one of `parity train`. With `--steps 2400`, the runs end, and print what they translate right.
-All train on the dates in float64. Each weight of the last run is moved, after its first step, to the next number that
-float64 has: as far as one rounding does.
+The script passes other options to `parity train`. With `--steps 2400`, the runs are complete and print their accuracy.
+All runs train on the dates task in float64. In the perturbed run, each weight is replaced after the first step by the
+next larger float64 number, which is the size of one rounding error.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from transformer_parity.apps.train.log import checkpoints, step_of
 from transformer_parity.cli.main import main as parity
 from transformer_parity.transformer.ports.registry import PORTS
 
-# A tenth of the model.
+# These settings reduce the model to 89,000 parameters; the default has about ten times that many.
 SMALL = ["--set", "d_model=64", "d_ff=128", "num_encoder_layers=1", "num_decoder_layers=1", "warmup_steps=100"]
-UNSEEN = ["--set", "validate_every=100000", "keep=100000"]  # on the way
+UNSEEN = ["--set", "validate_every=100000", "keep=100000"]  # skips validation and keeps every checkpoint
 
 
 def train(folder: Path, *options: str) -> None:
-    """Train by ``parity train``."""
+    """Run ``parity train``."""
     if code := parity(["train", "--out", str(folder), *options]):
         sys.exit(code)
 
 
 def train_moved(folder: Path, first: Path, begin: Sequence[str], go_on: Sequence[str]) -> None:
-    """Take one step, move each weight to the next number, and take the others.
+    """Take one step, replace each weight by the next larger number, and take the remaining steps.
 
     Args:
-        folder: Where the run goes.
-        first: Where its first step goes.
-        begin: Options of a run.
-        go_on: Those that a run which goes on takes.
+        folder: Output directory of the run.
+        first: Output directory of the first step.
+        begin: Options of ``parity train`` for a new run.
+        go_on: Options of ``parity train`` for a resumed run.
     """
     train(first, *begin, "--stop-at", "1")
     (path,) = checkpoints(first)
@@ -53,7 +53,7 @@ def train_moved(folder: Path, first: Path, begin: Sequence[str], go_on: Sequence
 
 
 def distances(run: Path, other: Path) -> Iterator[tuple[int, float]]:
-    """Yield steps, and how far the weights of two runs are apart there, each tensor by its largest magnitude."""
+    """Yield each saved step and the distance between the weights of two runs: the largest relative difference."""
     for path in checkpoints(run):
         weights, others = (ref.load_weights(folder / path.name)[1] for folder in (run, other))
         apart = (np.abs(others[name] - array).max() / np.abs(array).max() for name, array in weights.items())
@@ -63,7 +63,7 @@ def distances(run: Path, other: Path) -> Iterator[tuple[int, float]]:
 def compare(
     backend: str, devices: Sequence[str], steps: int, every: int, folder: Path, options: Sequence[str]
 ) -> list[tuple]:
-    """Return steps, and at each how far the weights on several devices and the moved ones are from those of one."""
+    """Return each step and the distances to the run on one device, on multiple devices and with perturbed weights."""
     go_on = ["--backend", backend, "--set", f"save_every={every}", "--stop-at", str(steps), *UNSEEN]
     begin = ["--task", "dates", "--dtype", "float64", *options]
     train(folder / "one", *begin, *go_on)
@@ -78,17 +78,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=PORTS, default="numpy")
     parser.add_argument("--parallel", default="data=4", metavar="PLAN")
-    parser.add_argument("--processes", metavar="N", help="that the devices of the plan are in")
+    parser.add_argument("--processes", metavar="N", help="number of processes that share the devices")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--every", type=int, default=100, metavar="N")
-    parser.add_argument("--whole", action="store_true", help="train the model of `parity train`")
+    parser.add_argument("--whole", action="store_true", help="train the default model of `parity train`")
     options, others = parser.parse_known_args()
     devices = ["--parallel", options.parallel]
     devices += ["--processes", options.processes] if options.processes else []
     others = others if options.whole else [*SMALL, *others]
     with TemporaryDirectory() as folder:
         found = compare(options.backend, devices, options.steps, options.every, Path(folder), others)
-    print(f"| step | {options.parallel} | moved |\n|---:|---:|---:|")
+    print(f"| step | {options.parallel} | perturbed |\n|---:|---:|---:|")
     for step, several, moved in found:
         print(f"| {step:,} | {several:.0e} | {moved:.0e} |")
 

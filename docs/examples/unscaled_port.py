@@ -1,16 +1,16 @@
-"""A port whose first layer does not divide the attention scores by sqrt(d_k), for the picture in the README."""
+"""Define a port whose first layer doesn't divide the attention scores by sqrt(d_k), for the figure in the README."""
 
-import reference_numpy  # stands for a framework
+import reference_numpy  # used instead of a framework
 from transformer_parity.plugin import Port
 
 
 class MyPort(Port):
-    """The reference with one mistake."""
+    """The reference with one bug."""
 
     taps = ("**",)
 
     def load(self, config, weights, dtype):
-        """Build the model with these weights."""
+        """Build the model from the weights."""
         self.model = reference_numpy.Transformer.from_weights(config, weights, dtype)
         self.factor = config.d_k**0.5
 

@@ -1,11 +1,11 @@
-"""Execute the notebooks, and write each with its outputs: ``NAME.md`` becomes ``NAME.ipynb``.
+"""Execute the notebook sources, and write each ``NAME.md`` with its outputs to ``NAME.ipynb``.
 
-    python docs/notebooks/run.py                      every notebook
-    python docs/notebooks/run.py tour                 only this one
-    python docs/notebooks/run.py tour --out FOLDER    into another folder
+    python docs/notebooks/run.py                      execute every notebook
+    python docs/notebooks/run.py tour                 execute one notebook
+    python docs/notebooks/run.py tour --out FOLDER    write to a different directory
 
-The site shows the stored outputs; tests/test_notebooks.py executes the sources again and compares. A cell that raises,
-or that writes to standard error, fails the command, and the old file stays.
+The site shows the stored outputs, and tests/test_notebooks.py verifies them by executing the sources. If a cell raises
+an error or writes to standard error, the command fails and doesn't overwrite the existing file.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 NAMES = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index")
-SECONDS = 600  # of one cell
-# What TensorFlow writes to standard error when it is imported, under every setting.
+SECONDS = 600  # time limit for one cell
+# TensorFlow writes these lines to standard error when it is imported, and no setting turns them off.
 NOTICES = re.compile(r"^(WARNING: All log messages before absl|I0000 ).*\n?", re.MULTILINE)
 
 
 def execute(name: str) -> str:
-    """Return a notebook with its outputs as JSON, executed by a new kernel in an empty folder.
+    """Execute a notebook with a new kernel in an empty directory, and return it with its outputs as JSON.
 
     Raises:
-        nbclient.exceptions.CellExecutionError: A cell raises.
-        ValueError: A cell writes to standard error.
+        nbclient.exceptions.CellExecutionError: If a cell raises an error.
+        ValueError: If a cell writes to standard error.
     """
     import jupytext
     import nbformat
@@ -45,7 +45,7 @@ def execute(name: str) -> str:
         NotebookClient(notebook, kernel_name="python3", resources=resources, **options).execute()
     notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"], "language_info": {"name": "python"}}
     for number, cell in enumerate(notebook.cells):
-        cell.id = f"cell-{number}"  # drawn at random otherwise
+        cell.id = f"cell-{number}"  # By default, the ID is random and would change in every run.
         outputs = cell.get("outputs", [])
         for output in outputs:
             if output.get("name") == "stderr" and (text := NOTICES.sub("", output.text)):
@@ -62,7 +62,7 @@ def execute(name: str) -> str:
 
 
 def smaller(picture: str) -> str:
-    """Return a PNG in base64 with a palette of 64 colours, in a third of the bytes."""
+    """Return a base64 PNG with a palette of 64 colors, which reduces its size by two thirds."""
     from PIL import Image
 
     found = io.BytesIO()
@@ -72,15 +72,15 @@ def smaller(picture: str) -> str:
 
 
 def main() -> None:
-    """Execute what was asked for."""
+    """Execute the notebooks that the command line specifies."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)} (default: all)")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="a folder (default: beside the sources)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(NAMES)} (default: all)")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="directory to write to (default: that of the sources)")
     options = parser.parse_args()
     if unknown := sorted(set(options.names) - set(NAMES)):
-        parser.error(f"a NAME must be one of {', '.join(NAMES)}: got {', '.join(unknown)}")
+        parser.error(f"NAME must be one of {', '.join(NAMES)}: got {', '.join(unknown)}")
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    os.environ |= {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"}  # which the kernels inherit
+    os.environ |= {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"}  # The kernels inherit these variables.
     for name in options.names or NAMES:
         (options.out / f"{name}.ipynb").write_text(execute(name), "utf-8")
         print(name)

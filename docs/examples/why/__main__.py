@@ -23,31 +23,33 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DESCRIPTION = """\
-Measure two claims of section 3.2.1 of "Attention Is All You Need" that the
-paper states and does not show:
+Measure two claims that section 3.2.1 of "Attention Is All You Need" makes
+without evidence:
 
-  sqrt-dk   Why are the scores divided by sqrt(d_k)? Draws queries and keys as
-            in footnote 4 and measures the softmax, the gradient through it,
-            and the gradient at the projections of a whole layer, with and
-            without the division. Seeded: the same numbers on every machine.
-  additive  Why is dot-product attention faster than additive attention, at the
-            same number of multiply-adds? Counts operations, times both in turn,
-            step by step, and measures memory. Timings differ by machine.
+  sqrt-dk   Why are the scores divided by sqrt(d_k)? Generates queries and keys
+            as in footnote 4 and measures the softmax, the gradient through it,
+            and the gradient at the projections of a complete layer, with and
+            without the division. The numbers are seeded and the same on every
+            machine.
+  additive  Why is dot-product attention faster than additive attention, with
+            the same number of multiply-adds? Counts operations, times both
+            functions and their steps in turn, and measures memory. The times
+            differ between machines.
 """
 
 
 WHY_EXAMPLES = """\
 examples:
-  python docs/examples/why                          both, as tables and a sentence each
-  python docs/examples/why sqrt-dk                  only the first
-  python docs/examples/why --out pictures           also a picture of each
+  python docs/examples/why                          print tables and conclusions for both claims
+  python docs/examples/why sqrt-dk                  measure only the first claim
+  python docs/examples/why --out pictures           also draw a figure for each claim
   OMP_NUM_THREADS=1 python docs/examples/why additive --json why.json
-                                      on one thread, every number into a file
+                                      use one thread, and write all numbers to a file
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
+    """Return the parser for the command line."""
     parser = argparse.ArgumentParser(
         prog="python docs/examples/why",
         description=DESCRIPTION,
@@ -59,16 +61,16 @@ def parser() -> argparse.ArgumentParser:
         nargs="?",
         choices=QUESTIONS,
         metavar="sqrt-dk|additive",
-        help="which claim to measure (default: both)",
+        help="claim to measure (default: both)",
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="draw a picture of each answer into this folder")
-    parser.add_argument("--format", choices=FORMATS, default="svg", help="of the pictures (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every number for machines")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="draw a figure for each claim into this directory")
+    parser.add_argument("--format", choices=FORMATS, default="svg", help="format of the figures (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers as JSON")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, draw, and return the exit code."""
+    """Measure, print, and draw the chosen claims, and return the exit code."""
     options = parser().parse_args(arguments)
     try:
         answer(options)
@@ -78,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def answer(options: argparse.Namespace) -> None:
-    """Measure, print and draw the chosen questions.
+    """Measure, print, and draw the chosen claims.
 
     Raises:
         UsageError: If a file or directory can't be written.
@@ -90,7 +92,7 @@ def answer(options: argparse.Namespace) -> None:
     with refusals(OSError):
         if options.out is not None:
             if options.out.exists() and not options.out.is_dir():
-                raise UsageError(f"--out must be a folder: {options.out} is a file")
+                raise UsageError(f"--out must be a directory: {options.out} is a file")
             options.out.mkdir(parents=True, exist_ok=True)
         for question in chosen:
             measure, show, draw = QUESTIONS[question]
@@ -105,7 +107,7 @@ def answer(options: argparse.Namespace) -> None:
 
 
 def _write_picture(draw: Callable[..., Figure], found: dict[str, Any], path: Path) -> None:
-    """Draw the measurements and write the picture."""
+    """Draw the measurements and write the figure."""
     import matplotlib
 
     with matplotlib.rc_context(OPEN_STYLE):

@@ -1,7 +1,8 @@
-"""Measurements for two claims of section 3.2.1 that the paper states and does not show.
+"""Measure two claims of section 3.2.1 that the paper makes without evidence.
 
-Why the scores are divided by sqrt(d_k): what the division does to the softmax, and to the gradient behind it.
-Why dot-product attention is faster than additive attention, although both take the same number of multiply-adds.
+The first claim is that the scores must be divided by sqrt(d_k); this module measures the effect on the softmax and on
+the gradient that passes through it. The second claim is that dot-product attention is faster than additive attention,
+although both require the same number of multiply-adds.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from transformer_spec.shapes import Bool, Float
 
 SEED = 2017
 POSITIONS = 64  # queries and keys of one sequence
-SEQUENCES = 16  # times POSITIONS: the queries behind every quantile
+SEQUENCES = 16  # Each quantile is computed from SEQUENCES * POSITIONS queries.
 D_MODEL = 512  # the paper's base model
-LAYERS = 8  # random layers behind every quantile
-CARRIED = 0.9  # of the squared gradient
-SECONDS, LEAST_ROUNDS = 0.8, 7  # of timing, for each size
-# Of this thread, so that other programs do not count; on Windows that clock goes in steps of 16 ms.
+LAYERS = 8  # random layers from which each quantile is computed
+CARRIED = 0.9  # fraction of the squared gradient
+SECONDS, LEAST_ROUNDS = 0.8, 7  # minimum duration and number of rounds of the timing for each size
+# Processor time of this thread, which excludes other programs. On Windows, its resolution is only 16 ms.
 CLOCK = time.perf_counter if sys.platform == "win32" else time.thread_time
 
 
@@ -46,13 +47,13 @@ def additive_attention(
 ) -> Float[ndarray, "B L d_v"]:
     """Average the values, weighted by a one-hidden-layer network of query and key (Bahdanau et al., 2015).
 
-    ``softmax(v^T tanh(q W_q + k W_k)) V``: what section 3.2.1 compares dot-product attention with. The theoretical
-    cost is similar, but every pair of positions passes through a tanh of width d_k instead of one matrix product.
+    Section 3.2.1 compares this function, ``softmax(v^T tanh(q W_q + k W_k)) V``, with dot-product attention. The
+    theoretical cost is similar, but every pair of positions requires a tanh of width d_k instead of a single matmul.
 
     Args:
-        query: What each position asks for.
-        key: What each memory position offers to be matched on.
-        value: What each memory position hands over when matched.
+        query: One query vector per position.
+        key: One key vector per memory position.
+        value: One value vector per memory position.
         query_kernel: ``W_q``, the hidden layer's matrix for queries.
         key_kernel: ``W_k``, the hidden layer's matrix for keys.
         score_vector: ``v``, the output layer.
@@ -67,7 +68,7 @@ def additive_attention(
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle of many measurements, and where their lowest and their highest tenth begin."""
+    """The 10th percentile, the median, and the 90th percentile of many measurements."""
 
     low: float
     median: float
@@ -75,7 +76,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float] | ndarray) -> Spread:
-        """Summarise measurements."""
+        """Summarize measurements."""
         array = values if isinstance(values, ndarray) else np.array(list(values))
         return cls(*np.quantile(array, [0.1, 0.5, 0.9]).tolist())
 
@@ -85,66 +86,67 @@ class Saturation:
     """The softmax of the scores of random queries and keys."""
 
     d_k: int
-    divided: bool  # by sqrt(d_k)
-    variance: float  # of the scores
-    largest: Spread  # weight of each query
-    entropy: Spread  # of each query's weights, in nats
-    gradient: Spread  # of each query: see softmax_gain
+    divided: bool  # whether the scores are divided by sqrt(d_k)
+    variance: float  # variance of the scores
+    largest: Spread  # largest weight of each query
+    entropy: Spread  # entropy of each query's weights, in nats
+    gradient: Spread  # softmax_gain of each query
 
 
 @dataclass(frozen=True)
 class LayerGradient:
-    """A random upstream gradient at the projections of a random multi-head attention layer."""
+    """The gradients of random multi-head attention layers for a random upstream gradient."""
 
     d_k: int
     num_heads: int
-    divided: bool  # by sqrt(d_k)
-    carriers: Spread  # the smallest share of the queries that carries CARRIED of the squared gradient
-    query_kernel: Spread  # the gradient's norm
-    key_kernel: Spread
+    divided: bool  # whether the scores are divided by sqrt(d_k)
+    carriers: Spread  # smallest fraction of the queries that carries CARRIED of the squared gradient
+    query_kernel: Spread  # norm of the gradient with respect to the query kernel
+    key_kernel: Spread  # norm of the gradient with respect to the key kernel
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one call of dot-product and of additive attention costs, projections of queries and keys included."""
+    """The cost of one call of dot-product and additive attention, including the projections of queries and keys."""
 
-    length: int  # of queries and of keys
+    length: int  # number of queries and of keys
     d_k: int
-    multiply_adds: int  # the same for both
-    extra: int  # additions, and as many tanh, that additive attention takes besides
-    rounds: int  # of timing
+    multiply_adds: int  # the same for both functions
+    extra: int  # number of further additions, and of tanh calls, in additive attention
+    rounds: int  # number of rounds of the timing
     dot_seconds: Spread
     additive_seconds: Spread
-    ratio: Spread  # of the two times of each round
-    dot_bytes: int  # the most memory held at any time, inputs not counted
-    additive_bytes: int
+    ratio: Spread  # ratio of the two times within each round
+    dot_bytes: int  # peak memory without the inputs
+    additive_bytes: int  # peak memory without the inputs
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of an attention function, alone."""
+    """The cost of a single step of an attention function."""
 
     name: str
     used_by: str  # dot, additive or both
     seconds: Spread
     operations: int
-    bytes_moved: int  # in and out, each array once
+    bytes_moved: int  # bytes of all inputs and outputs, each counted a single time
 
 
 def softmax_gain(weights: ndarray) -> ndarray:
-    """Return how much of a gradient gets through each softmax: the norm of its Jacobian, diag(p) - p p^T.
+    """Return the norm of each softmax's Jacobian, diag(p) - p p^T, which measures how much gradient it passes on.
 
     It is the root mean square of the gradient's norm at the scores if the gradient at the weights is random with
     variance 1. Uniform weights yield sqrt(M - 1) / M, and one weight of 1 yields 0.
     """
     products = weights[..., :, None] * weights[..., None, :]  # [..., M, M]
     np.einsum("...ii->...i", products)[...] = 0.0
-    # The diagonal, p (1 - p), as the sum of the others: 1 - p has no digits left where the softmax is saturated.
+    # The diagonal, p (1 - p), is computed as the sum of the other entries because 1 - p loses all digits if the softmax
+    # is saturated.
     return np.sqrt(np.square(products).sum((-2, -1)) + np.square(products.sum(-1)).sum(-1))
 
 
 def measure_saturation(d_k: int, *, divided: bool) -> Saturation:
-    """Attend with queries and keys whose components are independent with mean 0 and variance 1 (footnote 4)."""
+    """Measure attention for queries and keys with independent components of mean 0 and variance 1 (footnote 4)."""
     rng = np.random.default_rng([SEED, d_k])
     query, key = rng.standard_normal((2, SEQUENCES, 1, POSITIONS, d_k))
     seen = ref.Recorder("scores", "weights")
@@ -165,7 +167,7 @@ def measure_saturation(d_k: int, *, divided: bool) -> Saturation:
 def measure_layer(d_k: int, *, divided: bool, d_model: int = D_MODEL) -> LayerGradient:
     """Send random gradients of norm 1 back through random layers with d_model / d_k heads, as d_k grows.
 
-    Inputs have variance 1 and kernels variance 1 / d_model, so queries and keys start out as footnote 4 has them.
+    Inputs have variance 1 and kernels have variance 1 / d_model, so queries and keys have the variance of footnote 4.
     """
     found = [_layer_gradients(np.random.default_rng([SEED, d_k, i]), d_k, divided, d_model) for i in range(LAYERS)]
     return LayerGradient(
@@ -179,7 +181,7 @@ def measure_layer(d_k: int, *, divided: bool, d_model: int = D_MODEL) -> LayerGr
 
 
 def carriers(gradient: ndarray) -> float:
-    """Return the smallest share of the rows that together have CARRIED of the squared gradient."""
+    """Return the smallest fraction of the rows that together contain CARRIED of the squared gradient."""
     squares = np.sort(np.square(gradient).sum(-1), axis=None)[::-1]
     return float((np.searchsorted(np.cumsum(squares), CARRIED * squares.sum()) + 1) / squares.size)
 
@@ -200,7 +202,7 @@ def _layer_gradients(
     layer = random_layer(rng, d_k, d_model)
     x, upstream = rng.standard_normal((2, 1, POSITIONS, d_model))
     upstream /= np.linalg.norm(upstream)
-    # A layer that does not divide is one that divides, with sqrt(d_k) times the query kernel.
+    # To undo the division in a layer, multiply its query kernel by sqrt(d_k).
     undo = 1.0 if divided else math.sqrt(d_k)
     layer.query_proj.kernel *= undo
     at_query, query_kernel, key_kernel = layer_gradients(layer, x, upstream)
@@ -216,15 +218,15 @@ def layer_gradients(layer: ref.MultiHeadAttention, x: ndarray, upstream: ndarray
 
 
 def count_multiply_adds(length: int, d_k: int, d_v: int, d_model: int = D_MODEL) -> int:
-    """Count what dot-product and additive attention both take: two projections, the scores, and the average.
+    """Return the number of multiply-adds that dot-product and additive attention both require.
 
-    2 L d_model d_k + L^2 d_k + L^2 d_v, for L queries and L keys.
+    For L queries and L keys, the projections require 2 L d_model d_k, the scores L^2 d_k, and the average L^2 d_v.
     """
     return 2 * length * d_model * d_k + length**2 * (d_k + d_v)
 
 
 def attention_inputs(length: int, d_k: int, d_v: int) -> dict[str, ndarray]:
-    """Return random inputs of ``additive_attention``, of which ``dot_product_attention`` takes all but the last."""
+    """Return random inputs of ``additive_attention``. ``dot_product_attention`` doesn't use ``score_vector``."""
     rng = np.random.default_rng([SEED, length, d_k])
     draw = rng.standard_normal
     return {
@@ -240,12 +242,12 @@ def attention_inputs(length: int, d_k: int, d_v: int) -> dict[str, ndarray]:
 def dot_product_attention(
     query: ndarray, key: ndarray, value: ndarray, query_kernel: ndarray, key_kernel: ndarray
 ) -> ndarray:
-    """Project and attend, as ``additive_attention`` does: one head of equation (1)."""
+    """Project queries and keys, and compute one head of equation (1)."""
     return attend((query @ query_kernel)[:, None], (key @ key_kernel)[:, None], value[:, None])
 
 
 def measure_cost(length: int, d_k: int, d_v: int = 64, seconds: float = SECONDS) -> Cost:
-    """Time both functions in turn, on the same inputs, in float32."""
+    """Time both functions alternately on the same float32 inputs."""
     inputs = attention_inputs(length, d_k, d_v)
     shared = {name: array for name, array in inputs.items() if name != "score_vector"}
     calls: dict[str, Callable[[], Any]] = {
@@ -269,7 +271,7 @@ def measure_cost(length: int, d_k: int, d_v: int = 64, seconds: float = SECONDS)
 
 
 def measure_steps(length: int, d_k: int, d_v: int = 64, seconds: float = 3 * SECONDS) -> list[Step]:
-    """Time the steps of both functions in turn, each on what the step before it made."""
+    """Time the steps of both functions in turn, each with the result of the previous step."""
     x, y, value, query_kernel, key_kernel, score_vector = attention_inputs(length, d_k, d_v).values()
     query, key = x @ query_kernel, y @ key_kernel
     total = query[:, :, None, :] + key[:, None, :, :]  # [B, L, M, d_k]
@@ -305,7 +307,7 @@ def measure_steps(length: int, d_k: int, d_v: int = 64, seconds: float = 3 * SEC
 
 
 def time_in_turn(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, ndarray]:
-    """Call each function once a round, so that disturbances affect all alike, and return their seconds."""
+    """Call each function once per round, so disturbances affect all of them equally, and return their seconds."""
     for call in calls.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -319,7 +321,7 @@ def time_in_turn(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[st
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """Return the most memory that a call holds at any time, its result included."""
+    """Return the peak memory of a call in bytes, including its result."""
     already = tracemalloc.is_tracing()
     if not already:
         tracemalloc.start()

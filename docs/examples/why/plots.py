@@ -1,4 +1,4 @@
-"""The pictures of docs/why.md: four panels for each claim."""
+"""Draw the figures of docs/why.md, with four panels for each claim."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 from transformer_parity.engine.style import BAD, GOOD, GREY
 
-LABELS = (  # of each panel of the first picture: where "raw" stands, and where "divided"
+LABELS = (  # for each panel of the first figure, the positions of the labels "raw" and "divided"
     ((0.80, 0.88), (0.97, 0.22)),
     ((0.97, 0.85), (0.97, 0.21)),
     ((0.52, 0.15), (0.97, 0.91)),
@@ -33,7 +33,7 @@ BANDS = "Bands: all but the lowest and the highest tenth."
 
 
 def draw_sqrt_dk(softmax: list[Saturation], layer: list[LayerGradient]) -> Figure:
-    """Draw the chain from the scores to the layer, as four panels over d_k."""
+    """Draw the scores, the weights, and the gradients of the softmax and of a layer over d_k."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
@@ -68,13 +68,13 @@ def draw_sqrt_dk(softmax: list[Saturation], layer: list[LayerGradient]) -> Figur
 
 
 def draw_additive(costs: list[Cost], steps: list[Step], length: int, d_k: int) -> Figure:
-    """Draw time over length and over d_k, memory over length, and the steps.
+    """Draw the time over length and over d_k, the memory over length, and the time of the steps.
 
     Args:
-        costs: Of all sizes.
-        steps: Of the size at which both curves of time meet.
-        length: At which d_k was varied.
-        d_k: At which the length was varied.
+        costs: Costs for all sizes.
+        steps: Steps for the size that both time panels contain.
+        length: Length for which d_k was varied.
+        d_k: Value of d_k for which the length was varied.
     """
     from matplotlib.figure import Figure
 
@@ -129,13 +129,13 @@ def _curve(axes: Axes, x: list[int], spreads: list[Spread], colour: str) -> None
 
 
 def _end_label(axes: Axes, x: float, y: float, text: str, colour: str, *, above: bool) -> None:
-    """Name a curve at its last point."""
+    """Label a curve at its last point."""
     place, align = ((-12, 4), "bottom") if above else ((0, -26), "top")
     axes.annotate(text, (x, y), place, textcoords="offset points", color=colour, ha="right", va=align)
 
 
 def _powers_of_two(axes: Axes, ticks: list[int]) -> None:
-    """Lay out the x axis by powers of two, with some of them written on it."""
+    """Use a logarithmic x axis with base 2 and the given ticks."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks)
     axes.xaxis.set_major_formatter("{x:.0f}")
@@ -143,7 +143,7 @@ def _powers_of_two(axes: Axes, ticks: list[int]) -> None:
 
 
 def _finish(figure: Figure, note: str) -> None:
-    """Begin every title at the left, and write a note below the panels."""
+    """Align every title to the left, and write a note below the panels."""
     for axes in figure.axes:
         axes.title.set_horizontalalignment("left")
         axes.title.set_x(0)

@@ -1,4 +1,4 @@
-"""The measurements behind docs/why.md as tables and conclusions."""
+"""Print the measurements of docs/why.md as tables with conclusions."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from rich.table import Table
 from rich.text import Text
 
 D_KS = [2**n for n in range(13)]  # 1 ... 4096
-LAYER_D_KS = [2**n for n in range(3, 10)]  # 8 ... 512: heads that divide d_model = 512 among them
+LAYER_D_KS = [2**n for n in range(3, 10)]  # 8 ... 512: the heads together have d_model = 512
 PAPER_D_K = 64
 LENGTHS = [2**n for n in range(4, 11)]  # 16 ... 1024, with the paper's d_k
 COST_D_KS = [1, 4, 16, 64, 256]
-COST_LENGTH = 512  # at which d_k is varied and the steps are taken apart
+COST_LENGTH = 512  # length for which d_k is varied and the steps are timed
 
 
 def threads() -> str:
-    """Return how many threads the products of NumPy take, in words."""
+    """Return a description of the number of threads that NumPy's matmuls use."""
     import reference_numpy
 
     return reference_numpy.describe()["threads"]
 
 
 def _in_turn(title: str, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Do one task after another, with a progress bar where there is a terminal to draw it on."""
+    """Run the tasks one after another, with a progress bar if standard error is a terminal."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -55,7 +55,7 @@ def _in_turn(title: str, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def measure_sqrt_dk() -> dict[str, list[Any]]:
-    """Measure the softmax over all d_k, and a layer over the d_k that it has room for."""
+    """Measure the softmax for all d_k, and a layer for each d_k that fits into d_model."""
     both = (False, True)
     softmax: list[Callable[[], Any]] = [
         partial(measure_saturation, d_k, divided=divided) for d_k in D_KS for divided in both
@@ -68,7 +68,7 @@ def measure_sqrt_dk() -> dict[str, list[Any]]:
 
 
 def show_sqrt_dk(console: Console, softmax: list[Saturation], layer: list[LayerGradient]) -> None:
-    """Print two tables and what follows from them."""
+    """Print two tables and a conclusion."""
     scores = "variance", "largest\nweight", "gradient\nmedian"
     table = _table(
         f"Softmax over {POSITIONS} keys, of raw scores and of scores divided by sqrt(d_k)",
@@ -82,11 +82,11 @@ def show_sqrt_dk(console: Console, softmax: list[Saturation], layer: list[LayerG
         table.add_row(f"{raw.d_k:,}", *left, f"{raw.gradient.low:.1g}", *right)
     console.print(table)
     console.print(
-        f"Of {SEQUENCES * POSITIONS:,} queries. Gradient: how much gets through, as the norm of the softmax's "
-        f"Jacobian; {uniform_gain():.2f} where all keys weigh the same.\n",
+        f"Measured with {SEQUENCES * POSITIONS:,} queries. Gradient: the norm of the softmax's Jacobian, which is "
+        f"{uniform_gain():.2f} if all keys have the same weight.\n",
         style="dim",
     )
-    measures = "share of\nqueries", "query\nkernel", "key\nkernel"
+    measures = "part of\nqueries", "query\nkernel", "key\nkernel"
     table = _table(
         f"A random gradient, back through multi-head attention, d_model {D_MODEL}",
         *("d_k", "heads", *(f"{side}\n{measure}" for side in ("raw", "divided") for measure in measures)),
@@ -99,32 +99,33 @@ def show_sqrt_dk(console: Console, softmax: list[Saturation], layer: list[LayerG
         table.add_row(f"{pair[0].d_k:,}", f"{pair[0].num_heads}", *cells[0], *cells[1])
     console.print(table)
     console.print(
-        f"Share: of the queries that together carry {CARRIED:.0%} of the squared gradient. Kernels: the norm "
-        f"of the gradient that arrives there. Medians of {LAYERS} layers.\n",
+        f"Part of queries: the queries that together carry {CARRIED:.0%} of the squared gradient. Kernels: the "
+        f"norm of the gradient with respect to them. Medians of {LAYERS} layers.\n",
         style="dim",
     )
     console.print(conclude_sqrt_dk(softmax, layer) + "\n")
 
 
 def uniform_gain() -> float:
-    """Return the norm of the softmax's Jacobian where all keys weigh the same."""
+    """Return the norm of the softmax's Jacobian if all keys have the same weight."""
     return math.sqrt(POSITIONS - 1) / POSITIONS
 
 
 def conclude_sqrt_dk(softmax: list[Saturation], layer: list[LayerGradient]) -> str:
-    """Answer in a few words, from the measured numbers."""
+    """Return a conclusion from the measured numbers."""
     (first, _), *_, (raw, _) = _pairs(softmax)
     kept = [entry.gradient.median for entry in softmax if entry.divided]
     *_, (raw_layer, divided_layer) = _pairs(layer)
     louder = raw_layer.query_kernel.median / divided_layer.query_kernel.median
     return (
-        f"Raw, the variance of the scores is d_k, the largest of {POSITIONS} weights goes from "
-        f"{first.largest.median:.2f} to {raw.largest.median:.2f}, and the gradient that the median query gets through "
-        f"the softmax from {first.gradient.median:.2f} at d_k = {first.d_k} to {raw.gradient.median:.0e} at "
-        f"{raw.d_k:,}; divided by sqrt(d_k), it stays between {min(kept):.2f} and {max(kept):.2f}. In a whole layer "
-        f"the division changes how many queries learn, rather than how much: at d_k = {raw_layer.d_k}, "
-        f"{raw_layer.carriers.median:.0%} of the queries carry {CARRIED:.0%} of the squared gradient "
-        f"(divided: {divided_layer.carriers.median:.0%}), at {louder:.0f} times the norm at the query kernel."
+        f"Without the division, the variance of the scores is d_k. The largest of {POSITIONS} weights grows from "
+        f"{first.largest.median:.2f} to {raw.largest.median:.2f}, and the gradient that passes through the softmax of "
+        f"the median query falls from {first.gradient.median:.2f} at d_k = {first.d_k} to "
+        f"{raw.gradient.median:.0e} at {raw.d_k:,}; divided by sqrt(d_k), it stays between {min(kept):.2f} and "
+        f"{max(kept):.2f}. In a complete layer, the division changes the number of queries that learn and not the "
+        f"size of the gradient: at d_k = {raw_layer.d_k}, {raw_layer.carriers.median:.0%} of the queries carry "
+        f"{CARRIED:.0%} of the squared gradient (divided: {divided_layer.carriers.median:.0%}), although the norm at "
+        f"the query kernel is larger by a factor of {louder:.0f}."
     )
 
 
@@ -132,7 +133,7 @@ def conclude_sqrt_dk(softmax: list[Saturation], layer: list[LayerGradient]) -> s
 
 
 def measure_additive() -> dict[str, list[Any]]:
-    """Count and time both over lengths and over d_k, and the steps of both at one size."""
+    """Measure both functions for several lengths and several d_k, and their steps for one size."""
     sizes = [(length, PAPER_D_K) for length in LENGTHS]
     sizes += [(COST_LENGTH, d_k) for d_k in COST_D_KS if d_k != PAPER_D_K]
     tasks: list[Callable[[], Any]] = [
@@ -144,11 +145,11 @@ def measure_additive() -> dict[str, list[Any]]:
 
 
 def show_additive(console: Console, costs: list[Cost], steps: list[Step]) -> None:
-    """Print two tables and what follows from them."""
+    """Print two tables and a conclusion."""
     table = _table(
         f"One head, d_model {D_MODEL}, float32, threads: {threads()}",
         *("length", "d_k", "million\nmult-adds", "opera-\ntions", "dot\nms", "additive\nms"),
-        *("times as long\n(tenths)", "memory\nMiB"),
+        *("additive / dot\n(10%, 90%)", "memory\nMiB"),
     )
     for cost in costs:
         table.add_row(
@@ -163,11 +164,11 @@ def show_additive(console: Console, costs: list[Cost], steps: list[Step]) -> Non
         )
     console.print(table)
     console.print(
-        "Mult-adds: multiply-adds, the same for both, 2 L d_model d_k + L^2 (d_k + d_v). Operations: additive "
-        "attention's as a multiple, with its L^2 d_k additions and as many tanh. Times as long: the median round, and "
-        "where the lowest and highest tenth begin. Memory: additive attention's at its peak, and as a multiple. Times "
-        "are the calling thread's processor time. Where products take several threads, other programs still slow them "
-        "down: OMP_NUM_THREADS=1 leaves them one.\n",
+        "Mult-adds: multiply-adds, the same for both, 2 L d_model d_k + L^2 (d_k + d_v). Operations: the ratio of "
+        "additive to dot-product attention, including L^2 d_k additions and tanh calls. Additive / dot: the ratio of "
+        "the times in the median round, and its 10th and 90th percentiles. Memory: the peak of additive attention, "
+        "and its ratio to dot-product attention. Times are the processor time of the calling thread. If matmuls use "
+        "several threads, other programs can slow them down; OMP_NUM_THREADS=1 limits them to one thread.\n",
         style="dim",
     )
     table = _table(
@@ -186,40 +187,41 @@ def show_additive(console: Console, costs: list[Cost], steps: list[Step]) -> Non
 
 
 def operations_ratio(cost: Cost) -> float:
-    """Return additive attention's operations over dot-product attention's; a multiply-add is two, a tanh one."""
+    """Return the ratio of additive to dot-product operations. A multiply-add is two operations, and a tanh is one."""
     return 1 + cost.extra / cost.multiply_adds
 
 
 def intensity(step: Step) -> float:
-    """Return the operations per byte that has to be moved."""
+    """Return the number of operations per byte moved."""
     return step.operations / step.bytes_moved
 
 
 def rate(step: Step) -> float:
-    """Return the operations per nanosecond."""
+    """Return the number of operations per nanosecond."""
     return step.operations / step.seconds.median / 1e9
 
 
 def conclude_additive(costs: list[Cost], steps: list[Step]) -> str:
-    """Answer in a few words, from the measured numbers."""
+    """Return a conclusion from the measured numbers."""
     cost = next(cost for cost in costs if (cost.length, cost.d_k) == (COST_LENGTH, PAPER_D_K))
     product = next(step for step in steps if step.used_by == "dot")
     additive = [step for step in steps if step.used_by == "additive"]
     without_tanh = sum(step.seconds.median for step in additive if step.name != "tanh") / product.seconds.median
     return (
-        f"With d_k = {PAPER_D_K} and {COST_LENGTH} positions, both take {cost.multiply_adds / 1e6:.0f} million "
-        f"multiply-adds, and additive attention {operations_ratio(cost):.2f} times the operations if its additions and "
-        f"tanh are counted; yet it takes {cost.ratio.median:.0f} times as long and "
-        f"{cost.additive_bytes / cost.dot_bytes:.0f} times the memory. Its scores write d_k numbers for every pair of "
-        f"positions and read them back, {_range(map(intensity, additive))} operations per byte moved, and run at "
-        f"{_range(map(rate, additive))} billion operations a second; the matrix product does {intensity(product):.0f} "
-        f"per byte, and {rate(product):.0f} billion a second. Even without tanh, additive scores would take "
-        f"{without_tanh:.0f} times as long as the product."
+        f"With d_k = {PAPER_D_K} and {COST_LENGTH} positions, both functions require "
+        f"{cost.multiply_adds / 1e6:.0f} million multiply-adds. Including additions and tanh calls, additive attention "
+        f"performs {operations_ratio(cost):.2f} times the operations of dot-product attention, but it is slower by a "
+        f"factor of {cost.ratio.median:.0f} and uses {cost.additive_bytes / cost.dot_bytes:.0f} times the memory. To "
+        f"compute the scores, it writes d_k numbers for every pair of positions and reads them again. It performs "
+        f"{_range(map(intensity, additive))} operations per byte moved and {_range(map(rate, additive))} billion "
+        f"operations per second; the matmul performs {intensity(product):.0f} per byte and {rate(product):.0f} billion "
+        f"per second. Even without tanh, computing the additive scores would be slower than the matmul by a factor of "
+        f"{without_tanh:.0f}."
     )
 
 
 def _table(title: str, *headings: str) -> Table:
-    """Return an empty table whose columns hold numbers, but those for names."""
+    """Return an empty table. Columns are right-aligned, except for names."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for heading in headings:
         table.add_column(heading, justify="left" if heading in ("step", "of") else "right", no_wrap=True)
@@ -227,7 +229,7 @@ def _table(title: str, *headings: str) -> Table:
 
 
 def _pairs(entries: list[Any]) -> list[tuple[Any, Any]]:
-    """Return raw and divided beside each other."""
+    """Return pairs of raw and divided measurements."""
     return list(zip(entries[::2], entries[1::2], strict=True))
 
 
@@ -237,5 +239,5 @@ def _range(values: Iterable[float]) -> str:
 
 
 def _digits(value: float, digits: int = 2) -> str:
-    """Return so many digits, or all before the point, without an exponent."""
+    """Format a value without an exponent, with this number of digits or all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
