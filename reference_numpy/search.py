@@ -309,7 +309,7 @@ class Beam(NamedTuple):
     finished_ids: Int[ndarray, "B P capacity"]
     finished: Float[ndarray, "B P"]  # scores, best first
 
-    top = staticmethod(top)  # type: ignore[misc]  # no field
+    top = staticmethod(top)  # type: ignore[misc]  # not a field
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Beam:

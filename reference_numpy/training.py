@@ -37,7 +37,7 @@ from transformer_spec.shapes import Float, Int
 from transformer_spec.taps import Recorder
 from transformer_spec.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 
-MIXED_BFLOAT16 = False  # NumPy cannot compute in bfloat16
+MIXED_BFLOAT16 = False  # NumPy doesn't support bfloat16
 
 
 @UNDERFLOW

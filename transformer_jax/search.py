@@ -258,7 +258,7 @@ class Greedy(NamedTuple):
     scores: Float[Array, "B K"]
     unfinished: Bool[Array, "B K"]
 
-    top = staticmethod(top)  # type: ignore[misc]  # no field
+    top = staticmethod(top)  # type: ignore[misc]  # not a field
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Greedy:
@@ -319,7 +319,7 @@ class Beam(NamedTuple):
     finished_ids: Int[Array, "B P capacity"]
     finished: Float[Array, "B P"]  # scores, best first
 
-    top = staticmethod(top)  # type: ignore[misc]  # no field
+    top = staticmethod(top)  # type: ignore[misc]  # not a field
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Beam:

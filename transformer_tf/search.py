@@ -256,7 +256,7 @@ class Greedy(NamedTuple):
     scores: Float[Tensor, "B K"]
     unfinished: Bool[Tensor, "B K"]
 
-    top = staticmethod(top)  # type: ignore[misc]  # no field
+    top = staticmethod(top)  # type: ignore[misc]  # not a field
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Greedy:
@@ -318,7 +318,7 @@ class Beam(NamedTuple):
     finished_ids: Int[Tensor, "B P capacity"]
     finished: Float[Tensor, "B P"]  # scores, best first
 
-    top = staticmethod(top)  # type: ignore[misc]  # no field
+    top = staticmethod(top)  # type: ignore[misc]  # not a field
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Beam:

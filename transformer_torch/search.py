@@ -319,7 +319,7 @@ class Beam(NamedTuple):
     finished_ids: Int[Tensor, "B P capacity"]
     finished: Float[Tensor, "B P"]  # scores, best first
 
-    top = staticmethod(top)  # type: ignore[misc]  # no field
+    top = staticmethod(top)  # type: ignore[misc]  # not a field
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Beam:
