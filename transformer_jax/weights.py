@@ -47,6 +47,9 @@ def get_weights(model: Model) -> dict[str, ndarray]:
 
     If an ``nnx.LoRALinear`` replaces a layer, its update is added to the kernel.
 
+    Args:
+        model: Model to read.
+
     Raises:
         ValueError: If a different type of layer replaces a layer of this package, or a trainable parameter has no
             canonical name.

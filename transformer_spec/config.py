@@ -92,12 +92,12 @@ class TransformerConfig:
         num_encoder_layers: Number of encoder layers.
         num_decoder_layers: Number of decoder layers.
         max_length: Number of learned positions. It doesn't limit sinusoidal positions.
-        norm_order: Order of layer norm and residual connection. ``post`` is LayerNorm(x + Sublayer(x)), ``pre`` is x +
-            Sublayer(LayerNorm(x)).
+        norm_order: Order of layer norm and residual connection. ``post`` is ``LayerNorm(x + Sublayer(x))``, ``pre`` is
+            ``x + Sublayer(LayerNorm(x))``.
         final_norm: True adds a layer norm after each stack.
         layer_norm_epsilon: Number in (0, 1] that is added to the variance, or to the standard deviation if
             ``layer_norm_kind`` is ``annotated``.
-        layer_norm_kind: Divisor of layer norms. ``standard`` uses sqrt(biased variance + epsilon), ``annotated`` uses
+        layer_norm_kind: Divisor of layer norms. ``standard`` is sqrt(biased variance + epsilon), ``annotated`` is
             unbiased standard deviation + epsilon.
         position_encoding: Type of positions in encoder and decoder, ``sinusoidal`` or ``learned``.
         position_layout: Order of sinusoidal channels. ``interleaved`` is sin, cos, sin, cos; ``split`` is all sines,
@@ -116,7 +116,7 @@ class TransformerConfig:
         pad_id: ID of the padding token, which attention and loss ignore.
         bos_id: ID of the token with which the decoder starts.
         eos_id: ID of the token that ends a sequence.
-        label_smoothing: Probability in [0, 0.99] that label smoothing distributes over other tokens.
+        label_smoothing: Probability in [0, 0.99] that label smoothing moves away from the correct token.
         label_smoothing_kind: Tokens that receive this probability: all tokens (``uniform``), all incorrect tokens
             (``off_target``), or all incorrect tokens except padding (``off_target_and_pad``).
         embedding_norm: True adds a layer norm after embedding and position are added.
@@ -276,7 +276,7 @@ class TransformerConfig:
         return self.replace(**changes, **dict.fromkeys(f"decoder_{name}" for name in DECODER_SIZES))
 
     def has_self_attention(self, layer: int) -> bool:
-        """Return whether a decoder layer has self-attention. Layers are counted from 0."""
+        """Return whether the decoder layer with index ``layer`` (counted from 0) has self-attention."""
         return layer > 0 or not self.skip_first_self_attention
 
     @property

@@ -66,7 +66,7 @@ class SearchResult:
         return self.nbest_scores[:, 0]
 
     def cut_from(self, nbest_ids: Any, nbest_scores: Any) -> SearchResult:
-        """Return slices of larger arrays, for example on a device, that have the size of this result."""
+        """Return slices of larger arrays ``nbest_ids`` and ``nbest_scores`` that have the size of this result."""
         batch, count, length = self.nbest_ids.shape
         return SearchResult(nbest_ids[:batch, :count, :length], nbest_scores[:batch, :count])
 
@@ -260,7 +260,7 @@ class Search:
         return package.sample(model, source_ids, self.num_hypotheses, on_step=on_step, **of_sample)
 
     def of(self, sentence: int) -> Search:
-        """Return the search for one sequence of a batch. Sampling then uses the random numbers of sequence 0."""
+        """Return the search for sequence ``sentence`` of a batch. Samples use the random numbers of sequence 0."""
         prefix_ids = None if self.prefix_ids is None else self.prefix_ids[sentence : sentence + 1]
         return dataclasses.replace(self, prefix_ids=prefix_ids)
 
