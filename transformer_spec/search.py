@@ -186,7 +186,7 @@ class Search:
             kind = type(self.rules).__name__
             raise TypeError(f"rules must be SearchRules, such as SearchRules.preset('hf'): got {kind}")
         if self.prefix_ids is not None and self.rules.forced_ids:
-            raise ValueError("either prefix_ids or the forced_ids of the rules must be given: got both")
+            raise ValueError("either prefix_ids or forced_ids of the rules must be given: got both")
         if self.seed is not None and self.beam_size is not None:
             raise ValueError(f"sampling does not use a beam: got seed {self.seed} and beam_size {self.beam_size}")
         if self.seed is None and (self.temperature, self.top_k, self.top_p) != (1.0, None, None):
