@@ -409,5 +409,5 @@ def test_several_tokens_in_one_step(port, beam_size):
     with pytest.raises(ValueError, match="all 6 are taken"):
         model.decode_step(target[:, 0], cache)
     cache = model.init_cache(SOURCE, 3, beam_size)
-    with pytest.raises(ValueError, match="a cache of 3 positions must have room: 0 are taken, got 4 more"):
+    with pytest.raises(ValueError, match="a cache of 3 positions must have capacity for 4 more: 0 are in use"):
         model.decode_step(target[:, :4], cache)

@@ -45,6 +45,9 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 def get_weights(model: Model) -> dict[str, ndarray]:
     """Return a copy of every parameter of a model in the model's dtype, by canonical name.
 
+    Args:
+        model: Model to read.
+
     Raises:
         ValueError: If a layer was replaced by a layer that computes with additional parameters, such as an adapter, or
             that is quantized.
