@@ -189,7 +189,7 @@ def test_losses_are_verified_step_by_step():
     for step, loss in reversed(list(enumerate(losses, 1))):
         assert verifier.verify((step, loss), no_steps) == ""
     for wrong in ((2, losses[0]), (1, losses[0] * 1.001), (3, float("nan"))):
-        with pytest.raises(DisagreementError, match=f"the loss of step {wrong[0]} is"):
+        with pytest.raises(DisagreementError, match=f"the loss of step {wrong[0]} must be"):
             verifier.verify(wrong, no_steps)
 
 

@@ -46,7 +46,7 @@ tasks:
            tokens.
 
 With --parallel, the packages also train on multiple devices of this machine. On CPUs,
-each device is a process with an equal part of the threads. NumPy simulates the
+each device is a process with an equal number of threads. NumPy simulates the
 devices in one process. If the devices share the same cores, the result shows the
 overhead of parallelism rather than the speedup. A second table lists the bytes that
 each device sends per step and stores. These are computed from the plan, not measured.
