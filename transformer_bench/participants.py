@@ -50,7 +50,7 @@ class Package(Participant):
 
     def load(self, work: Work, weights: Path) -> None:
         allow_dtype(self.package, work.weights_dtype)
-        model = self.package.load_transformer(weights, work.weights_dtype, work.device, "highest")  # without TF32
+        model = self.package.load_transformer(weights, work.weights_dtype, work.device, "highest")  # disables TF32
         self._run = self.ready(model, work)
 
     def ready(self, model: Any, work: Any) -> Callable[[], Any]:

@@ -59,7 +59,7 @@ examples:
   parity golden --port mymodel:Port --stage activations --out mine
   parity compare truth mine                          compare the two directories
 
-docs/reference/golden-vectors.md describes the file format, so that you can write the files from any programming language.
+docs/reference/golden-vectors.md describes the file format, so that you can write the files in any language.
 
 exit code: 0 written, 3 not written
 """
