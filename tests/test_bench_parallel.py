@@ -174,7 +174,7 @@ def test_the_page_has_what_the_command_prints(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--rounds", "0"], "--rounds 0 times nothing, and computes what a plan costs: add --parallel PLAN"),
+        (["--rounds", "0"], "--rounds 0 only computes the costs of parallelism plans: add --parallel PLAN"),
         (
             ["--parallel", "tensor=3"],
             "--parallel tensor=3: num_heads of the encoder must be divisible by tensor=3: got 4",

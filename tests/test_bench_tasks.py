@@ -57,9 +57,9 @@ class Lazy(TrainPackage):
 @pytest.mark.parametrize(
     ("task", "participant", "reason"),
     [
-        ("forward", WrongLogits("torch"), "DIVERGES  torch: the logits are off by"),
+        ("forward", WrongLogits("torch"), "DIVERGES  torch: the error of the logits must be at most"),
         pytest.param(
-            *("train", Lazy("torch"), "DIVERGES  torch: the loss of step 2 is"),
+            *("train", Lazy("torch"), "DIVERGES  torch: the loss of step 2 must be"),
             marks=pytest.mark.extended("timed steps"),
         ),
     ],
@@ -82,7 +82,7 @@ def test_growth_is_measured_and_drawn(capsys, tmp_path):
     )
     assert code == 0, printed + errors
     assert "milliseconds, by source" in printed
-    assert "MiB beyond what was held before the first call, by source" in printed
+    assert "MiB of additional memory since the first call, by source" in printed
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     _, found = read(tmp_path / "a.json")
     assert found["scale"] == "source"

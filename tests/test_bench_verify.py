@@ -83,7 +83,7 @@ WRONG = {
     ),
     "scores off by a hundred eps": (
         lambda found: SearchResult(found.nbest_ids, found.nbest_scores * np.float32(1 + 100 * 2**-23)),
-        "the scores are off by 1.2e-05",
+        "got 1.2e-05",
     ),
     "a score that is not a number": (
         lambda found: SearchResult(found.nbest_ids, found.nbest_scores * np.float32("nan")),
@@ -91,7 +91,7 @@ WRONG = {
     ),
     "a token less": (
         lambda found: SearchResult(found.nbest_ids[:, :, :4], found.nbest_scores),
-        "ids and scores must be [3, 1, 5] and [3, 1]: got [3, 1, 4] and [3, 1]",
+        "ids and scores must have shapes [3, 1, 5] and [3, 1]: got [3, 1, 4] and [3, 1]",
     ),
     "a sentence less": (
         lambda found: SearchResult(found.nbest_ids[:2], found.nbest_scores[:2]),
@@ -148,7 +148,7 @@ def test_a_beam_is_followed_by_its_steps():
     work = replace(SMALL, beam_size=3)
     reference, search = DecodeVerifier(work, work.weights()), searched(work)
     wrong = another_token(search())
-    with pytest.raises(DisagreementError, match="it finds something else when its steps are looked at"):
+    with pytest.raises(DisagreementError, match="repeating the search gave different tokens"):
         reference.verify(wrong, lambda: Decoded.by(search))
     with pytest.raises(DisagreementError, match="is returned, and never was in the beam"):
         reference.verify(wrong, lambda: replace(Decoded.by(search), result=wrong))
@@ -170,9 +170,9 @@ def test_logits_are_verified():
     at_pads = np.where(pads[..., None], np.float32(7), right)
     assert verifier.verify(at_pads, no_steps) == ""  # nobody's business
     for wrong, reason in (
-        (right * np.float32(1 + 1e-4), "the logits are off by 1.0e-04, and may be by"),
-        (right[::-1], "the logits are off by"),
-        (right[:, :4], "logits must be [3, 5, 1000]: got [3, 4, 1000]"),
+        (right * np.float32(1 + 1e-4), "got 1.0e-04"),
+        (right[::-1], "the error of the logits must be at most"),
+        (right[:, :4], "logits must have shape [3, 5, 1000]: got [3, 4, 1000]"),
         (right * np.float32("nan"), "logits must be finite"),
     ):
         with pytest.raises(DisagreementError) as caught:
@@ -189,7 +189,7 @@ def test_losses_are_verified_step_by_step():
     for step, loss in reversed(list(enumerate(losses, 1))):
         assert verifier.verify((step, loss), no_steps) == ""
     for wrong in ((2, losses[0]), (1, losses[0] * 1.001), (3, float("nan"))):
-        with pytest.raises(DisagreementError, match=f"the loss of step {wrong[0]} is"):
+        with pytest.raises(DisagreementError, match=f"the loss of step {wrong[0]} must be"):
             verifier.verify(wrong, no_steps)
 
 
@@ -209,11 +209,11 @@ def test_dropout_is_the_papers():
     assert (rates.embedding, rates.residual, rates.attention, rates.feed_forward) == (0.3, 0.3, 0.0, 0.0)
     verifier = TrainVerifier(work, work.weights())
     expected = TrainVerifier(work, work.weights())
-    with pytest.raises(DisagreementError, match="off by"):
+    with pytest.raises(DisagreementError, match="the loss of step 1 must be"):
         verifier.verify((1, 1.0), no_steps)
     expected.verify((1, verifier._losses[0] * 1.05), no_steps)
 
 
 def test_with_dropout_losses_are_said_to_be_of_the_right_size():
     assert TRAIN.agreement == "agree with the float64 reference"
-    assert replace(TRAIN, dropout=0.1).agreement == "are within 10% of the reference's, which drops other elements"
+    assert replace(TRAIN, dropout=0.1).agreement == "are within 10% of the reference, which drops different elements"

@@ -35,7 +35,7 @@ def test_info_without_frameworks(capsys, monkeypatch):
     for name in PORTS:
         assert (f"pip install 'transformer-parity[cli,{name}]'\n" in out) == (name != "numpy")
     monkeypatch.delattr(PackagePort, "import_package")  # a broken installation
-    assert "numpy: installed, but importing it fails: AttributeError:" in parity(capsys, "info")[1]
+    assert "numpy: cannot be imported: AttributeError:" in parity(capsys, "info")[1]
 
 
 def test_info_describes_what_is_installed(capsys, monkeypatch, backends):

@@ -156,7 +156,7 @@ def test_a_tap_of_another_shape_says_so():
     marks = [replace(mark, free=math.inf, verdict=INTRODUCED) if mark.name == SCORES else mark for mark in port.marks]
     found = shown(replace(recording, ports=[Recorded("numpy", marks, actual)]))
     entry = next(tap for tap in found["taps"] if tap["name"] == SCORES)["ports"][0]
-    assert entry["problem"] == "its shape is [4, 2, 9, 9] instead of [4, 3, 9, 9]"
+    assert entry["problem"] == "the shape is [4, 2, 9, 9] instead of [4, 3, 9, 9]"
     assert "values" not in entry
 
 

@@ -32,7 +32,7 @@ def test_a_profile_divides_the_time_among_kinds(task, package, kinds):
         **{"check": True, "capture_output": True, "text": True},
     )
     head, *rows = run.stdout.splitlines()
-    assert re.fullmatch(r"[\d,]+ ms a call, one thread", head)
+    assert re.fullmatch(r"[\d,]+ ms per call, one thread", head)
     shares = {row.split("  ")[-1]: float(row.split("%")[0]) for row in rows[:-1]}
     assert sum(shares.values()) == pytest.approx(100.0, abs=1.0)
     assert all(any(shares[found] > 0.0 for found in shares if found.startswith(kind)) for kind in kinds)

@@ -117,7 +117,7 @@ REFUSED = {
     "no tokens": (["--task", "dates", "--set", "tokens_per_batch=0"], "tokens_per_batch must be at least 1: got 0"),
     "a field without a value": (["--task", "dates", "--set", "d_k"], "must be FIELD=VALUE"),
     "a word for a number": (["--task", "dates", "--set", "d_k=many"], "d_k must be an integer: got 'many'"),
-    "fields of a run": (["--resume", "{finished}", "--set", "d_k=3"], "leave out --set d_k"),
+    "fields of a run": (["--resume", "{finished}", "--set", "d_k=3"], "remove --set d_k"),
     "factor of nothing": (
         ["--task", "dates", "--set", "learning_rate_factor=0"],
         "learning_rate_factor must be positive",

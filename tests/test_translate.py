@@ -249,7 +249,7 @@ def test_what_is_written_before_ctrl_c_is_a_prefix(model, many_lines):
     assert written.endswith(b"\n")
     answered = written.count(b"\n")
     assert 0 < answered < 3000
-    assert said == f"parity translate: interrupted: stopped after line {answered}\n"
+    assert said == f"parity translate: interrupted: stopped after input line {answered}\n"
 
 
 def test_ctrl_c_waits_for_a_line_to_be_written_whole(capfd, monkeypatch):
@@ -264,7 +264,7 @@ def test_ctrl_c_waits_for_a_line_to_be_written_whole(capfd, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         output.write(["one", "two"])
     assert (stream.getvalue(), output.answered) == (b"one\ntwo\n", 1)
-    assert str(output) == "stopped after line 1"
+    assert str(output) == "stopped after input line 1"
 
 
 def test_a_reader_that_has_had_enough_is_no_error(model, many_lines):
@@ -380,7 +380,7 @@ def test_a_text_that_breaks_off_is_translated_up_to_there(model, capfd, monkeypa
     captured = capfd.readouterr()
     assert captured.out.split("\n")[:-1] == one_by_one(model, random_lines(16))
     assert "line 17: " in captured.err
-    assert captured.err.endswith("(stopped after line 16)\n")
+    assert captured.err.endswith("(stopped after input line 16)\n")
 
 
 def test_a_line_is_translated_by_the_model_that_ships(capfd):

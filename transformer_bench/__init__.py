@@ -1,4 +1,4 @@
-"""Measure time and memory: participants, interleaved rounds, verified results, tables and plots."""
+"""Benchmarks: measure time and memory in interleaved rounds, verify the results, and report tables and plots."""
 
 from transformer_parity import __version__
 

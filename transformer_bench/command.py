@@ -1,4 +1,4 @@
-"""``parity bench``: how fast the packages are, on the same work, with results that agree."""
+"""``parity bench``: time the packages on the same work, after verifying that their results agree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from transformer_parity.engine.system.files import check_writable, write_json, w
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STEPS = 4  # before the rounds: import, load, and two calls
+STEPS = 4  # progress steps before the rounds: import, load, and two calls
 
 
 def add_parser(commands: Any) -> None:
@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Time one task, at one size or over a size that grows, and return the exit code."""
+    """Time one task at one size, or at each of multiple sizes, and return the exit code."""
     started = time.monotonic()
     _check_task(options)
     work = _work(options)
@@ -83,10 +83,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_task(options: argparse.Namespace) -> None:
-    """Raise UsageError for options of a different task."""
+    """Raise a UsageError if an option applies only to a different task."""
     task = options.task
     if wrong := [f"--{name.replace('_', '-')}" for name in ONLY if getattr(options, name) and ONLY[name] != task]:
-        raise UsageError(f"{task} does not take {', '.join(wrong)}: `parity bench --help` says which task does")
+        raise UsageError(f"{task} does not support {', '.join(wrong)}: see `parity bench --help`")
     if not options.rounds and task != "train":
         raise UsageError(f"--rounds must be positive for {task}: got 0")
 
@@ -108,7 +108,7 @@ def _work(options: argparse.Namespace) -> Work:
 
 
 def _check(options: argparse.Namespace, setting: Setting, works: Sequence[Work]) -> None:
-    """Raise UsageError, before anything is timed, for what could not be done or written."""
+    """Raise a UsageError before anything is timed, if the work can't run or a file can't be written."""
     check_installed(setting.backends)
     for work in works:
         setting.check(work)
@@ -119,21 +119,21 @@ def _check(options: argparse.Namespace, setting: Setting, works: Sequence[Work])
 
 @contextmanager
 def show_rounds(entries: Sequence[Entry], rounds: int) -> Iterator[Tell]:
-    """Show what each participant does: as bars on a terminal, as lines on standard error elsewhere."""
-    names = [entry.name for entry in entries]  # without the processes that measure the limit
-    # Drawn when something new begins, and not in between: nothing else runs while a participant does.
+    """Show the progress of each implementation as bars on a terminal, or as lines on standard error otherwise."""
+    names = [entry.name for entry in entries]  # excludes the processes that measure the peak of the machine
+    # The bars are only redrawn between two measurements, so that drawing doesn't disturb them.
     with Progress(names, STEPS + rounds, is_still=True) as progress:
 
         def tell(name: str, doing: str) -> None:
             if name in names:
                 progress.update(name, doing, advance=1)
-                progress.log(doing if doing.startswith("round") else f"{name}: {doing}")  # one line for each round
+                progress.log(doing if doing.startswith("round") else f"{name}: {doing}")  # one line per round
 
         yield tell
 
 
 def _write(options: argparse.Namespace, document: dict[str, Any], draw: Callable[[], Figure] | None = None) -> None:
-    """Write the numbers, and draw the picture, that were asked for; None is no picture."""
+    """Write the JSON file and the plot, if they are requested; without ``draw``, write no plot."""
 
     def write_picture(path: Path, _: object) -> None:
         import matplotlib

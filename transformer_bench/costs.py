@@ -1,8 +1,8 @@
-"""What a plan costs: the bytes that each device sends in a step, and those that it holds; computed, not measured.
+"""Compute, without measuring, the bytes that each device of a parallelism plan sends per step and stores.
 
-Sums and gathers are counted as a ring has them (Patarasuk and Yuan, 2009), in which each device sends the least: of W
-devices, (W - 1) / W of an array to gather it or to sum it and keep a part, and twice that to sum it and keep all. What
-is sent of single numbers, as of the loss and of the norm, is not counted, nor the padding of what does not divide.
+The computation assumes ring algorithms (Patarasuk and Yuan, 2009), which minimize the bytes that each device sends.
+With W devices, an all-gather or a reduce-scatter sends (W - 1) / W of an array, and an all-reduce sends twice as much.
+Scalars, such as the loss and the gradient norm, and the padding of arrays that don't divide evenly are ignored.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from transformer_spec.parallel_plan import AXES, Plan, fsdp_axis, tensor_axis
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 HELD = ("parameters", "gradient", "moments", "activations")
-PASSES = {ALL_GATHER: 1, REDUCE_SCATTER: 1, ALL_REDUCE: 2}  # around the ring
+PASSES = {ALL_GATHER: 1, REDUCE_SCATTER: 1, ALL_REDUCE: 2}  # number of passes around the ring
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The sizes of a batch: rows, source length, target length."""
+    """The sizes of a batch: number of rows, source length, and target length."""
 
     rows: int
     source: int
@@ -31,14 +31,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Collective:
-    """Arrays of one kind that devices sum or gather in a step.
+    """All collective operations of one kind in a step.
 
     Attributes:
-        kind: ``all-gather``, ``reduce-scatter`` or ``all-reduce``.
-        what: ``gradient``, ``parameters`` or ``activations``.
-        axis: Of the plan; the devices along it take part.
-        devices: How many these are.
-        numbers: The elements of all arrays, each as it is where it is whole.
+        kind: ``all-gather``, ``reduce-scatter``, or ``all-reduce``.
+        what: ``gradient``, ``parameters``, or ``activations``.
+        axis: The axis of the plan along which devices communicate.
+        devices: The number of devices along this axis.
+        numbers: The total number of elements in the full arrays.
     """
 
     kind: str
@@ -49,16 +49,16 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """How many numbers each device sends."""
+        """The number of elements that each device sends."""
         return PASSES[self.kind] * (self.devices - 1) / self.devices * self.numbers
 
 
 def collectives(plan: Plan, config: TransformerConfig, batch: Batch) -> list[Collective]:
-    """Return what the devices of a plan sum and gather in a step on one slice.
+    """Return the collective operations of a step on one micro-batch.
 
-    ``data`` sums the gradient. ``fsdp`` gathers the parameters, once for each pass, and sums the gradient where its
-    part is kept; then ``data`` sums this part alone. ``tensor`` sums what leaves attention and the feed-forward
-    network, and in the backward pass the gradient of each input of a divided product.
+    ``data`` all-reduces the gradient. ``fsdp`` gathers the parameters, once for each pass, and reduce-scatters the
+    gradient; then ``data`` all-reduces only the local shard of the gradient. ``tensor`` all-reduces the outputs of
+    attention and of the feed-forward network and, in the backward pass, the gradients of the inputs of sharded matmuls.
     """
     own = sum(_numbers(plan, config))
     activations = config.d_model * sum(_sums(config, _share(plan, batch)))
@@ -72,16 +72,16 @@ def collectives(plan: Plan, config: TransformerConfig, batch: Batch) -> list[Col
 
 
 def sent(plan: Plan, config: TransformerConfig, batch: Batch, itemsize: int = 4) -> dict[str, float]:
-    """Return the bytes that a device sends in a step, along each axis of the plan."""
+    """Return the number of bytes that a device sends in a step along each axis of the plan."""
     found = collectives(plan, config, batch)
     return {axis: itemsize * sum(each.sent for each in found if each.axis == axis) for axis in AXES}
 
 
 def held(plan: Plan, config: TransformerConfig, batch: Batch, itemsize: int = 4) -> dict[str, int]:
-    """Return the bytes that a device holds in a step.
+    """Return the number of bytes that a device stores in a step.
 
-    Of activations, these are the operands of all products, which the backward pass needs again: the least. Attention
-    weights are not among them, which a fused kernel never stores.
+    The activations include only the operands of all matmuls, which the backward pass requires. This is a lower bound.
+    Attention weights are excluded, because a fused kernel never stores them.
     """
     own = sum(
         size // (plan.fsdp if fsdp_axis(name, shape, plan.fsdp) is not None else 1)
@@ -92,7 +92,7 @@ def held(plan: Plan, config: TransformerConfig, batch: Batch, itemsize: int = 4)
 
 
 def _numbers(plan: Plan, config: TransformerConfig) -> Iterator[int]:
-    """Yield the size of each parameter where ``tensor`` has divided it."""
+    """Yield the number of elements of each parameter after tensor parallelism has sharded it."""
     for name, shape in parameter_shapes(config).items():
         yield math.prod(shape) // (plan.tensor if tensor_axis(name) is not None else 1)
 
@@ -102,24 +102,25 @@ def _share(plan: Plan, batch: Batch) -> Batch:
 
 
 def _sums(config: TransformerConfig, share: Batch) -> Iterator[int]:
-    """Yield the positions that are summed, of d_model numbers each: forward, and backward one for each kernel."""
+    """Yield the numbers of positions, each with d_model elements, that tensor parallelism all-reduces."""
     source, target = share.rows * share.source, share.rows * share.target
     for _ in range(config.num_encoder_layers):
-        yield 2 * source  # what attention and the feed-forward network return
-        yield 4 * source  # the gradients of the inputs of query, key, value and inner
+        yield 2 * source  # the outputs of attention and the feed-forward network
+        yield 4 * source  # the input gradients of the query, key, value, and inner projections
     for layer in range(config.num_decoder_layers):
         attentions = 1 + config.has_self_attention(layer)
         yield (attentions + 1) * target
-        yield (3 * (attentions - 1) + 2) * target  # query, key and value of itself; query of the source, and inner
-        yield 2 * source  # key and value of the source
+        # The input gradients of query, key, and value in self-attention, of query in cross-attention, and of inner.
+        yield (3 * (attentions - 1) + 2) * target
+        yield 2 * source  # the input gradients of key and value in cross-attention
 
 
 def _operands(plan: Plan, config: TransformerConfig, share: Batch) -> Iterator[int]:
-    """Yield the numbers of the operands of each layer's products that are no parameters, and of the logits."""
+    """Yield the numbers of elements of all matmul operands that aren't parameters, and of the logits."""
     source, target = share.rows * share.source, share.rows * share.target
 
     def attention(sizes, queries, keys):
-        """Return the input of each side, unless it is one, and query, key, value and what is attended to."""
+        """Return the number of elements of the query-side input, and of query, key, value, and context."""
         heads = sizes.num_heads // plan.tensor
         return heads * (queries * (sizes.d_k + sizes.d_v) + keys * (sizes.d_k + sizes.d_v)) + queries * config.d_model
 
@@ -128,7 +129,7 @@ def _operands(plan: Plan, config: TransformerConfig, share: Batch) -> Iterator[i
 
     for _ in range(config.num_encoder_layers):
         yield attention(config, source, source) + feed_forward(config, source)
-    yield source * config.d_model  # the memory, from which all layers of the decoder take keys and values
+    yield source * config.d_model  # the encoder memory, from which all decoder layers compute keys and values
     for layer in range(config.num_decoder_layers):
         if config.has_self_attention(layer):
             yield attention(config.in_decoder, target, target)

@@ -1,7 +1,7 @@
-"""Processor time and peak memory of importing a checkpoint of 75 or 600 million parameters.
+"""Measure the CPU time and the peak memory of importing a checkpoint with 75 or 600 million parameters.
 
-Usage: ``python -m transformer_bench.import_checkpoint 75 FOLDER``. The checkpoint, with random weights, is written to
-the folder in a process of its own, so that this one measures reading and saving alone.
+Usage: ``python -m transformer_bench.import_checkpoint 75 DIRECTORY``. A separate process writes the checkpoint, with
+random weights, to the directory, so that this process measures only reading and saving.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def write(size: str, folder: Path) -> None:
-    """Write a Hugging Face folder with random weights."""
+    """Write a Hugging Face checkpoint with random weights."""
     import reference_numpy as ref
     from transformer_parity.apps.checkpoints.importer import export_checkpoint, load
 
@@ -35,7 +35,7 @@ def write(size: str, folder: Path) -> None:
 
 
 def main() -> None:
-    """Write the checkpoint, or measure."""
+    """Write the checkpoint in a separate process, measure its import, and print the result."""
     size, folder = sys.argv[1], Path(sys.argv[2])
     if sys.argv[3:] == ["write"]:
         write(size, folder)
@@ -51,8 +51,8 @@ def main() -> None:
     times.append(time.process_time())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     parameters = sum(array.size for array in imported.weights.values()) / 1e6
-    print(f"{parameters:.0f} M parameters: read in {times[1] - times[0]:.1f} s, saved in {times[2] - times[1]:.1f} s")
-    print(f"of processor time, with a peak of {peak:.2f} GB of memory")
+    print(f"{parameters:.0f} M parameters: {times[1] - times[0]:.1f} s of CPU time to read the checkpoint,")
+    print(f"{times[2] - times[1]:.1f} s of CPU time to save the weight file, {peak:.2f} GB of peak memory")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time an import, in a process that has imported next to nothing: neither does this module."""
+"""Time an import in a process that has imported almost no modules. This module must import as little as possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def work(parent: Parent) -> None:
-    """Receive the names of modules, import them, and send the seconds that it took."""
+    """Receive the names of modules, import them, and send the time of the import in seconds."""
     names: list[str] = parent.receive()
     start = time.perf_counter()
     for name in names:

@@ -1,8 +1,8 @@
-"""The time to import each package, beside that of its framework.
+"""Measure the time to import each package, and the time to import only its framework.
 
     python -m transformer_bench.imports --rounds 20 --json import.json
 
-Every import runs in a fresh process: the difference of a pair is what the package adds.
+Every import runs in a new process. The difference between the two times is the cost of the package itself.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from transformer_parity.engine.system.environment import prepare_environment
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
 from transformer_parity.transformer.ports.registry import PORTS
 
-WORK = "transformer_bench.import_clock:work"  # what a process runs
+WORK = "transformer_bench.import_clock:work"  # the function that each process runs
 FRAMEWORKS = {"numpy": "numpy, safetensors.numpy", "torch": "torch", "jax": "jax, flax.nnx", "tf": "tensorflow, keras"}
 
 
 @dataclass
 class Pair:
-    """A package and its framework: each round imports both, each in a fresh process."""
+    """A package and its framework. Each round imports both of them, each in a new process."""
 
     name: str
     alone: Entry = field(init=False)
@@ -43,11 +43,13 @@ class Pair:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Time imports in interleaved rounds, and print and write how long they take."""
+    """Time imports in interleaved rounds, and print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_backends(parser, list(PORTS))
-    parser.add_argument("--rounds", type=positive, default=7, metavar="N", help="how many (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
+    parser.add_argument(
+        "--rounds", type=positive, default=7, metavar="N", help="measure N rounds (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
     options = parser.parse_args(arguments)
     check_installed(options.backends)
     check_writable(options.json)
@@ -75,9 +77,9 @@ def run_imports(pairs: Sequence[Pair], rounds: int, tell: Callable[[str, int], N
     """Import all pairs in interleaved rounds, after a warm-up round that reads the files from the disk.
 
     Raises:
-        ImportError: A module cannot be imported; the message is the last line that the process printed.
+        ImportError: If a module can't be imported. The message contains the last line that the process printed.
     """
-    prepare_environment()  # as `parity` does, for the processes that are started here
+    prepare_environment()  # sets the same variables as `parity` for the child processes
     with Children() as children:
         for number in range(rounds + 1):
             for pair in pairs:
@@ -100,8 +102,8 @@ def _import_seconds(children: Children, modules: str) -> float:
 
 
 def print_imports(console: Console, pairs: Sequence[Pair]) -> None:
-    """Print how long each package takes to import, beside its framework."""
-    rows = tables.table("framework\nms", "package\nms", "times", "lowest to\nhighest")
+    """Print the import times of each package and its framework."""
+    rows = tables.table("framework\nms", "package\nms", "ratio", "lowest to\nhighest")
     for pair in pairs:
         medians = [1e3 * Spread.of(entry.seconds).median for entry in (pair.alone, pair.package)]
         relative = ratio(pair.package, pair.alone)
@@ -109,7 +111,7 @@ def print_imports(console: Console, pairs: Sequence[Pair]) -> None:
         rows.add_row(pair.package.name, *(f"{ms:,.0f}" for ms in medians), f"{relative.median:.2f}", spread)
     console.print(rows)
     alone = "; ".join(f"{pair.package.name}: {pair.alone.name}" for pair in pairs)
-    console.print(f"Frameworks: {alone}. Medians of interleaved rounds, each import in a fresh process.")
+    console.print(f"Frameworks: {alone}. Medians of interleaved rounds; each import runs in a new process.")
 
 
 if __name__ == "__main__":

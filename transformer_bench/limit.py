@@ -1,4 +1,4 @@
-"""The limit of this machine: the best rate of products and of reading, over the libraries that take part."""
+"""The peak of this machine: the best matmul throughput and memory bandwidth of all libraries in use."""
 
 # ruff: noqa: D102  methods are documented in Participant
 
@@ -19,19 +19,20 @@ from transformer_bench.workload import Work
 from transformer_parity.transformer.ports.products import library, multiplied, timed
 from transformer_parity.transformer.ports.registry import PORTS
 
-WIDTH = {"cpu": 2048, "gpu": 8192}  # of the matrices of a large product
-ROW = 512  # numbers in each row of what is read
-LEAST_READ = 2**18  # numbers: from the second-level cache at the least
+WIDTH = {"cpu": 2048, "gpu": 8192}  # width of the square matrices that measure the matmul throughput
+ROW = 512  # row length of the matrix that measures the memory bandwidth
+LEAST_READ = 2**18  # minimum number of elements of this matrix, which exceeds the first-level cache
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What the machine can do, by library.
+    """The peak of the machine with each library.
 
     Attributes:
-        rates: Of a large product, in operations a second.
-        bandwidths: Of reading as much as the weights of the work, in bytes a second; a cache may hold them.
-        libraries: What takes the products, in words.
+        rates: The throughput of a large matmul, in operations per second.
+        bandwidths: The bandwidth of reading as much data as the weights of the work, which may be in a cache, in bytes
+            per second.
+        libraries: Descriptions of the matmul libraries.
     """
 
     rates: dict[str, float]
@@ -40,20 +41,20 @@ class Limit:
 
     @property
     def rate(self) -> float:
-        """The best rate of a product."""
+        """The best matmul throughput."""
         return max(self.rates.values())
 
     @property
     def bandwidth(self) -> float:
-        """The best rate of reading."""
+        """The best memory bandwidth."""
         return max(self.bandwidths.values())
 
     def seconds(self, work: Work) -> float:
-        """Return the time of some work at this limit.
+        """Return the minimum time of some work at this peak (a roofline model).
 
-        Each product takes the time of its operations at the best rate, or that of reading its right operand, weights or
-        keys and values, whichever is longer. In training, Adam reads weights, gradients and two moments in float32, and
-        writes all but the gradients.
+        Each matmul takes the time of its operations or the time of reading its right operand (weights, keys, or
+        values), whichever is longer. In training, Adam additionally reads weights, gradients, and two moments in
+        float32, and writes all of them except the gradients.
         """
         size = 2 if work.dtype == "bfloat16" else 4
         update = 7 * 4 * ref.count_parameters(work.config) if work.task == "train" else 0
@@ -69,19 +70,19 @@ class Limit:
 
 @dataclass
 class LibraryEntry(Entry):
-    """A library, and the rates of each round: of products and of reading."""
+    """A library, with its matmul throughput and memory bandwidth in each round."""
 
     found: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, reply: Any) -> None:
-        """Keep the rates too."""
+        """Store the measurements of a round, including throughput and bandwidth."""
         super().add(reply)
         self.found.append(reply.answer)
 
 
 @dataclass
 class Library(Participant):
-    """The library by which a package multiplies: a large product, and reading as much as the weights of the work."""
+    """The matmul library of a package, which runs a large matmul and reads as much data as the weights of the work."""
 
     backend: str
 
@@ -111,7 +112,10 @@ class Library(Participant):
 
 
 def libraries(backends: Collection[str], work: Work, *, peers: bool = False) -> list[Library]:
-    """Return the libraries that take part in some work; XLA is asked through JAX, and where that is not, through TF."""
+    """Return the libraries to measure for some work.
+
+    XLA is measured via JAX, and via TensorFlow only if JAX isn't among the backends.
+    """
     names = {*backends, *(("torch", "jax") if peers else ())}
     if work.device == "cpu" and work.dtype == "float32":
         names.add("numpy")
@@ -121,7 +125,7 @@ def libraries(backends: Collection[str], work: Work, *, peers: bool = False) -> 
 
 
 def limit_of(backends: Sequence[str], entries: Sequence[LibraryEntry]) -> Limit | None:
-    """Return the limit by the medians of the rounds; None where nothing was measured."""
+    """Return the peak, using the medians of the rounds; None if nothing was measured."""
     found = {
         name: [median(values) for values in zip(*entry.found, strict=True)]
         for name, entry in zip(backends, entries, strict=True)

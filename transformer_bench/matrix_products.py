@@ -1,4 +1,4 @@
-"""The matrix products of a work, and a baseline that takes nothing else."""
+"""The matrix multiplications of some work, and a baseline that runs nothing else."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from transformer_bench.rounds import Participant
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product.
+    """A matrix multiplication.
 
     Attributes:
         left: The shape of the left operand, [..., rows, inner].
-        right: The shape of the right one, [..., inner, columns].
-        operand: The name of the right one; under the same name it lies in the same place.
-        transposed: Which operand is taken transposed from where it lies: ``left``, ``right``, or neither.
+        right: The shape of the right operand, [..., inner, columns].
+        operand: The name of the right operand. Operands with the same name use the same memory.
+        transposed: The operand that is a transposed view: ``left``, ``right``, or empty for neither.
     """
 
     left: tuple[int, ...]
@@ -33,11 +33,11 @@ class Product:
 
     @property
     def operations(self) -> int:
-        """Its additions and multiplications."""
+        """The number of additions and multiplications."""
         return 2 * math.prod(self.left) * self.right[-1]
 
     def backward(self) -> Iterator[Product]:
-        """Yield the products that pass the gradient of the result on to both operands."""
+        """Yield the matmuls that compute the gradients of both operands."""
         *outer, rows, inner = self.left
         columns = self.right[-1]
         back = "" if self.transposed == "right" else "right"
@@ -46,26 +46,26 @@ class Product:
 
 
 class HasProducts(Protocol):
-    """A work whose matrix products are listed."""
+    """Work that can list its matrix multiplications."""
 
     def products(self) -> Iterator[Product]:
-        """Yield every matrix product, in order."""
+        """Yield all matmuls in the order of execution."""
 
 
 @dataclass
 class Products(Participant):
-    """The matrix products of the work through NumPy, and nothing else: what ``reference_numpy`` cannot beat."""
+    """A baseline that runs only the matmuls of the work in NumPy, which is a lower bound for ``reference_numpy``."""
 
     name: str = "products"
 
     has_result = False
 
     def prepare(self) -> dict[str, str]:
-        """Return NumPy's version and its matrix library."""
+        """Return the version of NumPy and its matmul library."""
         return ref.describe()
 
     def load(self, work: HasProducts, weights: Path) -> None:
-        """Lay out operands of random numbers: what is of one name, such as a growing cache, in one place."""
+        """Create random operands. Operands with the same name, such as a growing cache, share one array."""
         products, rng = list(work.products()), np.random.default_rng(0)
 
         def random(shape: tuple[int, ...], *, transposed: bool) -> ndarray:
@@ -88,6 +88,6 @@ class Products(Participant):
             self._pairs.append((a, b))
 
     def run(self) -> None:
-        """Take all products."""
+        """Run all matmuls."""
         for left, right in self._pairs:
             left @ right

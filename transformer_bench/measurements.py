@@ -1,4 +1,4 @@
-"""The statistics of ``parity bench``: the measurements of each participant, and ratios from round to round."""
+"""The statistics of ``parity bench``: the measurements of each implementation, and ratios within each round."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any
 
 from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED
 
-FITTED = 3  # sizes, the largest: at small ones, what does not grow is most of the time
+FITTED = 3  # number of sizes used to fit exponents: only the largest ones, because constant costs dominate small sizes
 TIMES = ("first_seconds", "seconds", "cores", "loaded_bytes", "peak_bytes")
 
 
 class DisagreementError(Exception):
-    """A result differs from that of the reference; the message has the place."""
+    """A result differs from the reference. The message contains the location of the difference."""
 
 
 @dataclass
 class Entry:
-    """A participant and its measurements.
+    """The measurements of one implementation.
 
     Attributes:
-        name: What it is called in tables.
-        has_result: Whether there is a result to verify; without one, it is a baseline.
-        verdict: AGREES as long as every result did.
-        problem: Why it does not, or why it could not be timed.
-        near_ties: Where its tokens differ, and may.
-        environment: Versions, devices and switches of its process.
-        first_seconds: How long the first call took, compilation included.
-        seconds: How long the call of each round took.
-        cores: How many cores it kept busy in each round.
-        loaded_bytes: The memory that its process held before the first call: framework, weights, inputs.
-        peak_bytes: The most memory that its process held in a round; None as above.
+        name: The name in tables.
+        has_result: Whether there is a result to verify. A baseline has none.
+        verdict: AGREES if all results agree so far.
+        problem: The reason why a result doesn't agree, or why the implementation couldn't be timed.
+        near_ties: A description of tokens that differ only because of rounding.
+        environment: The versions, devices, and switches in its process.
+        first_seconds: The time of the first call in seconds, including compilation.
+        seconds: The time of the call in each round in seconds.
+        cores: The average number of busy cores in each round.
+        loaded_bytes: The memory of the process before the first call (framework, weights, and inputs); None if unknown.
+        peak_bytes: The peak memory of the process over all rounds; None if unknown.
     """
 
     name: str
@@ -49,7 +49,11 @@ class Entry:
     peak_bytes: int | None = None
 
     def add(self, reply: Any) -> None:
-        """Keep what a round took, as ``rounds.Reply`` has it."""
+        """Add the measurements of a round.
+
+        Args:
+            reply: The ``rounds.Reply`` to the call.
+        """
         self.seconds.append(reply.seconds)
         self.cores.append(reply.processor_seconds / reply.seconds)
         if reply.peak_bytes is not None:
@@ -57,18 +61,18 @@ class Entry:
 
     @property
     def work_bytes(self) -> int | None:
-        """How much more memory its process held in a round than before the first call."""
+        """The difference between the peak memory and the memory before the first call; None if unknown."""
         if self.peak_bytes is None or self.loaded_bytes is None:
             return None
         return max(self.peak_bytes - self.loaded_bytes, 0)
 
     @property
     def is_timed(self) -> bool:
-        """Whether there are times, and all that they stand for agrees."""
+        """Whether there are times and all results agree."""
         return self.verdict == AGREES and bool(self.seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; no times without agreement."""
+        """Return the entry as plain values. If a result doesn't agree, the times are omitted (None)."""
         times = {name: getattr(self, name) for name in TIMES}
         return {
             **{name: value for name, value in vars(self).items() if name not in times},
@@ -79,7 +83,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle of some measurements, and their extremes."""
+    """The median and the extremes of some measurements."""
 
     low: float
     median: float
@@ -87,12 +91,12 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Summarise measurements."""
+        """Return the spread of some measurements."""
         return cls(min(values), median(values), max(values))
 
 
 def ratio(entry: Entry, against: Entry) -> Spread:
-    """Return how many times as long one takes as the other, from round to round."""
+    """Return the spread of the ratio between the times of two entries within each round."""
     return Spread.of([ours / theirs for ours, theirs in zip(entry.seconds, against.seconds, strict=False)])
 
 
@@ -103,39 +107,39 @@ def fastest(entries: Sequence[Entry]) -> Entry | None:
 
 
 def verdict(entries: Sequence[Entry]) -> str:
-    """Return the worst: a wrong result before one that is missing."""
+    """Return the worst verdict. A wrong result is worse than a missing one."""
     return next((word for word in (DIVERGES, FAILED) if any(entry.verdict == word for entry in entries)), AGREES)
 
 
 def median_seconds(entry: Entry) -> float | None:
-    """Return the median of the times; None if there is none."""
+    """Return the median time; None if there are no times."""
     return Spread.of(entry.seconds).median if entry.is_timed else None
 
 
 def work_bytes(entry: Entry) -> int | None:
-    """Return the memory of the work; None if there is no time either."""
+    """Return the memory that the work requires; None if there are no times."""
     return entry.work_bytes if entry.is_timed else None
 
 
 def at_sizes(
     name: str, races: Sequence[Sequence[Entry]], measure: Callable[[Entry], float | None]
 ) -> list[float | None]:
-    """Return what is measured of a participant at each size; None where it is not."""
+    """Return a measurement of one implementation at each size; None for sizes at which it wasn't measured."""
     found = ([entry for entry in entries if entry.name == name] for entries in races)
     return [measure(entries[0]) if entries else None for entries in found]
 
 
 def exponent(sizes: Sequence[int], measured: Sequence[float | None]) -> float | None:
-    """Return the power of the size that something grows with, fitted to the largest sizes; None without two of them.
+    """Return the exponent with which a measurement grows, fitted to the largest sizes; None for fewer than two sizes.
 
-    It is the slope of a line through their logarithms, by least squares: 1 is linear, 2 quadratic.
+    The exponent is the slope of a least-squares line through the logarithms: 1 is linear growth, and 2 is quadratic.
     """
     found = [(math.log(size), math.log(x)) for size, x in zip(sizes, measured, strict=False) if x][-FITTED:]
     return linear_regression(*zip(*found, strict=True)).slope if len(found) > 1 else None
 
 
 def exponents(sizes: Sequence[int], races: Sequence[Sequence[Entry]]) -> dict[str, dict[str, float | None]]:
-    """Return those of the time and the memory of each participant."""
+    """Return the exponents of the time and the memory of each implementation."""
     return {
         name: {
             "seconds": exponent(sizes, at_sizes(name, races, median_seconds)),

@@ -1,7 +1,7 @@
-"""Mutants of our packages: every small change of the code that computes, made from its syntax tree.
+"""Mutants of this project's packages: small changes of the code that computes, generated from its syntax tree.
 
-Not changed are docstrings, annotations, messages, checks that only raise, and code that `parity check` does not run by
-design: dropout, devices and distributed training.
+Mutants never change docstrings, annotations, messages, or checks that only raise exceptions. They also don't change
+code that `parity check` deliberately doesn't run, such as dropout, device handling, and distributed training.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-MODULES = (  # modules that a package does not have are skipped
+MODULES = (  # a package may contain only some of these modules
     *("attention", "backward", "backward_trace", "block", "decoder", "embedding", "encoder", "fast", "feed_forward"),
     *("functional", "layers", "masks", "optimizer", "part", "search", "search_loop", "search_rules", "training"),
     "transformer",
 )
-# Code with one of these words acts on devices, in training with dropout, or on the initial values of weights.
+# Code that contains one of these words handles devices, dropout, or the initial values of weights.
 NOT_COMPARED = re.compile(
     r"(?i)dropout|keep\b|\brngs?\b|seed|mesh|device|shard|replica|autocast|compil|export|annotate"
 )
-SKIPPED = re.compile(  # also the initial values of weights, and hooks of torch's load_state_dict
+SKIPPED = re.compile(  # names of functions that aren't mutated; some are hooks of torch's load_state_dict
     r"(?i).*dropout.*|draw_keep|extra_repr|from_file|get_config|__getstate__|_.*rng.*|_normal_table|_complete|_follow"
 )
 CHECKS = re.compile(r"(self\.|\w+\.)*_?(check|assert|warn)_?\w*\(")
@@ -61,26 +61,26 @@ PAIRS = (
     *("full empty", "less less_equal", "greater greater_equal", "fmin fmax", "relu gelu", "range arange"),
 )
 TWINS = {first: second for pair in PAIRS for first, second in (pair.split(), pair.split()[::-1])}
-NAMES = 4  # of so many variables, one is replaced by another: most of these mutants raise an exception
+NAMES = 4  # replace one of this many variables by a different one, because most of these mutants raise an exception
 TRANSPOSED = ("T", "mT")
-SIMPLE = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)  # needs no parentheses
+SIMPLE = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)  # expressions that don't need parentheses
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one module.
+    """A single change in one module.
 
     Attributes:
-        package: The package.
-        module: The module.
-        where: The class and the function.
-        line: The line in the file.
-        kind: The operator.
-        old: The text that changes.
-        new: The text in its place.
-        start: The place of the text in the file, in bytes of UTF-8.
-        lines: The first and the last line of the statement. Only a case that runs one of them can show the change.
-            None is a statement outside of functions.
+        package: The name of the package.
+        module: The name of the module.
+        where: The names of the class and the function.
+        line: The line number in the file.
+        kind: The mutation operator.
+        old: The text to replace.
+        new: The replacement.
+        start: The offset of the text in the file, in bytes of UTF-8.
+        lines: The first and the last line of the statement. Only cases that run one of these lines can detect the
+            change. None for statements outside functions.
     """
 
     package: str
@@ -95,16 +95,16 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """Its name, which no other mutant of the same source has."""
+        """The name of the mutant, which is unique for the same source."""
         return f"{self.package}.{self.module}:{self.start} {self.kind}: {self.old} -> {self.new}"
 
     @property
     def place(self) -> str:
-        """The file, the line, and the function."""
+        """The file, the line number, and the function."""
         return f"{self.package}/{self.module}.py:{self.line} {self.where}"
 
     def edits(self) -> tuple[tuple[str, str, str], ...]:
-        """Return the edit of the package, as ``edited_package`` takes it: the whole text of the module."""
+        """Return the change as an argument of ``edited_package``, which replaces the entire text of the module."""
         text = source(self.package, self.module)
         data, old = text.encode(), self.old.encode()
         changed = data[: self.start] + self.new.encode() + data[self.start + len(old) :]
@@ -112,7 +112,7 @@ class Mutant:
 
 
 def source(package: str, module: str) -> str:
-    """Return the text of a module; empty if the package has no such module."""
+    """Return the text of a module; empty if the package doesn't contain the module."""
     path = ROOT / package / f"{module}.py"
     return path.read_text("utf-8") if path.is_file() else ""
 
@@ -125,7 +125,7 @@ def mutants_of(package: str) -> Sequence[Mutant]:
 
 
 def sample(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Return a random sample in the order of the source; equal arguments give the same one."""
+    """Return a random sample in the order of the source, which depends only on the arguments."""
     if count >= len(mutants):
         return list(mutants)
     chosen = sorted(random.Random(seed).sample(range(len(mutants)), count))
@@ -147,17 +147,17 @@ def mutants_of_text(package: str, module: str, text: str) -> Iterator[Mutant]:
             yield Mutant(package, module, where, node.lineno, kind, old, new, start, changes.lines)
 
 
-Change = tuple[str, str, Any, str]  # where, kind, the node that changes, the text in its place
+Change = tuple[str, str, Any, str]  # where, kind, node to replace, replacement text
 
 
 class _Changes:
-    """The changes of a module."""
+    """A generator of the changes of a module."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
-        self.lines: tuple[int, int] | None = None  # of the statement of the last change
-        self.function: tuple[int, int] | None = None  # header of the last outermost function
-        self.outer: tuple[int, int] | None = None  # header of the function around the current one
+        self.lines: tuple[int, int] | None = None  # lines of the statement that contains the last change
+        self.function: tuple[int, int] | None = None  # lines of the header of the last outermost function
+        self.outer: tuple[int, int] | None = None  # lines of the header of the function around the current one
 
     def of_module(self) -> Iterator[Change]:
         yield from self._of_body(self.tree.body, "", [])
@@ -177,13 +177,13 @@ class _Changes:
                     inside = f"{where}.{node.name}".strip(".")
                     yield from self._of_decorators(node, inside)
                     if is_inner := bool(names) and self.outer is None:
-                        self.outer = self.function  # TensorFlow runs a copy of an inner function, which has no lines
+                        self.outer = self.function  # TensorFlow runs a copy of inner functions, which can't be traced
                     if isinstance(node, ast.FunctionDef) and self.outer is None:
                         self.function = _lines(node)
                     if isinstance(node, ast.FunctionDef):
-                        names = [*_names(node), ""]  # not empty: inside of a function
+                        names = [*_names(node), ""]  # a nonempty list means that the code is inside a function
                         for name, default in _defaults(node.args):
-                            if name != "dtype":  # models are built in a given one
+                            if name != "dtype":  # models are always built with an explicit dtype
                                 yield from self._of_expression(default, inside, names)
                     yield from self._of_body(node.body, inside, names)
                     if is_inner:
@@ -244,7 +244,7 @@ class _Changes:
         if isinstance(node, ast.expr) and not NOT_COMPARED.search(ast.unparse(node)):
             for kind, new in self._instead_of(node, names):
                 text = new if isinstance(new, str) else ast.unparse(new)
-                # A number would not bear the attribute that follows a call.
+                # Other expressions need parentheses, for example if an attribute follows.
                 is_simple = isinstance(new, (str, *SIMPLE)) or isinstance(node, ast.Constant)
                 yield where, kind, node, text if is_simple else f"({text})"
         if isinstance(node, ast.IfExp) and NOT_COMPARED.search(ast.unparse(node.test)):
@@ -259,7 +259,7 @@ class _Changes:
             yield from self._of_expression(child, where, names)
 
     def _instead_of(self, node: Any, names: list[str]) -> Iterator[tuple[str, Any]]:
-        """Yield the kind of a change and the expression in place of a node."""
+        """Yield (kind, replacement) for each change of a node."""
         match node:
             case ast.BinOp():
                 for operator in BINARY.get(type(node.op), ()):
@@ -312,14 +312,14 @@ class _Changes:
 
 
 def _lines(statement: Any) -> tuple[int, int]:
-    """Return the first and the last line of a statement, without the statements inside it."""
+    """Return the first and the last line of a statement, excluding nested statements."""
     first = min([statement.lineno, *(one.lineno for one in getattr(statement, "decorator_list", []))])
     body = getattr(statement, "body", None)
     return first, max(first, body[0].lineno - 1) if body else statement.end_lineno
 
 
 def _names(function: ast.FunctionDef) -> list[str]:
-    """Return the parameters of a function and its variables, once for each time that they are given a value."""
+    """Return the parameters and variables of a function; variables are repeated for each assignment."""
     arguments = function.args
     found = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     stored = (node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
@@ -328,7 +328,7 @@ def _names(function: ast.FunctionDef) -> list[str]:
 
 
 def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr | None]]:
-    """Yield the parameters that have a default."""
+    """Yield the names and the defaults of the parameters that have a default."""
     positional = [*arguments.posonlyargs, *arguments.args][-len(arguments.defaults) :] if arguments.defaults else []
     for one, default in (
         *zip(positional, arguments.defaults, strict=True),
@@ -338,7 +338,7 @@ def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr | None]]
 
 
 def _next(others: list[str], node: Any) -> str:
-    """Return one of some names: which, depends on the place."""
+    """Return one of some names, which depends on the position of the node."""
     return others[(node.lineno + node.col_offset) % len(others)]
 
 

@@ -1,10 +1,10 @@
-"""Mutation testing: how many small changes of our packages the cases of `parity check` catch.
+"""Mutation testing: measure how many small changes of this project's packages the cases of `parity check` detect.
 
     python -m transformer_bench.mutation --backends numpy,torch --results mutation.jsonl
 
-Each mutant runs twice: as an ordinary port, on the cases for ports, and as one of our packages, on the standard cases.
-It is caught if a comparison fails, if it raises an exception, or if its process ends or does not answer. The file keeps
-one line for each result, also after Ctrl-C: the same command resumes with the mutants that it lacks.
+Each mutant runs twice: as a user's port on the cases for ports, and as a package on the standard cases. It is caught if
+a comparison fails, if it raises an exception, or if its process exits or hangs. The results file contains one line per
+result. After Ctrl-C, the same command resumes with the remaining mutants.
 """
 
 from __future__ import annotations
@@ -33,21 +33,28 @@ from transformer_parity.engine.system.files import check_writable, write_json, w
 from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.transformer.ports.registry import PORTS
 
-WORK = "transformer_bench.mutation_work:work"  # what a process runs
-MOST = {"numpy": 400, "torch": 400, "jax": 40, "tf": 60}  # mutants of a process, whose copies of a package stay
-PATIENCE = 30.0  # seconds in a case, or while a package is imported, after which a mutant does not end
-START = 300.0  # the same for the package as it is, which compiles operations that mutants find compiled
+WORK = "transformer_bench.mutation_work:work"  # the function that each process runs
+# Maximum number of mutants per process, because the modified copies of a package stay in memory.
+MOST = {"numpy": 400, "torch": 400, "jax": 40, "tf": 60}
+PATIENCE = 30.0  # maximum seconds for a case or an import, after which a mutant is considered to hang
+START = 300.0  # the same for the unmodified package, which also compiles the operations that mutants reuse
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the mutants that have no result yet, and print how many are caught."""
+    """Run the mutants without results, and print how many mutants are caught."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_backends(parser, list(PORTS))
-    parser.add_argument("--results", type=Path, required=True, metavar="FILE", help="JSON lines; resumed if it exists")
-    parser.add_argument("--sample", type=positive, metavar="N", help="mutants of each package (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results so far, and the machine")
-    parser.add_argument("--only", metavar="FILE", type=Path, help="only the mutants that survive in these results")
+    parser.add_argument(
+        "--results", type=Path, required=True, metavar="FILE", help="append results to this file, as JSON lines"
+    )
+    parser.add_argument("--sample", type=positive, metavar="N", help="run N mutants of each package (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="set the seed of the sample (default: %(default)s)")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write a summary of all results and the machine as JSON"
+    )
+    parser.add_argument(
+        "--only", metavar="FILE", type=Path, help="run only the mutants that survive in this results file"
+    )
     options = parser.parse_args(arguments)
     check_installed(options.backends)
     check_writable(options.results, options.json)
@@ -59,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = read(options.results)
     known = {key for key, count in Counter(row["key"] for row in rows).items() if count == len(COLUMNS)}
     kept = "".join(json.dumps(row) + "\n" for row in rows if row["key"] in known)
-    options.results.write_text(kept, "utf-8")  # without a line that was cut off
+    options.results.write_text(kept, "utf-8")  # removes a line that was only partially written
     with (
         Progress(options.backends) as progress,
         options.results.open("a", encoding="utf-8") as file,
@@ -67,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ):
         for backend, mutants in by_backend.items():
             due = [mutant for mutant in mutants if mutant.key not in known]
-            progress.update(backend, "the package as it is", completed=len(mutants) - len(due), total=len(mutants))
+            progress.update(backend, "unmodified package", completed=len(mutants) - len(due), total=len(mutants))
             for results in run(children, backend, due, options.results.with_suffix(f".{backend}.lines.json")):
                 file.writelines(json.dumps(result.to_dict()) + "\n" for result in results)
                 file.flush()
@@ -78,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def summary(by_backend: Mapping[str, Sequence[Mutant]], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the number of mutants that each column catches, and the mutants that survive, as plain values."""
+    """Return the numbers of mutants that each column catches, and the surviving mutants, as plain values."""
     found = {(row["key"], row["column"]): row for row in rows}
     packages: dict[str, Any] = {}
     for backend, mutants in by_backend.items():
@@ -101,7 +108,7 @@ def chosen(backend: str, count: int | None, seed: int) -> Sequence[Mutant]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the results in a file; none if there is no file. The last line may have been cut off."""
+    """Return the results in a file, or an empty list if it doesn't exist. Incomplete lines are ignored."""
     rows = []
     for line in path.read_text("utf-8").splitlines() if path.is_file() else []:
         try:
@@ -115,13 +122,13 @@ def run(children: Children, backend: str, mutants: Sequence[Mutant], file: Path)
     """Yield the results of each mutant, one for each column.
 
     Args:
-        children: Starts processes.
-        backend: The package.
-        mutants: Its mutants.
-        file: Keeps the lines that each case runs: finding them takes minutes.
+        children: The object that starts processes.
+        backend: The backend of the package.
+        mutants: The mutants to run.
+        file: A file that stores the lines that each case runs, because determining them takes minutes.
 
     Raises:
-        ChildEndedError: The package without changes does not run.
+        ChildEndedError: If the unmodified package doesn't run.
     """
     due = list(mutants)
     while due:
@@ -130,7 +137,7 @@ def run(children: Children, backend: str, mutants: Sequence[Mutant], file: Path)
         lines = next(message for message in _messages(children, child, START) if isinstance(message, dict))
         write_json(file, lines)
         if wrong := [trial for trial, ran in lines.items() if not ran]:
-            print(f"left out, because the package without changes does not agree: {', '.join(wrong)}")
+            print(f"skipped, because the unmodified package does not agree: {', '.join(wrong)}")
         for _ in range(MOST[backend]):
             if not due:
                 break
@@ -148,7 +155,7 @@ def _messages(children: Children, child: Child, patience: float) -> Iterator[Any
     """Yield the messages of a child.
 
     Raises:
-        ChildEndedError: It has ended, or is silent for too long.
+        ChildEndedError: If the child exits or is silent for too long.
     """
     for _, message in children.listen([child], patience=patience):
         if isinstance(message, ChildEndedError):
@@ -159,7 +166,7 @@ def _messages(children: Children, child: Child, patience: float) -> Iterator[Any
 def print_score(
     console: Console, by_backend: Mapping[str, Sequence[Mutant]], rows: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Print how many mutants each column catches, and the mutants that survive."""
+    """Print how many mutants each column catches, and the surviving mutants."""
     table = tables.table("mutants", *COLUMNS)
     for backend, mutants in by_backend.items():
         cells = []

@@ -1,6 +1,6 @@
-"""The process that runs mutants of one package, one after another, on the cases of ports and of the packages.
+"""The process that runs mutants of one package, one after another, on the cases for ports and the standard cases.
 
-It runs a case only if the case runs the line that changes, and stops at the first difference.
+It runs a case only if the case executes the modified line, and stops at the first difference.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from transformer_spec.search import Search
 from transformer_spec.taps import Tap, no_tap
 from transformer_spec.training_config import Gradients, TrainingConfig
 
-# Ports that between them have every value of every convention.
+# Ports that together cover every value of every convention.
 CONVENTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("paper_base", {"embedding_norm": True}),
     ("annotated", {"activation": "gelu_tanh", "tie_embeddings": "target_output", "skip_first_self_attention": True}),
@@ -47,17 +47,17 @@ CONVENTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("bart", {"norm_order": "pre"}),
     ("fairseq", {"decoder_num_heads": 2, "decoder_d_k": 12, "decoder_d_v": 15, "decoder_d_ff": 56}),
 )
-SLOW = ("jax", "tf")  # run one operation at a time: fewer conventions, and few cases in bfloat16
+SLOW = ("jax", "tf")  # slow because they run one operation at a time: fewer conventions and bfloat16 cases
 PORT, CHECK = "cases for ports", "check of the packages"
 COLUMNS = (PORT, CHECK)
-ROOM = 4 * 2**30  # bytes that a mutant may allocate beside what the process has at its start
-IN_ORDER = (ACTIVATIONS, GRADIENTS, DECODE, STEPS)  # the fastest stages first
+ROOM = 4 * 2**30  # maximum bytes that a mutant may allocate in addition to the memory of the process at its start
+IN_ORDER = (ACTIVATIONS, GRADIENTS, DECODE, STEPS)  # from the fastest to the slowest stage
 
 
 class PackageAsPort(Port):
-    """A package, possibly mutated, as an ordinary port.
+    """A package, possibly mutated, as a user's port.
 
-    Subclasses set ``package_port``, and the conventions and dtypes as every port does.
+    Subclasses set ``package_port`` and, like every port, the conventions and dtypes.
     """
 
     taps = ("**",)
@@ -68,7 +68,7 @@ class PackageAsPort(Port):
         self.loaded = self.package_port.load(config, weights, Placement(dtype))
 
     def forward(self, source_ids: ndarray, target_ids: ndarray, tap: Tap) -> ndarray:
-        """Return the logits, and show every tap."""
+        """Return the logits, and call every tap."""
         inputs = {"source_ids": source_ids, "target_ids": target_ids}
         result = self.loaded.run("", inputs, taps=tap is not no_tap)
         for name, value in result.taps.items():
@@ -84,11 +84,11 @@ class PackageAsPort(Port):
         return self.loaded.gradients({"source_ids": source_ids, "target_ids": target_ids, "labels": labels})
 
     def start_training(self, settings: TrainingConfig) -> None:
-        """Make a trainer."""
+        """Create a trainer."""
         self.trainer = self.loaded.trainer(settings)
 
     def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
-        """Take a step and return the loss."""
+        """Run a training step and return the loss."""
         return float(self.trainer.train_step(source_ids, target_ids, labels).loss)
 
     def generate(self, source_ids: ndarray, max_length: int, beam_size: int, length_penalty: float) -> ndarray:
@@ -99,15 +99,15 @@ class PackageAsPort(Port):
 
 @dataclass(frozen=True)
 class ColumnResult:
-    """What became of a mutant in one column.
+    """The result of a mutant in one column.
 
     Attributes:
-        key: The mutant.
+        key: The key of the mutant.
         column: ``PORT`` or ``CHECK``.
-        caught: By ``difference``, ``exception`` or ``end`` of the process; empty if it survives.
-        by: The first case that fails, its dtype and the first tensor.
-        cases: The number of trials that ran; 0 if no case runs the changed line.
-        seconds: The time that it took.
+        caught: ``difference``, ``exception``, or ``end`` (of the process); empty if the mutant survives.
+        by: The first failing case with its dtype and its first failing tensor.
+        cases: The number of trials that ran; 0 if no case executes the modified line.
+        seconds: The duration in seconds.
     """
 
     key: str
@@ -120,17 +120,17 @@ class ColumnResult:
     to_dict = asdict
 
 
-Lines = Mapping[str, Sequence[str]]  # that each trial runs, as module:number
+Lines = Mapping[str, Sequence[str]]  # the lines that each trial executes, as module:number
 
 
 @dataclass
 class ColumnTrials:
-    """All runs of a package in one column: each a variant of the port with its cases, in one dtype.
+    """All trials of a package in one column. A trial runs a case with one variant of the port in one dtype.
 
     Attributes:
         column: ``PORT`` or ``CHECK``.
-        backend: The package.
-        report: Called before each case.
+        backend: The backend of the package.
+        report: A function to call before each case.
     """
 
     column: str
@@ -147,11 +147,11 @@ class ColumnTrials:
         if self.backend in SLOW:
             wanted, self.conventions = tuple(dtype for dtype in wanted if dtype != "float32"), CONVENTIONS[:2]
         self.dtypes = [dtype for dtype in wanted if dtype in offered]
-        # The formulas of the reference run in models without fast.py only. The others run as users run them.
+        # Only models without fast.py execute the formulas of the reference. The other packages run as users run them.
         self.fast = (False, True) if self.backend == "numpy" else (True,)
 
     def ports(self, package: str) -> Iterator[tuple[str, Any, Sequence[Case]]]:
-        """Yield the name, the port and the cases of each variant."""
+        """Yield (name, port, cases) for each variant."""
         for fast in self.fast:
             one = replace(self.original, package=package, fast=fast)
             if self.column == CHECK:
@@ -170,13 +170,13 @@ class ColumnTrials:
                 yield f"{preset} fast={fast}", port, sorted(cases, key=lambda case: IN_ORDER.index(case.stage))
 
     def findings(self, package: str, lines: Lines | None, changed: Sequence[str]) -> Iterator[tuple[str, Finding]]:
-        """Yield every finding, with the name of the trial.
+        """Yield (trial, finding) for every finding.
 
         Args:
-            package: The package, possibly a mutated copy.
-            lines: The lines of each trial, to run only trials that run one of the changed lines. None runs each trial
-                with a model that is loaded for it, so that these lines can be found.
-            changed: The changed lines; empty if every trial can show the change.
+            package: The name of the package, possibly a mutated copy.
+            lines: The lines that each trial executes; only trials that execute a modified line run. None to run all
+                trials, each with a newly loaded model, so that these lines can be determined.
+            changed: The modified lines; empty if every trial can detect the change.
         """
         for dtype in self.dtypes:
             setting = Placements((dtype,))
@@ -194,18 +194,21 @@ class ColumnTrials:
                                 yield trials[outputs.case], finding
 
     def running(self, cases: Sequence[Case]) -> AbstractContextManager[None]:
-        """Return how cases run: one operation at a time, but TensorFlow's steps as in ``parity check``, traced."""
+        """Return a context in which cases run one operation at a time.
+
+        Exception: TensorFlow's optimizer steps run traced, as in ``parity check``.
+        """
         is_traced = self.backend == "tf" and self.column == CHECK and any(case.stage == STEPS for case in cases)
         return nullcontext() if is_traced else interpreted(self.backend)
 
 
 def _by_way(cases: Sequence[Case]) -> list[list[Case]]:
-    """Return all cases but optimizer steps, which may run in a different way, and then those."""
+    """Return two lists of cases: all except optimizer steps, and optimizer steps, which may run in a different way."""
     return [[case for case in cases if (case.stage == STEPS) == steps] for steps in (False, True)]
 
 
 def _runs(changed: Sequence[str], trial: str, lines: Lines | None) -> bool:
-    """Whether a trial runs one of the changed lines, or any line if none is given."""
+    """Return whether a trial executes one of the changed lines or, if there are none, any line."""
     if lines is None:
         return True
     ran = lines.get(trial, ())
@@ -213,7 +216,7 @@ def _runs(changed: Sequence[str], trial: str, lines: Lines | None) -> bool:
 
 
 class Worker:
-    """Runs mutants of a package."""
+    """An object that runs the mutants of a package."""
 
     def __init__(self, backend: str, lines: Lines | None, report: Callable[[str], None]) -> None:
         self.package = PORTS[backend].package
@@ -221,12 +224,12 @@ class Worker:
         self.lines: Lines = self._trace() if lines is None else lines
 
     def _trace(self) -> Lines:
-        """Run the package without changes, and return the lines that each trial runs; none if a comparison fails."""
+        """Run the unmodified package, and return the lines that each trial executes; empty for failing trials."""
         found: dict[str, set[str]] = {}
-        wrong: set[str] = set()  # trials that could not show a mutant
+        wrong: set[str] = set()  # trials that fail without a mutation and therefore can't detect mutants
         seen: set[str] = set()
         folder = f"{ROOT / self.package}{os.sep}"
-        modules: dict[str, str] = {}  # by file
+        modules: dict[str, str] = {}  # module names by file
 
         def called(frame: Any, event: str, argument: object) -> Any:
             file = frame.f_code.co_filename
@@ -270,27 +273,30 @@ class Worker:
                         caught = "exception" if finding.verdict == FAILED else "difference"
                         by = f"{trial} {finding.path} {finding.tap}: {finding.detail or finding.error}"
                         break
-            except Exception as error:  # while it is imported
+            except Exception as error:  # raised while the mutant is imported
                 caught, by = "exception", f"{type(error).__name__}: {error}"
             yield ColumnResult(mutant.key, trials.column, caught, by[:300], len(seen), time.perf_counter() - start)
 
 
 class Heartbeat:
-    """Tells the parent about once a second which case runs, so that a silent process has a case that does not end."""
+    """A callback that reports the current case to the parent at most once per second.
+
+    If a process is silent for longer, its current case hangs.
+    """
 
     def __init__(self, parent: Parent) -> None:
         self.parent = parent
         self.last = 0.0
 
     def __call__(self, doing: str) -> None:
-        """Tell it, unless the parent was told within the last second."""
+        """Report the current case, unless a report was sent within the last second."""
         if time.monotonic() > self.last + 1.0:
             self.parent.send(doing)
             self.last = time.monotonic()
 
 
 def work(parent: Parent) -> None:
-    """Receive a backend, send the lines that its trials run, then receive mutants and send their results."""
+    """Receive a backend, send the lines that its trials execute, then receive mutants and send their results."""
     backend, lines = parent.receive()
     PORTS[backend].import_package()
     with np.errstate(all="ignore"):
@@ -306,7 +312,7 @@ def work(parent: Parent) -> None:
 
 
 def forget_open_calls() -> None:
-    """Forget a call of a Keras layer that a mutant left open: later calls would take over its arguments."""
+    """Reset the state of a Keras layer call that a mutant interrupted, because later calls would use its arguments."""
     if "keras" in sys.modules:
         from keras.src.backend.common.global_state import set_global_attribute
 

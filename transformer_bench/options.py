@@ -1,4 +1,4 @@
-"""The options of ``parity bench`` and their help."""
+"""The options of ``parity bench`` and their help texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformer_parity.engine.style import FORMATS
 from transformer_parity.engine.system.machine import processors
 from transformer_parity.transformer.ports.registry import PORTS
 
-GROWTH = {  # what --scale lets grow, and its default sizes
+GROWTH = {  # the axes of --scale, with their default sizes
     "source": (64, 128, 256, 512, 1024, 2048, 4096, 8192),
     "target": (64, 128, 256, 512, 1024),
     "length": (64, 128, 256, 512, 1024, 2048, 4096, 8192),
@@ -24,83 +24,86 @@ GROWTH = {  # what --scale lets grow, and its default sizes
 }
 
 DESCRIPTION = """\
-Time the packages on the same work, each as its users run it.
+Time the packages on the same work, each in the way its users run it.
 
-Each runs in a process of its own, with the same number of threads. All are
-started, loaded and warmed up first; then come the rounds. Each implementation runs
-once per round, while all others wait, so that a change of the machine's speed
-affects all of them. Ratios are taken within a round, and then their median.
-
-No time is printed for a result that does not agree with the reference.
-
-Run nothing else meanwhile: other load slows them down unequally.
+Each implementation runs in a separate process with the same number of threads.
+After all of them are loaded and warmed up, the rounds start. In each round, every
+implementation runs once while all others wait, so that changes of the machine's
+speed affect all of them equally. The reported ratios are medians of the ratios
+within each round. If a result does not agree with the reference, its time is not
+reported. Do not run anything else on the machine during a benchmark.
 
 tasks:
-  forward  Compute the logits of a batch of sentences in inference mode: eagerly in
-           NumPy and PyTorch, with a compiled function in JAX and TensorFlow.
-  train    Train on a batch of sentences repeatedly: forward, backward, and an update
-           with Adam. The loss of every step must equal the loss of the reference, so
-           there is no dropout by default. With --dropout, each implementation drops
-           different elements, and losses are compared within a wide tolerance.
-  decode   Translate a batch of random sentences with a random model that never ends
-           a sentence before the maximum length, so that all implementations generate
-           the same number of tokens.
+  forward  Compute the logits of a batch of sentences in inference mode. NumPy and
+           PyTorch run eagerly, and JAX and TensorFlow run a compiled function.
+  train    Repeat training steps on one batch of sentences: forward pass, backward
+           pass, and Adam update. The loss of every step must agree with the
+           reference, so dropout is disabled by default. With --dropout, each
+           implementation drops different elements, and the losses only have to agree
+           within a wide tolerance.
+  decode   Translate a batch of random sentences using a random model. The model never
+           generates EOS, so that all implementations generate the same number of
+           tokens.
 
-With --parallel, our packages also train on several devices of this machine. On CPUs,
-each device is a process with a share of the threads; NumPy simulates the devices in
-one process. Devices that share two cores measure the overhead of the split, not the
-gain. A second table lists the bytes that each device sends in a step and holds. They
-are computed from the plan. --rounds 0 prints only this table, also for plans with
-more devices than this machine has.
+With --parallel, the packages also train on multiple devices of this machine. On CPUs,
+each device is a process with an equal number of threads. NumPy simulates the
+devices in one process. If the devices share the same cores, the result shows the
+overhead of parallelism rather than the speedup. A second table lists the bytes that
+each device sends per step and stores. These are computed from the plan, not measured.
+--rounds 0 prints only this table, and also supports plans with more devices than this
+machine has.
 """
 
 SIZES_HELP = """\
-sizes: tiny is d_model 128, 2+2 layers, vocabulary 1,000; small 256, 3+3, 8,000;
-base 512, 6+6, 37,000 and big 1,024, 6+6, 37,000, the paper's. The conventions are
-those of the preset marian.
+sizes of --config (all use the conventions of the preset marian):
+  tiny   d_model 128,   2+2 layers, vocabulary 1,000
+  small  d_model 256,   3+3 layers, vocabulary 8,000
+  base   d_model 512,   6+6 layers, vocabulary 37,000 (the paper's base model)
+  big    d_model 1,024, 6+6 layers, vocabulary 37,000 (the paper's big model)
 """
 
 EXAMPLES = """\
 examples:
-  parity bench forward                                  all four, small
-  parity bench forward --peers --plot forward.png       beside torch.nn.Transformer, Marian, a Flax NNX model,
-                                                        Keras hub, and the matrix products alone
-  parity bench forward --config base --json base.json   the paper's size, every number into a file
-  parity bench forward --scale source --batch 1 --plot growth.png    sources of 64 up to 8,192 tokens: time and memory
-  parity bench forward --scale depth=1,2,4,8            1+1 up to 8+8 layers
+  parity bench forward                                  time all four packages at size small
+  parity bench forward --peers --plot forward.png       also time torch.nn.Transformer, Marian, Flax NNX, Keras hub,
+                                                        and only the matrix multiplications
+  parity bench forward --config base --json base.json   use the paper's base size, and write all numbers to a file
+  parity bench forward --scale source --batch 1 --plot growth.png    increase the source length from 64 to 8,192 tokens
+  parity bench forward --scale depth=1,2,4,8            increase the number of layers from 1+1 to 8+8
   parity bench forward --dtype bfloat16 --device gpu --backends torch,jax
-  parity bench train --peers --threads 2                beside torch.nn.Transformer, Marian, Flax NNX and Keras hub
-  parity bench train --dropout 0.1                      with the paper's dropout
+  parity bench train --peers --threads 2                also time torch.nn.Transformer, Marian, Flax NNX, Keras hub
+  parity bench train --dropout 0.1                      use the paper's dropout
   parity bench train --scale length --activation-checkpointing --backends torch
   parity bench train --backends torch --parallel data=2 --parallel fsdp=2 --parallel data=4
   parity bench train --config big --batch 512 --rounds 0 --parallel fsdp=8 --parallel data=2,fsdp=8
-  parity bench decode --peers --plot decode.png         beside Hugging Face's MarianMTModel, Flax NNX, Keras hub, and
-                                                        the matrix products alone: a lower bound for NumPy
-  parity bench decode --beam 4 --backends numpy,torch   beam search
-  parity bench decode --dtype bfloat16 --backends torch  weights of half the size, sums in float32
-  parity bench decode --scale vocabulary --batch 1      vocabularies of 1,000 up to 256,000
+  parity bench decode --peers --plot decode.png         also time Hugging Face's MarianMTModel, Flax NNX, Keras hub,
+                                                        and only the matrix multiplications (a lower bound for NumPy)
+  parity bench decode --beam 4 --backends numpy,torch   use beam search
+  parity bench decode --dtype bfloat16 --backends torch  use bfloat16 weights with float32 accumulation
+  parity bench decode --scale vocabulary --batch 1      increase the vocabulary from 1,000 to 256,000
 
-`python -m transformer_bench.imports` times importing each package beside its framework.
+To time the import of each package and its framework, run `python -m transformer_bench.imports`.
 """
 
 READING = """
-reading the table: `times` is the median of the ratios within each round, with the
-lowest and the highest; tokens count padding too. GFLOP/s counts matrix products only. `of the limit`: the time
-that they take at the best rate of this machine, over the time of the row. That rate is
-measured in each round: one large product by each library in use, and reading as
-much as the model's weights; a training step also reads and writes what Adam needs.
-`cores` is how many the process kept
-busy. `first call` includes compiling. Memory is the most that the process held in a
-round, and how much more that was than before its first call; of several processes, that
-of the one with the most.
+columns of the tables:
+  tokens/s     target tokens per second, including padding
+  times NAME   median, lowest, and highest ratio to the fastest implementation within a round
+  GFLOP/s      throughput, including only matrix multiplications
+  of the peak  minimum time of the work on this machine, divided by the measured time. The minimum follows from the
+               best matmul throughput and memory bandwidth of all libraries in use, which are measured in each round.
+  cores        average number of busy CPU cores
+  first call   time of the first call, including compilation
+  memory       peak memory of the process in a round, and its increase since before the first call (for multiple
+               processes, the maximum)
 """
 
 EXIT = """
-exit code: 0 all agree and are timed, 1 a result does not agree, 3 not everything was timed
+exit code: 0 all results agree and were timed, 1 a result does not agree, 3 not everything was timed
 """
 
 
-ONLY = {  # option: the task it is about
+ONLY = {  # for each option, the only task that supports it
     "beam": "decode",
     "dropout": "train",
     "activation_checkpointing": "train",
@@ -109,17 +112,19 @@ ONLY = {  # option: the task it is about
 
 
 def add_options(commands: Any) -> argparse.ArgumentParser:
-    """Describe the command and its options, and return its parser."""
+    """Add the command and its options, and return its parser."""
     parser = commands.add_parser(
         "bench",
         description=DESCRIPTION,
         epilog=f"{SIZES_HELP}\n{EXAMPLES}{READING}{EXIT}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("task", choices=OURS, metavar="TASK", help=f"what to time: {', '.join(OURS)}")
+    parser.add_argument("task", choices=OURS, metavar="TASK", help=f"time this task: {', '.join(OURS)}")
     add_backends(parser, list(PORTS))
     parser.add_argument(
-        "--peers", action="store_true", help="also other implementations, and the matrix products alone"
+        "--peers",
+        action="store_true",
+        help="also time implementations outside this project, and only the matrix multiplications",
     )
     _add_work(parser)
     _add_measurement(parser)
@@ -127,39 +132,41 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
 
 
 def _add_work(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the work."""
-    work = parser.add_argument_group("the work")
+    """Add the options that define the work."""
+    work = parser.add_argument_group("work")
     work.add_argument(
         "--config",
         choices=SIZES,
         default=Work.size,
-        help="size of the model (default: %(default)s); --scale depth=N changes the layers of each stack",
+        help="use a model of this size; --scale depth=N changes the number of layers (default: %(default)s)",
     )
     for name, what in (
-        ("batch", "sentences"),
-        ("source", "tokens of the longest source sentence"),
-        ("target", "tokens of the longest target sentence; of each, when decoding"),
+        ("batch", "use batches of N sentences"),
+        ("source", "set the length of the longest source sentence to N tokens"),
+        ("target", "set the length of the longest target sentence (in decode, of all of them) to N tokens"),
     ):
         usual, decoding = getattr(Work, name), getattr(DecodeWork, name)
-        usual = f"{usual}" if usual == decoding else f"{usual}; for decode {decoding}"
+        usual = f"{usual}" if usual == decoding else f"{usual}, or {decoding} in decode"
         work.add_argument(f"--{name}", type=positive, metavar="N", help=f"{what} (default: {usual})")
     work.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="of the computation (default: %(default)s)",
-    )
-    work.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where to compute (default: %(default)s)")
-    work.add_argument(
-        "--beam", type=positive, metavar="K", help="decode: beam search, keeping K hypotheses (default: greedy)"
+        help="compute in this dtype (default: %(default)s)",
     )
     work.add_argument(
-        "--dropout", type=rate, metavar="RATE", help="train: dropout of embeddings and residuals (default: none)"
+        "--device", choices=("cpu", "gpu"), default="cpu", help="run on this device (default: %(default)s)"
+    )
+    work.add_argument(
+        "--beam", type=positive, metavar="K", help="decode: use beam search with K beams (default: greedy search)"
+    )
+    work.add_argument(
+        "--dropout", type=rate, metavar="RATE", help="train: apply dropout to embeddings and residuals (default: none)"
     )
     work.add_argument(
         "--activation-checkpointing",
         action="store_true",
-        help="train: recompute layers in the backward pass, to save memory; our packages only",
+        help="train: recompute activations in the backward pass to use less memory; not supported with --peers",
     )
     work.add_argument(
         "--parallel",
@@ -167,57 +174,67 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PLAN",
-        help="train: also on several devices, such as data=2,fsdp=2, and what each sends and holds; may be repeated",
+        help="train: also train on multiple devices with this plan, such as data=2,fsdp=2, and list the bytes that "
+        "each device sends and stores; can be repeated",
     )
 
 
 def _add_measurement(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the rounds and of what is written."""
+    """Add the options that control the measurement and the output files."""
     measurement = parser.add_argument_group("measurement")
     threads = min(2, processors())
     measurement.add_argument(
-        "--threads", type=positive, default=threads, metavar="N", help=f"threads of each process (default: {threads})"
+        "--threads",
+        type=positive,
+        default=threads,
+        metavar="N",
+        help=f"use N threads for each implementation (default: {threads})",
     )
     measurement.add_argument(
-        "--rounds", type=rounds, default=7, metavar="N", help="how many rounds (default: %(default)s); train: or none"
+        "--rounds",
+        type=rounds,
+        default=7,
+        metavar="N",
+        help="measure N rounds; 0 is allowed for train with --parallel (default: %(default)s)",
     )
     measurement.add_argument(
         "--scale",
         type=growth,
         metavar="AXIS[=N,N,...]",
-        help=f"let {', '.join(GROWTH)} grow: time and memory at each size, and the exponents of their growth",
+        help=f"measure multiple sizes along one axis ({', '.join(GROWTH)}), and fit exponents to the growth of time "
+        "and memory",
     )
-    measurement.add_argument("--json", type=Path, metavar="FILE", help="also write the result for machines")
+    measurement.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
     measurement.add_argument(
         "--plot",
         type=Path,
         metavar="FILE",
-        help=f"also draw a bar for each, or with --scale a line; the name ends in {', '.join(FORMATS)}",
+        help=f"also plot the times as bars, or as lines with --scale; FILE must end in {' or '.join(FORMATS)}",
     )
 
 
 def rounds(text: str) -> int:
-    """Return an argparse value: an integer that is not negative."""
+    """Parse a nonnegative integer for argparse."""
     return 0 if text == "0" else positive(text)
 
 
 def rate(text: str) -> float:
-    """Return an argparse value: a number in [0, 1)."""
+    """Parse a number in [0, 1) for argparse."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0.0 <= value < 1.0:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 up to but not including 1: got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0 and less than 1: got {text!r}")
     return value
 
 
 def growth(text: str) -> tuple[str, tuple[int, ...]]:
-    """Return an argparse value: what grows, and the values it takes."""
+    """Parse an axis and, optionally, its sizes for argparse."""
     axis, given, values = text.partition("=")
     if axis not in GROWTH:
-        raise argparse.ArgumentTypeError(f"must begin with one of {', '.join(GROWTH)}: got {text!r}")
+        raise argparse.ArgumentTypeError(f"must start with one of {', '.join(GROWTH)}: got {text!r}")
     sizes = tuple(positive(value) for value in values.split(",")) if given else GROWTH[axis]
     if any(after <= before for before, after in itertools.pairwise(sizes)):
-        raise argparse.ArgumentTypeError(f"must grow: got {values}")
+        raise argparse.ArgumentTypeError(f"sizes must increase: got {values}")
     return axis, sizes

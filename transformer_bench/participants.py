@@ -1,4 +1,4 @@
-"""The participants of ``parity bench``. Each runs in a process of its own, and imports there what it needs."""
+"""The implementations that ``parity bench`` times. Each runs in a separate process and imports its packages there."""
 
 # ruff: noqa: D102  methods are documented in Participant
 
@@ -32,9 +32,9 @@ from transformer_spec.search import SearchResult
 
 @dataclass
 class Package(Participant):
-    """One of our four packages, used the way its users use it."""
+    """One of the four packages of this project, used the way its users use it."""
 
-    form: ClassVar[str] = ""  # beside the usual one, as tables call it
+    form: ClassVar[str] = ""  # the name of a mode in tables, such as "compiled"; empty for the default mode
     backend: str
 
     @property
@@ -50,16 +50,16 @@ class Package(Participant):
 
     def load(self, work: Work, weights: Path) -> None:
         allow_dtype(self.package, work.weights_dtype)
-        model = self.package.load_transformer(weights, work.weights_dtype, work.device, "highest")  # without TF32
+        model = self.package.load_transformer(weights, work.weights_dtype, work.device, "highest")  # disables TF32
         self._run = self.ready(model, work)
 
     def ready(self, model: Any, work: Any) -> Callable[[], Any]:
-        """Return what is timed."""
+        """Return the function to time."""
         raise NotImplementedError
 
 
 class ForwardPackage(Package):
-    """Computes logits; in JAX and TensorFlow, as a compiled function."""
+    """Compute logits, using a compiled function in JAX and TensorFlow."""
 
     def ready(self, model: Any, work: ForwardWork) -> Callable[[], Any]:
         return partial(compiled(self.backend, model), work.source_ids, work.target_ids)
@@ -70,22 +70,22 @@ class ForwardPackage(Package):
 
 
 class ForwardCompiled(ForwardPackage):
-    """Computes logits in PyTorch by what torch.compile makes of the model."""
+    """Compute logits in PyTorch, using torch.compile."""
 
     form = "compiled"
 
     def ready(self, model: Any, work: ForwardWork) -> Callable[[], Any]:
         import torch
 
-        ids = map(torch.from_numpy, (work.source_ids, work.target_ids))  # to compile for inference takes tensors
+        ids = map(torch.from_numpy, (work.source_ids, work.target_ids))  # compiled models require tensors
         return partial(compiled(self.backend, torch.compile(model)), *ids)
 
 
 class TrainPackage(Package):
-    """Takes one step after another on the same batch."""
+    """Run training steps on the same batch."""
 
-    mesh: Any = None  # of several devices
-    options: ClassVar[Mapping[str, Any]] = {}  # of this form's trainer
+    mesh: Any = None  # the device mesh; None for one device
+    options: ClassVar[Mapping[str, Any]] = {}  # additional options of the trainer in this mode
 
     def ready(self, model: Any, work: TrainWork) -> Callable[[], Any]:
         trainer = self.package.Trainer(model, work.settings, SEED, mesh=self.mesh, **self.options)
@@ -94,7 +94,7 @@ class TrainPackage(Package):
 
 
 class TrainCompiled(TrainPackage):
-    """Takes the same steps, in PyTorch forward and backward pass under torch.compile, in TensorFlow all under XLA."""
+    """Run compiled training steps: torch.compile for PyTorch's forward and backward pass, XLA for TensorFlow's step."""
 
     form = "compiled"
     options: ClassVar[Mapping[str, Any]] = {"compile": True}
@@ -102,9 +102,10 @@ class TrainCompiled(TrainPackage):
 
 @dataclass
 class TrainOnDevices(TrainPackage):
-    """Takes the same steps on the devices of a plan.
+    """Run training steps on the devices of a parallelism plan.
 
-    On CPUs, each device is a process of its own, so that its memory can be measured, unless NumPy simulates it.
+    On CPUs, each device is a separate process so that its memory can be measured. NumPy simulates all devices in one
+    process.
     """
 
     plan: Plan
@@ -130,12 +131,12 @@ class TrainOnDevices(TrainPackage):
         return self.package.describe()
 
     def load(self, work: Work, weights: Path) -> None:
-        with getattr(self.mesh, "scope", nullcontext)():  # TensorFlow makes copies of variables where it makes them
+        with getattr(self.mesh, "scope", nullcontext)():  # TensorFlow replicates variables when it creates them
             super().load(work, weights)
 
 
 class DecodePackage(Package):
-    """Searches."""
+    """Run a search."""
 
     def ready(self, model: Any, work: DecodeWork) -> Callable[[], Any]:
         return partial(work.search.run, self.package, model, work.source_ids)
@@ -145,7 +146,7 @@ class DecodePackage(Package):
 
 
 def compiled(name: str, model: Any) -> Callable[[Any, Any], Any]:
-    """Return the model as its users call it again and again: the logits are computed when it returns."""
+    """Return a function that computes logits in the way that users call the model, and waits for the result."""
     if name == "torch":
         import torch
 
@@ -161,7 +162,7 @@ def compiled(name: str, model: Any) -> Callable[[Any, Any], Any]:
         import jax
         from flax import nnx
 
-        graph, state = nnx.split(model)  # once: to take a model apart takes as long as a small one's forward pass
+        graph, state = nnx.split(model)  # done once, because it takes as long as the forward pass of a small model
         forward = jax.jit(lambda state, source_ids, target_ids: nnx.merge(graph, state)(source_ids, target_ids))
         return lambda source_ids, target_ids: forward(state, source_ids, target_ids).block_until_ready()
     if name == "tf":
@@ -181,7 +182,7 @@ def compiled(name: str, model: Any) -> Callable[[Any, Any], Any]:
 
 @dataclass
 class Other(Participant):
-    """Someone else's implementation, doing the same work."""
+    """An implementation outside this project, which does the same work."""
 
     peer: Peer
 
@@ -194,7 +195,7 @@ class Other(Participant):
             if importlib.util.find_spec(module) is None:
                 package = module.replace("_", "-")
                 raise MissingFrameworkError(
-                    f"--peers needs {package}, which is not installed: pip install {package}, or leave out --peers"
+                    f"--peers requires {package}, which is not installed: pip install {package}, or remove --peers"
                 )
 
     def prepare(self) -> dict[str, str]:
@@ -203,18 +204,18 @@ class Other(Participant):
 
     def load(self, work: Work, weights: Path) -> None:
         if work.device != "cpu":
-            raise ValueError("peers run on the CPU")
+            raise ValueError("peers run only on the CPU")
         config, arrays = ref.load_weights(weights)
         self.peer.build(config, arrays, work.dtype, work.settings if isinstance(work, TrainWork) else None)
         self._run = self.ready(work)
 
     def ready(self, work: Any) -> Callable[[], Any]:
-        """Return what is timed."""
+        """Return the function to time."""
         raise NotImplementedError
 
 
 class ForwardOther(Other):
-    """Computes logits."""
+    """Compute logits."""
 
     def ready(self, work: ForwardWork) -> Callable[[], Any]:
         return partial(self.peer.forward, work.source_ids, work.target_ids)
@@ -225,20 +226,20 @@ class ForwardOther(Other):
 
 
 class TrainOther(Other):
-    """Takes one step after another on the same batch."""
+    """Run training steps on the same batch."""
 
     def ready(self, work: TrainWork) -> Callable[[], Any]:
         self._steps = 0
         return partial(self.peer.train_step, work.source_ids, work.target_ids, work.labels)
 
     def result(self, found: float) -> tuple[int, float]:
-        """Return the number of the step, and its loss."""
+        """Return the number of the step and its loss."""
         self._steps += 1
         return self._steps, found
 
 
 class DecodeOther(Other):
-    """Searches greedily."""
+    """Run greedy search."""
 
     def ready(self, work: DecodeWork) -> Callable[[], Any]:
         return partial(self.peer.greedy, work.source_ids, work.target)
@@ -246,7 +247,7 @@ class DecodeOther(Other):
 
 @dataclass
 class DecodeMarian(Other):
-    """Generates, greedily or with a beam."""
+    """Run greedy or beam search, using the ``generate`` method of Hugging Face."""
 
     def load(self, work: DecodeWork, weights: Path) -> None:  # type: ignore[override]
         import torch
@@ -257,12 +258,12 @@ class DecodeMarian(Other):
             max_new_tokens=work.target,
             num_beams=work.beam_size or 1,
             length_penalty=work.search.length_penalty,
-            early_stopping="never" if work.beam_size else False,  # that is: as early as is exact, as ours do
+            early_stopping="never" if work.beam_size else False,  # stops as early as is exact, like this project
             decoder_start_token_id=config.bos_id,
             pad_token_id=config.pad_id,
             eos_token_id=config.eos_id,
             return_dict_in_generate=True,
-            output_scores=work.beam_size is not None,  # with them come the scores of hypotheses
+            output_scores=work.beam_size is not None,  # required to get the scores of hypotheses
         )
         self._run = partial(
             marian_model(config, arrays, work.dtype).generate,
@@ -270,18 +271,21 @@ class DecodeMarian(Other):
             attention_mask=torch.from_numpy((work.source_ids != config.pad_id).astype(np.int64)),
             generation_config=settings,
         )
-        self._scores: dict[bytes, ndarray] = {}  # of greedy search, by its tokens
+        self._scores: dict[bytes, ndarray] = {}  # scores of greedy search by tokens
 
     def result(self, found: Any) -> SearchResult:
-        """Return tokens and scores. Greedy search returns none: the same tokens are generated again, with logits."""
-        ids = found.sequences[:, 1:]  # without the start symbol
+        """Return tokens and scores.
+
+        Greedy search returns no scores, so it runs a second time to get the logits from which they are computed.
+        """
+        ids = found.sequences[:, 1:]  # excludes BOS
         if found.get("sequences_scores") is not None:
             return SearchResult(ids[:, None].numpy(), found.sequences_scores[:, None].numpy())
         key = ids.numpy().tobytes()
         if key not in self._scores:
             again = self._run(output_logits=True)  # type: ignore[call-arg]
             if not again.sequences[:, 1:].equal(ids):
-                raise RuntimeError("it generates something else the second time")
+                raise RuntimeError("the second run generated different tokens")
             steps = zip(again.logits, ids.T, strict=True)
             chosen = [logits.log_softmax(-1).gather(1, tokens[:, None]) for logits, tokens in steps]  # [B, 1] each
             self._scores[key] = sum(chosen).numpy()
@@ -293,8 +297,8 @@ OURS: dict[str, dict[str, Participant]] = {
     "train": {name: TrainPackage(name) for name in PORTS},
     "decode": {name: DecodePackage(name) for name in PORTS},
 }
-# Other forms of ours, beside other forms of others. TensorFlow's forward pass is compiled by XLA as it is. A search has
-# none: torch.compile would compile each length anew.
+# Additional modes of the packages, which are timed if peers also have multiple modes. TensorFlow's forward pass always
+# uses XLA. Searches have no compiled mode, because torch.compile would recompile them for each length.
 FORMS: dict[str, dict[str, Participant]] = {
     "forward": {"torch": ForwardCompiled("torch")},
     "train": {name: TrainCompiled(name) for name in ("torch", "tf")},
@@ -305,14 +309,14 @@ OTHERS: dict[str, dict[str, Participant]] = {
     "train": {name: TrainOther(peer) for name, peer in PEERS.items()},
     "decode": {
         "marian": DecodeMarian(PEERS["marian"]),
-        # torch.nn has no cache: it would compute the prefix again and again.
+        # torch.nn is excluded because it has no cache and would recompute the prefix at each position.
         **{name: DecodeOther(PEERS[name]) for name in ("flax nnx", "keras hub", "keras hub XLA")},
     },
 }
 
 
 def others(work: Work) -> list[Participant]:
-    """Return the other implementations: Marian alone has a beam search, and none computes activations again."""
+    """Return the peers that support some work. Only Marian supports beam search."""
     if isinstance(work, DecodeWork) and work.beam_size is not None:
         return [OTHERS["decode"]["marian"]]
     return list(OTHERS[work.task].values())

@@ -1,4 +1,4 @@
-"""The pictures of ``parity bench``: one bar for each participant, or one line for each over a size that grows."""
+"""The plots of ``parity bench``: one bar per implementation, or one line per implementation over multiple sizes."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MEBI = 2**20
-OURS = {*PORTS, *(port.package for port in PORTS.values())}  # the first word of a name
+OURS = {*PORTS, *(port.package for port in PORTS.values())}  # first words of the names of this project's packages
 
 
 def place_of(machine: Mapping[str, Any]) -> str:
-    """Return the machine in a few words."""
-    return f"{machine['processor']}, {machine['cpus']} processors"
+    """Return a short description of the machine."""
+    return f"{machine['processor']}, {machine['cpus']} CPU cores"
 
 
 def draw_times(title: str, details: str, entries: Sequence[Entry], machine: str) -> Figure:
-    """Draw medians as bars, the fastest on top, and the lowest and highest time as a line.
+    """Draw median times as bars, with the fastest on top, and the range of the times as lines.
 
     Args:
-        title: Of the work.
-        details: Its sizes.
-        entries: Those that have times.
-        machine: In a few words.
+        title: The title of the work.
+        details: The sizes of the work.
+        entries: The entries that have times.
+        machine: A short description of the machine.
     """
     from matplotlib.figure import Figure
 
@@ -57,7 +57,7 @@ def draw_times(title: str, details: str, entries: Sequence[Entry], machine: str)
     axes.set_yticks(range(len(ordered)), [entry.name for entry in ordered])
     axes.invert_yaxis()
     axes.margins(x=0.25)
-    axes.set_xlabel("milliseconds; line: lowest to highest of the rounds")
+    axes.set_xlabel("milliseconds (bar: median, line: lowest to highest round)")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_title(f"{title}\n", loc="left", fontsize=10, fontweight="bold")
     axes.annotate(
@@ -65,9 +65,9 @@ def draw_times(title: str, details: str, entries: Sequence[Entry], machine: str)
     )
     note = machine
     if any(entry.has_result and entry.name.split()[0] not in OURS for entry in ordered):
-        note += ". Light: other implementations."
+        note += ". Light blue: implementations outside this project."
     if any(not entry.has_result for entry in ordered):
-        note += ". Grey: without a result."
+        note += ". Gray: matrix multiplications only."
     figure.supxlabel(note, fontsize=8, color=GREY)
     return figure
 
@@ -75,15 +75,15 @@ def draw_times(title: str, details: str, entries: Sequence[Entry], machine: str)
 def draw_growth(
     title: str, details: str, axis: str, values: Sequence[int], results: Sequence[Sequence[Entry]], machine: str
 ) -> Figure:
-    """Draw time and memory over a size that grows, one line for each participant, both axes logarithmic.
+    """Draw time and memory over a size, with one line per implementation and two logarithmic axes.
 
     Args:
-        title: Of the work.
-        details: Its other sizes.
-        axis: The size that grows.
-        values: Its values.
-        results: The entries at each value, in the same order.
-        machine: In a few words.
+        title: The title of the work.
+        details: The other sizes of the work.
+        axis: The name of the size that increases.
+        values: The values of this size.
+        results: The entries at each value.
+        machine: A short description of the machine.
     """
     from matplotlib.figure import Figure
 
@@ -107,7 +107,7 @@ def draw_growth(
                 fitted = steepness[kind]
                 label = name if fitted is None else f"{name}: {fitted:.2f}"
                 axes.plot(list(drawn), list(drawn.values()), label=label, **style)
-    labels = "milliseconds", "MiB beyond what was held before the first call"
+    labels = "milliseconds", "MiB of additional memory since the first call"
     for axes, label in zip((time_axes, *others), labels, strict=False):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -115,7 +115,7 @@ def draw_growth(
         axes.set_xlabel(axis)
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, title="with the exponent of its growth", title_fontsize=8)
+        axes.legend(fontsize=8, title="name: exponent of growth", title_fontsize=8)
     figure.suptitle(f"{title}\n{details}", fontsize=9)
     figure.supxlabel(machine, fontsize=8, color=GREY)
     return figure

@@ -1,13 +1,17 @@
-"""Where the time of a forward pass, a training step or a search goes: the share of each kind of work.
+"""Profile a forward pass, a training step, or a search, and print the percentage of time for each kind of work.
 
-Usage: ``python -m transformer_bench.profile_steps train torch --config base``. The work is that of ``parity bench``,
-after two calls that are not counted. NumPy is profiled by Python's ``cProfile``, by processor time: a function is of
-one kind (``Linear``, ``LayerNorm``), and what it calls is its own, unless that has a kind too. PyTorch is profiled by
-``torch.profiler``, operation by operation. JAX and TensorFlow are profiled by their own profilers, by what XLA has made
-of the program, and TensorFlow's training step by the operations of its graph: in both, attention's products are
-products like others. XLA leaves sums as well as products to its library YNN; those without a product are named
-``sum_fusion``. The rest is Python's. ``--form compiled`` is the form that ``parity bench --peers`` times beside the
-usual one, and ``--largest 20`` also prints names.
+Usage: ``python -m transformer_bench.profile_steps train torch --config base``. The work is the same as in
+``parity bench``. Two warm-up calls are excluded.
+
+- NumPy is profiled by CPU time, using Python's ``cProfile``. Some functions have a kind (such as ``Linear`` and
+  ``LayerNorm``). The time of other functions is added to their callers.
+- PyTorch is profiled by operation, using ``torch.profiler``.
+- JAX and TensorFlow are profiled by XLA instruction, using their own profilers, and TensorFlow's training step by graph
+  operation. The profiles don't distinguish the matmuls of attention from others. XLA uses its library YNN for both
+  matmuls and sums; calls without a matmul are reported as ``sum_fusion``.
+
+The remaining time is attributed to Python. ``--form compiled`` selects the compiled mode that ``parity bench --peers``
+also times, and ``--largest 20`` also prints the names of functions or operations.
 """
 
 from __future__ import annotations
@@ -27,15 +31,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-THREADS = (  # read at the first import
+THREADS = (  # variables that frameworks read when they are imported
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PJRT_NPROC"),
     *("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"),
 )
 REST = "residual sums, masks and Python"
 LOOPS = "other loops: sums, normalization, softmax, activations, optimizer"
-PROGRAMS = "PROFILED_PROGRAMS"  # names the folder that XLA writes what it compiles to
-WARM = 2  # calls before those that count: the first compiles
-Names = Mapping[str, float]  # the seconds of each function or operation
+PROGRAMS = "PROFILED_PROGRAMS"  # the environment variable with the directory to which XLA writes compiled programs
+WARM = 2  # number of warm-up calls, the first of which compiles
+Names = Mapping[str, float]  # seconds by function or operation
 
 XLA = {
     r"^(ynn_|dot|\w*dot_general|[Mm]at[Mm]ul)": "products",
@@ -43,7 +47,7 @@ XLA = {
     r"^(\w*_)?(copy|transpose)(_bitcast)?_fusion|^copy|^transpose": "copies and transposes",
     r"_fusion$|^wrapped_|reduce|broadcast": LOOPS,
 }
-KINDS = {  # by what is found in a name, the first that fits
+KINDS = {  # patterns of names with their kinds; the first matching pattern applies
     "numpy": {  # qualified names
         r"Linear\.|OutputProjection\.": "linear layers",
         r"scaled_dot_product|^attend|KeyValueCache\.": "attention",
@@ -80,7 +84,7 @@ KINDS = {  # by what is found in a name, the first that fits
 
 
 def numpy_names(run: Callable[[], Any], calls: int) -> Names:
-    """Return the processor time of each function that has a kind; what it calls counts as its own."""
+    """Return the CPU time of each function that has a kind, including the functions without a kind that it calls."""
     profile = cProfile.Profile(time.process_time)
     for _ in range(calls):
         profile.runcall(run)
@@ -89,7 +93,7 @@ def numpy_names(run: Callable[[], Any], calls: int) -> Names:
     names = {function: qualified(*function) for function in stats}
 
     def give(function: tuple[str, int, str], seconds: float, above: frozenset[Any]) -> None:
-        """Add seconds to a function, or to its callers, by the part of its time that each of them caused."""
+        """Add time to a function or, if it has no kind, to its callers in proportion to the time of their calls."""
         callers = {caller: of[2] for caller, of in stats[function][4].items() if caller not in above}
         whole = sum(callers.values())
         if kind_of("numpy", names[function]) != REST or not whole:
@@ -118,7 +122,7 @@ def _classes(file: str) -> dict[tuple[int, str], str]:
 
 
 def torch_names(run: Callable[[], Any], calls: int) -> Names:
-    """Return the time of each operation, without those it calls; the rest of the time is Python's."""
+    """Return the time of each operation, excluding the operations that it calls, and the remaining time in Python."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as found:
@@ -131,24 +135,24 @@ def torch_names(run: Callable[[], Any], calls: int) -> Names:
 
 
 def jax_names(run: Callable[[], Any], calls: int) -> Names:
-    """Return the time of each instruction of XLA's program by its name without a number; the rest is Python's."""
+    """Return the time of XLA instructions by name, without their numeric suffix, and the remaining time in Python."""
     import jax
 
     return traced(jax.profiler.trace, run, calls)
 
 
 def tf_names(run: Callable[[], Any], calls: int) -> Names:
-    """Return the time of each instruction of XLA's programs, and of each type of operation elsewhere."""
+    """Return the time of XLA instructions, and of TensorFlow operations by type."""
     import tensorflow as tf
 
     return traced(tf.profiler.experimental.Profile, run, calls)
 
 
 def traced(trace: Callable[[str], AbstractContextManager[Any]], run: Callable[[], Any], calls: int) -> Names:
-    """Return the times in a trace; both frameworks write theirs in one format, which JAX reads.
+    """Return the times in a trace. JAX and TensorFlow write the same format, which JAX can read.
 
     Raises:
-        ValueError: XLA has not written what it compiled, or some times count twice.
+        ValueError: If XLA didn't dump a compiled program, or if times overlap.
     """
     from jax.profiler import ProfileData
 
@@ -163,31 +167,31 @@ def traced(trace: Callable[[str], AbstractContextManager[Any]], run: Callable[[]
     names: Counter[str] = Counter()
     has_product = products(Path(os.environ[PROGRAMS]))
     for event in (event for plane in found.planes for line in plane.lines for event in line.events):
-        operation = re.fullmatch(r"[^:]+:([A-Z_]\w+)", event.name)  # of TensorFlow, after its place in the graph
+        operation = re.fullmatch(r"[^:]+:([A-Z_]\w+)", event.name)  # TensorFlow puts the location in the graph first
         stats = dict(event.stats)
         if "hlo_op" in stats:
-            if not re.match(r"while|call|conditional", event.name):  # whose parts count
+            if not re.match(r"while|call|conditional", event.name):  # their parts are separate events
                 key = stats["hlo_module"], event.name
                 if event.name.startswith("ynn_") and key not in has_product:
-                    raise ValueError(f"XLA has not written what {event.name} of {stats['hlo_module']} is")
+                    raise ValueError(f"the XLA dump does not contain {event.name} of {stats['hlo_module']}")
                 name = re.sub(r"\.\d+$", "", event.name)
                 names[name if has_product.get(key, True) else "sum_fusion"] += event.duration_ns / 1e9
         elif operation and not re.search(r"PartitionedCall|Xla|(While|If|Case)$|inference", operation[1]):
             names[operation[1]] += event.duration_ns / 1e9
     if sum(names.values()) > 1.02 * whole:
-        raise ValueError(f"{sum(names.values()):.2f} s of parts in {whole:.2f} s: some count twice")
+        raise ValueError(f"the parts take {sum(names.values()):.2f} s, but the whole only {whole:.2f} s: parts overlap")
     return {**names, "Python": max(0.0, whole - sum(names.values()))}
 
 
 def products(programs: Path) -> dict[tuple[str, str], bool]:
-    """Return whether there is a product in what XLA leaves to YNN, by the program's name and the instruction's."""
+    """Return whether each YNN call contains a matmul, by the names of the program and the instruction."""
     found: dict[tuple[str, str], bool] = {}
     for file in programs.glob("*cpu_after_optimizations.txt"):
         text = file.read_text()
         (program,) = re.findall(r"^HloModule ([\w.\-]+)", text)
         bodies = dict(re.findall(r"^%?([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE))
         for name, body in re.findall(r"%?(ynn_fusion[\w.\-]*) = .* fusion\(.*calls=%?([\w.\-]+)", text):
-            key = program, name  # of two programs of one name, where either has a product
+            key = program, name  # if two programs have the same name, a matmul in either one is sufficient
             found[key] = found.get(key, False) or " dot(" in bodies[body]
     return found
 
@@ -201,12 +205,12 @@ PROFILERS: dict[str, Callable[[Callable[[], Any], int], Names]] = {
 
 
 def kind_of(backend: str, name: str) -> str:
-    """Return the kind of work that a function or operation does."""
+    """Return the kind of work of a function or operation."""
     return next((kind for pattern, kind in KINDS[backend].items() if re.search(pattern, name)), REST)
 
 
 def runner(options: argparse.Namespace) -> Callable[[], Any]:
-    """Return what does the work once."""
+    """Return a function that runs the work once."""
     import reference_numpy as ref
     from transformer_bench.participants import FORMS, OURS
     from transformer_bench.workload import DecodeWork, ForwardWork, TrainWork
@@ -222,14 +226,16 @@ def runner(options: argparse.Namespace) -> Callable[[], Any]:
 
 
 def main() -> None:
-    """Print the share of each kind of work."""
+    """Print the percentage of time for each kind of work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=("forward", "train", "decode"))
     parser.add_argument("backend", choices=PROFILERS)
-    parser.add_argument("--config", default="base", help="size of the model (default: %(default)s)")
-    parser.add_argument("--form", choices=("compiled",), help="another form of the package (default: the usual one)")
-    parser.add_argument("--calls", type=int, default=3, help="that are profiled (default: %(default)s)")
-    parser.add_argument("--largest", type=int, default=0, metavar="N", help="also print so many names")
+    parser.add_argument("--config", default="base", help="use a model of this size (default: %(default)s)")
+    parser.add_argument("--form", choices=("compiled",), help="use the compiled mode (default: the default mode)")
+    parser.add_argument("--calls", type=int, default=3, help="profile this many calls (default: %(default)s)")
+    parser.add_argument(
+        "--largest", type=int, default=0, metavar="N", help="also print the N functions or operations with most time"
+    )
     options = parser.parse_args()
     os.environ.update(dict.fromkeys(THREADS, "1"))
     with tempfile.TemporaryDirectory() as programs:
@@ -244,7 +250,7 @@ def main() -> None:
     kinds: dict[str, float] = defaultdict(float)
     for name, seconds in names.items():
         kinds[kind_of(options.backend, name)] += seconds
-    print(f"{1e3 * whole / options.calls:,.0f} ms a call, one thread")
+    print(f"{1e3 * whole / options.calls:,.0f} ms per call, one thread")
     for kind, seconds in sorted(kinds.items(), key=lambda item: -item[1]):
         print(f"{seconds / whole:6.1%}  {kind}")
     for name, seconds in Counter(names).most_common(options.largest):

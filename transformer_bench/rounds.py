@@ -1,4 +1,4 @@
-"""Processes for each participant, and interleaved rounds: in each, every participant runs once, while others wait."""
+"""Start the processes of each implementation, and run interleaved rounds in which each runs once while others wait."""
 
 from __future__ import annotations
 
@@ -18,68 +18,68 @@ from transformer_parity.engine.processes.team import Team, TeamError
 from transformer_parity.engine.system.machine import forget_peak, held_bytes, peak_bytes
 
 SWITCHES = (*THREAD_SWITCHES, "VECLIB_MAXIMUM_THREADS")
-WORK = "transformer_bench.rounds:work"  # what a process runs
-PAUSE = 0.25  # seconds between two runs: threads that are out of work go on spinning for up to 0.2 (Intel's OpenMP)
+WORK = "transformer_bench.rounds:work"  # the function that each process runs
+PAUSE = 0.25  # seconds between two runs, because idle threads of Intel's OpenMP keep spinning for up to 0.2 seconds
 
 
 class Participant:
-    """What runs in a process. It is sent there before it has imported anything.
+    """An implementation that is timed. It is sent to its processes before it imports its packages.
 
     Attributes:
-        name: What it is called in tables.
-        processes: How many processes do its work together; each has its threads in equal parts.
-        has_result: Whether there is a result to agree about.
+        name: The name in tables.
+        processes: The number of processes that work together. The threads are divided equally among them.
+        has_result: Whether there is a result to verify.
     """
 
     name: str
     processes: int = 1
     has_result: ClassVar[bool] = True
-    _run: Callable[[], Any]  # what ``load`` makes ready
+    _run: Callable[[], Any]  # set by ``load``
 
     def check_installed(self) -> None:
-        """Raise MissingFrameworkError, with the install line, unless everything needed can be found."""
+        """Raise a MissingFrameworkError with the install command if a required package isn't installed."""
 
     def environments(self) -> AbstractContextManager[Sequence[Mapping[str, str]]]:
-        """Return a block in which its processes run, which yields what each is to find in its environment."""
+        """Return a context in which the processes run, which yields the environment variables of each process."""
         return nullcontext([{}] * self.processes)
 
     def prepare(self) -> dict[str, str]:
-        """Import what is needed, and return versions, devices and switches."""
+        """Import the required packages, and return versions, devices, and switches."""
         raise NotImplementedError
 
     def load(self, work: Any, weights: Path) -> None:
-        """Get ready to do some work with a weight file."""
+        """Load a weight file and prepare to run some work."""
         raise NotImplementedError
 
     def run(self) -> Any:
-        """Do the work: what is timed."""
+        """Run the work. This call is timed."""
         return self._run()
 
     def result(self, found: Any) -> Any:
-        """Return what ``run`` found, in the form in which it is verified."""
+        """Convert the return value of ``run`` to the form that the verifier requires."""
         return found
 
     def show(self) -> Any:
-        """Do it again, and return every step: where the result alone is not enough to verify it."""
+        """Rerun the work and return every step, if the result is not sufficient to explain a difference."""
         raise NotImplementedError(f"{self.name} does not show its steps, so a difference cannot be explained")
 
 
-Verify = Callable[[Any, Callable[[], Any]], str]  # takes a result, and what shows its steps; returns its near-ties
-Tell = Callable[[str, str], None]  # is told a participant's name and what it does now
+Verify = Callable[[Any, Callable[[], Any]], str]  # takes a result and a function that shows steps; returns near-ties
+Tell = Callable[[str, str], None]  # takes the name of an implementation and its current activity
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a call in another process returned, and what it took; or in several that work together.
+    """The return value and the costs of a call in one process, or in multiple processes that work together.
 
     Attributes:
-        answer: What it returned.
-        seconds: How long it took; of several processes, the slowest.
-        processor_seconds: How long all its threads together kept processors busy.
-        peak_bytes: The most memory that the process held during the call, or before it where the system cannot forget
-            an earlier peak; of several, the one with the most.
-        held_bytes: The memory that the process held afterwards, likewise.
-        others: What it returned in the other processes.
+        answer: The return value.
+        seconds: The duration of the call in seconds; the maximum over all processes.
+        processor_seconds: The CPU time of all threads in seconds; the sum over all processes.
+        peak_bytes: The peak memory during the call, or since the start of the process if the system can't reset the
+            peak; the maximum over all processes. None if unknown.
+        held_bytes: The memory of the process after the call; the maximum over all processes. None if unknown.
+        others: The return values in the other processes.
     """
 
     answer: Any
@@ -91,7 +91,7 @@ class Reply:
 
     @classmethod
     def of(cls, replies: Sequence[Reply]) -> Reply:
-        """Return the reply of processes that work together."""
+        """Combine the replies of processes that work together."""
         first, *others = replies
         return cls(
             first.answer,
@@ -104,14 +104,14 @@ class Reply:
 
 
 class ParticipantError(Exception):
-    """A call in another process failed, or the process ended; the message says how."""
+    """A call in a child process failed, or the process exited. The message describes the failure."""
 
 
 class ParticipantProcess:
-    """A participant in a process of its own, or in several.
+    """An implementation in one or more separate processes.
 
     Attributes:
-        entry: Where its measurements are kept.
+        entry: The entry that stores its measurements.
     """
 
     def __init__(self, entry: Entry, team: Team) -> None:
@@ -119,19 +119,19 @@ class ParticipantProcess:
         self._team = team
 
     def ask(self, method: str, *arguments: Any) -> Reply:
-        """Call a method of the participant and wait for its reply."""
+        """Call a method of the implementation and wait for the reply."""
         self.send(method, *arguments)
         return self.receive(method)
 
     def send(self, method: str, *arguments: Any) -> None:
-        """Call a method of the participant, whose reply has to be received later."""
+        """Call a method of the implementation. Use ``receive`` to get the reply."""
         self._team.send((method, arguments))
 
     def receive(self, method: str) -> Reply:
         """Wait for the reply to a call.
 
         Raises:
-            ParticipantError: The call raised an error, or a process has ended; now all have.
+            ParticipantError: If the call raised an exception or a process exited. All processes are stopped.
         """
         try:
             return Reply.of(self._team.replies())
@@ -145,16 +145,18 @@ class ParticipantProcess:
 def started(
     participants: Sequence[Participant], entries: Sequence[Entry], threads: int
 ) -> Iterator[tuple[list[ParticipantProcess], Path]]:
-    """Start the processes of each participant, all importing at the same time; they end with the block.
+    """Start the processes of all implementations, which import their packages in parallel.
+
+    At the end of the block, the processes are stopped.
 
     Yields:
-        The processes, and a folder that is removed after the block.
+        The processes, and a temporary directory that is removed at the end of the block.
     """
     with ExitStack() as stack:
         children = stack.enter_context(Children())
         processes = []
         for participant, entry in zip(participants, entries, strict=True):
-            # Read when NumPy or a framework is imported.
+            # NumPy and the frameworks read these variables when they are imported.
             switches = dict.fromkeys(SWITCHES, str(max(1, threads // participant.processes)))
             told = stack.enter_context(participant.environments())
             members = [children.start(WORK, environment={**switches, **variables}) for variables in told]
@@ -169,18 +171,18 @@ def started(
 def run_rounds(
     processes: Sequence[ParticipantProcess], work: Any, weights: Path, rounds: int, verify: Verify, tell: Tell
 ) -> None:
-    """Load and warm up all participants, one after another, then run them in interleaved rounds.
+    """Load and warm up all implementations, one after another, then run them in interleaved rounds.
 
-    Each entry keeps its measurements, so that an interruption loses the current run only. A participant that fails or
-    returns a wrong result takes no further part.
+    Measurements are stored immediately, so an interruption only loses the current one. An implementation that fails or
+    returns a wrong result is excluded from later rounds.
 
     Args:
-        processes: The participants; ``prepare`` has been called.
-        work: What each of them does.
+        processes: The implementations, whose ``prepare`` method has been called.
+        work: The work to run.
         weights: The weight file.
-        rounds: How often each of them runs.
-        verify: Raises DisagreementError if a result is wrong.
-        tell: Told what is about to happen.
+        rounds: The number of rounds.
+        verify: A function that raises a DisagreementError if a result is wrong.
+        tell: A function that is called before each activity.
     """
     for process in processes:
         tell(process.entry.name, "importing")
@@ -227,7 +229,7 @@ def _run(process: ParticipantProcess, verify: Verify) -> Reply:
 
 
 def work(parent: Parent) -> None:
-    """Receive a participant and answer calls of its methods until there are no more."""
+    """Receive an implementation, and answer calls of its methods until there are no more."""
     participant: Participant = parent.receive()
     while True:
         try:
@@ -242,6 +244,6 @@ def work(parent: Parent) -> None:
             taken = time.perf_counter() - start, time.process_time() - processor_start
             memory = peak_bytes(), held_bytes()
             reply = Reply(participant.result(answer) if method == "run" else answer, *taken, *memory)
-        except Exception as error:  # the parent's to report
+        except Exception as error:  # the parent process reports it
             reply = Broken(f"{type(error).__name__}: {error}")
         parent.send(reply)

@@ -1,4 +1,4 @@
-"""Run a benchmark: the participants, the rounds, and sizes that grow."""
+"""Run a benchmark: select the implementations, run the rounds, and repeat them for multiple sizes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Progress = Callable[[list[Entry], int], AbstractContextManager[Tell]]
 
 @dataclass(frozen=True)
 class Setting:
-    """The participants and the rounds.
+    """The implementations to time, and the number of rounds.
 
     Attributes:
-        backends: Our packages, by name.
-        peers: Whether other implementations take part too, and other forms of ours.
-        threads: Of each participant.
-        rounds: Calls of each participant that are timed; 0 is only what plans cost.
-        plans: Of several devices, on which our packages train too.
+        backends: The backends of the packages to time.
+        peers: Whether to also time implementations outside this project and the packages' compiled modes.
+        threads: The number of threads of each implementation.
+        rounds: The number of timed calls of each implementation; 0 to only compute the costs of plans.
+        plans: The parallelism plans with which the packages also train.
     """
 
     backends: Sequence[str]
@@ -44,21 +44,22 @@ class Setting:
     plans: Sequence[Plan] = ()
 
     def participants(self, work: Work) -> list[Participant]:
-        """Return those that do some work, in the order of the rounds."""
+        """Return the implementations that support some work, in the order of the first round."""
         ours: list[Participant] = []
         for name in self.backends:
             ours += [OURS[work.task][name], *(TrainOnDevices(name, plan, work.device) for plan in self.plans)]
-            # A dozen processes that train a model of the base size hold more than 24 GB.
+            # A dozen processes that train a base-sized model use more than 24 GB of memory, so the compiled mode is
+            # only trained if there is one backend.
             if self.peers and name in FORMS[work.task] and (work.task != "train" or len(self.backends) == 1):
                 ours.append(FORMS[work.task][name])
         return [*ours, *others(work), Products()] if self.peers else ours
 
     def check(self, work: Work) -> None:
-        """Refuse, before anything is timed, what cannot be done.
+        """Check that the benchmark can run, before anything is timed.
 
         Raises:
-            MissingFrameworkError: A participant is not installed.
-            UsageError: A setting does not fit the work, the participants or the machine.
+            MissingFrameworkError: If an implementation isn't installed.
+            UsageError: If the work, the implementations, or the machine don't support a setting.
         """
         for plan in self.plans:
             try:
@@ -67,7 +68,7 @@ class Setting:
                 raise UsageError(f"--parallel {plan}: {error}") from error
         if not self.rounds:
             if not self.plans:
-                raise UsageError("--rounds 0 times nothing, and computes what a plan costs: add --parallel PLAN")
+                raise UsageError("--rounds 0 only computes the costs of parallelism plans: add --parallel PLAN")
             return
         participants = self.participants(work)
         for participant in participants:
@@ -76,30 +77,30 @@ class Setting:
         numbers += work.batch * max(work.source, work.target) * work.config.d_model
         check_memory(4 * numbers, f"{work.title}, {work.details},")
         if self.threads > processors():
-            raise UsageError(f"--threads must be at most {processors()}, the processors there are: got {self.threads}")
+            raise UsageError(f"--threads must be at most {processors()}, the number of CPU cores: got {self.threads}")
         if self.peers and work.device != "cpu":
-            raise UsageError("--peers run on the CPU: leave out --peers or --device gpu")
+            raise UsageError("--peers supports only the CPU: remove --peers or --device gpu")
         if self.peers and work.dtype != "float32":
-            raise UsageError("--peers compute in float32: leave out --peers or --dtype bfloat16")
+            raise UsageError("--peers supports only float32: remove --peers or --dtype bfloat16")
         if self.peers and getattr(work, "activation_checkpointing", False):
-            raise UsageError("--peers have no activation checkpointing: leave out one of the two")
+            raise UsageError("--peers does not support --activation-checkpointing: remove one of the two")
         if "numpy" in self.backends and work.dtype == "bfloat16":
-            raise UsageError("reference_numpy has no bfloat16 worth timing: add --backends torch,jax,tf")
+            raise UsageError("numpy does not support bfloat16 in benchmarks: add --backends torch,jax,tf")
         if "numpy" in self.backends and work.device == "gpu":
-            raise UsageError("reference_numpy runs on the CPU: add --backends torch,jax,tf")
+            raise UsageError("numpy supports only the CPU: add --backends torch,jax,tf")
 
 
 @dataclass
 class Timing:
-    """What has been timed: one work after the other.
+    """The results of a benchmark, which may include multiple works.
 
     Attributes:
-        setting: The participants and the rounds.
-        machine: As ``tables.describe`` returns it.
-        works: What was done.
+        setting: The implementations and the number of rounds.
+        machine: A description of the machine, as returned by ``tables.describe``.
+        works: The works that were timed.
         races: The entries of each work.
-        limits: That of the machine during each work.
-        interrupted: Whether Ctrl-C ended it early.
+        limits: The peak of the machine, measured during each work.
+        interrupted: Whether Ctrl-C interrupted the benchmark.
     """
 
     setting: Setting
@@ -111,11 +112,11 @@ class Timing:
 
     @classmethod
     def begin(cls, setting: Setting) -> Timing:
-        """Return a timing on this machine, before its first work."""
+        """Return an empty timing on this machine."""
         return cls(setting, describe(setting.threads))
 
     def add(self, work: Work, progress: Progress) -> list[Entry]:
-        """Time some work, and return its entries; none in no rounds."""
+        """Time some work and return its entries; empty if there are no rounds."""
         entries: list[Entry] = []
         limit: Limit | None = None
         if self.setting.rounds:
@@ -132,11 +133,11 @@ class Timing:
 
     @property
     def exit_code(self) -> int:
-        """That of the worst entry; not 0 after an interruption."""
+        """The exit code of the worst entry. It is never 0 after an interruption."""
         return EXIT_CODES[verdict(self.entries)] or EXIT_CODES[FAILED if self.interrupted else AGREES]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the results as plain values."""
         races = [
             {**times_for_machines(*one), "plans": costs_for_machines(one[0], self.setting.plans)}
             for one in zip(self.works, self.races, self.limits, strict=True)
@@ -146,7 +147,13 @@ class Timing:
 
 
 def grown(work: Work, axis: str, value: int) -> Work:
-    """Return the same work at another size."""
+    """Return the same work with a different size.
+
+    Args:
+        work: The work.
+        axis: The axis of ``--scale``.
+        value: The new size.
+    """
     if axis == "length":
         return replace(work, source=value, target=value)
     sizes: dict[str, Any] = {"layers" if axis == "depth" else axis: value}
@@ -154,14 +161,18 @@ def grown(work: Work, axis: str, value: int) -> Work:
 
 
 def work_title(work: Work, axis: str) -> str:
-    """Return the title of a work, without the size that grows."""
+    """Return the title of some work without the size that increases."""
     sizes = {"batch": f"batch {work.batch}", "source": f"source {work.source}", "target": f"target {work.target}"}
     grown = ("source", "target") if axis == "length" else (axis,)
     return f"{work.task}, {work.size}: {', '.join(text for name, text in sizes.items() if name not in grown)}"
 
 
 def time_work(work: Work, setting: Setting, progress: Progress) -> tuple[list[Entry], Limit | None, bool]:
-    """Run some work with every participant; return the entries, the limit, and whether Ctrl-C ended it early."""
+    """Run some work with every implementation.
+
+    Returns:
+        The entries, the peak of the machine, and whether Ctrl-C interrupted the run.
+    """
     participants = setting.participants(work)
     entries = [Entry(participant.name, participant.has_result) for participant in participants]
     measured = libraries(setting.backends, work, peers=setting.peers)
@@ -172,7 +183,7 @@ def time_work(work: Work, setting: Setting, progress: Progress) -> tuple[list[En
             progress(entries, setting.rounds) as tell,
             started([*participants, *measured], [*entries, *rates], setting.threads) as (processes, folder),
         ):
-            # Written while they import: the model, and the expected results.
+            # The weights and the expected results are computed while the processes import their packages.
             file, weights = folder / "model.safetensors", work.weights()
             with refusals(OSError):
                 ref.save_weights(file, work.config, weights)
@@ -182,6 +193,6 @@ def time_work(work: Work, setting: Setting, progress: Progress) -> tuple[list[En
     for entry in entries:
         if entry.verdict == AGREES and not entry.seconds:
             entry.verdict, entry.problem = FAILED, "interrupted before it was timed"
-        if work.device == "gpu":  # what was measured is the memory of the host
+        if work.device == "gpu":  # the measured memory is host memory rather than GPU memory
             entry.loaded_bytes = entry.peak_bytes = None
     return entries, limit_of([library.backend for library in measured], rates), interrupted

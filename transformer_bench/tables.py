@@ -1,4 +1,4 @@
-"""The output of ``parity bench``: tables, remarks, the machine, and plain values for JSON."""
+"""The output of ``parity bench``: tables, notes, the machine, and plain values for JSON."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.engine.verdict import WORDS
 from transformer_spec.parallel_plan import AXES, Plan
 
-BUSY = 0.5  # processes: a higher load average before anything is started is worth a word
-SPARE = 0.1  # of a core: more than this beyond the threads asked for is worth a word
+BUSY = 0.5  # load average before the benchmark above which a note is printed
+SPARE = 0.1  # number of busy cores in addition to the requested threads above which a note is printed
 MEBI = 2**20
 
 Machine = Mapping[str, Any]
 
 
 def print_times(console: Console, work: Work, entries: Sequence[Entry], threads: int, limit: Limit | None) -> None:
-    """Print the times, the fastest first, and the verdict of those without a time."""
+    """Print the times, from fastest to slowest, and the verdicts of implementations without a time."""
     console.print(work.title, style="bold")
     console.print(f"{work.details}; threads: {threads}")
     against = fastest(entries)
     name = against.name if against else ""
-    times = table("median\nms", "lowest to\nhighest", "tokens\nper s", f"times\n{name}", "lowest to\nhighest")
-    process = table("GFLOP/s", "of the\nlimit", "cores", "first\ncall s", "memory\nMiB", "of it for\nthe work")
+    times = table("median\nms", "lowest to\nhighest", "tokens/s\n", f"times\n{name}", "lowest to\nhighest")
+    process = table("GFLOP/s", "of the\npeak", "cores", "first\ncall s", "memory\nMiB", "increase\nMiB")
     timed = [entry for entry in entries if entry.is_timed]
     for entry in sorted(timed, key=lambda entry: (not entry.has_result, Spread.of(entry.seconds).median)):
         for each, cells in (
@@ -67,7 +67,7 @@ def print_times(console: Console, work: Work, entries: Sequence[Entry], threads:
 
 
 def table(*headings: str) -> Table:
-    """Return an empty table whose rows begin with a name."""
+    """Return an empty table whose rows start with a name."""
     empty = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     empty.add_column("", no_wrap=True)
     for heading in headings:
@@ -100,14 +100,14 @@ def _process_cells(work: Work, entry: Entry, limit: Limit | None) -> list[str]:
 
 
 def print_remarks(console: Console, work: Work, entries: Sequence[Entry], threads: int) -> None:
-    """Print reasons, near-ties, and the basis of agreement."""
+    """Print failures, near-ties, notes, and the criterion of agreement."""
     for entry in entries:
         if not entry.is_timed:
             print_line(console, f"{WORDS[entry.verdict]:9}", "", f" {entry.name}: {entry.problem}")
         elif entry.near_ties:
             print_line(console, "NEAR-TIE ", "", f" {entry.name}: {entry.near_ties}")
         if entry.is_timed and max(entry.cores) > threads + SPARE:
-            console.print(f"NOTE      {entry.name} kept {max(entry.cores):.1f} cores busy, not {threads}")
+            console.print(f"NOTE      {entry.name} used {max(entry.cores):.1f} cores instead of {threads}")
     timed = [entry for entry in entries if entry.is_timed]
     agreeing = [entry.name for entry in timed if entry.has_result]
     if agreeing:
@@ -116,27 +116,27 @@ def print_remarks(console: Console, work: Work, entries: Sequence[Entry], thread
             f"call of {', '.join(agreeing)} {work.agreement}."
         )
     if len(agreeing) < len(timed):
-        console.print("products: only the matrix products, by NumPy, without a result: the bound of reference_numpy.")
+        console.print("products: only the matrix multiplications in NumPy, a lower bound for the time of numpy.")
 
 
 def print_limit(console: Console, work: Work, limit: Limit | None) -> None:
-    """Print what the machine can do, and which library does it."""
+    """Print the peak of the machine and the matmul libraries."""
     if limit is None:
         return
     rates = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in limit.rates.items())
     console.print(
-        f"limit: {1e3 * limit.seconds(work):,.1f} ms, for {work.operations / 1e9:,.2f} GFLOP of products at "
-        f"{limit.rate / 1e9:,.0f} GFLOP/s, each at least as long as its weights, keys and values are read, "
-        f"at {limit.bandwidth / 1e9:,.1f} GB/s. One large product, GFLOP/s: {rates}."
+        f"peak: the work takes at least {1e3 * limit.seconds(work):,.1f} ms on this machine, for "
+        f"{work.operations / 1e9:,.2f} GFLOP at a matmul throughput of {limit.rate / 1e9:,.0f} GFLOP/s and a memory "
+        f"bandwidth of {limit.bandwidth / 1e9:,.1f} GB/s. Throughput by library in GFLOP/s: {rates}."
     )
     console.print("; ".join(f"{name}: {said}" for name, said in limit.libraries.items()), style="dim")
 
 
 def print_growth(console: Console, axis: str, values: Sequence[int], results: Sequence[Sequence[Entry]]) -> None:
-    """Print medians and memory over a size that grows, and how steeply they grow."""
+    """Print the median times and the memory at each size, and the exponents of their growth."""
     for heading, kind, measure, unit in (
         ("milliseconds", "seconds", median_seconds, 1e3),
-        ("MiB beyond what was held before the first call", "work_bytes", work_bytes, 1 / MEBI),
+        ("MiB of additional memory since the first call", "work_bytes", work_bytes, 1 / MEBI),
     ):
         rows = table(*(f"{value:,}" for value in values[: len(results)]), "exponent")
         for name, steepness in exponents(values, results).items():
@@ -147,29 +147,29 @@ def print_growth(console: Console, axis: str, values: Sequence[int], results: Se
         console.print(f"{heading}, by {axis}")
         console.print(rows)
     console.print(
-        "exponent: of the power of the size that it grows with, by least squares over the last "
-        f"{FITTED} sizes; 1 is linear, 2 quadratic."
+        f"exponent: exponent of growth, a least-squares fit over the largest {FITTED} sizes (1 is linear, 2 is "
+        "quadratic)."
     )
 
 
 def print_costs(console: Console, work: Work, plans: Sequence[Plan]) -> None:
-    """Print what each device of a plan sends in a step, and what it holds."""
+    """Print the number of bytes that each device of a plan sends per step and stores."""
     first, *others = HELD
-    rows = table(*(f"sends\n{axis}" for axis in AXES), f"holds\n{first}", *others, "together")
+    rows = table(*(f"sends\n{axis}" for axis in AXES), f"stores\n{first}", *others, "total")
     for cost in costs_for_machines(work, [Plan(), *plans]):
         sizes = [*cost["sent"].values(), *cost["held"].values(), sum(cost["held"].values())]
         name = cost["plan"] if sum(cost["sent"].values()) else "one device"
         rows.add_row(name, *(f"{size / MEBI:,.{1 if size < 100 * MEBI else 0}f}" if size else "-" for size in sizes))
-    console.print(f"MiB of float32 of each device in a {work.title}; computed from the plan", style="bold")
+    console.print(f"MiB of float32 per device in a {work.title} (computed from the plan)", style="bold")
     console.print(rows)
     console.print(
-        "sends: along each axis, as in a ring; the loss and the norm are left out. activations: the operands of all "
-        "products, which the backward pass needs; the least."
+        "sends: with ring algorithms along each axis, excluding the loss and the gradient norm. activations: only the "
+        "operands of all matmuls, which the backward pass requires; this is a lower bound."
     )
 
 
 def costs_for_machines(work: Work, plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Return what each plan costs, in bytes, as plain values."""
+    """Return the costs of each plan in bytes as plain values."""
     batch = Batch(work.batch, work.source, work.target)
     return [
         {"plan": str(plan), "sent": sent(plan, work.config, batch), "held": held(plan, work.config, batch)}
@@ -178,15 +178,15 @@ def costs_for_machines(work: Work, plans: Sequence[Plan]) -> list[dict[str, Any]
 
 
 def print_environment(console: Console, entries: Sequence[Entry], machine: Machine) -> None:
-    """Print what it ran on."""
-    console.print(f"{machine['processor']}, processors: {machine['cpus']}")
+    """Print the machine and the versions."""
+    console.print(f"{machine['processor']}, CPU cores: {machine['cpus']}")
     found = {entry.name: entry.environment["version"] for entry in entries if entry.environment}
     versions = [f"{name} {said}" for name, said in found.items() if found.get(name.rpartition(" ")[0]) != said]
     console.print("; ".join([f"Python {machine['python']}, {machine['platform']}", *versions]))
     if (machine["load_average"] or 0.0) > BUSY:
         console.print(
-            f"NOTE      the machine was busy with something else: load average {machine['load_average']:.1f} before. "
-            "Libraries whose threads wait for one another slow down most: try --threads 1, or later."
+            f"NOTE      the machine was busy before the benchmark (load average {machine['load_average']:.1f}). This "
+            "slows down libraries with synchronized threads most. Use --threads 1, or try again later."
         )
 
 
@@ -194,13 +194,13 @@ def describe(threads: int) -> dict[str, Any]:
     """Return the description of the machine."""
     return {
         **describe_machine(),
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # processes that are ready to run
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # not available on Windows
         "threads": threads,
     }
 
 
 def times_for_machines(work: Work, entries: Sequence[Entry], limit: Limit | None) -> dict[str, Any]:
-    """Return the entries of one work, as plain values."""
+    """Return the entries of some work as plain values."""
     timed = [entry for entry in entries if entry.is_timed]
     return {
         "verdict": verdict(entries),

@@ -1,10 +1,11 @@
-"""Sentences per second on lines of text: our packages, Hugging Face's Marian, and CTranslate2 in float32 and int8.
+"""Measure sentences per second on lines of text: the packages, Hugging Face's Marian, and CTranslate2.
 
-Usage: ``python -m transformer_bench.translate_lines TEXT --config base --beam 4``. The weights are random, in the shape
-of ``parity bench``'s sizes, and the same for all: speed depends on lengths, not on meaning. A word of the text is a
-token, a translation has as many tokens as ``--tokens`` says, and no sentence ends earlier. Each translator runs in a
-process of its own, on batches of up to 64 sentences, sorted by length: once to compile and warm up, then once timed.
-CTranslate2 (``pip install ctranslate2``) sorts and batches by itself, and reads a folder that ``parity export`` writes.
+Usage: ``python -m transformer_bench.translate_lines TEXT --config base --beam 4``. All translators use the same random
+weights with one of the sizes of ``parity bench``, because the speed depends only on lengths. Each word of the text is
+one token, and every translation has exactly ``--tokens`` tokens. Each translator runs in a separate process, on batches
+of up to 64 sentences sorted by length. The first run compiles and warms up, and the second one is timed. CTranslate2
+(``pip install ctranslate2``), in float32 and int8, sorts and batches internally, and loads a directory written by
+``parity export``.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from transformer_parity.engine.system.machine import describe_machine
 Translate = Callable[[list[list[int]]], list[list[int]]]
 PACKAGES = {"numpy": "reference_numpy", **{name: f"transformer_{name}" for name in ("torch", "jax", "tf")}}
 TRANSLATORS = (*PACKAGES, "marian", "ctranslate2", "ctranslate2 int8")
-DISTRIBUTIONS = {"marian": "transformers", "ctranslate2": "ctranslate2"}  # of those that are not ours
-BATCH = 64  # sentences
+DISTRIBUTIONS = {"marian": "transformers", "ctranslate2": "ctranslate2"}  # distributions of other translators
+BATCH = 64  # maximum number of sentences in a batch
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "PJRT_NPROC")
 
 
 def read(options: argparse.Namespace) -> list[list[int]]:
-    """Return the ids of each line: those of its words, by a checksum, and the end symbol."""
+    """Return the token IDs of each line: an ID for each word, computed from a checksum, and EOS."""
     config = DecodeWork(options.config).config
     first = max(config.pad_id, config.bos_id, config.eos_id) + 1
     words = config.source_vocab_size - first
@@ -51,7 +52,7 @@ def read(options: argparse.Namespace) -> list[list[int]]:
 
 
 def in_batches(lines: Sequence[list[int]], pad_id: int, search: Callable[[ndarray], ndarray]) -> list[list[int]]:
-    """Search lines of similar length together, and return what is found in their order."""
+    """Translate the lines in batches of similar length, and return the translations in the original order."""
     order = sorted(range(len(lines)), key=lambda number: len(lines[number]))
     found: list[list[int]] = [[] for _ in lines]
     for start in range(0, len(order), BATCH):
@@ -65,9 +66,9 @@ def in_batches(lines: Sequence[list[int]], pad_id: int, search: Callable[[ndarra
 
 
 def of_package(name: str, model: Path, work: DecodeWork) -> Translate:
-    """Return what translates by one of our packages."""
+    """Return a function that translates with one of this project's packages."""
     package = __import__(PACKAGES[name])
-    loaded = package.load_transformer(model, precision="highest")  # as `parity translate` does
+    loaded = package.load_transformer(model, precision="highest")  # the default of `parity translate`
 
     def search(ids: ndarray) -> ndarray:
         return work.search.run(package, loaded, ids).ids
@@ -76,7 +77,7 @@ def of_package(name: str, model: Path, work: DecodeWork) -> Translate:
 
 
 def of_marian(model: Path, work: DecodeWork) -> Translate:
-    """Return what translates by Hugging Face's ``generate``."""
+    """Return a function that translates with Hugging Face's ``generate``."""
     import torch
     from transformers import GenerationConfig
 
@@ -101,7 +102,7 @@ def of_marian(model: Path, work: DecodeWork) -> Translate:
 
 
 def of_ctranslate2(name: str, model: Path, work: DecodeWork, threads: int) -> Translate:
-    """Return what translates by CTranslate2, whose tokens are ids as text."""
+    """Return a function that translates with CTranslate2, whose tokens are the IDs as text."""
     import ctranslate2
 
     kind = "int8" if name.endswith("int8") else "float32"
@@ -123,7 +124,7 @@ def of_ctranslate2(name: str, model: Path, work: DecodeWork, threads: int) -> Tr
 
 
 def measure(options: argparse.Namespace, name: str, model: Path) -> dict[str, Any]:
-    """Return what one translator takes, and what it finds."""
+    """Return the time, the CPU time, and the translations of one translator."""
     prepare_environment()
     work = DecodeWork(options.config, target=options.tokens, beam_size=options.beam)
     if name in PACKAGES:
@@ -144,7 +145,7 @@ def measure(options: argparse.Namespace, name: str, model: Path) -> dict[str, An
 
 
 def write(options: argparse.Namespace, model: Path) -> None:
-    """Write the weights, and the folder of CTranslate2."""
+    """Write the weight file and, if necessary, the CTranslate2 model."""
     from transformer_parity.apps.checkpoints.importer import export_checkpoint, load
 
     work = DecodeWork(options.config)
@@ -154,7 +155,7 @@ def write(options: argparse.Namespace, model: Path) -> None:
 
 
 def write_json(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Write the figures, and what they are of."""
+    """Write the results, the settings, and the machine as JSON."""
     asked = {name: getattr(options, name) for name in ("config", "lines", "tokens", "beam", "threads")}
     words = [len(line) - 1 for line in read(options)]
     report = {"machine": describe_machine(), **asked, "words": sum(words) / len(words), "translators": rows}
@@ -162,23 +163,31 @@ def write_json(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure each translator in a process of its own, and print what it takes."""
+    """Measure each translator in a separate process, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path, help="a sentence a line; may be gzipped")
-    parser.add_argument("--lines", type=int, default=1000, help="how many of the text (default: %(default)s)")
-    parser.add_argument("--config", choices=SIZES, default="base", help="size of the model (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=16, help="of each translation (default: %(default)s)")
-    parser.add_argument("--beam", type=int, help="hypotheses of a beam search (default: greedy search)")
-    parser.add_argument("--threads", type=int, default=2, help="of each translator (default: %(default)s)")
+    parser.add_argument("text", type=Path, help="translate this text, plain or gzipped, with one sentence per line")
+    parser.add_argument(
+        "--lines", type=int, default=1000, help="translate the first LINES lines (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--config", choices=SIZES, default="base", help="use a model of this size (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=16, help="generate TOKENS tokens per translation (default: %(default)s)"
+    )
+    parser.add_argument("--beam", type=int, help="use beam search with BEAM beams (default: greedy search)")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="use THREADS threads for each translator (default: %(default)s)"
+    )
     parser.add_argument(
         "--translators",
         type=lambda text: text.split(","),
         default=list(TRANSLATORS),
         metavar="A,B",
-        help=f"some of {', '.join(TRANSLATORS)} (default: all)",
+        help=f"measure these translators, a comma-separated list of {', '.join(TRANSLATORS)} (default: all)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures and the machine there")
-    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)  # in the process of one translator
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results and the machine as JSON")
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)  # only used in the process of a translator
     options = parser.parse_args()
     if options.model:
         (name,) = options.translators
@@ -188,7 +197,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model.safetensors"
         write(options, model)
-        print(f"{'':18} sentences/s  processor ms each  lines with the tokens of {options.translators[0]}")
+        print(f"{'':18} sentences/s   CPU ms/sentence  lines with the same tokens as {options.translators[0]}")
         for name in options.translators:
             given = [*sys.argv[1:], "--translators", name, "--model", model]
             switches = dict.fromkeys(THREADS, str(options.threads))

@@ -1,4 +1,4 @@
-"""Whether a result of ``parity bench`` counts: it is held against the float64 reference, or it gets no time."""
+"""Verify the results of ``parity bench`` with the float64 reference. Times of wrong results are not reported."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from transformer_spec.search import SearchResult
 
 
 class Verifier(Protocol):
-    """The results of the reference for some work, and the comparison of other results with them."""
+    """The reference's results for some work, and the comparison of other results with them."""
 
     def verify(self, result: Any, show: Callable[[], Any]) -> str:
-        """Return the near-ties by which a result differs; empty if there is none.
+        """Return a description of the near-ties in which a result differs; empty if there are none.
 
         Args:
-            result: What was timed.
-            show: Repeats the work and returns every step.
+            result: The result of the timed call.
+            show: A function that repeats the work and returns every step.
 
         Raises:
-            DisagreementError: The result is not that of this work.
+            DisagreementError: If the result is wrong.
         """
 
 
 class ForwardVerifier:
-    """The truth is the reference's logits in float64; the tolerance is that of ``parity check`` for them."""
+    """Compare logits with the reference's float64 logits, using the same tolerance as ``parity check``."""
 
     def __init__(self, work: ForwardWork, weights: Mapping[str, ndarray]) -> None:
         self.work = work
@@ -45,17 +45,17 @@ class ForwardVerifier:
             for dtype in ("float64", "float32")
         )
         self._counted = work.target_ids != work.config.pad_id  # logits at padding are not compared
-        self._counted[:, 0] = True  # the start symbol, which Marian spells like padding
+        self._counted[:, 0] = True  # BOS, which has the same ID as padding in Marian
         self._truth = truth[self._counted]
         usual = relative_error(rounded[self._counted], self._truth)
         self._allowed = tolerance("logits", work.dtype, usual)
         self._accepted: ndarray | None = None
 
     def verify(self, result: ndarray, show: Callable[[], Any]) -> str:
-        """Refuse logits that are not the reference's."""
+        """Raise a DisagreementError if the logits differ from the reference."""
         expected = (*self._counted.shape, self._truth.shape[-1])
         if result.shape != expected:
-            raise DisagreementError(f"logits must be {list(expected)}: got {list(result.shape)}")
+            raise DisagreementError(f"logits must have shape {list(expected)}: got {list(result.shape)}")
         counted = result[self._counted]
         if self._accepted is not None and np.array_equal(counted, self._accepted):
             return ""
@@ -63,15 +63,16 @@ class ForwardVerifier:
             raise DisagreementError("logits must be finite")
         error = relative_error(counted, self._truth)
         if error > self._allowed:
-            raise DisagreementError(f"the logits are off by {error:.1e}, and may be by {self._allowed:.1e}")
+            raise DisagreementError(f"the error of the logits must be at most {self._allowed:.1e}: got {error:.1e}")
         self._accepted = counted
         return ""
 
 
 class TrainVerifier:
-    """The truth is the losses of the reference's trainer in float64, step by step; it trains as far as is asked.
+    """Compare losses with the losses of the reference's trainer in float64, which trains step by step on demand.
 
-    With dropout, each implementation drops other elements: losses may differ from the reference's by a few percent.
+    With dropout, each implementation drops different elements, so losses may differ from the reference by a few
+    percent.
     """
 
     def __init__(self, work: TrainWork, weights: Mapping[str, ndarray]) -> None:
@@ -84,25 +85,26 @@ class TrainVerifier:
         self._allowed = policy["loss_with_dropout"] if work.dropout else rounding
 
     def verify(self, result: tuple[int, float], show: Callable[[], Any]) -> str:
-        """Refuse the loss of a step, counted from 1, that is not the reference's."""
+        """Raise a DisagreementError if the loss of a step (counting from 1) differs from the reference."""
         step, loss = result
         while len(self._losses) < step:
             batch = self.work.source_ids, self.work.target_ids, self.work.labels
             self._losses.append(float(self._trainer.train_step(*batch).loss))
         expected = self._losses[step - 1]
-        if not abs(loss - expected) <= self._allowed * expected:  # NaN is not either
+        if not abs(loss - expected) <= self._allowed * expected:  # also true for NaN
             raise DisagreementError(
-                f"the loss of step {step} is {loss:.6f} where the reference has {expected:.6f}: "
-                f"off by {abs(loss - expected) / expected:.1e}, and may be by {self._allowed:.0e}"
+                f"the loss of step {step} must be {expected:.6f}, with a relative error of at most "
+                f"{self._allowed:.0e}: got {loss:.6f}, with an error of {abs(loss - expected) / expected:.1e}"
             )
         return ""
 
 
 class DecodeVerifier:
-    """The truth is the reference's search in float64; in bfloat16, with weights that were rounded beforehand.
+    """Compare tokens and scores with the reference's search in float64.
 
-    Another result agrees if its tokens are the same, or differ by near-ties only, and if the scores are those of its
-    tokens, within the tolerance of ``parity check --stage decode``.
+    For bfloat16, the weights of the reference are first rounded to bfloat16. A result agrees if its tokens are equal
+    or differ only by near-ties, and if its scores match its tokens within the tolerance of
+    ``parity check --stage decode``.
     """
 
     def __init__(self, work: DecodeWork, weights: Mapping[str, ndarray]) -> None:
@@ -113,22 +115,24 @@ class DecodeVerifier:
         self._truth = ref.Transformer.from_weights(work.config, weights, "float64", fast=False)
         self._rounded = in_dtype.from_weights(work.config, weights, "float32", fast=False)
         self._expected = work.search.run(ref, self._truth, work.source_ids).nbest_ids
-        self._known: dict[bytes, tuple[str, ndarray, float]] = {}  # by tokens: near-ties, scores and their tolerance
+        # Near-ties, scores, and the tolerance of the scores, by tokens.
+        self._known: dict[bytes, tuple[str, ndarray, float]] = {}
 
     def verify(self, result: SearchResult, show: Callable[[], Decoded]) -> str:
-        """Return which near-ties a result differs by.
+        """Return a description of the near-ties in which a result differs; empty if there are none.
 
         Args:
-            result: What was timed.
-            show: Searches again and keeps every step; needed where a beam search found something else.
+            result: The result of the timed call.
+            show: A function that repeats the search and returns every step. It is called if a beam search found
+                different tokens.
 
         Raises:
-            DisagreementError: The result is not that of this work.
+            DisagreementError: If the result is wrong.
         """
         ids, scores = result.nbest_ids, result.nbest_scores
         if ids.shape != self._expected.shape or scores.shape != ids.shape[:2]:
             raise DisagreementError(
-                f"ids and scores must be {list(self._expected.shape)} and {list(self._expected.shape[:2])}: "
+                f"ids and scores must have shapes {list(self._expected.shape)} and {list(self._expected.shape[:2])}: "
                 f"got {list(ids.shape)} and {list(scores.shape)}"
             )
         if not np.isfinite(scores).all():
@@ -139,16 +143,16 @@ class DecodeVerifier:
         near_ties, known, allowed = self._known[key]
         error = relative_error(scores, known)
         if error > allowed:
-            raise DisagreementError(f"the scores are off by {error:.1e}, and may be by {allowed:.1e}")
+            raise DisagreementError(f"the error of the scores must be at most {allowed:.1e}: got {error:.1e}")
         return near_ties
 
     def _look_up(self, found: Decoded, show: Callable[[], Decoded]) -> tuple[str, ndarray, float]:
-        """Follow the search where it found something else, and score its tokens."""
+        """Explain the tokens that differ from the reference, and compute the scores of all tokens."""
         work, ids = self.work, found.result.nbest_ids
         if differing(ids, self._expected, work.config.pad_id) and work.beam_size is not None:
             found = show()
             if not np.array_equal(found.result.nbest_ids, ids):
-                raise DisagreementError("it finds something else when its steps are looked at")
+                raise DisagreementError("repeating the search gave different tokens")
         doubts = explain(self._truth, self._rounded, work.source_ids, found, self._expected, work.search)
         if not all(doubt.is_near_tie for doubt in doubts):
             raise DisagreementError(summary(doubts))
@@ -165,5 +169,5 @@ VERIFIERS: dict[str, Callable[[Any, Mapping[str, ndarray]], Verifier]] = {
 
 
 def verifier_of(work: Work, weights: Mapping[str, ndarray]) -> Verifier:
-    """Return what verifies the results of some work."""
+    """Return the verifier for the results of some work."""
     return VERIFIERS[work.task](work, weights)

@@ -1,4 +1,4 @@
-"""The work of ``parity bench``: the model, the sentences, and the matrix products that it comes down to."""
+"""The work of ``parity bench``: the model, the sentences, and the matrix multiplications."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ SIZES: dict[str, dict[str, int]] = {
     for name, (d_model, layers, heads, d_ff, vocabulary) in {
         "tiny": (128, 2, 4, 512, 1_000),
         "small": (256, 3, 8, 1024, 8_000),
-        "base": (512, 6, 8, 2048, 37_000),  # the paper's, and
-        "big": (1024, 6, 16, 4096, 37_000),
+        "base": (512, 6, 8, 2048, 37_000),  # the paper's base model
+        "big": (1024, 6, 16, 4096, 37_000),  # the paper's big model
     }.items()
 }
 SEED: Final = 2017
-NEVER = -1e4  # a bias that no other logit makes up for
+NEVER = -1e4  # a bias that prevents a token from being generated
 
 
 @dataclass(frozen=True)
 class Work:
-    """A batch of sentences for a model of a certain size.
+    """A batch of sentences for a model of a given size.
 
-    The conventions are those of ``marian``, so that other implementations can do exactly the same work.
+    The model uses the conventions of the preset ``marian``, so that peers can do exactly the same work.
 
     Attributes:
         size: One of ``SIZES``.
-        batch: How many sentences, B.
-        source: The tokens of the longest source sentence, S; others are padded.
-        target: The tokens of the longest target sentence, T.
-        layers: How many layers encoder and decoder have each; None is as many as the size says.
-        vocabulary: The tokens of source and target language, V; None is as many as the size says.
+        batch: The number of sentences, B.
+        source: The length of the longest source sentence in tokens, S. Shorter ones are padded.
+        target: The length of the longest target sentence in tokens, T.
+        layers: The number of encoder layers and of decoder layers; None to use the number for the size.
+        vocabulary: The size of the source and target vocabularies, V; None to use the number for the size.
         dtype: The dtype of parameters and computation.
         device: ``cpu`` or ``gpu``.
     """
 
     task: ClassVar[str]
-    what: ClassVar[str]  # is agreed on
+    what: ClassVar[str]  # the name of the results that are verified
     size: str = "small"
     batch: int = 8
     source: int = 64
@@ -67,7 +67,7 @@ class Work:
 
     @cached_property
     def config(self) -> TransformerConfig:
-        """The model."""
+        """The config of the model."""
         sizes = dict(SIZES[self.size])
         if self.layers is not None:
             sizes |= dict.fromkeys(("num_encoder_layers", "num_decoder_layers"), self.layers)
@@ -83,22 +83,22 @@ class Work:
 
     @property
     def agreement(self) -> str:
-        """What it means that a result agrees."""
+        """The criterion of agreement, as the end of a sentence."""
         return "agree with the float64 reference"
 
     @property
     def dropout_rates(self) -> DropoutRates:
-        """What is dropped in training."""
+        """The dropout rates in training."""
         return DropoutRates()
 
     @cached_property
     def source_ids(self) -> ndarray:
-        """The source sentences [B, S], of S down to S / 2 tokens."""
+        """The source sentences [B, S], with lengths between S / 2 and S."""
         return self._sentences(SEED, self.config.source_vocab_size, self.source)
 
     @cached_property
     def target_ids(self) -> ndarray:
-        """What the decoder reads [B, T]: the start symbol, and T - 1 down to T / 2 tokens."""
+        """The decoder input [B, T]: BOS and target tokens, with total lengths between T / 2 and T."""
         ids = self._sentences(SEED + 1, self.config.target_vocab_size, self.target)
         ids[:, 0] = self.config.bos_id
         return ids
@@ -108,10 +108,10 @@ class Work:
         return padded_ids(np.random.default_rng(seed), vocabulary, self.config.pad_id, lengths, longest)
 
     def weights(self) -> dict[str, ndarray]:
-        """Return random weights with which every parameter matters: scales of random sign, and biases.
+        """Return random weights, including random biases and scales of random sign, so that every parameter matters.
 
-        Freshly initialised, a model whose embeddings are tied repeats what it has just read: scales of random sign
-        make it move on.
+        After the usual initialization, a model with tied embeddings would repeat its last input token. Scales of random
+        sign prevent this.
         """
         rng = np.random.default_rng(SEED)
         weights = ref.init_weights(self.config, SEED)
@@ -121,11 +121,11 @@ class Work:
             elif name.endswith(".bias"):
                 weights[name] = rng.normal(0.0, 0.1, array.shape).astype(np.float32)
             elif name.endswith("_attention.output_proj.kernel"):
-                weights[name] = array / 2.0  # or all sentences would repeat what they attend to
+                weights[name] = array / 2.0  # otherwise, all sentences would repeat the tokens they attend to
         return weights
 
     def products(self) -> Iterator[Product]:
-        """Yield every matrix product, in order, as ``reference_numpy`` takes them."""
+        """Yield all matmuls in the order in which ``reference_numpy`` runs them."""
         yield from self.encoder_products()
         config, positions = self.config, self.batch * self.target
         for i, layer in enumerate(f"decoder.layers.{i}" for i in range(config.num_decoder_layers)):
@@ -139,7 +139,7 @@ class Work:
         yield self._logits(positions)
 
     def encoder_products(self) -> Iterator[Product]:
-        """Yield the products of the encoder."""
+        """Yield the matmuls of the encoder."""
         words = self.batch * self.source
         for layer in (f"encoder.layers.{i}" for i in range(self.config.num_encoder_layers)):
             yield from self._project(words, f"{layer}.self_attention", "query", "key", "value", "output")
@@ -172,22 +172,22 @@ class Work:
 
     @cached_property
     def operations(self) -> int:
-        """The additions and multiplications of all matrix products; the rest is not counted."""
+        """The number of additions and multiplications in all matmuls. Other operations are ignored."""
         return sum(product.operations for product in self.products())
 
     @property
     def produced(self) -> int:
-        """How many target positions are computed, padding included."""
+        """The number of target positions, including padding."""
         return self.batch * self.target
 
     @property
     def title(self) -> str:
-        """What is done, in a few words."""
+        """A short description of the work."""
         raise NotImplementedError
 
     @property
     def details(self) -> str:
-        """The sizes behind the title."""
+        """The sizes of the model, which complement the title."""
         config = self.config
         place = "" if self.device == "cpu" else f" on a {self.device}"
         return (
@@ -199,28 +199,28 @@ class Work:
 
 @dataclass(frozen=True)
 class ForwardWork(Work):
-    """Logits of every target position, in inference mode."""
+    """Compute the logits of all target positions in inference mode."""
 
     task = "forward"
     what = "Logits"
 
     @property
     def title(self) -> str:
-        """What is done, in a few words."""
+        """A short description of the work."""
         return f"forward, {self.size}: {self.batch} sentences, {self.source} source and {self.target} target positions"
 
 
 @dataclass(frozen=True)
 class TrainWork(Work):
-    """Steps of Adam on one batch: forward, backward and update.
+    """Run training steps on one batch: forward pass, backward pass, and Adam update.
 
-    Without dropout by default: then every step's loss is the reference's. With it, every package drops other elements,
-    and only the size of a loss can be verified.
+    Without dropout, the loss of every step is compared with the reference. With dropout, every implementation drops
+    different elements, so only the magnitude of the loss is verified.
 
     Attributes:
-        dtype: That of the computation; the weights are in float32 also where it is bfloat16.
-        dropout: The rate at the paper's two sites, embeddings and residuals.
-        activation_checkpointing: Compute layers again in the backward pass, to save memory; ours only.
+        dtype: The dtype of the computation. The weights are always float32.
+        dropout: The rate at the two sites that the paper uses, embeddings and residuals.
+        activation_checkpointing: Whether to recompute activations in the backward pass, which peers don't support.
     """
 
     task = "train"
@@ -235,21 +235,22 @@ class TrainWork(Work):
 
     @property
     def agreement(self) -> str:
-        """What it means that a result agrees."""
+        """The criterion of agreement, as the end of a sentence."""
         if self.dropout:
             return (
-                f"are within {POLICY['bench']['loss_with_dropout']:.0%} of the reference's, which drops other elements"
+                f"are within {POLICY['bench']['loss_with_dropout']:.0%} of the reference, which drops different "
+                "elements"
             )
         return super().agreement
 
     @property
     def dropout_rates(self) -> DropoutRates:
-        """What is dropped in training."""
+        """The dropout rates in training."""
         return DropoutRates(embedding=self.dropout, residual=self.dropout)
 
     @cached_property
     def labels(self) -> ndarray:
-        """The labels [B, T]: the decoder's input, one position on, and the end symbol."""
+        """The labels [B, T]: the decoder input shifted by one position, followed by EOS."""
         ids, config = self.target_ids, self.config
         labels = np.full_like(ids, config.pad_id)
         for row, length in enumerate((ids[:, 1:] != config.pad_id).sum(1)):
@@ -259,7 +260,7 @@ class TrainWork(Work):
 
     @property
     def settings(self) -> TrainingConfig:
-        """How to train: so fast that a wrong gradient or update shows in the next loss."""
+        """The training settings, with a learning rate so high that a wrong update changes the next loss visibly."""
         return TrainingConfig(
             learning_rate_factor=0.01,
             warmup_steps=1,
@@ -268,7 +269,7 @@ class TrainWork(Work):
         )
 
     def products(self) -> Iterator[Product]:
-        """Yield every matrix product, forward and then backward."""
+        """Yield all matmuls of the forward pass, followed by those in the backward pass."""
         forward = list(super().products())
         yield from forward
         for product in reversed(forward):
@@ -276,24 +277,24 @@ class TrainWork(Work):
 
     @property
     def title(self) -> str:
-        """What is done, in a few words."""
+        """A short description of the work."""
         return (
             f"train step, {self.size}: {self.batch} sentences, {self.source} source and {self.target} target positions"
         )
 
     @property
     def details(self) -> str:
-        """The sizes behind the title."""
+        """The sizes of the model, which complement the title."""
         how = f"dropout {self.dropout:g}" if self.dropout else "no dropout"
         return f"{super().details}; {how}" + (", activation checkpointing" if self.activation_checkpointing else "")
 
 
 @dataclass(frozen=True)
 class DecodeWork(Work):
-    """Sentences to translate, each into the same number of tokens: ``target`` of them.
+    """Translate sentences, generating exactly ``target`` tokens for each of them.
 
     Attributes:
-        beam_size: How many hypotheses are kept, K; None is greedy search.
+        beam_size: The number of beams, K; None for greedy search.
     """
 
     task = "decode"
@@ -303,20 +304,20 @@ class DecodeWork(Work):
 
     @cached_property
     def search(self) -> Search:
-        """How to search. The length penalty is Hugging Face's; at equal lengths it changes no ranking."""
+        """The search settings. They use Hugging Face's length penalty, which has no effect on equal lengths."""
         return Search(self.beam_size, max_length=self.target, length_penalty_kind="power")
 
     def weights(self) -> dict[str, ndarray]:
-        """Return random weights with which sentences vary, and go on until they are cut off.
+        """Return random weights for which translations vary and have the maximum length.
 
-        Neither the end symbol nor padding can be generated, so no search has to exclude them.
+        The model never generates EOS or padding, so searches don't have to exclude them.
         """
         weights = super().weights()
         weights["output_proj.bias"][[self.config.pad_id, self.config.eos_id]] = NEVER
         return weights
 
     def products(self) -> Iterator[Product]:
-        """Yield every matrix product of the search with a cache."""
+        """Yield all matmuls of a search with a cache."""
         config, beam = self.config, self.beam_size or 1
         rows = self.batch * beam
         layers = [f"decoder.layers.{i}" for i in range(config.num_decoder_layers)]
@@ -335,11 +336,11 @@ class DecodeWork(Work):
 
     @property
     def title(self) -> str:
-        """What is done, in a few words."""
-        how = "greedy search" if self.beam_size is None else f"beam search with {self.beam_size} hypotheses"
+        """A short description of the work."""
+        how = "greedy search" if self.beam_size is None else f"beam search with {self.beam_size} beams"
         return f"decode, {self.size}: {how}, {self.target} tokens for each of {self.batch} sentences"
 
     @property
     def details(self) -> str:
-        """The sizes behind the title."""
+        """The sizes of the model, which complement the title."""
         return f"{super().details}; sources of up to {self.source} tokens"

@@ -1,7 +1,7 @@
-"""Other implementations of the Transformer with our weights: those that ``parity bench --peers`` times.
+"""Peers: implementations based on other libraries, which ``parity bench --peers`` times with the same weights.
 
-Each is written in the style of its library, of that library's own building blocks. A library is imported only when
-its implementation is used.
+Each is written in the style of its library, using the library's building blocks. A library is imported only when its
+implementation is used.
 """
 
 from __future__ import annotations

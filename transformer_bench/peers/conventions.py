@@ -1,4 +1,4 @@
-"""What all peers have in common: the methods that ``parity bench`` calls, and which work they can do."""
+"""The interface of all peers: the methods that ``parity bench`` calls, and a check of the work that they support."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ HANDLED = ("learning_rate_factor", "warmup_steps", "total_steps", "cooldown_step
 
 
 class Peer:
-    """Someone else's Transformer with our weights in it. Nothing is imported before ``prepare``.
+    """A Transformer of a different library, with the same weights. It imports its library in ``prepare``.
 
     Attributes:
-        name: What it is called in tables.
-        modules: What has to be installed.
+        name: The name in tables.
+        modules: The modules that must be installed.
     """
 
     name: str
     modules: ClassVar[tuple[str, ...]]
 
     def prepare(self) -> dict[str, str]:
-        """Import what is needed, and return versions, device and threads."""
+        """Import the library, and return versions, device, and number of threads."""
         raise NotImplementedError
 
     def build(
@@ -39,16 +39,16 @@ class Peer:
         dtype: str = "float32",
         training: TrainingConfig | None = None,
     ) -> None:
-        """Build the model, and its optimizer if it is to be trained.
+        """Build the model and, if it will be trained, the optimizer.
 
         Args:
-            config: The model, of the conventions of preset ``marian``.
-            weights: By canonical name; copied.
-            dtype: float32, or float64 where the library can.
-            training: Learning rate and Adam's settings.
+            config: The config, which must use the conventions of the preset ``marian``.
+            weights: The weights by canonical name. They are copied.
+            dtype: float32, or float64 if the library supports it.
+            training: The settings of the learning rate and Adam; None for inference.
 
         Raises:
-            ValueError: Something is asked for that a peer does not do, or would do in another way than the others.
+            ValueError: If not all peers support the work, or if their results would differ.
         """
         check_work(config, training)
         self._config, self._training, self._step = config, training, 0
@@ -58,7 +58,7 @@ class Peer:
         raise NotImplementedError
 
     def forward(self, source_ids: ndarray, target_ids: ndarray) -> Any:
-        """Return the logits [B, T, V] in inference mode, computed when this returns."""
+        """Return the logits [B, T, V] in inference mode, after waiting for the computation."""
         raise NotImplementedError
 
     def to_numpy(self, found: Any) -> ndarray:
@@ -66,9 +66,9 @@ class Peer:
         return np.asarray(found)
 
     def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
-        """Take one step of Adam with dropout, and return the loss per target token before it, in nats."""
+        """Run one Adam step with dropout, and return the loss per target token before the update, in nats."""
         if self._training is None:
-            raise ValueError("training needs its settings: build(..., training=TrainingConfig())")
+            raise ValueError("training requires settings: use build(..., training=TrainingConfig())")
         self._step += 1
         rate = self._training.learning_rate(self._step, self._config.d_model)
         return self._train(rate, source_ids, target_ids, labels)
@@ -77,33 +77,33 @@ class Peer:
         raise NotImplementedError
 
     def greedy(self, source_ids: ndarray, tokens: int) -> SearchResult:
-        """Return the result of greedy search with a cache, at most ``tokens`` for each sentence.
+        """Return the result of greedy search with a cache, generating at most ``tokens`` tokens per sentence.
 
         Raises:
-            NotImplementedError: The library has no cache.
+            NotImplementedError: If the library has no cache.
         """
         raise NotImplementedError
 
 
 def check_work(config: TransformerConfig, training: TrainingConfig | None) -> None:
-    """Raise an error for work that not all peers do in one way.
+    """Check that all peers support some work and produce the same results.
 
     Raises:
-        ValueError: Conventions other than those of preset ``marian``; dropout on attention weights or in the
-            feed-forward network; clipping, accumulation or mixed precision.
+        ValueError: If the conventions differ from the preset ``marian``, if dropout applies to attention weights or the
+            feed-forward network, or if training uses clipping, accumulation, or mixed precision.
     """
     sizes = {name: getattr(config, name) for name in (*SIZES, *DEPTHS) if name not in ("d_k", "d_v")}
     marian = TransformerConfig.preset("marian", **sizes)
     for field in fields(config):
         got, needed = getattr(config, field.name), getattr(marian, field.name)
         if got != needed and (field.name in ("d_k", "d_v") or field.name not in FREE):
-            raise ValueError(f"peers have the conventions of preset 'marian', {field.name}={needed!r}: got {got!r}")
+            raise ValueError(f"peers support only preset 'marian', with {field.name}={needed!r}: got {got!r}")
     allowed = DropoutRates(embedding=config.dropout.embedding, residual=config.dropout.residual)
     if config.dropout != allowed:
-        raise ValueError(f"peers drop embeddings and residuals only: got {config.dropout}")
+        raise ValueError(f"peers support dropout only for embeddings and residuals: got {config.dropout}")
     if training is not None:
         usual = TrainingConfig()
         for setting in fields(training):
             got, needed = getattr(training, setting.name), getattr(usual, setting.name)
             if setting.name not in HANDLED and got != needed:
-                raise ValueError(f"peers train with {setting.name}={needed!r}: got {got!r}")
+                raise ValueError(f"peers support training only with {setting.name}={needed!r}: got {got!r}")

@@ -1,4 +1,4 @@
-"""A Transformer of Flax NNX's layers, and optax: every call is one compiled function of the model's state."""
+"""A Transformer based on Flax NNX layers and Optax. Every call is one compiled function of the model's state."""
 
 # ruff: noqa: D102  methods are documented in Peer
 
@@ -21,7 +21,7 @@ from transformer_spec.training_config import TrainingConfig
 
 @dataclass
 class FlaxNNX(Peer):
-    """A model of ``nnx.MultiHeadAttention``, whose cache it decodes with."""
+    """A model based on ``nnx.MultiHeadAttention``, which decodes with the cache of this layer."""
 
     name: str = "flax nnx"
     modules: ClassVar[tuple[str, ...]] = ("jax", "flax", "optax")
@@ -91,7 +91,7 @@ class FlaxNNX(Peer):
         return float(loss)
 
     def greedy(self, source_ids: ndarray, tokens: int) -> SearchResult:
-        # With the cache of each self-attention; keys and values of the source are the compiler's to keep.
+        # Uses the cache of each self-attention layer. The compiler hoists the keys and values of the source.
         ids, scores = self._greedy(self._state, *_ids(source_ids), tokens)
         return search_result(np.array(ids, np.int64)[:, None], np.array(scores)[:, None], self._config.pad_id)
 
@@ -101,7 +101,7 @@ def _ids(*arrays):
 
 
 def _translator(config, dtype):
-    """Return the model, with random weights."""
+    """Return the model with random weights."""
     import jax.numpy as jnp
     from flax import nnx
 
@@ -147,7 +147,7 @@ def _translator(config, dtype):
             return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
 
     class FlaxTranslator(nnx.Module):
-        """Encoder and decoder, their inputs and their output sharing one table."""
+        """An encoder and a decoder whose inputs and output share one embedding matrix."""
 
         def __init__(self, rngs):
             self.config = config
@@ -159,7 +159,7 @@ def _translator(config, dtype):
 
         def __call__(self, source, target):
             length = target.shape[1]
-            is_token = (target != config.pad_id) | (jnp.arange(length) == 0)  # the first is the start symbol
+            is_token = (target != config.pad_id) | (jnp.arange(length) == 0)  # the first token is BOS
             self_mask = nnx.combine_masks(
                 nnx.make_causal_mask(target, dtype=bool), is_token[:, None, None, :], dtype=bool
             )
@@ -181,7 +181,7 @@ def _translator(config, dtype):
                 layer.self_attention.init_cache((batch, tokens, config.d_model), jnp.dtype(dtype))
 
         def step(self, said, n, memory, cross_mask):
-            """Return the logits behind the token at position n."""
+            """Return the logits after the token at position n."""
             x = self.embed(said[:, None], jnp.asarray(positions)[n])
             for layer in self.decoder:
                 x = layer(x, memory, None, cross_mask, decode=True)
@@ -197,7 +197,7 @@ def _translator(config, dtype):
 
 
 def _put(model, weights):
-    """Give the model our weights; heads have an axis of their own."""
+    """Copy weights with canonical names into the model, which has a separate axis for heads."""
     import jax.numpy as jnp
 
     def put(variable, array):
@@ -222,7 +222,7 @@ def _put(model, weights):
 
 
 def _greedy(model, source, tokens):
-    """Return token ids [B, tokens] and their log-probabilities [B]."""
+    """Return the generated token IDs [B, tokens] and their log-probabilities [B]."""
     import jax
     import jax.numpy as jnp
     from flax import nnx

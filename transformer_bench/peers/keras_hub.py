@@ -1,4 +1,4 @@
-"""A Transformer of Keras hub's layers on TensorFlow, each call a ``tf.function``, with or without XLA."""
+"""A Transformer based on Keras hub layers on TensorFlow. Each call is a ``tf.function``, with or without XLA."""
 
 # ruff: noqa: D102  methods are documented in Peer
 
@@ -20,7 +20,7 @@ from transformer_spec.training_config import TrainingConfig
 
 @dataclass
 class KerasHub(Peer):
-    """A model of ``TransformerEncoder`` and ``TransformerDecoder``, whose caches it decodes with."""
+    """A model based on ``TransformerEncoder`` and ``TransformerDecoder``, which decodes with their caches."""
 
     xla: bool
     modules: ClassVar[tuple[str, ...]] = ("tensorflow", "keras", "keras_hub")
@@ -75,7 +75,7 @@ class KerasHub(Peer):
             self._optimizer.build(model.trainable_variables)
 
     def forward(self, source_ids: ndarray, target_ids: ndarray) -> Any:
-        return self._forward(*_ids(source_ids, target_ids))  # on a CPU, a function returns when it is done
+        return self._forward(*_ids(source_ids, target_ids))  # on a CPU, the call is synchronous
 
     def _train(self, rate: float, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
         self._optimizer.learning_rate = rate
@@ -93,7 +93,7 @@ def _ids(*arrays):
 
 
 def _translator(config, dtype):
-    """Return the model, with random weights."""
+    """Return the model with random weights."""
     import keras
     import keras_hub
     from keras import ops
@@ -109,7 +109,7 @@ def _translator(config, dtype):
     states = (None, None, config.d_model)
 
     class KerasHubTranslator(keras.Model):
-        """Encoder and decoder, their inputs and their output sharing one table."""
+        """An encoder and a decoder whose inputs and output share one embedding matrix."""
 
         def __init__(self):
             super().__init__(dtype=dtype)
@@ -152,7 +152,7 @@ def _translator(config, dtype):
             return x, is_source
 
         def step(self, said, n, memory, is_source, past, of_memory, memory_index):
-            """Return the logits behind the token at position n, and both caches of each layer."""
+            """Return the logits after the token at position n, and both caches of each layer."""
             x = self.embed(said[:, None], ops.take(positions, n, axis=0))
             caches = []
             for layer, self_cache, cross_cache in zip(self.decoder, past, of_memory, strict=True):
@@ -179,7 +179,7 @@ def _translator(config, dtype):
 
 
 def _keep_attention_weights(layer):
-    """Turn off the dropout of attention weights: Keras hub's layers have one rate, for these and for residuals."""
+    """Disable dropout of attention weights, because Keras hub's layers use the same rate for them and for residuals."""
     import keras
 
     for inner in layer._flatten_layers():
@@ -188,7 +188,7 @@ def _keep_attention_weights(layer):
 
 
 def _put(model, weights):
-    """Give the model our weights; heads have an axis of their own."""
+    """Copy weights with canonical names into the model, which has a separate axis for heads."""
     model.embedding.embeddings.assign(weights["source_embedding.table"])
     model.output_bias.assign(weights["output_proj.bias"])
     for stack, layers in (("encoder", model.encoder), ("decoder", model.decoder)):
@@ -196,13 +196,15 @@ def _put(model, weights):
             of_layer = _by_path(weights, f"{stack}.layers.{i}")
             variables = {variable.path.partition("/")[2]: variable for variable in layer.trainable_variables}
             if variables.keys() != of_layer.keys():
-                raise RuntimeError(f"this release of Keras hub has other weights: {variables.keys() ^ of_layer.keys()}")
+                raise RuntimeError(
+                    f"this release of Keras hub has different weights: {variables.keys() ^ of_layer.keys()}"
+                )
             for path, variable in variables.items():
                 variable.assign(np.reshape(of_layer[path], variable.shape))
 
 
 def _by_path(weights, layer):
-    """Return one layer's weights by the paths of Keras hub's."""
+    """Return the weights of one layer by Keras hub's paths."""
     found = {}
     for name, array in weights.items():
         path, is_ours, kind = name.removeprefix(f"{layer}.").rpartition(".")
@@ -222,7 +224,7 @@ def _by_path(weights, layer):
 
 
 def _greedy(model, source, tokens):
-    """Return token ids [B, tokens] and their log-probabilities [B]."""
+    """Return the generated token IDs [B, tokens] and their log-probabilities [B]."""
     import tensorflow as tf
 
     config, batch, depth = model.config, source.shape[0], len(model.decoder)
@@ -230,7 +232,7 @@ def _greedy(model, source, tokens):
     heads = (config.num_heads, config.d_k)
 
     def say(logits, n, ids, scores, unfinished):
-        """Take the likeliest token of each sentence that goes on."""
+        """Choose the most likely token of each unfinished sentence."""
         log_probabilities = tf.nn.log_softmax(logits)
         is_padding = tf.range(config.target_vocab_size) == config.pad_id
         log_probabilities = tf.where(is_padding, log_probabilities.dtype.min, log_probabilities)
@@ -239,7 +241,7 @@ def _greedy(model, source, tokens):
         ids = tf.where(tf.range(tokens) == n, said[:, None], ids)
         return n + 1, said, ids, scores, unfinished & (said != config.eos_id)
 
-    # The first step also fills the caches of the memory.
+    # The first step also fills the caches of the encoder memory.
     past = [tf.zeros((batch, 2, tokens, *heads), memory.dtype)] * depth
     of_memory = [tf.zeros((batch, 2, source.shape[1], *heads), memory.dtype)] * depth
     logits, past, of_memory = model.step(tf.fill([batch], config.bos_id), 0, memory, is_source, past, of_memory, 0)

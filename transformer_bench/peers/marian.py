@@ -1,4 +1,4 @@
-"""Hugging Face's MarianMTModel in PyTorch, generating and training the way its users do."""
+"""Hugging Face's MarianMTModel in PyTorch, used the way its users train and generate."""
 
 # ruff: noqa: D102  methods are documented in Peer
 
@@ -54,11 +54,11 @@ class Marian(TorchPeer):
         import torch
 
         if config.dropout.embedding != config.dropout.residual:
-            raise ValueError(f"Marian has one rate for embedding and residual dropout: got {config.dropout}")
+            raise ValueError(f"the dropout rates of embeddings and residuals must be equal: got {config.dropout}")
         self._model = marian_model(config, weights, dtype)
         if training is not None:
             bias = self._model.final_logits_bias
-            del self._model.final_logits_bias  # a constant there; the other implementations train it
+            del self._model.final_logits_bias  # a constant buffer in Marian, but other implementations train it
             self._model.final_logits_bias = torch.nn.Parameter(bias)
             self._optimizer = adam([x for x in self._model.parameters() if x.requires_grad], training)
 
@@ -73,7 +73,7 @@ class Marian(TorchPeer):
         )
 
     def greedy(self, source_ids: ndarray, tokens: int) -> SearchResult:
-        # The scores are those of the logits that come with the tokens.
+        # The scores are computed from the logits that are returned with the tokens.
         import torch
         from transformers import GenerationConfig
 
@@ -87,12 +87,12 @@ class Marian(TorchPeer):
                 decoder_start_token_id=config.bos_id,
                 pad_token_id=config.pad_id,
                 eos_token_id=config.eos_id,
-                bad_words_ids=[[config.pad_id]],  # as the published checkpoints have it
+                bad_words_ids=[[config.pad_id]],  # same setting as in the published checkpoints
                 return_dict_in_generate=True,
                 output_logits=True,
             ),
         )
-        ids = found.sequences[:, 1:]  # without the start symbol
+        ids = found.sequences[:, 1:]  # excludes BOS
         steps = zip(found.logits, ids.T, strict=True)
         chosen = torch.stack([logits.log_softmax(-1).gather(1, said[:, None])[:, 0] for logits, said in steps], 1)
         scores = torch.where(ids == config.pad_id, 0.0, chosen).sum(1, keepdim=True)
@@ -112,7 +112,7 @@ class Marian(TorchPeer):
 
 
 def marian_model(config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str = "float32") -> Any:
-    """Return Hugging Face's model with the weights of a ``marian`` preset; it has its own table of positions."""
+    """Return Hugging Face's model with the weights of a ``marian`` preset. It creates its own position table."""
     import torch
     from transformers import MarianConfig, MarianMTModel
 
@@ -130,7 +130,7 @@ def marian_model(config: TransformerConfig, weights: Mapping[str, ndarray], dtyp
             pad_token_id=config.pad_id,
             eos_token_id=config.eos_id,
             decoder_start_token_id=config.bos_id,
-            forced_eos_token_id=None,  # by default, it ends at the maximum length whatever the model computes
+            forced_eos_token_id=None,  # the default would force EOS at the maximum length
             scale_embedding=True,
             activation_function="swish",
             dropout=config.dropout.residual,
@@ -151,8 +151,8 @@ def marian_model(config: TransformerConfig, weights: Mapping[str, ndarray], dtyp
         {name: torch.from_numpy(array.copy()) for name, array in state.items()}, strict=False
     )
     if unexpected or not all(name.endswith("embed_positions.weight") for name in missing):
-        raise RuntimeError(f"this release of transformers has other weights: {[*missing, *unexpected][:3]}")
+        raise RuntimeError(f"this release of transformers has different weights: {[*missing, *unexpected][:3]}")
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
-            module.padding_idx = None  # padding is the start symbol too, and is trained as such
+            module.padding_idx = None  # the padding token is also BOS, so its embedding must be trained
     return model

@@ -1,4 +1,4 @@
-"""``torch.nn.Transformer`` between a table of embeddings and a projection to it, eager or under ``torch.compile``."""
+"""A model based on ``torch.nn.Transformer``, with tied embeddings, run eagerly or via ``torch.compile``."""
 
 # ruff: noqa: D102  methods are documented in Peer
 
@@ -29,7 +29,7 @@ LAST_NORM = {"encoder": "norm2.", "decoder": "norm3."}
 
 
 class TorchPeer(Peer):
-    """A model in PyTorch: ``_build`` sets ``_model``, and ``_optimizer`` where it is trained."""
+    """A base class for PyTorch models. ``_build`` sets ``_model`` and, for training, ``_optimizer``."""
 
     _model: Any
     _optimizer: Any
@@ -60,7 +60,7 @@ class TorchPeer(Peer):
 
 @dataclass
 class TorchNN(TorchPeer):
-    """A model of ``torch.nn.TransformerEncoderLayer`` and ``torch.nn.TransformerDecoderLayer``."""
+    """A model based on ``torch.nn.TransformerEncoderLayer`` and ``torch.nn.TransformerDecoderLayer``."""
 
     compiled: bool
     modules: ClassVar[tuple[str, ...]] = ("torch",)
@@ -89,7 +89,7 @@ class TorchNN(TorchPeer):
             )
 
         self._compute, self._loss_of = model, loss_of
-        if self.compiled:  # with the loss, which goes through a whole vocabulary for each token
+        if self.compiled:  # includes the loss, which reads the entire vocabulary for each token
             self._compute, self._loss_of = torch.compile(model), torch.compile(loss_of)
         if training is not None:
             self._optimizer = adam(model.parameters(), training)
@@ -106,7 +106,7 @@ class TorchNN(TorchPeer):
         raise NotImplementedError("torch.nn.Transformer has no cache")
 
     def _inputs(self, source_ids, target_ids):
-        """Return ids, and which of them are padding: True = may not be attended to."""
+        """Return the token IDs and their padding mask, in which True means "may not be attended to"."""
         import torch
 
         is_padding = source_ids == self._config.pad_id, ~target_padding_mask(target_ids, self._config.pad_id)
@@ -114,7 +114,10 @@ class TorchNN(TorchPeer):
 
 
 def adam(parameters: Iterable[Any], training: TrainingConfig) -> Any:
-    """Return Adam with its moments allocated, as in the other implementations: memory is compared from there on."""
+    """Return an Adam optimizer with allocated moments.
+
+    The other implementations also allocate them before the first step, so the memory increase is comparable.
+    """
     import torch
 
     betas = training.beta1, training.beta2
@@ -127,7 +130,7 @@ def adam(parameters: Iterable[Any], training: TrainingConfig) -> Any:
 
 
 def torch_state(weights: Mapping[str, ndarray]) -> dict[str, ndarray]:
-    """Return our weights as ``_translator`` calls them: kernels are [out, in]; query, key and value are one."""
+    """Return the weights by the names of ``_translator``. Kernels are [out, in]; query, key, and value are fused."""
     state = {
         "embedding.weight": weights["source_embedding.table"],
         "output.weight": weights["source_embedding.table"],
@@ -154,12 +157,12 @@ def torch_state(weights: Mapping[str, ndarray]) -> dict[str, ndarray]:
 
 
 def _translator(config):
-    """Return the model, with random weights."""
+    """Return the model with random weights."""
     import torch
     from torch import nn
 
     class TorchTranslator(nn.Module):
-        """``nn.Transformer`` without its final norms, its inputs and its output sharing one table."""
+        """``nn.Transformer`` without final norms, whose inputs and output share one embedding matrix."""
 
         def __init__(self):
             super().__init__()
@@ -177,13 +180,13 @@ def _translator(config):
                 custom_encoder=nn.TransformerEncoder(
                     nn.TransformerEncoderLayer(*sizes, **layer),
                     config.num_encoder_layers,
-                    enable_nested_tensor=False,  # which needs another activation
+                    enable_nested_tensor=False,  # nested tensors require a different activation
                 ),
                 custom_decoder=nn.TransformerDecoder(
                     nn.TransformerDecoderLayer(*sizes, **layer), config.num_decoder_layers
                 ),
             )
-            for module in self.transformer.modules():  # the layers know one rate, for all that can be dropped
+            for module in self.transformer.modules():  # the layers use one rate for all dropout sites
                 if isinstance(module, nn.MultiheadAttention):
                     module.dropout = 0.0
                 elif isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
@@ -195,7 +198,7 @@ def _translator(config):
             positions = sinusoidal_encoding(config.max_length, config.d_model, config.position_layout)
             self.positions = nn.Buffer(torch.tensor(positions), persistent=False)
             future = nn.Transformer.generate_square_subsequent_mask(config.max_length)
-            self.future = nn.Buffer(future.isinf(), persistent=False)  # True = may not be attended to, as in padding
+            self.future = nn.Buffer(future.isinf(), persistent=False)  # True means "may not be attended to"
 
         def embed(self, ids):
             x = self.embedding(ids) * config.d_model**0.5 + self.positions[: ids.shape[1]]

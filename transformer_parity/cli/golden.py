@@ -59,7 +59,7 @@ examples:
   parity golden --port mymodel:Port --stage activations --out mine
   parity compare truth mine                          compare the two directories
 
-docs/golden.md describes the file format, so that you can write the files from any programming language.
+docs/reference/golden-vectors.md describes the file format, so that you can write the files in any language.
 
 exit code: 0 written, 3 not written
 """
@@ -174,7 +174,7 @@ examples:
 
 The command reruns the NumPy reference on A's weights and inputs, and compares both directories with its results. If a
 result is missing from B, it is reported as skipped if B's manifest declares the omission, otherwise as a failure. B
-must contain at least half of the cases of every stage. docs/golden.md describes the file format.
+must contain at least half of the cases of every stage. docs/reference/golden-vectors.md describes the file format.
 
 exit code: 0 agree, 1 different math, 2 only precision lost, 3 nothing or not everything was compared
 """

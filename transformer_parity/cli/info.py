@@ -232,7 +232,7 @@ def _print_backends(console: Console, backends: dict[str, dict[str, Any]], load:
         if not found["installed"]:
             console.print(f"{name}: {found['missing']} is not installed. {found['install']}", soft_wrap=True)
         elif "error" in found:
-            console.print(f"{name}: installed, but importing it fails: {printable(found['error'])}", style="red")
+            console.print(f"{name}: cannot be imported: {printable(found['error'])}", style="red")
 
 
 def slow(backends: dict[str, dict[str, Any]], load: float) -> Iterator[str]:

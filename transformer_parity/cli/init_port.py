@@ -63,11 +63,10 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"{path} already exists: choose a different name with --out, or delete the file")
     with refusals(OSError):
         write_text(path, skeleton(options.framework, path.stem))
-    print(f"Wrote {path}. It already agrees with the reference. To check it, run")
+    print(f"Wrote {path}. It already agrees with the reference. Check it with parity or pytest:")
     if path.parent.resolve() != Path.cwd():  # `module:class` is imported from the current directory
         print(f"  cd {path.parent}")
     print(f"  parity check --port {path.stem}:MyPort")
-    print("or, as tests,")
     print(f"  pytest --parity-port={path.stem}:MyPort")
     return 0
 

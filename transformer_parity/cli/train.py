@@ -1,4 +1,4 @@
-"""``parity train``: train a model in any backend, resume it in a different one, or train in lockstep in several."""
+"""``parity train``: train a model in one backend, resume a run in a different backend, or train in lockstep."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ WITH_DEFAULTS = {
     "num_heads": "number of attention heads",
     "num_encoder_layers": "number of encoder layers",
     "num_decoder_layers": "number of decoder layers",
-    "dropout": "rate at the preset's sites, or a JSON object with rates",
+    "dropout": "rate at the preset's sites, or an object of rates",
     "tokens_per_batch": "batch size in tokens, including padding",
     "learning_rate_factor": "factor of the learning rate in equation (3)",
     "warmup_steps": "steps in which the learning rate increases",

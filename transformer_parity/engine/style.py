@@ -51,7 +51,7 @@ PAGE = {
 
 # The same data must give the same file on every machine: text is drawn as shapes, and SVG IDs use a fixed salt.
 STYLE: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "svg.hashsalt": "parity"}
-OPEN_STYLE = {**STYLE, "axes.spines.top": False, "axes.spines.right": False}  # for curves and bars
+OPEN_STYLE = {**STYLE, "axes.spines.top": False, "axes.spines.right": False}  # style of plots with curves or bars
 
 
 def page_colours() -> str:

@@ -52,7 +52,7 @@ def open_text(path: Path) -> BinaryIO:
     Raises:
         OSError: If the file can't be read.
     """
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]  # in name
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]  # GzipFile is compatible
 
 
 def read_lines(file: BinaryIO, name: str) -> Iterator[str]:
