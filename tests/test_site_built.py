@@ -147,7 +147,6 @@ SHOWN = (
     "results/conformance.html",
     "results/benchmarks.html",
     "results/relative-speed.html",
-    "results/devices.html",
     "reference/checkpoint-formats.html",
     "speed.html",
     "agreement.html",
