@@ -129,4 +129,4 @@ def test_a_comparison_trains_and_counts_what_is_sent():
     for reached in (runs.ordinary(), runs.with_local_steps(2, local_steps.Outer())):
         loss, score = reached
         assert 1.0 < float(loss) < 10.0
-        assert score == "0.0 %"
+        assert score == "0.0%"

@@ -209,11 +209,11 @@ def test_a_share_is_the_time_at_the_limit():
 
 def test_the_goal_beside_a_peer_depends_on_how_close_to_the_limit_it_is(monkeypatch):
     slow = aims_of(monkeypatch, torch=1.7, **{"torch.nn": 2.0, "marian": 9.0})
-    aim = slow["torch / best PyTorch alternative (which reaches 50% of the peak), forward"]
+    aim = slow["torch / best PyTorch alternative, forward (which reaches 50% of the peak)"]
     assert aim[1:] == ("0.60", "0.85 (0.85 to 0.85), torch / torch.nn", False)
-    assert slow["torch / best PyTorch alternative (which reaches 50% of the peak), train"].is_met
+    assert slow["torch / best PyTorch alternative, train (which reaches 50% of the peak)"].is_met
     fast = aims_of(monkeypatch, torch=0.9, **{"torch.nn": 1.0, "marian": 0.99})
-    assert fast["torch / best PyTorch alternative (which reaches 101% of the peak), forward"][1:] == (
+    assert fast["torch / best PyTorch alternative, forward (which reaches 101% of the peak)"][1:] == (
         "0.97",
         "0.91 (0.91 to 0.91), torch / marian",
         True,
@@ -222,7 +222,7 @@ def test_the_goal_beside_a_peer_depends_on_how_close_to_the_limit_it_is(monkeypa
 
 def test_the_best_form_of_ours_is_held_against_the_best_of_theirs(monkeypatch):
     times = {"torch": 1.7, "torch compiled": 1.2, "torch.nn": 2.0, "torch.nn compiled": 1.5, "jax": 1.3, "tf": 1.6}
-    aim = aims_of(monkeypatch, **times)["torch / best PyTorch alternative (which reaches 67% of the peak), train"]
+    aim = aims_of(monkeypatch, **times)["torch / best PyTorch alternative, train (which reaches 67% of the peak)"]
     assert aim[1:] == ("0.92", "0.80 (0.80 to 0.80), torch compiled / torch.nn compiled", True)
     found = timed(**times)
     assert speeds.best_form(found, "torch") == "torch compiled"

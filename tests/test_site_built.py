@@ -146,6 +146,8 @@ SHOWN = (
     "reference/modules.html",
     "results/conformance.html",
     "results/benchmarks.html",
+    "results/relative-speed.html",
+    "reference/checkpoint-formats.html",
     "speed.html",
     "agreement.html",
     "why.html",

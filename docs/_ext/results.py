@@ -29,7 +29,7 @@ PARTICIPANTS = {  # as docs/speed.md calls them
     "flax nnx": "Flax NNX",
     "keras hub": "Keras hub",
     "keras hub XLA": "Keras hub, XLA",
-    "products": "only the matmuls, in NumPy",
+    "products": "the products alone, by NumPy",
 }
 
 

@@ -1,4 +1,4 @@
-"""Generate the tables of docs/results/relative-speed.md from benchmarks/*/*.json."""
+"""Tables generated from benchmarks/*/*.json: percentages of the peak, ratios, and goals."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from results import MACHINES, PARTICIPANTS, PORTS, RESULTS, read
 
 TASKS = ("forward", "train", "decode")
 SIZES = ("small", "base")
-ALONE = "forward-alone"  # a benchmark of one sentence of 8 tokens at size tiny
+ALONE = "forward-alone"  # one sentence of 8 tokens with a model of size tiny
 PEERS = {
     "numpy": ("its matmuls", ("products",)),
     "torch": ("best PyTorch alternative", ("torch.nn", "torch.nn compiled", "marian")),
     "jax": ("Flax NNX", ("flax nnx",)),
     "tf": ("best Keras hub mode", ("keras hub", "keras hub XLA")),
 }
-# The comparison uses the fastest mode of a package, and the fastest alternative.
-FORMS = {port: (port, f"{port} compiled") for port in ("torch", "tf")}
+FORMS = {port: (port, f"{port} compiled") for port in ("torch", "tf")}  # modes; comparisons use the fastest
 
 
 class Versus(NamedTuple):
-    """The fastest mode of a package and its fastest alternative, with the ratio of their times."""
+    """The fastest mode of a package and the fastest alternative: their names and the ratio of their times."""
 
     own: str
     peer: str
@@ -30,28 +29,28 @@ class Versus(NamedTuple):
 
 
 class Aim(NamedTuple):
-    """A goal for speed, with the measured value and whether it meets the goal."""
+    """A goal: its description, its value, the measured value, and whether the goal is met."""
 
     what: str
     goal: str
     found: str
-    is_met: bool | None  # None if it was not measured
+    is_met: bool | None  # None if nothing was measured
 
 
 def race(name: str, machine: str) -> dict[str, Any]:
-    """Return the measurements of a task on a machine in ``MACHINES``, with the implementations by name."""
+    """Return the results of one benchmark on a machine of ``MACHINES``, with the implementations by name."""
     (found,) = read(ROOT / "benchmarks" / machine / f"{name}.json")["result"]["races"]
     return {**found, "participants": {one["name"]: one for one in found["participants"]}}
 
 
 def own_race(task: str, machine: str, port: str) -> dict[str, Any]:
-    """Return the race at base size with both modes of a package, or the race of all packages if there is none."""
+    """Return the benchmark of a task at base size with all modes of a package, or else the common one."""
     name = f"{task}-base-{port}"
     return race(name if (ROOT / "benchmarks" / machine / f"{name}.json").exists() else f"{task}-base", machine)
 
 
 def share(found: dict[str, Any], name: str) -> float | None:
-    """Return the time at the machine's peak divided by the measured time of an implementation; None if unknown."""
+    """Return the time of the work at the machine's peak relative to the measured time. Return None if unknown."""
     seconds = found["participants"].get(name, {}).get("median_seconds")
     limit = found.get("limit")
     return limit["seconds"] / seconds if limit and seconds else None
@@ -77,29 +76,32 @@ def shares() -> Iterator[str]:
 
 
 def percent(part: float | None) -> str:
-    """Format a fraction as a percentage; None is an empty cell."""
+    """Return a fraction as a percentage."""
     return "" if part is None else f"{part:.0%}"
 
 
 def best_of(found: dict[str, Any], names: Iterable[str]) -> str | None:
-    """Return the implementation with the lowest median time; None if none of them was timed."""
+    """Return the implementation with the lowest median time. Return None if none has a time."""
     times = {name: found["participants"].get(name, {}).get("median_seconds") for name in names}
     return min((name for name in times if times[name]), key=times.__getitem__, default=None)
 
 
 def best_form(found: dict[str, Any], port: str) -> str | None:
-    """Return the mode of a package with the lowest median time; None if none was timed."""
+    """Return the fastest mode of a package by its median time. Return None if none has a time."""
     return best_of(found, FORMS.get(port, (port,)))
 
 
 def against_peer(found: dict[str, Any], name: str) -> Versus | None:
-    """Compare the fastest mode of a package with its fastest alternative; None if either was not timed."""
+    """Compare the fastest mode of a package with the fastest alternative. Return None if either has no time."""
     own, peer = best_form(found, name), best_of(found, PEERS[name][1])
     return Versus(own, peer, found["ratios"][own][peer]) if own and peer else None
 
 
 def against_fastest(found: dict[str, Any]) -> dict[str, dict[str, float] | None]:
-    """Return the ratio of each port to the fastest one, whose median ratios are below 1; None for itself."""
+    """Return the ratio of each port to the fastest port, whose median ratios to the others are below 1.
+
+    The fastest port itself has the ratio None.
+    """
     forms = {port: best_form(found, port) for port in PORTS}
     ratios = {port: {other: found["ratios"][own].get(forms[other]) for other in PORTS} for port, own in forms.items()}
     (first,) = (port for port in PORTS if all(one["median"] < 1 for one in ratios[port].values() if one))
@@ -107,7 +109,7 @@ def against_fastest(found: dict[str, Any]) -> dict[str, dict[str, float] | None]
 
 
 def compared(task: str) -> Iterator[str]:
-    """Yield Markdown tables with the ratios of packages to their alternatives and of ports to the fastest port."""
+    """Yield Markdown tables of the ratios of each package to its alternatives and of each port to the fastest."""
     for machine, title in MACHINES.items():
         races = [race(f"{task}-{size}", machine) for size in SIZES]
         yield f"| {task}, {title} | {' | '.join(SIZES)} |"
@@ -124,12 +126,12 @@ def compared(task: str) -> Iterator[str]:
 
 
 def spread(ratio: dict[str, float] | None, without: str) -> str:
-    """Format a ratio as its median, followed by the lowest and the highest ratio."""
+    """Return a ratio as a cell: its median, its lowest and its highest value."""
     return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else without
 
 
 def said(versus: Versus | None, name: str) -> str:
-    """Format the ratio to the best alternative, with names if there are several; an empty cell if unknown."""
+    """Return the ratio to the best alternative as a cell, with both names if there are several. Empty if unknown."""
     if versus is None:
         return ""
     names = f", {versus.own} / {versus.peer}" if len(PEERS[name][1]) > 1 else ""
@@ -137,7 +139,7 @@ def said(versus: Versus | None, name: str) -> str:
 
 
 def aims(machine: str) -> Iterator[Aim]:
-    """Yield the goals for a machine, at base size unless noted otherwise."""
+    """Yield all goals for a machine, at base size unless stated otherwise."""
     races = {task: race(f"{task}-base", machine) for task in TASKS}
     below, above = dict(zip(TASKS, (0.60, 0.85, 0.40), strict=True)), dict(zip(TASKS, (0.97, 0.92, 0.60), strict=True))
     for task in races:
@@ -148,8 +150,12 @@ def aims(machine: str) -> Iterator[Aim]:
             yield Aim(f"torch / best PyTorch alternative, {task}", f"{below[task]:.2f} or {above[task]:.2f}", "", None)
         else:
             goal = below[task] if part < 0.6 else above[task]
-            reached = f"which reaches {percent(part)} of the peak"
-            yield at_most(f"torch / best PyTorch alternative ({reached}), {task}", goal, versus, "torch")
+            yield at_most(
+                f"torch / best PyTorch alternative, {task} (which reaches {percent(part)} of the peak)",
+                goal,
+                versus,
+                "torch",
+            )
     for name, goals in (("jax", (0.80, 0.75, 0.85)), ("tf", (0.97, 0.95, 0.75)), ("numpy", (1.15, 1.7, 1.15))):
         for task, goal in zip(races, goals, strict=True):
             versus = against_peer(own_race(task, machine, name), name)
@@ -159,7 +165,7 @@ def aims(machine: str) -> Iterator[Aim]:
         parts = {form: share(races[task], form) for form in forms if form}
         listed = ", ".join(f"{form} {percent(part)}" for form, part in parts.items() if part)
         known = [part for part in parts.values() if part]
-        whole = f"every port {percent(every)}, the best {percent(best)}"
+        whole = f"every port {percent(every)}, the best port {percent(best)}"
         is_met = min(known) >= every and max(known) >= best if len(known) == len(PORTS) else None
         yield Aim(f"percentage of the peak, {task}", whole, listed, is_met)
     alone = race(ALONE, machine)
@@ -169,7 +175,7 @@ def aims(machine: str) -> Iterator[Aim]:
 
 
 def kept() -> Iterator[str]:
-    """Yield a Markdown table of the usual median times, and of those with freed memory kept by glibc."""
+    """Yield a Markdown table of the median times with default settings and with freed memory kept by glibc."""
     races = [race(f"{task}-base{kind}", "amd") for task in ("forward", "train") for kind in ("", "-kept")]
     yield f"| {MACHINES['amd']}, base, ms | forward | with memory kept | training step | with memory kept |"
     yield "|---|" + "---:|" * len(races)
@@ -178,11 +184,11 @@ def kept() -> Iterator[str]:
         if any(times):
             yield f"| {title} | {' | '.join(f'{1000 * seconds:,.0f}' if seconds else '' for seconds in times)} |"
     rates = [f"{found['limit']['rate'] / 1e9:,.0f} GFLOP/s" for found in races]
-    yield f"| peak matmul throughput | {' | '.join(rates)} |"
+    yield f"| matmul throughput | {' | '.join(rates)} |"
 
 
 def translated() -> Iterator[str]:
-    """Yield a Markdown table with the number of lines that each translator processes per second."""
+    """Yield a Markdown table of the number of sentences that each translator processes per second."""
     searches = {"greedy": "translate-base-greedy", "beams of 4": "translate-base-beam4"}
     reports = {search: read(ROOT / "benchmarks" / "amd" / f"{name}.json") for search, name in searches.items()}
     rates = [{one["name"]: one["sentences_per_second"] for one in found["translators"]} for found in reports.values()]
@@ -194,13 +200,13 @@ def translated() -> Iterator[str]:
 
 
 def at_most(what: str, goal: float, versus: Versus | None, name: str) -> Aim:
-    """Return the goal that the ratio of a package to its best alternative is at most ``goal``."""
+    """Return a goal for the ratio of a package to its best alternative."""
     is_met = versus.ratio["median"] <= goal if versus else None
     return Aim(what, f"{goal:.2f}", said(versus, name), is_met)
 
 
 def goals() -> Iterator[str]:
-    """Yield one Markdown table of goals per processor, and one for ``parity check``."""
+    """Yield one Markdown table per processor with all goals and whether they are met."""
     words = {True: "yes", False: "no", None: "not measured"}
     for machine in MACHINES:
         found = read(ROOT / "benchmarks" / machine / "forward-base.json")
@@ -212,7 +218,7 @@ def goals() -> Iterator[str]:
     seconds, where = report["time"]["seconds"], report["machine"].get("processor", "")
     yield f"| `parity check`{f', on {where}' * bool(where)} | goal | measured | met |"
     yield "|---|---|---|---|"
-    shown = "[the last full check](conformance.md), without a compilation cache"
+    shown = "duration of [the last full check](conformance.md), a first run"
     yield f"| {shown} | 120 s | {seconds:.0f} s | {words[seconds <= 120]} |"
 
 

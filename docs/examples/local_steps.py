@@ -144,7 +144,7 @@ class Comparison:
         held_out = Batches(number(self.pairs, self.vocabulary), self.setup.config, self.setup.tokens_per_batch)
         loss = learner.validate(held_out.once())
         lines = learner.translate([source for source, _ in self.pairs], self.vocabulary, longest_translation(held_out))
-        return [f"{loss:.3f}", f"{self.score(lines, [target for _, target in self.pairs]):.1f} %"]
+        return [f"{loss:.3f}", f"{self.score(lines, [target for _, target in self.pairs]):.1f}%"]
 
     def sent(self, count: int) -> str:
         """Return the MiB that each worker sends in a run if it sends gradients or weights every ``count`` steps."""

@@ -117,7 +117,7 @@ def draw_additive(costs: list[Cost], steps: list[Step], length: int, d_k: int) -
         label.set_color(colours[step.used_by])
     step_axes.invert_yaxis()
     step_axes.margins(x=0.15)
-    step_axes.set(title=f"4  The steps, length {length}, $d_k$ = {d_k}", xlabel="milliseconds (grey: in both)")
+    step_axes.set(title=f"4  The steps, length {length}, $d_k$ = {d_k}", xlabel="milliseconds (gray: in both)")
     _finish(figure, f"Medians of calls made in turn, in float32; both take the same multiply-adds. {BANDS}")
     return figure
 
