@@ -152,7 +152,7 @@ def test_vocabularies_are_checked(tmp_path):
     with pytest.raises(ValueError, match=r"target_vocabulary.json must be a list of 37 tokens"):
         read(tmp_path)
     (tmp_path / "target_vocabulary.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"target_vocabulary.json is not JSON"):
+    with pytest.raises(ValueError, match=r"target_vocabulary.json is not valid JSON"):
         read(tmp_path)
     (tmp_path / "target_vocabulary.json").unlink()
     with pytest.raises(FileNotFoundError):

@@ -162,7 +162,7 @@ def test_no_file_of_a_vocabulary_is_read_from_elsewhere(folder, tmp_path, name):
     (folder / name).symlink_to(tmp_path / "elsewhere")
     found = import_checkpoint(folder)
     assert found.vocabulary is None
-    assert f"{name} is a link that leads out of its folder" in found.notes[-1]
+    assert f"{name} must not be a link to a file outside its directory" in found.notes[-1]
 
 
 def test_options_are_asked_for_where_they_are_needed(folder):

@@ -130,7 +130,9 @@ def test_what_is_not_recognised_says_what_it_is(here, capsys):
     torch.save({"epoch": 3, "model_state_dict": torch.load("model.pt")}, "nested.pt")
     assert '--names FILE, with state = "model_state_dict" under [file]\n' in said("nested.pt")
     torch.save(torch.nn.Linear(2, 2), "whole.pt")
-    assert "names torch.nn.modules.linear.Linear, and no code is run: save model.state_dict() alone" in said("whole.pt")
+    assert "refers to torch.nn.modules.linear.Linear, which would run code: save only model.state_dict()" in said(
+        "whole.pt"
+    )
     torch.save({"w": torch.ones(2)}, "other.pt")
     assert "it contains w; `parity import --help` lists the supported formats" in said("other.pt")
     torch.save({"model": {"encoder.layers.0.fc1.weight": torch.ones(2)}}, "fairseq.pt")
@@ -331,9 +333,9 @@ def overlapping(path, count=3000):
 @pytest.mark.parametrize(
     ("write", "name", "message"),
     [
-        (many_names, "model.safetensors", "it names too many tensors, in 23,"),
-        (many_members, "model.npz", "it may hold 10,000 members: got 30,000"),
-        (overlapping, "model.npz", "its members must unpack to at most"),
+        (many_names, "model.safetensors", "must have at most 4,194,304 bytes: got 23,"),
+        (many_members, "model.npz", "the archive must have at most 10,000 members: got 30,000"),
+        (overlapping, "model.npz", "the archive must unpack to at most"),
         (lambda path: overlapping(path, 31), "model.npz", "File name in directory '0000001.npy' and header"),
     ],
 )
