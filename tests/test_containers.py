@@ -114,7 +114,7 @@ ZIPPED = {  # the pickle, and a part of what is said about it
     "a negative stride": (state(a_tensor(strides=(-1,))), "invalid metadata"),
     "one number a billion times": (state(a_tensor(shape=(2**30,), strides=(0,))), "must fit its storage"),
     "strides that are missing": (state(a_tensor(strides=())), "invalid metadata"),
-    "a thousand of one storage": (state(*[LARGE] * 1000), "must have at most 288,"),
+    "a thousand of one storage": (state(*[LARGE] * 1000), "bytes in total: got 36,000,000"),
     "no tensors": (b"\x80\x02]q\x00.", "must be a state dict: got list"),
     "a number among tensors": (state(number(5)), "only tensors: got int for w0"),
 }
@@ -274,7 +274,7 @@ def test_a_state_dict_has_its_metadata_and_other_names_are_called_if_asked(tmp_p
 
     layer = torch.nn.Linear(2, 3)
     torch.save({"model": layer.state_dict(), "args": Namespace(width=3)}, tmp_path / "model.pt")
-    with pytest.raises(ValueError, match=r"names argparse\.Namespace, and no code is run: save model\.state"):
+    with pytest.raises(ValueError, match=r"refers to argparse\.Namespace, which would run code: save only model"):
         pickles.read(tmp_path / "model.pt")
     found = pickles.read(tmp_path / "model.pt", pickles.NAMESPACE)
     assert found["args"].width == 3
