@@ -217,7 +217,7 @@ def test_a_folder_is_no_weight_file(line, here, capsys):
 def test_a_weight_file_without_vocabulary_says_how_to_get_one(here, capsys):
     assert parity(capsys, *IMPORT, "--out", "new.safetensors")[0] == 0
     err = parity(capsys, "translate", "--weights", "new.safetensors", "--text", "x")[2]
-    assert "`parity import` where the checkpoint has one or --vocab names its files" in err
+    assert "to add one, rerun `parity import` with --vocab, or call save_weights" in err
 
 
 CANNOT_HOLD = [  # a format, a preset, what is changed in it, and what is said

@@ -200,7 +200,7 @@ def test_evaluate_says_what_a_file_lacks(finished, tmp_path, capfd):
         write_file(tmp_path / "checkpoint", {**description, "training": spoilt}, tensors, None)
         assert f"checkpoint is not a usable weight file: {message}" in evaluate(tmp_path / "checkpoint")
     ref.save_weights(tmp_path / "weights", *ref.load_weights(finished / "model.safetensors"))
-    assert "weights holds no vocabulary" in evaluate(tmp_path / "weights")
+    assert "weights contains no vocabulary" in evaluate(tmp_path / "weights")
 
 
 def test_a_stop_in_between_changes_nothing_of_the_average(tmp_path):

@@ -314,7 +314,7 @@ def test_more_hypotheses_than_the_beam_of_the_file_need_another(narrow, capfd):
 
 REFUSED = {
     "no such weights": (["--weights", "{folder}/none"], "there is no weight file"),
-    "no vocabulary": (["--weights", "{folder}/bare"], "bare holds no vocabulary"),
+    "no vocabulary": (["--weights", "{folder}/bare"], "bare contains no vocabulary"),
     "no weight file": (["--weights", "{folder}/text"], "text is not a usable weight file"),
     "no such text": (["{folder}/none"], "/none; to translate the text itself, write --text "),
     "a line and a file": (["--text", "abc"], "leave out one of --text and text"),
