@@ -57,7 +57,7 @@ def taken_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """
     if "WORLD_SIZE" in environment or int(environment.get("SLURM_NTASKS", "1")) == 1:
         return {}
-    if not {"SLURM_PROCID", "SLURM_LOCALID"} <= environment.keys():  # salloc or sbatch, without srun
+    if not {"SLURM_PROCID", "SLURM_LOCALID"} <= environment.keys():  # a process of salloc or sbatch without srun
         return {}
     if not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         how = "MASTER_ADDR=$(scontrol show hostnames | head -1) MASTER_PORT=29500"

@@ -57,7 +57,14 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class Status:
-    """The progress of a run."""
+    """The progress of a run.
+
+    Attributes:
+        step: Number of steps that have been taken.
+        losses: Loss of the last step by backend.
+        learning_rate: Learning rate of the last step.
+        tokens_per_second: Average number of target tokens per second since the previous status.
+    """
 
     step: int
     losses: Mapping[str, float]

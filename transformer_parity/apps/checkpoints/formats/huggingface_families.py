@@ -42,7 +42,7 @@ class Family(NamedTuple):
 
     @property
     def classes(self) -> list[str]:
-        """Names of the supported classes: with an output projection, and without, from which some models were saved."""
+        """Names of the class with an output projection and of the base class, from which some models were saved."""
         kind = "MTModel" if self.title == "Marian" else "ForConditionalGeneration"
         return [self.title + kind, f"{self.title}Model"]
 
