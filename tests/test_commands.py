@@ -110,7 +110,7 @@ def test_what_a_framework_prints_is_held_back_unless_it_fails(capfd):
             "source transformer_backward --backends tf",
             "transformer_backward is not in transformer_tf, but in reference_numpy",
         ),
-        ("show positions --preset paper_learned", "paper_learned learns its positions"),
+        ("show positions --preset paper_learned", "presets must have sinusoidal positions: got"),
         ("show positions --size 0x64", "must be a positive integer: got '0'"),
         ("show positions --size 50x7", "need an even d_model: got 7"),
         ("show masks --out x.pdf", "--out must be a folder or end in .png or .svg: got x.pdf"),

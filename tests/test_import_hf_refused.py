@@ -168,7 +168,7 @@ def test_no_file_of_a_vocabulary_is_read_from_elsewhere(folder, tmp_path, name):
 def test_options_are_asked_for_where_they_are_needed(folder):
     with pytest.raises(ValueError, match="format must be one of"):
         import_checkpoint(folder, "onnx")
-    with pytest.raises(ValueError, match="is not recognised"):
+    with pytest.raises(ValueError, match="is not recognized"):
         import_checkpoint(folder / "config.json")
     assert import_checkpoint(folder, "hf", ReadOptions()).config == import_checkpoint(folder).config
     assert differences(import_checkpoint(folder).config, "fairseq")["activation"] == ("relu", "swish")

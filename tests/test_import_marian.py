@@ -270,7 +270,7 @@ def without(name):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (without(SETTINGS), "must contain an array special:model.yml"),
+        (without(SETTINGS), "its options in an array special:model.yml"),
         (without("encoder_l2_self_Wq"), r"missing encoder_l2_self_Wq \[8, 8\]"),
         (without("Wemb"), "there is no tensor encoder_Wemb: the file contains "),
         (without("encoder_l1_ffn_W1"), "there is no tensor encoder_l1_ffn_W1: the file contains "),

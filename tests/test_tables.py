@@ -100,7 +100,7 @@ def test_an_origin_is_plain_values():
     assert Origin.from_dict(origin.to_dict()) == origin
     with pytest.raises(ValueError, match="missing fields of an origin: licence"):
         Origin.from_dict({name: value for name, value in origin.to_dict().items() if name != "licence"})
-    with pytest.raises(TypeError, match="must be text"):
+    with pytest.raises(TypeError, match="must be strings"):
         Origin.from_dict(origin.to_dict() | {"files": ["a"]})
-    with pytest.raises(TypeError, match="must be a mapping of field names: got list"):
+    with pytest.raises(TypeError, match="must be a mapping of field names to values: got list"):
         Origin.from_dict([])

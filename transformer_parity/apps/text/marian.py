@@ -41,8 +41,8 @@ class MarianVocabulary(Vocabulary):
         tables = [read_map(files, name) for names in (TABLES, TARGET_TABLES) for name in names if name in files]
         if len(models) == 1 or not (models or tables):
             raise ValueError(
-                "a Marian vocabulary must contain source.spm and target.spm, an ID table, or all of them: got "
-                f"{', '.join(files) or 'no files'}"
+                "a Marian vocabulary must contain source.spm and target.spm, an ID table, or all of them: got an "
+                "incomplete set"
             )
         if not tables:
             tables = [
