@@ -275,7 +275,7 @@ def same(state):
         (
             {"num_heads": 3},
             lambda s: {n: s[n] for n in s if "lut" not in n},
-            "no tensor src_embed.0.lut.weight: there is ",
+            "no tensor src_embed.0.lut.weight: the file contains ",
         ),
     ],
 )
