@@ -108,7 +108,7 @@ REFUSED = {
     "a field with an option": (["--task", "dates", "--set", "total_steps=3"], "got total_steps"),
     "fewer checkpoints than averaged": (
         ["--task", "dates", "--set", "keep=1", "average=2"],
-        "keep must be at least average 2: got 1",
+        "keep must be at least average, 2: got 1",
     ),
     "a word for an interval": (
         ["--task", "dates", "--set", "save_every=often"],
@@ -265,7 +265,7 @@ def test_what_is_no_file_is_never_opened(what, where, texts, checkpoint, tmp_pat
     path = tmp_path / "checkpoint-0000008.safetensors"
     spoilt(checkpoint, path, "corpus", value=origin)
     assert resume(path, "--backend", "numpy") == 3
-    assert f"the run's text {other} is no file" in capfd.readouterr().err
+    assert f"the run's text {other} must be a file" in capfd.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_refused_with_the_reason(finished, tmp_path, capfd):

@@ -215,7 +215,7 @@ def _recorded(files: Any) -> list[str]:
     for file in files:
         if not Path(file).is_file():
             raise FileNotFoundError(
-                f"there is no file {file} with the run's text: specify its new path with --text or --held-out"
+                f"the run's text {file} must be a file: if it has moved, specify its path with --text or --held-out"
             )
     return files
 
