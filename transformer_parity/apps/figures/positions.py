@@ -55,7 +55,7 @@ def position_formula(config: TransformerConfig) -> str:
     half = config.d_model // 2
     steps = half if config.position_timescale == "m" else half - 1
     layout = (
-        f"{half} sines, then {half} cosines" if config.position_layout == "split" else "sines and cosines alternate"
+        f"{half} sines, then {half} cosines" if config.position_layout == "split" else "alternating sines and cosines"
     )
     angles = f"p / 10000^(i / {steps}), i = 0 ... {half - 1}; the first position is p = {config.position_offset}"
     return f"{layout}\nof {angles}"
