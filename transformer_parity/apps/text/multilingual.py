@@ -64,8 +64,8 @@ class MultilingualVocabulary(Vocabulary):
     their treatment of leading and trailing spaces and of unknown characters.
 
     Args:
-        files: Content of each file, by name. Required is ``tokenizer.json`` or ``sentencepiece.bpe.model`` and, for
-            M2M100, ``vocab.json``. ``tokenizer_config.json`` optionally contains Hugging Face's settings.
+        files: Content of each file, by name. Must include ``tokenizer.json``, or ``sentencepiece.bpe.model`` and, for
+            M2M100, ``vocab.json``. May include ``tokenizer_config.json`` with Hugging Face's settings.
         kind: Model family, a key of ``FORMS``.
 
     Raises:
@@ -162,8 +162,8 @@ class TokenizerVocabulary(Vocabulary):
     """A vocabulary from a ``tokenizer.json`` with its own template, or from byte-level BPE files with BART's template.
 
     Args:
-        files: Content of each file, by name. Required is ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``.
-            ``tokenizer_config.json`` is optional.
+        files: Content of each file, by name. Must include ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``.
+            May include ``tokenizer_config.json``.
 
     Raises:
         UsageError: If ``tokenizers`` is not installed.

@@ -20,7 +20,7 @@ MOST_HELD_OUT = 1_000  # maximum number of pairs to hold out if the user specifi
 
 @dataclass(frozen=True)
 class Recipe:
-    """Default settings for a task. Options on the command line override each of them.
+    """Default settings for a task, which command-line options can override.
 
     Attributes:
         steps: Number of steps.

@@ -55,16 +55,16 @@ class TrainingJob:
 
 
 class Joined:
-    """Message: the process has imported its framework and joins the others."""
+    """A message that a process sends after importing its framework, before it joins the others."""
 
 
 class Finishing:
-    """Message: all steps have been taken, so the run can no longer be stopped with a checkpoint."""
+    """A message that a process sends after the last step, when the run can no longer be stopped with a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Message: the process has ended its part of the run.
+    """A message that a process sends at the end of its part of the run.
 
     Attributes:
         step: Number of steps that have been taken.
