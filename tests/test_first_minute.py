@@ -191,10 +191,10 @@ def test_what_was_imported_says_where_from(capsys, tmp_path):
     save(tmp_path / "a", model, "float16")
     words = " ".join(parity(capsys, "info", tmp_path / "a")[1].split())
     for part in (
-        "family marian\N{REPLACEMENT CHARACTER}[31m (a folder of Hugging Face's, with config.json) preset paper_base",
-        "norm_order pre for post",
+        "family marian\N{REPLACEMENT CHARACTER}[31m (a Hugging Face directory with config.json) preset paper_base",
+        "norm_order pre instead of post",
         "parameters in float16",
-        "vocabulary none search beam 6, length penalty 0.6 (gnmt), at most 512 tokens licence MIT",
+        "vocabulary none search beam 6, length penalty 0.6 (gnmt), at most 512 tokens license MIT",
         "from a.bin, SHA-256 12ab",
     ):
         assert part in words

@@ -123,16 +123,16 @@ def with_variables(**changes):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda b: b._replace(name="WhisperSpec"), "must hold a TransformerSpec: got WhisperSpec"),
+        (lambda b: b._replace(name="WhisperSpec"), "must contain a TransformerSpec: got WhisperSpec"),
         (
             with_variables(encoder__layer_0__ffn__linear_0__weight_scale=np.ones(1, np.float32)),
             "the model is quantized",
         ),
-        (with_variables(decoder__alibi=np.array(1, np.int8)), "decoder/alibi must be 0: got 1"),
-        (with_variables(decoder__pre_norm=np.array(1, np.int8)), "encoder/pre_norm and decoder/pre_norm must agree"),
+        (with_variables(decoder__alibi=np.array(1, np.int8)), "decoder/alibi must be 0 because .*: got 1"),
+        (with_variables(decoder__pre_norm=np.array(1, np.int8)), "encoder/pre_norm and decoder/pre_norm must be equal"),
         (with_variables(encoder__scale_embeddings=np.array(3, np.float32)), r"must be 1 or sqrt\(d_model\): got 3"),
         (with_variables(encoder__rotary=np.ones(2, np.float32)), r"unexpected encoder/rotary \[2\]"),
-        (with_variables(encoder__num_heads=np.ones(2, np.int16)), "encoder/num_heads must be one number"),
+        (with_variables(encoder__num_heads=np.ones(2, np.int16)), "encoder/num_heads must be a scalar"),
         (
             with_variables(encoder__activation=np.array(4, np.int8), decoder__activation=np.array(4, np.int8)),
             "encoder/activation must be one of .*: got 4",
@@ -152,7 +152,7 @@ def test_vocabularies_are_checked(tmp_path):
     with pytest.raises(ValueError, match=r"target_vocabulary.json must be a list of 37 tokens"):
         read(tmp_path)
     (tmp_path / "target_vocabulary.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match=r"target_vocabulary.json is not JSON"):
+    with pytest.raises(ValueError, match=r"target_vocabulary.json is not valid JSON"):
         read(tmp_path)
     (tmp_path / "target_vocabulary.json").unlink()
     with pytest.raises(FileNotFoundError):

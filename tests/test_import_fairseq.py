@@ -209,7 +209,7 @@ def test_ties_are_the_tensors_and_contradictions_are_named(tmp_path):
     imported = read(save(tmp_path / "model.pt", state, {**ARGS, "share_all_embeddings": True}))
     assert imported.config.tie_embeddings == "target_output"
     assert imported.notes == (
-        "the options say that tables are tied as 'all', the tensors 'target_output': taken from the tensors",
+        "tied embeddings are 'all' in the options, but the tensors imply 'target_output', which is used",
     )
     del state["decoder.output_projection.weight"]
     imported = read(save(tmp_path / "model.pt", state, {**ARGS, "share_decoder_input_output_embed": True}))
@@ -226,8 +226,8 @@ def test_ties_are_the_tensors_and_contradictions_are_named(tmp_path):
         ({"cross_self_attention": True}, "--cross-self-attention is True"),
         ({"no_token_positional_embeddings": True}, "a model without positions"),
         ({"activation_fn": "tanh"}, "--activation-fn must be one of relu, .*: got 'tanh'"),
-        ({"decoder_normalize_before": True}, "--encoder-normalize-before and --decoder-normalize-before must agree"),
-        ({"encoder_learned_pos": True}, "must agree: got True and False"),
+        ({"decoder_normalize_before": True}, "--encoder-normalize-before and --decoder-normalize-before must be equal"),
+        ({"encoder_learned_pos": True}, "must be equal: got True and False"),
     ],
 )
 def test_other_models_are_refused_by_name(options, message, tmp_path):
@@ -239,11 +239,20 @@ def test_other_models_are_refused_by_name(options, message, tmp_path):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda s: s.pop("encoder.embed_tokens.weight"), "no tensor encoder.embed_tokens.weight: there is decoder"),
+        (
+            lambda s: s.pop("encoder.embed_tokens.weight"),
+            "no tensor encoder.embed_tokens.weight: the file contains decoder",
+        ),
         (lambda s: s.pop("decoder.layers.0.fc2.bias"), r"missing decoder.layers.0.fc2.bias \[12\]"),
         (lambda s: s.update({"encoder.layers.0.c_attn": torch.ones(3)}), "unexpected encoder.layers.0.c_attn"),
-        (lambda s: s.update({"encoder.layer_norm.weight": torch.ones(12)}), "both be there, or neither"),
-        (lambda s: s.update({"x.in_proj_weight": torch.ones(4, 2)}), "must have the rows of three projections"),
+        (
+            lambda s: s.update({"encoder.layer_norm.weight": torch.ones(12)}),
+            "both encoder.layer_norm and decoder.layer_norm, or neither",
+        ),
+        (
+            lambda s: s.update({"x.in_proj_weight": torch.ones(4, 2)}),
+            "must have a number of rows that is divisible by 3",
+        ),
     ],
 )
 def test_wrong_tensors_are_refused_by_their_own_names(edit, message, tmp_path):
@@ -257,10 +266,10 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     path = tmp_path / "model.pt"
     torch.save({"a": torch.ones(2)}, path)
     assert not fairseq.recognises(path)
-    with pytest.raises(ValueError, match="must hold 'model' and its options"):
+    with pytest.raises(ValueError, match="must be a dict with 'model' and its options"):
         read(path)
     torch.save({"model": {"a": torch.ones(2)}}, path)
-    with pytest.raises(ValueError, match=r"got none\. Where the file has lost them, put them back: content\['args'\]"):
+    with pytest.raises(ValueError, match=r"got neither\. If they were removed from the file, set content\['args'\]"):
         read(path)
 
 
@@ -276,7 +285,7 @@ def test_the_dictionaries_number_lines(tmp_path):
     assert set(imported.origin.files) == {"model.pt", "dict.en.txt", "dict.de.txt"}
     with pytest.raises(ValueError, match="23"):
         fairseq.read(path, ReadOptions(vocab=vocab[1:]))
-    with pytest.raises(ValueError, match=r"one or two dict.txt, and codes or a .model: got a, b"):
+    with pytest.raises(ValueError, match=r"one or two dict.txt and, optionally, codes or a .model: got a, b"):
         fairseq.read(path, ReadOptions(vocab=(tmp_path / "a", tmp_path / "b")))
     vocab[1].write_text("w1 1\nw2\n")
     with pytest.raises(ValueError, match=r"dict\.de\.txt: line 2 must be `symbol count`: got 'w2'"):

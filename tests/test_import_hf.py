@@ -176,7 +176,7 @@ def test_translations_are_those_of_transformers(tmp_path, form):
     generation.write_text(json.dumps(json.loads(generation.read_text()) | BEAMS))
     found = proof.check_against_transformers(tmp_path / "model", import_checkpoint(tmp_path / "model"))
     assert [one.why for one in found if one.verdict != AGREES] == []
-    assert found[-1].why == "4 of 4 translations of at most 20 tokens are the same"
+    assert found[-1].why == "4 of 4 translations of at most 20 tokens are identical"
 
 
 def test_a_vocabulary_travels_with_its_weights(tmp_path):
@@ -204,7 +204,7 @@ def test_a_folder_without_its_output_layer_and_without_a_bias(tmp_path):
     model.model.float().save_pretrained(tmp_path / "bare")
     whole, bare = import_checkpoint(tmp_path / "whole"), import_checkpoint(tmp_path / "bare")
     assert bare.config == whole.config
-    assert "there is no final_logits_bias: it is zero, as transformers has it" in bare.notes
+    assert "final_logits_bias is missing, so it is zero, as in transformers" in bare.notes
     for name, array in whole.weights.items():
         assert same(array, bare.weights[name]) or name == "output_proj.bias"
     assert not bare.weights["output_proj.bias"].any()
@@ -224,7 +224,12 @@ def test_the_command_imports_proves_and_checks(folder, tmp_path, capsys):
     out = ["--out", str(tmp_path / "a.safetensors"), "--json", str(tmp_path / "a.json")]
     assert main(["import", str(folder), *out, "--backends", "numpy,torch", "--check"]) == 0
     said = capsys.readouterr().out
-    for part in ("marian", "target and output have one table", "4 of 4 translations", "AGREE  numpy, torch, trans"):
+    for part in (
+        "marian",
+        "source embedding, target embedding and output projection",
+        "4 of 4 translations",
+        "AGREE  numpy, torch, trans",
+    ):
         assert part in said
     found = json.loads((tmp_path / "a.json").read_text())["result"]
     assert [one["name"].split()[0] for one in found["proof"]] == [*["numpy"] * 2, *["torch"] * 2, *["transformers"] * 3]

@@ -32,7 +32,7 @@ def changed(folder: Path, drop=(), fields=None, **arrays) -> Path:
 
 
 OUTPUT, SHARED = "lm_head.weight", "model.shared.weight"
-SAYS_NO = f"tie_word_embeddings is false, and {OUTPUT}"
+SAYS_NO = f"tie_word_embeddings is false, but {OUTPUT}"
 
 
 def test_contradictions_are_decided_by_the_tensors_and_said(tmp_path):
@@ -49,11 +49,11 @@ def test_contradictions_are_decided_by_the_tensors_and_said(tmp_path):
     assert (tied, note.split(",")[0]) == ("none", "tie_word_embeddings is true")
     assert same(weights["output_proj.kernel"].T, table + 1)
     tied, note, _ = notes_of(changed(tmp_path / "tied", fields={"tie_word_embeddings": False}, **{OUTPUT: table}))
-    assert (tied, note) == ("all", f"{SAYS_NO} is the target embedding: they are tied here")
+    assert (tied, note) == ("all", f"{SAYS_NO} equals the target embedding, so they are tied")
     tied, note, _ = notes_of(changed(tmp_path / "tied", drop=[OUTPUT]))
-    assert (tied, note) == ("all", f"{SAYS_NO} is missing: they are tied here")
+    assert (tied, note) == ("all", f"{SAYS_NO} is missing, so they are tied")
     tied, note, _ = notes_of(tmp_path / "apart")
-    assert (tied, note) == ("none", f"{SHARED} is not the embedding of the encoder, and is not used")
+    assert (tied, note) == ("none", f"{SHARED} differs from the embedding of the encoder and is ignored")
     drop = [huggingface.ENCODER, huggingface.DECODER]  # as releases before 5 wrote them
     tied, _, weights = notes_of(changed(tmp_path / "apart", drop=drop))
     assert tied == "none"
@@ -65,20 +65,23 @@ def test_flags_of_old_releases_are_named_where_they_contradict_the_class(tmp_pat
     fields = {"normalize_before": True, "static_position_embeddings": True}
     found = import_checkpoint(changed(tmp_path / "model", fields=fields))
     assert found.notes[0] == (
-        "normalize_before is True in config.json: a marian model is computed with False, whatever stands there"
+        "normalize_before is True in config.json, but marian models ignore this flag and always use False"
     )
     assert not any("static" in note for note in found.notes)
 
 
 REFUSED = {
-    "no type": ({"model_type": None}, "config.json must name its model_type, one of marian, m2m_100"),
-    "T5": ({"model_type": "t5"}, "a t5 model has relative positions"),
-    "Whisper": ({"model_type": "whisper"}, "a whisper model reads sound"),
-    "experts": ({"model_type": "nllb-moe"}, "has experts in the place of feed-forward blocks"),
-    "another norm": ({"model_type": "blenderbot-small"}, "has the norm of its decoder's embeddings before"),
-    "unknown": ({"model_type": "gpt2"}, "a gpt2 model is none of the families"),
-    "a classifier": ({"architectures": ["MarianForSequenceClassification"]}, "architectures must name a model"),
-    "quantized": ({"quantization_config": {"bits": 4}}, "has a quantization_config: merge or dequantize"),
+    "no type": ({"model_type": None}, "model_type in config.json must be one of marian, m2m_100"),
+    "T5": ({"model_type": "t5"}, "got t5, which uses relative positions"),
+    "Whisper": ({"model_type": "whisper"}, "got whisper, which reads audio"),
+    "experts": ({"model_type": "nllb-moe"}, "got nllb-moe, which uses a mixture of experts"),
+    "another norm": ({"model_type": "blenderbot-small"}, "which normalizes the decoder's embeddings before"),
+    "unknown": ({"model_type": "gpt2"}, ", fsmt: got gpt2"),
+    "a classifier": (
+        {"architectures": ["MarianForSequenceClassification"]},
+        "architectures in config.json must be Marian",
+    ),
+    "quantized": ({"quantization_config": {"bits": 4}}, "must not contain quantization_config: first merge"),
     "an activation": ({"activation_function": "gelu_fast"}, "activation_function must be one of relu"),
     "a billion layers": ({"encoder_layers": 10**9}, "too few for the config's 1,000,000,001 layers"),
     "another width": ({"d_model": 32}, r"model.encoder.embed_tokens.weight must have shape [31, 32]: got [31, 16]"),
@@ -86,7 +89,7 @@ REFUSED = {
     "padding outside": ({"pad_token_id": 99}, "pad_id must be below the vocabulary size 31: got 99"),
     "text for a number": ({"d_model": "many"}, "d_model must be an integer"),
     "heads that do not divide": ({"encoder_attention_heads": 3}, "num_heads must divide d_model"),
-    "several ends": ({"eos_token_id": [0, 1]}, "eos_token_id must be one id"),
+    "several ends": ({"eos_token_id": [0, 1]}, "eos_token_id must be a single ID"),
 }
 
 
@@ -116,7 +119,7 @@ def test_a_table_of_positions_that_is_another_is_refused(folder):
     import_checkpoint(changed(folder, **{name: exact.astype(np.float16)}))
     others = [exact + np.float32(1e-6), ref.sinusoidal_encoding(40, 16, "split", "m_minus_1"), exact[:, ::-1].copy()]
     for other in others:
-        with pytest.raises(ValueError, match="is not the table of sinusoids that this family has: it differs by"):
+        with pytest.raises(ValueError, match="must contain this family's sinusoids: got a difference of"):
             import_checkpoint(changed(folder, **{name: other}))
 
 
@@ -125,7 +128,7 @@ def test_a_folder_with_the_weights_of_other_frameworks_says_so(folder):
     with pytest.raises(FileNotFoundError, match="there are no weights in"):
         import_checkpoint(folder)
     (folder / "tf_model.h5").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"has weights of TensorFlow \(tf_model.h5\) only"):
+    with pytest.raises(ValueError, match=r"got only weights for TensorFlow \(tf_model.h5\)"):
         import_checkpoint(folder)
 
 
@@ -137,10 +140,10 @@ def test_a_folder_is_no_file_of_another_format(folder, format_):
 
 
 def test_an_adapter_is_refused_and_so_is_what_would_not_be_used(folder):
-    with pytest.raises(ValueError, match="is read as hf, which takes none of these options: leave out --set"):
+    with pytest.raises(ValueError, match="has the format hf, which supports no options: remove --set"):
         import_checkpoint(folder, options=ReadOptions(fields={"num_heads": 8}))
     (folder / "config.json").rename(folder / "adapter_config.json")
-    with pytest.raises(ValueError, match=r"an adapter \(LoRA\) changes another model: merge it into that model"):
+    with pytest.raises(ValueError, match=r"contains an adapter \(LoRA, adapter_config.json\), not a model: merge"):
         import_checkpoint(folder)
 
 
@@ -159,13 +162,13 @@ def test_no_file_of_a_vocabulary_is_read_from_elsewhere(folder, tmp_path, name):
     (folder / name).symlink_to(tmp_path / "elsewhere")
     found = import_checkpoint(folder)
     assert found.vocabulary is None
-    assert f"{name} is a link that leads out of its folder" in found.notes[-1]
+    assert f"{name} must not be a link to a file outside its directory" in found.notes[-1]
 
 
 def test_options_are_asked_for_where_they_are_needed(folder):
     with pytest.raises(ValueError, match="format must be one of"):
         import_checkpoint(folder, "onnx")
-    with pytest.raises(ValueError, match="is not recognised"):
+    with pytest.raises(ValueError, match="is not recognized"):
         import_checkpoint(folder / "config.json")
     assert import_checkpoint(folder, "hf", ReadOptions()).config == import_checkpoint(folder).config
     assert differences(import_checkpoint(folder).config, "fairseq")["activation"] == ("relu", "swish")

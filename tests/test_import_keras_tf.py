@@ -78,9 +78,9 @@ def test_logits_are_keras(port, options, ids, tmp_path):
         layer_norm_epsilon=options.get("layer_norm_epsilon", 1e-5),
     )
     assert imported.notes == (
-        "the first of two embeddings is taken for the source's, as a functional model has it",
-        "not in the file, and taken as given: pad_id 0, bos_id 1, eos_id 2. "
-        "A wrong value is not noticed where backends are compared",
+        "the first of the two embeddings is used for the source, which is the order in a functional model",
+        "not in the file, so your values are used: pad_id 0, bos_id 1, eos_id 2. "
+        "Comparing backends does not detect a wrong value",
     )
     assert reader.recognises(tmp_path / "model.keras")
     said = {name: getattr(imported.config, name) for name in POST}
@@ -92,9 +92,11 @@ def test_logits_are_keras(port, options, ids, tmp_path):
 def test_what_the_weights_do_not_say_is_asked_for(port, tmp_path):
     build().save_weights(tmp_path / "model.weights.h5")
     build().save(tmp_path / "model.keras")
-    with pytest.raises(ValueError, match=r"model.weights.h5 does not say norm_order, activation, layer_norm_epsilon"):
+    with pytest.raises(
+        ValueError, match=r"model.weights.h5 does not contain norm_order, activation, layer_norm_epsilon"
+    ):
         read(tmp_path / "model.weights.h5")
-    with pytest.raises(ValueError, match=r"model.keras does not say pad_id, bos_id, eos_id"):
+    with pytest.raises(ValueError, match=r"model.keras does not contain pad_id, bos_id, eos_id"):
         reader.read(tmp_path / "model.keras", ReadOptions())
 
 
@@ -113,10 +115,16 @@ def rewritten(path, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda layers: layers.append({"class_name": "Lambda", "config": {}}), "and nothing else: see Lambda"),
-        (lambda layers: layers.pop(), "and nothing else: see Dense"),
-        (lambda layers: layers.append({"class_name": "Dense", "config": {}}), "must describe 1 of Dense: got 2"),
-        (lambda layers: layers[3]["config"].update(layer_norm_epsilon=1.0), "must have one layer_norm_epsilon: got"),
+        (
+            lambda layers: layers.append({"class_name": "Lambda", "config": {}}),
+            "and no others: missing or unexpected Lambda",
+        ),
+        (lambda layers: layers.pop(), "and no others: missing or unexpected Dense"),
+        (lambda layers: layers.append({"class_name": "Dense", "config": {}}), "must contain 1 Dense layers: got 2"),
+        (
+            lambda layers: layers[3]["config"].update(layer_norm_epsilon=1.0),
+            "must have the same layer_norm_epsilon: got",
+        ),
         (lambda layers: [one["config"].update(activation="elu") for one in layers], "activation must be one of relu,"),
     ],
 )
@@ -139,5 +147,5 @@ def test_other_weights_are_refused(port, tmp_path):
     with pytest.raises(ValueError, match=r"missing layers/transformer_decoder/_self_attention_layer/key_dense/vars/0"):
         read(path, **POST)
     (tmp_path / "model.keras").write_bytes(b"PK\3\4")
-    with pytest.raises(ValueError, match=r"is not a usable .keras file"):
+    with pytest.raises(ValueError, match=r"is not a valid .keras file"):
         read(tmp_path / "model.keras")

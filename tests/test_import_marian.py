@@ -270,10 +270,10 @@ def without(name):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (without(SETTINGS), "must hold its options in special:model.yml"),
+        (without(SETTINGS), "its options in an array special:model.yml"),
         (without("encoder_l2_self_Wq"), r"missing encoder_l2_self_Wq \[8, 8\]"),
-        (without("Wemb"), "there is no tensor encoder_Wemb: there is "),
-        (without("encoder_l1_ffn_W1"), "there is no tensor encoder_l1_ffn_W1: there is "),
+        (without("Wemb"), "there is no tensor encoder_Wemb: the file contains "),
+        (without("encoder_l1_ffn_W1"), "there is no tensor encoder_l1_ffn_W1: the file contains "),
         (lambda t: {**t, "decoder_l1_rnn_Wf": t["Wemb"]}, r"unexpected decoder_l1_rnn_Wf \[17, 8\]"),
         (lambda t: {**t, "encoder_l1_self_bq": t["encoder_l1_self_bq"][0]}, r"must have shape \[1, 8\]: got \[8\]"),
         (lambda t: {**t, "Wemb": t["Wemb"].astype(np.int8)}, "Wemb must be one of float64"),
@@ -294,7 +294,7 @@ def test_the_search_is_that_of_the_decoder_file(save):
     assert imported.search == Search.preset("marian", beam_size=6, length_penalty=0.6, rules=rules)
     assert set(imported.origin.files) == {"model.npz", "model.npz.decoder.yml"}
     decoder.write_text("word-penalty: 0.5")
-    with pytest.raises(ValueError, match=r"word-penalty must be 0: got 0\.5"):
+    with pytest.raises(ValueError, match=r"word-penalty in model.npz.decoder.yml must be 0 because .*: got 0\.5"):
         read(path)
 
 
@@ -324,4 +324,6 @@ def test_vocabularies_number_lines_and_are_written_again(save, tmp_path):
 
 def test_a_vocabulary_of_another_kind_is_not_written(save, tmp_path):
     notes = marian.write(read(save()), tmp_path / "out")
-    assert notes == ("the vocabulary is not Marian's and is not written: decoder.yml names none",)
+    assert notes == (
+        "the vocabulary is not written because Marian does not support its kind: add yours to model.npz.decoder.yml",
+    )

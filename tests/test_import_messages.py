@@ -80,7 +80,7 @@ def test_a_state_dict_takes_the_vocabulary_of_its_user(here):
     [
         ({"vocab": "nosuch.model"}, "there is no file nosuch.model"),
         ({"names": "nosuch.toml"}, "there is no file nosuch.toml"),
-        ({"fields": {"eos_id": 5}}, "the vocabulary must add eos_id, 5, to a translation, and no other id: got [2]"),
+        ({"fields": {"eos_id": 5}}, "the vocabulary must append only eos_id, 5, to a target sentence: got [2]"),
     ],
 )
 def test_a_file_that_is_named_counts(options, message, here):
@@ -94,7 +94,7 @@ def test_a_file_that_is_named_counts(options, message, here):
 @pytest.mark.parametrize("name", [name for name in importer.FORMATS if name not in importer.ASKED])
 def test_what_a_format_does_not_ask_for_is_refused(name, here):
     for options in ReadOptions(vocab=(here / "model.pt",)), ReadOptions(fields={"num_heads": 3}):
-        with pytest.raises(ValueError, match=f"is read as {name}, which takes none of these options: leave out --"):
+        with pytest.raises(ValueError, match=f"has the format {name}, which supports no options: remove --"):
             import_checkpoint("model.pt", name, options)
 
 
@@ -109,7 +109,7 @@ def test_the_prefix_of_torch_is_found_by_the_names(prefix, here):
     more = {name.replace(prefix, "other.", 1): one for name, one in state.items() if "coder." in name}
     if prefix:
         torch.save({**state, **more}, "model.pt")
-        with pytest.raises(ValueError, match=r'several models in the file: say which, as prefix = ".*" under \[file\]'):
+        with pytest.raises(ValueError, match=r'more than one model: set prefix = "\.\.\." under \[file\] to one of'):
             torch_nn.read(here / "model.pt", options)
 
 
@@ -126,25 +126,27 @@ def test_what_is_not_recognised_says_what_it_is(here, capsys):
         assert len(err) < 400
         return err
 
-    assert "tensors are those of torch.nn.Transformer: add --as torch --names FILE\n" in said("model.pt")
+    assert "tensors belong to torch.nn.Transformer: add --as torch --names FILE\n" in said("model.pt")
     torch.save({"epoch": 3, "model_state_dict": torch.load("model.pt")}, "nested.pt")
     assert '--names FILE, with state = "model_state_dict" under [file]\n' in said("nested.pt")
     torch.save(torch.nn.Linear(2, 2), "whole.pt")
-    assert "names torch.nn.modules.linear.Linear, and no code is run: save model.state_dict() alone" in said("whole.pt")
+    assert "refers to torch.nn.modules.linear.Linear, which would run code: save only model.state_dict()" in said(
+        "whole.pt"
+    )
     torch.save({"w": torch.ones(2)}, "other.pt")
-    assert "it holds w; `parity import --help` lists what can be read" in said("other.pt")
+    assert "it contains w; `parity import --help` lists the supported formats" in said("other.pt")
     torch.save({"model": {"encoder.layers.0.fc1.weight": torch.ones(2)}}, "fairseq.pt")
-    assert "those of fairseq or of Hugging Face, without the settings" in said("fairseq.pt")
+    assert "belong to fairseq or Hugging Face, but the settings are missing" in said("fairseq.pt")
     (here / "empty").mkdir()
-    assert "the folder has neither config.json nor model.bin" in said("empty")
+    assert "the directory contains neither config.json nor model.bin" in said("empty")
     (here / "hf").mkdir()
     (here / "hf/config.json").write_text("{}")
     (here / "hf/model.safetensors").write_text("")
-    assert "there is a config.json beside it, so give the folder: hf" in said("hf/model.safetensors")
+    assert "its directory contains config.json, so pass the directory: hf" in said("hf/model.safetensors")
     config = ref.TransformerConfig(source_vocab_size=9, target_vocab_size=9, d_model=8, num_heads=2, d_ff=8)
     ref.save_weights("ours.safetensors", config, ref.init_weights(config, seed=0))
-    assert "a weight file of this project, which `parity translate` and" in said("ours.safetensors")
-    assert f"read as {'annotated'}" not in said("model.pt", "--names", "nosuch.toml")
+    assert "a weight file of this project; use it with `parity translate` or" in said("ours.safetensors")
+    assert f"has the format {'annotated'}" not in said("model.pt", "--names", "nosuch.toml")
 
 
 def test_names_are_enough_to_say_that_it_is_torch(here, capsys):
@@ -152,8 +154,8 @@ def test_names_are_enough_to_say_that_it_is_torch(here, capsys):
     assert code == 0
     assert "torch.nn.Transformer" in out
     words = " ".join(out.split())
-    assert "not in the file, and taken as given: num_heads 3, norm_order post, activation relu" in words
-    assert "give its files, as --vocab source.model target.model" in words
+    assert "not in the file, so your values are used: num_heads 3, norm_order post, activation relu" in words
+    assert "pass its files, such as --vocab source.model target.model" in words
 
 
 def test_only_what_is_installed_proves_what_was_written(here, capsys, only):
@@ -216,7 +218,7 @@ def test_a_folder_is_no_weight_file(line, here, capsys):
 def test_a_weight_file_without_vocabulary_says_how_to_get_one(here, capsys):
     assert parity(capsys, *IMPORT, "--out", "new.safetensors")[0] == 0
     err = parity(capsys, "translate", "--weights", "new.safetensors", "--text", "x")[2]
-    assert "`parity import` where the checkpoint has one or --vocab names its files" in err
+    assert "to add one, rerun `parity import` with --vocab, or call save_weights" in err
 
 
 CANNOT_HOLD = [  # a format, a preset, what is changed in it, and what is said
@@ -241,7 +243,7 @@ SOFTWARE = {"torch": "torch.nn.Transformer", "marian": "Marian", "ctranslate2": 
 
 @pytest.mark.parametrize(("format_", "preset", "change", "message"), CANNOT_HOLD)
 def test_what_a_format_cannot_hold_is_not_written(format_, preset, change, message, tmp_path):
-    said = f"{SOFTWARE[format_]} cannot hold this model: .*{re.escape(message)}"
+    said = f"{SOFTWARE[format_]} does not support this model: .*{re.escape(message)}"
     for write in (importer.module_of(format_).write, partial(importer.export_checkpoint, format_=format_)):
         with pytest.raises(ValueError, match=said):
             write(ours(tiny_config(preset, **change)), folder=tmp_path / "out")
@@ -249,7 +251,7 @@ def test_what_a_format_cannot_hold_is_not_written(format_, preset, change, messa
 
 
 def test_marian_starts_from_zeros(tmp_path):
-    with pytest.raises(ValueError, match=r"^Marian starts from a vector of zeros: the row of bos_id 1 has other num"):
+    with pytest.raises(ValueError, match=r"^the target embedding of bos_id, 1, must be zero because Marian starts"):
         importer.export_checkpoint(ours(tiny_config("marian_cpp")), "marian", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -273,14 +275,14 @@ def search(rules=None, **changes):
 
 ORIGIN = Origin(format="hf", family="marian", preset="marian", files={}).to_dict()
 LIES = {
-    "another kind": ({"kind": "nllb"}, "a vocabulary of the kind nllb needs 'sentencepiece.bpe.model'"),
-    "no kind": ({"kind": "klingon"}, "there is no kind of vocabulary called 'klingon'"),
+    "another kind": ({"kind": "nllb"}, "a vocabulary of kind nllb requires 'sentencepiece.bpe.model'"),
+    "no kind": ({"kind": "klingon"}, "the kind of a vocabulary must be one of .*: got 'klingon'"),
     "a start that is no id": ({"search": search(start_id=9)}, r"start_id must be in \[0, 9\): got 9"),
     "forced ids that are none": ({"search": search({"forced_ids": [3, 10**9]})}, r"forced_ids must be in \[0, 9\)"),
     "banned ids that are none": ({"search": search({"banned_ids": [9]})}, r"banned_ids must be in \[0, 9\): got 9"),
     "a beam of a billion": ({"search": search(beam_size=10**9)}, "beam_size of a search in a file must be at most"),
     "a preset that is none": ({"origin": {**ORIGIN, "preset": "nosuch"}}, "preset must be one of paper_base"),
-    "files that are a text": ({"origin": {**ORIGIN, "files": "x"}}, "the fields of an origin must be text"),
+    "files that are a text": ({"origin": {**ORIGIN, "files": "x"}}, "the fields of an origin must be strings"),
 }
 
 
@@ -332,9 +334,9 @@ def overlapping(path, count=3000):
 @pytest.mark.parametrize(
     ("write", "name", "message"),
     [
-        (many_names, "model.safetensors", "it names too many tensors, in 23,"),
-        (many_members, "model.npz", "it may hold 10,000 members: got 30,000"),
-        (overlapping, "model.npz", "its members must unpack to at most"),
+        (many_names, "model.safetensors", "must have at most 4,194,304 bytes: got 23,"),
+        (many_members, "model.npz", "the archive must have at most 10,000 members: got 30,000"),
+        (overlapping, "model.npz", "the archive must unpack to at most"),
         (lambda path: overlapping(path, 31), "model.npz", "File name in directory '0000001.npy' and header"),
     ],
 )

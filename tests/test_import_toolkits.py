@@ -121,13 +121,13 @@ def both(**fields):
 WRONG = {
     "opennmt-separate": [
         *((option(name, value), f"-{name} must be .*: got {value!r}") for name, value in OPTIONS.items()),
-        (lambda c: c.pop("opt"), "must hold model, generator, vocab and opt"),
-        (lambda c: c["vocab"].update(src=3), "'vocab' must hold lists of tokens"),
-        (lambda c: c["vocab"].update(tgt=["a"]), "the vocabulary of the target must have <blank>, <s>, </s>"),
-        (lambda c: c["vocab"].update(src=["<blank>"]), "<blank> must have one id in both vocabularies: got 0 and 1"),
+        (lambda c: c.pop("opt"), "must contain model, generator, vocab and opt"),
+        (lambda c: c["vocab"].update(src=3), "'vocab' must contain lists of tokens"),
+        (lambda c: c["vocab"].update(tgt=["a"]), "the target vocabulary must contain <blank>, <s>, </s>"),
+        (lambda c: c["vocab"].update(src=["<blank>"]), "<blank> must have the same ID in both vocabularies: got 0 and"),
         (lambda c: c["model"].pop("decoder.layer_norm.bias"), r"missing decoder.layer_norm.bias \[8\]"),
         (lambda c: c["model"].update({"feats": torch.ones(1)}), r"unexpected feats \[1\]"),
-        (flipped, "pe.pe must be the sinusoids of interleaved and m: it is off by"),
+        (flipped, "pe.pe must contain sinusoids with position_layout interleaved and position_timescale m: got a"),
     ],
     "joeynmt-post": [
         (both(alpha=1.2), "alpha in config.yaml must be 1.0: got 1.2"),
@@ -136,9 +136,9 @@ WRONG = {
         (both(layer_norm=None), "layer_norm in config.yaml must be 'pre' or 'post' in both stacks: got None"),
         (
             lambda s, _: s["model"]["decoder"].update(layer_norm="pre"),
-            "layer_norm in config.yaml must be one in encoder",
+            "layer_norm in config.yaml must be the same in encoder",
         ),
-        (lambda s, _: s.pop("model"), "config.yaml must have model.encoder and model.decoder"),
+        (lambda s, _: s.pop("model"), "config.yaml must contain model.encoder.embeddings and model.decoder"),
         (lambda _, t: t.pop("encoder.layers.1.layer_norm.bias"), r"missing encoder.layers.1.layer_norm.bias \[8\]"),
     ],
 }

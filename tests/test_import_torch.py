@@ -155,31 +155,37 @@ def without(line):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "model.pt does not say num_heads, norm_order, activation, scale_embedding, position_encoding, pos"),
+        ("", "model.pt does not contain num_heads, norm_order, activation, scale_embedding, position_encoding, pos"),
         (
             without("position_layout"),
-            r"say position_layout: give each with --set position_layout=VALUE, or under \[config\] in a TOML",
+            r"position_layout: set each value with an option, such as --set position_layout=VALUE, or under \[config\]",
         ),
-        (without("src_tok"), r"\[names\] must name source_embedding.table;"),
+        (without("src_tok"), r"\[names\] must contain source_embedding.table;"),
         (without("head.weight"), r"unexpected head.weight \[23, 12\]"),
         (without("head.bias"), r"unexpected head.bias \[23\]"),
         (without('= "pe"'), r"unexpected pe \[40, 12\]"),
         (
             WHOLE.replace('"net."', '"nett."'),
-            "there is no tensor nett.encoder.layers.0.linear1.weight: there is net.encoder.layers.0.linear1.wei",
+            "there is no tensor nett.encoder.layers.0.linear1.weight: the file contains net.encoder.layers.0.linear1",
         ),
-        (WHOLE.replace('"src_tok.', '"src_tokens.'), "no tensor src_tokens.weight: there is src"),
+        (WHOLE.replace('"src_tok.', '"src_tokens.'), "no tensor src_tokens.weight: the file contains src"),
         (WHOLE.replace('"head.bias"', '"nothing"'), r"missing nothing \[23\]"),
-        (WHOLE.replace("num_heads", "heads"), "a config has no field heads: did you mean num_"),
-        (WHOLE.replace("[file]", "[flie]"), "names.toml may have the tables config, names, file: got"),
-        (WHOLE.replace("prefix =", "prefx ="), r"\[file\] of names.toml may have state, prefix, ign"),
-        (WHOLE + "ignored = 3", "'ignored' a list of text"),
-        (WHOLE.replace('"pe"', "7"), "the names in names.toml must be text"),
-        (WHOLE + "[", "names.toml is not usable TOML"),
-        (WHOLE.replace("output_proj.bias", "output.bias"), r"\[names\] may name source_embedding.tab"),
-        (WHOLE.replace("num_heads = 3", "num_heads = 3\nnum_head = 3"), "no field num_head: did you mean num_heads"),
-        (WHOLE.replace('"m"', '"m_minus_1"'), "pe must be the sinusoids of interleaved and m_minus_1"),
-        (WHOLE + 'state = "model"', "model.pt must hold 'model': got"),
+        (WHOLE.replace("num_heads", "heads"), "unknown config field heads: did you mean num_"),
+        (WHOLE.replace("[file]", "[flie]"), "names.toml may only contain the tables config, names, file: got"),
+        (WHOLE.replace("prefix =", "prefx ="), r"\[file\] in names.toml may only contain the keys state"),
+        (WHOLE + "ignored = 3", "'ignored' must be a list of strings"),
+        (WHOLE.replace('"pe"', "7"), "names in names.toml must be strings"),
+        (WHOLE + "[", "names.toml is not valid TOML"),
+        (WHOLE.replace("output_proj.bias", "output.bias"), r"\[names\] may only contain the keys source_embedding.tab"),
+        (
+            WHOLE.replace("num_heads = 3", "num_heads = 3\nnum_head = 3"),
+            "unknown config field num_head: did you mean num_heads",
+        ),
+        (
+            WHOLE.replace('"m"', '"m_minus_1"'),
+            "pe must contain sinusoids with position_layout interleaved and position_timescale m_m",
+        ),
+        (WHOLE + 'state = "model"', "model.pt must contain the key 'model': got"),
     ],
 )
 def test_what_nobody_names_is_an_error(text, message, tmp_path):
@@ -261,15 +267,15 @@ def same(state):
 @pytest.mark.parametrize(
     ("heads", "edit", "message"),
     [
-        ({}, same, "model.pt does not say num_heads"),
+        ({}, same, "model.pt does not contain num_heads"),
         ({"num_heads": 5}, same, "num_heads must divide d_model"),
-        ({"num_heads": 3}, lambda s: {**s, PE: s[PE].flip(1)}, f"{PE} must be the"),
+        ({"num_heads": 3}, lambda s: {**s, PE: s[PE].flip(1)}, f"{PE} must contain"),
         ({"num_heads": 3}, lambda s: {**s, BIAS: torch.ones(2)}, f"{BIAS} must have shape"),
         ({"num_heads": 3}, lambda s: {**s, "extra": torch.ones(2)}, r"unexpected extra \[2\]"),
         (
             {"num_heads": 3},
             lambda s: {n: s[n] for n in s if "lut" not in n},
-            "no tensor src_embed.0.lut.weight: there is ",
+            "no tensor src_embed.0.lut.weight: the file contains ",
         ),
     ],
 )

@@ -380,7 +380,7 @@ def test_a_port_that_cannot_be_imported_is_a_usage_error(command, text, said, tm
 @posix
 def test_a_device_is_no_checkpoint(capsys):
     assert main(["import", "/dev/zero"]) == 3
-    assert capsys.readouterr().err == "parity import: error: /dev/zero must be a file or a folder\n"
+    assert capsys.readouterr().err == "parity import: error: /dev/zero must be a regular file or a directory\n"
 
 
 def test_progress_shows_no_bars_where_there_is_no_terminal(capsys):

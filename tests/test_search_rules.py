@@ -124,8 +124,8 @@ def test_a_generation_config_is_read():
     assert generation_search({"bad_words_ids": [[5], [0]], "suppress_tokens": [6]}, config).rules.banned_ids == (5, 6)
     assert generation_search({name: usual[0] for name, usual in UNKNOWN.items()}, config) == greedy
     for fields, message in (
-        ({"repetition_penalty": 1.2}, "repetition_penalty of a generation config cannot be followed: got 1.2"),
-        ({"eos_token_id": [0, 3]}, "eos_token_id must be the model's end symbol, 0: got [0, 3]"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty in a generation config is not supported: got 1.2"),
+        ({"eos_token_id": [0, 3]}, "eos_token_id must be the model's EOS token, 0: got [0, 3]"),
         ({"bad_words_ids": [[3, 4]]}, "bad_words_ids must be single tokens: got [3, 4]"),
         ({"early_stopping": "late"}, "early_stopping must be false, true or 'never': got 'late'"),
     ):

@@ -64,7 +64,7 @@ def test_positions_are_those_of_the_presets():
     np.testing.assert_array_equal(paper.images[0].get_array(), ref.sinusoidal_encoding(12, 8))
     shifted = ref.sinusoidal_encoding(12, 8, "split", "m_minus_1", 2)
     np.testing.assert_array_equal(fairseq.images[0].get_array(), shifted)
-    assert paper.get_title("left").startswith("paper_base: sine and cosine take turns\nof p / 10000^(i / 4), ")
+    assert paper.get_title("left").startswith("paper_base: alternating sines and cosines\nof p / 10000^(i / 4), ")
     assert fairseq.get_title("left").startswith("fairseq: 4 sines, then 4 cosines\nof p / 10000^(i / 3), ")
     assert fairseq.get_title("left").endswith("the first position is p = 2")
 
@@ -105,8 +105,8 @@ def test_attention_of_every_backend(backends, which):
     labels = [axes.get_ylabel() for axes in panels if axes.get_ylabel()]
     assert labels[: len(names)] == names
     assert all(label.endswith(f" {names[0]}") for label in labels[len(names) :])
-    assert "not trained, built as paper_base" in figure.get_suptitle()
-    assert figure.get_supxlabel().endswith("counted from 0)" if len(names) > 1 else "to compare them.")
+    assert "not trained, preset paper_base" in figure.get_suptitle()
+    assert figure.get_supxlabel().endswith("counting from 0)" if len(names) > 1 else "with --backends.")
 
 
 def test_attention_of_the_model_that_ships():
@@ -154,4 +154,4 @@ def test_attention_of_a_weight_file(tmp_path):
 def test_agreement_names_the_two_that_differ_the_most():
     seen = {name: np.zeros((2, 3, 4)) for name in ("torch", "jax", "tf")}
     seen["jax"][1, 2, 0], seen["tf"][1, 2, 0] = -0.25, 0.125
-    assert "two backends: 3.8e-01 (jax and tf; head 1, query 2, key 0; counted from 0)" in attention.agreement(seen)
+    assert "two backends: 3.8e-01 (jax and tf; head 1, query 2, key 0, counting from 0)" in attention.agreement(seen)

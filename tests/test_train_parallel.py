@@ -65,7 +65,7 @@ def test_a_plan_changes_nothing_in_the_reference(alone, tmp_path, capfd):
     folder = tmp_path / "run"
     plan = "--parallel", "data=2,tensor=2"
     assert train(folder, "--backend", "numpy", "--steps", 6, "--set", "dropout=0", *EXACT, *plan) == 0
-    assert "on 4 devices, data=2,tensor=2, of 1 process" in capfd.readouterr().err
+    assert "4 devices (data=2,tensor=2) in 1 process" in capfd.readouterr().err
     assert_near(final(folder), final(alone), 1e-10)
     assert {path.name for path in folder.iterdir()} == {path.name for path in alone.iterdir()}
     assert losses(folder) == pytest.approx(losses(alone), rel=1e-12)
@@ -80,7 +80,7 @@ def test_a_run_goes_on_with_other_devices_in_another_framework(name, alone, tmp_
     options = "--steps", 6, "--stop-at", 3, "--set", "save_every=2", "--set", "dropout=0"
     assert train(folder, *where, *options, *EXACT) == 0
     said = capfd.readouterr().err
-    assert "on 2 devices, data=2, of 2 processes" in said
+    assert "2 devices (data=2) in 2 processes" in said
     assert f"parity train --resume {folder} {' '.join(where)}" in said
     assert (folder / "checkpoint-0000003.safetensors").exists()
     assert resume(folder, "--backend", "numpy") == 0
@@ -186,7 +186,7 @@ def test_under_torchrun_the_environment_decides(alone, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert_near(final(folder), final(alone), 1e-10)
     assert done.stdout.count("held-out loss") == 1
-    assert done.stderr.count("on 2 devices, fsdp=2, of 2 processes") == 1
+    assert done.stderr.count("2 devices (fsdp=2) in 2 processes") == 1
 
 
 # --- What is refused, and who decides ---
@@ -226,13 +226,15 @@ def test_the_environment_says_which_process_this_is(name, environment, expected)
 
 @pytest.mark.parametrize("environment", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "first"}])
 def test_a_group_that_is_none(environment):
-    with pytest.raises(ValueError, match=r"^the environment names a group of processes"):
+    with pytest.raises(ValueError, match=r"^the environment variables for multiple processes must"):
         group.found("torch", environment)
 
 
 def test_slurm_is_asked_for_what_torch_wants_to_know():
     srun = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
-    with pytest.raises(ValueError, match=r"^under srun, say where the first process is: export MASTER_ADDR="):
+    with pytest.raises(
+        ValueError, match=r"^under srun, the address of the first process must be set: export MASTER_ADDR="
+    ):
         group.taken_from_slurm(srun)
     found = group.taken_from_slurm({**srun, "MASTER_ADDR": "a", "MASTER_PORT": "1"})
     assert found == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}

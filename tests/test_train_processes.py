@@ -83,7 +83,7 @@ def killed(run, rank, count, folder):
     said = ended(run, found, folder)
     assert run.returncode == 3
     assert said.splitlines()[-1].startswith(
-        f"parity train: error: process {rank} of {count} failed, and the others were ended: the process ended with "
+        f"parity train: error: process {rank} of {count} failed, so the others were stopped: the process ended with "
         "exit code -9 (SIGKILL)"
     )
     assert "Traceback" not in said
@@ -158,7 +158,7 @@ def failed(folder, name, monkeypatch, function=None):
 def test_an_exception_in_one_process_ends_all(name, tmp_path, monkeypatch, capfd):
     failed(tmp_path / "run", name, monkeypatch, "fail_in_the_second")
     assert capfd.readouterr().err.splitlines()[-1] == (
-        "parity train: error: process 1 of 2 failed, and the others were ended: ZeroDivisionError: only here"
+        "parity train: error: process 1 of 2 failed, so the others were stopped: ZeroDivisionError: only here"
     )
 
 
@@ -166,7 +166,7 @@ def test_an_exception_in_one_process_ends_all(name, tmp_path, monkeypatch, capfd
 @pytest.mark.parametrize("name", IN_PROCESSES)
 def test_a_process_that_never_comes_is_one_message(name, tmp_path, monkeypatch, capfd):
     failed(tmp_path / "run", name, monkeypatch, "lack_the_second")
-    said = "process 1 of 2 has not joined the others in 45 s, and they were ended"
+    said = "process 1 of 2 did not join the others within 45 s, so all of them were stopped"
     assert capfd.readouterr().err.splitlines()[-1] == f"parity train: error: {said}"
     assert not (tmp_path / "run").exists()
 

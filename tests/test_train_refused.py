@@ -28,9 +28,9 @@ from transformer_parity.engine.system.errors import UsageError
 START, STEP = {"event": "start", "step": 0, "task": "dates"}, {"event": "step", "step": 1, "loss": {"numpy": 1.0}}
 VALIDATION = {"event": "validation", "step": 1, "backend": "numpy", "averaged": 0, "loss": 1.0, "score": 0.0}
 LOGS = {
-    "empty": ([], "{log} must hold the start of a run and a step: got no start and no step"),
-    "no start": ([STEP], "{log} must hold the start of a run and a step: got no start"),
-    "no step": ([START, VALIDATION], "{log} must hold the start of a run and a step: got no step"),
+    "empty": ([], "{log} must contain the start of a run and a step: got no start and no step"),
+    "no start": ([STEP], "{log} must contain the start of a run and a step: got no start"),
+    "no step": ([START, VALIDATION], "{log} must contain the start of a run and a step: got no step"),
     "another object": ([START, {"level": 1}], 'line 2 of {log} must be an event of a run: got {{"level": 1}}'),
     "no object": ([5], "line 1 of {log} must be an event of a run: got 5"),
     "no number": ([{**START, "step": "one"}], "line 1 of {log} must be an event of a run: got "),
@@ -81,11 +81,14 @@ REFUSED = {
     ),
     "nothing to train on": ([], "exactly one of --task, --text, and --resume is required"),
     "two things to train on": (["--task", "dates", "--resume", "{finished}"], "got --task, --resume"),
-    "text for dates": (["--resume", "{finished}", "--text", "a", "b"], "learned dates: leave out --text"),
-    "no checkpoint": (["--resume", "{empty}"], "holds no checkpoint"),
+    "text for dates": (["--resume", "{finished}", "--text", "a", "b"], "trained on dates, not on text: remove --text"),
+    "no checkpoint": (["--resume", "{empty}"], "contains no checkpoint"),
     "no such run": (["--resume", "{empty}/nothing"], "there is no"),
     "weights only": (["--resume", "{finished}/model.safetensors"], "no training state"),
-    "nothing left to do": (["--resume", "{finished}"], "is the end of a run of 12 steps: ask for more with --steps"),
+    "nothing left to do": (
+        ["--resume", "{finished}"],
+        "is the end of a run of 12 steps: to continue, specify more with --steps",
+    ),
     "settings of a resumed run": (
         ["--resume", "{finished}", "--seed", "0", "--set", "d_ff=8"],
         "remove --seed, --set d_ff",
@@ -108,7 +111,7 @@ REFUSED = {
     "a field with an option": (["--task", "dates", "--set", "total_steps=3"], "got total_steps"),
     "fewer checkpoints than averaged": (
         ["--task", "dates", "--set", "keep=1", "average=2"],
-        "keep must be at least average 2: got 1",
+        "keep must be at least average, 2: got 1",
     ),
     "a word for an interval": (
         ["--task", "dates", "--set", "save_every=often"],
@@ -173,7 +176,7 @@ def test_the_second_of_two_runs_in_a_folder_is_refused_until_the_first_has_died(
             assert first.stdout.readline() == "locked\n"
             before = {path: path.read_bytes() for path in folder.iterdir()}
             assert start() == 3
-            assert f"another process is writing into {folder}" in capfd.readouterr().err
+            assert f"another process is writing to {folder}" in capfd.readouterr().err
             assert {path: path.read_bytes() for path in folder.iterdir()} == before
         finally:
             first.kill()
@@ -213,17 +216,17 @@ def checkpoint(finished):
 
 TEXT = {"task": "text", "files": ["a", "b"], "held_out": None, "checksum": 0}
 SPOILT = {
-    "no plan": (["plan"], None, "it lacks 'plan'"),
-    "no corpus": (["corpus"], None, "it lacks 'corpus'"),
-    "no task": (["corpus", "task"], None, "it lacks 'task'"),
-    "no seed": (["corpus", "seed"], None, "it lacks 'seed'"),
-    "no checksum": (["corpus", "checksum"], None, "it lacks 'checksum'"),
-    "no files": (["corpus"], {"task": "text"}, "it lacks 'files'"),
-    "no held_out": (["corpus"], {"task": "text", "files": ["a", "b"], "checksum": 0}, "it lacks 'held_out'"),
-    "a list for a corpus": (["corpus"], [1], "its corpus must be an object with named fields: got list"),
+    "no plan": (["plan"], None, "it does not contain 'plan'"),
+    "no corpus": (["corpus"], None, "it does not contain 'corpus'"),
+    "no task": (["corpus", "task"], None, "it does not contain 'task'"),
+    "no seed": (["corpus", "seed"], None, "it does not contain 'seed'"),
+    "no checksum": (["corpus", "checksum"], None, "it does not contain 'checksum'"),
+    "no files": (["corpus"], {"task": "text"}, "it does not contain 'files'"),
+    "no held_out": (["corpus"], {"task": "text", "files": ["a", "b"], "checksum": 0}, "it does not contain 'held_out'"),
+    "a list for a corpus": (["corpus"], [1], "its corpus must be a JSON object: got list"),
     "an unknown task": (["corpus", "task"], "speech", "task must be one of dates, text: got 'speech'"),
-    "one file": (["corpus"], {**TEXT, "files": ["a"]}, "its text must be two files: got ['a']"),
-    "files of numbers": (["corpus"], {**TEXT, "files": [1, 2]}, "its text must be two files: got [1, 2]"),
+    "one file": (["corpus"], {**TEXT, "files": ["a"]}, "its text must consist of two files: got ['a']"),
+    "files of numbers": (["corpus"], {**TEXT, "files": [1, 2]}, "its text must consist of two files: got [1, 2]"),
     "text for a seed": (["corpus", "seed"], "0", "seed must be an integer: got '0'"),
     "an unknown entry of the plan": (["plan", "depth"], 1, "unexpected keyword argument 'depth'"),
     "never saved": (["plan", "save_every"], 0, "save_every must be at least 1: got 0"),
@@ -231,8 +234,8 @@ SPOILT = {
     "half a step": (["plan", "steps"], 1.5, "steps must be an integer: got 1.5"),
     "no tokens": (["tokens_per_batch"], 0, "tokens_per_batch must be at least 1: got 0"),
     "time as text": (["seconds"], "1", "seconds must be a number: got '1'"),
-    "no position": (["position"], [], "position must be an epoch and an index: got []"),
-    "a number for a position": (["position"], 1, "position must be an epoch and an index: got 1"),
+    "no position": (["position"], [], "position must consist of an epoch and an index: got []"),
+    "a number for a position": (["position"], 1, "position must consist of an epoch and an index: got 1"),
     "a position behind the end": (["position"], [0, 10**9], "index must be below the"),
 }
 
@@ -250,9 +253,9 @@ def test_more_slices_than_pairs_are_refused_at_once(checkpoint, tmp_path, capfd)
     path = tmp_path / "checkpoint-0000008.safetensors"
     spoilt(checkpoint, path, settings=dataclasses.replace(checkpoint.settings, accumulation_steps=10**30))
     assert resume(path, "--backend", "numpy") == 3
-    assert f"a batch in {10**30:,} slices takes as many pairs or more: got {PAIRS}" in capfd.readouterr().err
+    assert f"{10**30:,} micro-batches require at least {10**30:,} pairs: got {PAIRS}" in capfd.readouterr().err
     assert train(tmp_path / "run", "--backend", "numpy", "--steps", 1, "--set", f"accumulation_steps={PAIRS + 1}") == 3
-    assert f"a batch in {PAIRS + 1} slices takes as many pairs or more: got {PAIRS}" in capfd.readouterr().err
+    assert f"{PAIRS + 1} micro-batches require at least {PAIRS + 1} pairs: got {PAIRS}" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["files", "held_out"])
@@ -265,7 +268,7 @@ def test_what_is_no_file_is_never_opened(what, where, texts, checkpoint, tmp_pat
     path = tmp_path / "checkpoint-0000008.safetensors"
     spoilt(checkpoint, path, "corpus", value=origin)
     assert resume(path, "--backend", "numpy") == 3
-    assert f"the run's text {other} is no file" in capfd.readouterr().err
+    assert f"the run's text {other} must be a file" in capfd.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_refused_with_the_reason(finished, tmp_path, capfd):

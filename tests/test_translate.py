@@ -317,7 +317,7 @@ def test_more_hypotheses_than_the_beam_of_the_file_need_another(narrow, capfd):
 
 REFUSED = {
     "no such weights": (["--weights", "{folder}/none"], "there is no weight file"),
-    "no vocabulary": (["--weights", "{folder}/bare"], "bare holds no vocabulary"),
+    "no vocabulary": (["--weights", "{folder}/bare"], "bare contains no vocabulary"),
     "no weight file": (["--weights", "{folder}/text"], "text is not a usable weight file"),
     "no such text": (["{folder}/none"], "/none; to translate this text itself, use --text "),
     "a line and a file": (["--text", "abc"], "remove either --text or "),

@@ -297,7 +297,10 @@ def test_fairseq_numbers_the_lines_of_its_dictionaries():
     ours = MosesVocabulary(dict.fromkeys(("dict.src.txt", "dict.tgt.txt"), b"der 9\nHund@@ 7\ne 3\n"))
     assert ours.ids("der Katze Hund@@ e") == [4, 3, 5, 6, 2]
     assert ours.text([4, 5, 6, 2]) == "der Hunde"
-    for content, message in ((b"a 1\na 1\n", "'a' stands there twice"), (b"a\n", "line 1 must be `symbol count`")):
+    for content, message in (
+        (b"a 1\na 1\n", "symbols must be distinct: got 'a' more"),
+        (b"a\n", "line 1 must be `symbol count`"),
+    ):
         with pytest.raises(ValueError, match=f"dict.de.txt: {message}"):
             read_dictionary(content, "dict.de.txt")
 

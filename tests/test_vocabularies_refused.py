@@ -23,18 +23,18 @@ def unigram():
 
 # What is refused
 ODD_TABLES = {
-    "gap": ('{"a": 0, "b": 2}', "2 pieces must have the ids below that: 'b' has 2"),
-    "twice": ('{"a": 0, "b": 0}', "'a' and 'b' have the same id 0"),
-    "one name": ('{"a": 0, "b": 1, "a": 1}', "'a' stands there twice"),
-    "negative": ('{"a": -1}', "must be an integer of at least 0: got -1"),
-    "no number": ('{"a": true}', "must be an integer of at least 0: got True"),
-    "a float": ('{"a": 0.0}', "must be an integer of at least 0: got 0.0"),
-    "huge": ('{"a": 1' + "0" * 30 + "}", "must have the ids below that"),
-    "a list": ("[1]", "must hold an object with named fields: got list"),
-    "nothing": ("{}", "holds no piece"),
-    "no JSON": ("{", "is no JSON that can be used"),
-    "deep": ("[" * 100_000, "is no JSON that can be used"),
-    "no text": ("\udcff{", "is no JSON that can be used"),
+    "gap": ('{"a": 0, "b": 2}', "the ID of 'b' must be below 2: got 2"),
+    "twice": ('{"a": 0, "b": 0}', "IDs must be distinct: got 0 for 'a' and 'b'"),
+    "one name": ('{"a": 0, "b": 1, "a": 1}', "fields must be distinct: got 'a' more than once"),
+    "negative": ('{"a": -1}', "must be a nonnegative integer: got -1"),
+    "no number": ('{"a": true}', "must be a nonnegative integer: got True"),
+    "a float": ('{"a": 0.0}', "must be a nonnegative integer: got 0.0"),
+    "huge": ('{"a": 1' + "0" * 30 + "}", "the ID of 'a' must be below 1: got 1,000"),
+    "a list": ("[1]", "must contain a JSON object: got list"),
+    "nothing": ("{}", "must contain at least one piece"),
+    "no JSON": ("{", "is not valid JSON"),
+    "deep": ("[" * 100_000, "is not valid JSON"),
+    "no text": ("\udcff{", "is not valid JSON"),
 }
 
 
@@ -49,7 +49,7 @@ def test_tables_that_are_odd_are_refused(content, message):
     [
         (b"a: x\n", "line 1 must be `piece: id`: got 'a: x'"),
         (b"a: 0\nb\n", "line 2 must be"),
-        (b"a: 0\na: 1\n", "'a' stands there twice"),
+        (b"a: 0\na: 1\n", "got 'a' more than once"),
         (b"\xff: 0\n", "is not UTF-8 text"),
     ],
 )
@@ -61,23 +61,23 @@ def test_lines_of_a_yml_table_that_are_odd_are_refused(content, message):
 def test_files_are_bounded(tmp_path, monkeypatch, unigram):
     folder = write(tmp_path / "model", marian_files(unigram))
     monkeypatch.setattr(maps, "MOST_BYTES", 1000)
-    with pytest.raises(ValueError, match="must be at most 1,000 bytes"):
+    with pytest.raises(ValueError, match="must have at most 1,000 bytes"):
         read_vocabulary_folder(folder, "marian", {})
 
 
 def test_what_a_folder_lacks_is_named(tmp_path, unigram):
     files = marian_files(unigram)
     for family, message in {
-        "marian": "holds no vocabulary of Marian: it needs source.spm and target.spm and vocab.json",
-        "bart": "holds no vocabulary of Bart: it needs tokenizer.json, or vocab.json and merges.txt",
-        "t5": "the vocabulary of a t5 model cannot be read: marian, ",
+        "marian": "must contain source.spm and target.spm and vocab.json for a Marian vocabulary",
+        "bart": "must contain tokenizer.json, or vocab.json and merges.txt for a Bart vocabulary",
+        "t5": "to read a vocabulary, the family must be marian, .*: got t5",
     }.items():
         with pytest.raises(ValueError, match=message):
             read_vocabulary_folder(write(tmp_path / "empty", {}), family, {})
     with pytest.raises(ValueError, match=r"^target.spm is not a sentencepiece model"):
         read_vocabulary_folder(write(tmp_path / "model", files | {"target.spm": b"none"}), "marian", {})
     write(tmp_path / "model", files | {"vocab.json": b'{"</s>": 0}'})
-    with pytest.raises(ValueError, match=r"must have <unk>$"):
+    with pytest.raises(ValueError, match=r"must contain <unk>$"):
         read_vocabulary_folder(tmp_path / "model", "marian", {})
 
 
@@ -89,11 +89,11 @@ def test_ids_that_a_model_does_not_have_are_refused(tmp_path, unigram):
         ({"vocab_size": size, "decoder_vocab_size": 9}, 9, "target"),
     ):
         with pytest.raises(
-            ValueError, match=f"the vocabulary has {size} ids, and the model has {has} on the {side} side"
+            ValueError, match=f"the {side} vocabulary must have at most the model's {has} IDs: got {size}"
         ):
             read_vocabulary_folder(folder, "marian", fields)
     ours = read_vocabulary_folder(folder, "marian", {"vocab_size": size})
-    with pytest.raises(ValueError, match=f"the vocabulary has {size} ids, and the model has 41 on the source side"):
+    with pytest.raises(ValueError, match=f"the source vocabulary must have at most the model's 41 IDs: got {size}"):
         build_vocabulary(
             VocabularyFiles(ours.kind, ours.files()), tiny_config(source_vocab_size=41, target_vocab_size=41)
         )
@@ -135,9 +135,9 @@ def test_replacements_that_double_a_text_again_and_again_are_refused(part):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["a.spm", "b.spm", "c.spm"], "at most two files that end in .spm: got 3"),
+        (["a.spm", "b.spm", "c.spm"], "at most two .spm files: got 3"),
         (["a.txt"], "must end in .spm, .model, .yml or .json: got a.txt"),
-        (["a.yml", "b.json"], "tables of one form"),
+        (["a.yml", "b.json"], "must have the same format: got .yml and .json"),
     ],
 )
 def test_paths_of_a_marian_vocabulary_are_of_known_forms(tmp_path, names, message):

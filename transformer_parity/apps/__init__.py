@@ -1,1 +1,1 @@
-"""Use the models: train, translate, import and export checkpoints, draw attention."""
+"""Applications of the models: training, translation, import and export of checkpoints, and figures."""

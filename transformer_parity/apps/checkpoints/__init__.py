@@ -1,1 +1,1 @@
-"""Checkpoints of other software, read and written: one table of names for each format."""
+"""Import and export of checkpoints in the formats of other software, using one table of parameter names per format."""

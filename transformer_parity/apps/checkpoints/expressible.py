@@ -1,4 +1,4 @@
-"""What another program cannot compute is refused before it is written."""
+"""Check before an export that the other program can represent the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from transformer_spec.config import TransformerConfig
 
-# Sizes that most programs derive: one width of all heads, the same in both stacks.
+# Most programs derive the width of a head from d_model, and use the same number of heads in both stacks.
 PLAIN_HEADS: dict[str, tuple[object, ...]] = {
     **{f"decoder_{name}": (None,) for name in ("num_heads", "d_k", "d_v")},
     "skip_first_self_attention": (False,),
@@ -14,15 +14,15 @@ PLAIN_HEADS: dict[str, tuple[object, ...]] = {
 
 
 def check_expressible(config: TransformerConfig, needed: Mapping[str, tuple[object, ...]], program: str) -> None:
-    """Refuse a config that another program does not compute.
+    """Raise an error if another program does not support a config.
 
     Args:
-        config: The model.
-        needed: The values that a field may have, by its name; a field that is not named may have any.
-        program: What the message calls the program.
+        config: Config of the model to export.
+        needed: Supported values of each restricted field, by field name. Other fields may have any value.
+        program: Name of the program in the error message.
 
     Raises:
-        ValueError: Fields have other values; the message names them all.
+        ValueError: If fields have unsupported values. The message lists all of them.
     """
     width = config.d_model // config.num_heads
     allowed = {**needed, "d_k": needed.get("d_k", (width,)), "d_v": needed.get("d_v", (width,))}
@@ -31,4 +31,4 @@ def check_expressible(config: TransformerConfig, needed: Mapping[str, tuple[obje
         for name, values in allowed.items()
         if getattr(config, name) not in values
     ]:
-        raise ValueError(f"{program} cannot hold this model: {'; '.join(problems)}")
+        raise ValueError(f"{program} does not support this model: {'; '.join(problems)}")

@@ -1,4 +1,4 @@
-"""What an import yields: a model in canonical names, and where it came from."""
+"""The result of an import: a model with canonical parameter names, and its origin."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from transformer_spec.search import Search
 if TYPE_CHECKING:
     from transformer_parity.transformer.sentences.vocabulary import Vocabulary
 
-BLOCK = 2**22  # bytes that are hashed at a time
+BLOCK = 2**22  # number of bytes to hash at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where weights came from: it travels in the file that is written.
+    """The origin of weights, which is stored in the metadata of the weight file.
 
     Attributes:
-        format: What was read, such as ``hf`` or ``marian``.
-        family: The model's name for itself there, such as ``m2m_100``.
-        preset: The preset that it is nearest to.
-        files: The SHA-256 of each file that was read, by its name.
-        licence: The licence that the files name; None if they name none.
+        format: Format of the imported checkpoint, such as ``hf`` or ``marian``.
+        family: Name of the architecture in that format, such as ``m2m_100``.
+        preset: The most similar preset of this project.
+        files: SHA-256 of each file that was read, by file name.
+        licence: License named in the files, or None if they name no license.
     """
 
     format: str
@@ -41,43 +41,43 @@ class Origin:
     licence: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field as plain values that JSON can hold."""
+        """Return all fields as JSON-compatible values."""
         return {**dataclasses.asdict(self), "files": dict(self.files)}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Origin:
-        """Rebuild an origin from ``to_dict``.
+        """Create an origin from the result of ``to_dict``.
 
         Raises:
-            TypeError: A field has the wrong type.
-            ValueError: A field is missing or unknown.
+            TypeError: If a field has the wrong type.
+            ValueError: If a field is missing or unknown.
         """
         if not isinstance(fields, Mapping):
-            raise TypeError(f"an origin must be a mapping of field names: got {type(fields).__name__}")
+            raise TypeError(f"an origin must be a mapping of field names to values: got {type(fields).__name__}")
         check_fields("fields of an origin", fields, (entry.name for entry in dataclasses.fields(cls)))
         texts = [fields[name] for name in ("format", "family", "preset")]
         files = fields["files"]
         texts += [*files, *files.values()] if isinstance(files, Mapping) else [None]
         texts += [fields["licence"]] if fields["licence"] is not None else []
         if not all(isinstance(text, str) for text in texts):
-            raise TypeError("the fields of an origin must be text, and its files text by name")
+            raise TypeError("the fields of an origin must be strings, and files must map strings to strings")
         check_choice("preset", fields["preset"], tuple(PRESETS))
         return cls(**{**fields, "files": dict(files)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """A checkpoint in our terms.
+    """A checkpoint that has been converted to this project's config, names and settings.
 
     Attributes:
-        config: The model.
+        config: Config of the model.
         weights: One array per canonical name, in the dtype in which it was stored.
-        vocabulary: What cuts a line into ids; None if there is none beside the weights.
-        search: The search that the checkpoint asks for.
-        origin: Where it came from.
-        notes: What was decided where the files are contradictory or incomplete: one sentence each.
-        part: Which part of the model the weights are of; None if they are of all of it.
-        step: Of the training run whose checkpoint it is; None if it is none.
+        vocabulary: Vocabulary that converts text to IDs, or None if the checkpoint contains no vocabulary.
+        search: Search settings of the checkpoint.
+        origin: Origin of the weights.
+        notes: One sentence for each decision that was made because the files are contradictory or incomplete.
+        part: Part of the model to which the weights belong, or None if they belong to the entire model.
+        step: Training step of a checkpoint, or None for a weight file.
     """
 
     config: TransformerConfig
@@ -91,14 +91,14 @@ class Imported:
 
 
 def sha256_of(paths: Iterable[Path], on_bytes: Callable[[int], None] | None = None) -> dict[str, str]:
-    """Return the SHA-256 of files by their names.
+    """Return the SHA-256 of files, by file name.
 
     Args:
-        paths: The files, of different names.
-        on_bytes: Called with how many bytes more have been read.
+        paths: Files with distinct names.
+        on_bytes: Function that is called after each block with the size of the block in bytes.
 
     Raises:
-        OSError: A file cannot be read.
+        OSError: If a file cannot be read.
     """
     found = {}
     for path in paths:

@@ -1,4 +1,4 @@
-"""Import and export: which format a path is, what is written of it, and the way back."""
+"""Import and export of checkpoints: detect the format of a path, read it, and write this project's or other formats."""
 
 from __future__ import annotations
 
@@ -30,54 +30,54 @@ from transformer_spec.files import (
 from transformer_spec.presets import PRESETS
 from transformer_spec.search import Search
 
-# Each format: its module in ``formats``, which has ``recognises``, ``read`` and, where it is also written, ``write``;
-# and what it is, in a few words. A path of which several are recognised is read as the first.
+# For each format, its module in ``formats`` and a short description. The module defines ``recognises``, ``read`` and,
+# if the format can be exported, ``write``. If more than one format recognizes a path, the first one is used.
 FORMATS = {
-    "ctranslate2": ("ctranslate2", "a folder of CTranslate2's, with model.bin, in floating point"),
-    "hf": ("huggingface", "a folder of Hugging Face's, with config.json"),
+    "ctranslate2": ("ctranslate2", "a CTranslate2 directory with model.bin, not quantized"),
+    "hf": ("huggingface", "a Hugging Face directory with config.json"),
     "marian": ("marian", "Marian's model.npz"),
     "fairseq": ("fairseq", "fairseq's checkpoint.pt"),
     "opennmt_py": ("opennmt_py", "OpenNMT-py's checkpoint.pt"),
-    "joeynmt": ("joeynmt", "JoeyNMT's checkpoint.ckpt, with config.yaml beside it"),
+    "joeynmt": ("joeynmt", "JoeyNMT's checkpoint.ckpt, with config.yaml in the same directory"),
     "annotated": ("annotated", "the Annotated Transformer's state dict"),
-    "keras": ("keras_hub", "a Keras model of keras_hub's layers, .weights.h5 or .keras"),
-    "torch": ("torch_nn", "a state dict with torch.nn.Transformer in it, and --names for the rest"),
+    "keras": ("keras_hub", "a Keras model with keras_hub layers, .weights.h5 or .keras"),
+    "torch": ("torch_nn", "a state dict that contains torch.nn.Transformer, with --names for the other parameters"),
 }
-# What is asked for, by format: fields of ``ReadOptions``. To any other format, all of them are refused.
+# Fields of ``ReadOptions`` that each format supports. Formats that are not listed support none of them.
 ASKED = {
     **dict.fromkeys(("marian", "fairseq"), ("vocab",)),
     **dict.fromkeys(("annotated", "keras", "torch"), ("vocab", "names", "fields")),
 }
-FILES_OF_VOCABULARY = {  # what --vocab names, by format
+FILES_OF_VOCABULARY = {  # example arguments of --vocab for each format
     "marian": "source.spm target.spm",
     "fairseq": "dict.en.txt dict.de.txt bpe.codes",
     **dict.fromkeys(("annotated", "keras", "torch"), "source.model target.model"),
 }
 EXPORTS = ("hf", "marian", "torch", "ctranslate2")
-OURS = "parity"  # the format of weights that were trained here
+OURS = "parity"  # format of models that were trained with this project
 
 
 def import_checkpoint(path: str | Path, as_: str | None = None, options: ReadOptions | None = None) -> Imported:
-    """Read a checkpoint of other software. Nothing in it is run, and nothing outside its folder is read.
+    """Read a checkpoint of other software, without running code from it or reading files outside its directory.
 
     Args:
-        path: A file or a folder, as the format has it.
-        as_: The format, one of ``FORMATS``; None recognises it.
-        options: What the checkpoint does not say about itself.
+        path: File or directory, depending on the format.
+        as_: Name of the format, one of ``FORMATS``. None detects the format.
+        options: Information that the checkpoint does not contain.
 
     Raises:
-        OSError: A file is missing or cannot be read.
-        ValueError: The format is not recognised, or what is read is damaged, contradicts itself, or is no model of
-            ours; the message says what, and for a field what is needed.
+        OSError: If a file is missing or cannot be read.
+        ValueError: If the format is not recognized, the checkpoint is damaged or inconsistent, or this project does
+            not support the model. The message gives the reason and, for a field, its supported values.
     """
     path = Path(path)
     if as_ is not None:
         check_choice("format", as_, tuple(FORMATS))
     options = options or ReadOptions()
     if not path.exists():
-        raise FileNotFoundError(f"there is no file or folder {path}")
+        raise FileNotFoundError(f"there is no file or directory {path}")
     if not path.is_file() and not path.is_dir():
-        raise ValueError(f"{path} must be a file or a folder")
+        raise ValueError(f"{path} must be a regular file or a directory")
     for other in filter(None, (*options.vocab, options.names)):
         if not other.is_file():
             raise FileNotFoundError(f"there is no file {other}")
@@ -94,16 +94,16 @@ def import_checkpoint(path: str | Path, as_: str | None = None, options: ReadOpt
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be imported: {error}") from error
     if imported.vocabulary is None and name in FILES_OF_VOCABULARY:
-        note = f"no vocabulary: to translate text, give its files, as --vocab {FILES_OF_VOCABULARY[name]}"
+        note = f"no vocabulary: to translate text, pass its files, such as --vocab {FILES_OF_VOCABULARY[name]}"
         imported = dataclasses.replace(imported, notes=(*imported.notes, note))
     return imported
 
 
 def check_search(search: Search, config: TransformerConfig) -> None:
-    """Refuse a search that a file of ours could not hold, or that names ids which its model does not have.
+    """Check that a search can be stored in a weight file and only uses IDs in the model's vocabulary.
 
     Raises:
-        ValueError: See above.
+        ValueError: If the check fails.
     """
     Search.from_dict(search.to_dict())
     start = () if search.start_id is None else (search.start_id,)
@@ -114,27 +114,28 @@ def check_search(search: Search, config: TransformerConfig) -> None:
 
 
 def check_asked(path: Path, name: str, options: ReadOptions) -> None:
-    """Refuse what a format does not ask for, and would be ignored.
+    """Check that the user has not specified options that the format would ignore.
 
     Raises:
-        ValueError: See above.
+        ValueError: If the user has. The message lists these options.
     """
     flags = {"vocab": "--vocab", "names": "--names", "fields": "--set"}
     asked = ASKED.get(name, ())
     if ignored := [flag for field, flag in flags.items() if getattr(options, field) and field not in asked]:
-        takes = ", ".join(flags[field] for field in asked) or "none of these options"
-        raise ValueError(f"{path} is read as {name}, which takes {takes}: leave out {', '.join(ignored)}")
+        takes = f"only supports {', '.join(flags[field] for field in asked)}" if asked else "supports no options"
+        raise ValueError(f"{path} has the format {name}, which {takes}: remove {', '.join(ignored)}")
 
 
 def recognised(path: Path, options: ReadOptions | None = None) -> str:
-    """Return the format of a path.
+    """Detect the format of a path.
 
     Args:
-        path: A file or a folder.
-        options: With names of tensors in them, a file is one of those that need such names.
+        path: File or directory.
+        options: The user's options. If they specify a file of names, state dicts of ``torch.nn.Transformer`` are also
+            recognized.
 
     Raises:
-        ValueError: It is none that can be recognised; the message says what was found there.
+        ValueError: If the format is not recognized. The message describes the content of the path.
     """
     for name in FORMATS:
         if module_of(name).recognises(path):
@@ -142,25 +143,25 @@ def recognised(path: Path, options: ReadOptions | None = None) -> str:
     named, hint = seen(path)
     if named and options and options.names:
         return named
-    raise ValueError(f"the format of {path} is not recognised: {hint}")
+    raise ValueError(f"the format of {path} is not recognized: {hint}")
 
 
 def module_of(name: str) -> ModuleType:
-    """Return the module of a format."""
+    """Return the module that implements a format."""
     return import_module(f"transformer_parity.apps.checkpoints.formats.{FORMATS[name][0]}")
 
 
 def save(path: str | Path, imported: Imported, dtype: str | None = None) -> None:
-    """Write an imported checkpoint to one file of ours: weights, vocabulary, search and origin.
+    """Write an imported checkpoint to a weight file, which contains weights, vocabulary, search settings and origin.
 
     Args:
-        path: The file to write or replace, atomically.
-        imported: What to write.
-        dtype: How to store the weights; None keeps each as it was stored.
+        path: File to create or replace. The write is atomic.
+        imported: Checkpoint to write.
+        dtype: Dtype in which the weights are stored. None keeps the dtype of each array.
 
     Raises:
-        ValueError: A weight overflows the dtype, or is not finite.
-        OSError: The file cannot be written.
+        ValueError: If a weight overflows the dtype or is not finite.
+        OSError: If the file cannot be written.
     """
     vocabulary = imported.vocabulary
     files = VocabularyFiles(vocabulary.kind, vocabulary.files()) if vocabulary else None
@@ -169,11 +170,11 @@ def save(path: str | Path, imported: Imported, dtype: str | None = None) -> None
 
 
 def load(path: str | Path) -> Imported:
-    """Read a weight file of ours, imported or trained here, or a checkpoint but for its optimizer state.
+    """Read a weight file or a training checkpoint of this project. The optimizer state of a checkpoint is not read.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: It is not ours, or is damaged.
+        OSError: If the file cannot be read.
+        ValueError: If the file has a different format or is damaged.
     """
     with open_file(path, "weight file") as (description, file):
         config, weights = read_weights(description, file)
@@ -192,11 +193,11 @@ def load(path: str | Path) -> Imported:
 
 
 def read_search(notes: Mapping[str, Any], config: TransformerConfig) -> Search:
-    """Return the search in the notes of a file of ours, or greedy search.
+    """Return the search settings in the metadata of a weight file. Without settings, the search is greedy.
 
     Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: A setting is out of range, or names an id that the model does not have.
+        TypeError: If a setting has the wrong type.
+        ValueError: If a setting is out of range, or contains an ID that is not in the model's vocabulary.
     """
     search = Search.from_dict(notes.get("search", {}))
     check_search(search, config)
@@ -204,11 +205,11 @@ def read_search(notes: Mapping[str, Any], config: TransformerConfig) -> Search:
 
 
 def read_step(description: Mapping[str, Any]) -> int | None:
-    """Return the step of a checkpoint of a training run, from the description in its file; None in a weight file.
+    """Return the training step of a checkpoint from the metadata of its file, or None for a weight file.
 
     Raises:
-        TypeError: The step is no integer.
-        ValueError: It is negative.
+        TypeError: If the step is not an integer.
+        ValueError: If the step is negative.
     """
     if "training" not in description:
         return None
@@ -221,17 +222,17 @@ def export_checkpoint(model: Imported, format_: str, folder: str | Path) -> tupl
     """Write a model in the format of other software.
 
     Args:
-        model: As ``import_checkpoint`` or ``load`` returns it.
-        format_: One of ``EXPORTS``.
-        folder: It is made, whole or not at all; an empty one may be there.
+        model: Model returned by ``import_checkpoint`` or ``load``.
+        format_: Name of the format, one of ``EXPORTS``.
+        folder: Directory to create, which may exist if it is empty. If the export fails, it is not created.
 
     Returns:
-        What could not be said there: one sentence each.
+        One sentence for each setting that the format cannot store.
 
     Raises:
-        OSError: A file cannot be written.
-        ValueError: The software does not compute such a model, and the message says what it computes otherwise; or the
-            folder is not empty.
+        OSError: If a file cannot be written.
+        ValueError: If the software does not support the model, or the directory is not empty. The message lists the
+            unsupported config fields.
     """
     check_choice("format", format_, EXPORTS)
     folder = Path(os.path.realpath(folder))
@@ -245,22 +246,23 @@ def export_checkpoint(model: Imported, format_: str, folder: str | Path) -> tupl
 
 
 def check_empty(folder: Path) -> None:
-    """Refuse a folder to write that holds anything, or that has no folder above it.
+    """Check that a directory can be created: its parent exists, and it is empty or does not exist.
 
     Raises:
-        OSError: The folder above is not there.
-        ValueError: The folder holds something, or is none.
+        OSError: If the parent directory does not exist.
+        ValueError: If the path is a file or a directory that is not empty.
     """
     if not folder.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder.parent}")
+        raise FileNotFoundError(f"there is no directory {folder.parent}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} must be a new folder, or an empty one")
+        raise ValueError(f"{folder} must be a new or an empty directory")
 
 
 def differences(config: TransformerConfig, preset: str) -> dict[str, tuple[object, object]]:
-    """Return the conventions in which a config is not its preset: by name, the preset's value and its own.
+    """Return the conventions in which a config differs from its preset, excluding sizes, IDs and training settings.
 
-    Sizes, ids and the settings of training are no conventions.
+    Returns:
+        The preset's value and the config's value of each field that differs, by field name.
     """
     usual = {
         **TransformerConfig.preset("paper_base", source_vocab_size=9, target_vocab_size=9).to_dict(),

@@ -1,7 +1,8 @@
-"""A table of names: what a format calls each canonical parameter, and how the array lies there.
+"""Tables of names, which map each canonical parameter to its name and memory layout in another format.
 
-A name may hold ``{stack}`` (encoder or decoder), ``{side}`` (source or target, of the same stack), ``{i}`` (the layer,
-counted from 0) and ``{n}`` (the same, counted from 1). What a format stores fused is split before its table is used.
+A name may contain placeholders: ``{stack}`` (encoder or decoder), ``{side}`` (source for the encoder, target for the
+decoder), ``{i}`` (the zero-based layer index) and ``{n}`` (the one-based layer number). Readers split fused projections
+before they use the table.
 """
 
 from __future__ import annotations
@@ -20,16 +21,22 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.names import FLOAT_DTYPES, parameter_shapes
 
 AS_IS = "as_is"
-TRANSPOSED = "transposed"  # [out, in] there, [in, out] here
-ROW = "row"  # [1, n] there, [n] here
+TRANSPOSED = "transposed"  # [out, in] in the other format, [in, out] in this project
+ROW = "row"  # [1, n] in the other format, [n] in this project
 SIDES = {"encoder": "source", "decoder": "target"}
-SHOWN = 5  # names that a message suggests
-COMPARED = 2000  # names among which similar ones are looked for
+SHOWN = 5  # maximum number of names that a message suggests
+COMPARED = 2000  # maximum number of names that are searched for similar ones
 Shape = tuple[int, ...]
 
 
 class Row(NamedTuple):
-    """One canonical name, what a format calls it, and how the array lies there: one of the constants above."""
+    """One row of a table of names.
+
+    Attributes:
+        name: Canonical name.
+        foreign: Name in the other format.
+        form: Memory layout in the other format: ``AS_IS``, ``TRANSPOSED`` or ``ROW``.
+    """
 
     name: str
     foreign: str
@@ -37,10 +44,10 @@ class Row(NamedTuple):
 
 
 def spelled_out(table: Iterable[Row], config: TransformerConfig) -> dict[str, Row]:
-    """Return the row of each parameter of a config that a table names, by the parameter's canonical name.
+    """Fill in the placeholders of a table, and return the row of each parameter by its canonical name.
 
     Raises:
-        ValueError: Two rows of the table name one parameter.
+        ValueError: If two rows of the table describe the same parameter.
     """
     shapes = parameter_shapes(config)
     found: dict[str, Row] = {}
@@ -52,7 +59,7 @@ def spelled_out(table: Iterable[Row], config: TransformerConfig) -> dict[str, Ro
                 name = row.name.format(**fields)
                 if name in shapes and name not in names:
                     if name in found:
-                        raise ValueError(f"two rows of the table name {name}: {found[name].foreign} and {row.foreign}")
+                        raise ValueError(f"{name} must have only one name: got {found[name].foreign} and {row.foreign}")
                     found[name] = Row(name, row.foreign.format(**fields), row.form)
                     names.add(name)
     return found
@@ -61,28 +68,28 @@ def spelled_out(table: Iterable[Row], config: TransformerConfig) -> dict[str, Ro
 def take(
     table: Iterable[Row], tensors: Mapping[str, ndarray], config: TransformerConfig, ignored: Sequence[str] = ()
 ) -> dict[str, ndarray]:
-    """Return the canonical weights that a format's tensors hold.
+    """Convert the tensors of another format to canonical weights.
 
     Args:
-        table: The names.
-        tensors: The arrays under the format's names.
-        config: What they are weights of.
-        ignored: Patterns, as of file names, of tensors that are no weights.
+        table: Table of names of the format.
+        tensors: Arrays by their names in the format.
+        config: Config of the model.
+        ignored: Glob patterns for names of tensors that are not weights.
 
     Returns:
-        One array per canonical name, in order; some are views of the tensors.
+        One array per canonical name, in order. Some are views of the tensors.
 
     Raises:
-        ValueError: Tensors are missing, unknown, or not of the shape or a dtype that the config needs; the message has
-            the format's names.
+        ValueError: If tensors are missing or unexpected, or have the wrong shape or dtype. The message uses the
+            format's names.
     """
     layers = config.num_encoder_layers + config.num_decoder_layers
-    if layers > len(tensors):  # before the names of that many layers are spelled out
+    if layers > len(tensors):  # do not generate names for an absurd number of layers
         raise ValueError(f"{len(tensors)} tensors are too few for the config's {layers:,} layers")
     rows = spelled_out(table, config)
     shapes = parameter_shapes(config)
     if unnamed := [name for name in shapes if name not in rows]:
-        raise ValueError(f"this format has no name for {some(unnamed)}")
+        raise ValueError(f"the table of names has no entry for {some(unnamed)}")
     problems = []
     for name, shape in shapes.items():
         _, foreign, form = rows[name]
@@ -100,34 +107,35 @@ def take(
         if name not in known and not any(fnmatchcase(name, pattern) for pattern in ignored)
     ]
     if problems:
-        raise ValueError(f"the tensors do not fit the config: {some(problems)}")
+        raise ValueError(f"the tensors do not match the config: {some(problems)}")
     return {name: canonical(tensors[rows[name].foreign], rows[name].form) for name in shapes}
 
 
 def give(table: Iterable[Row], weights: Mapping[str, ndarray], config: TransformerConfig) -> dict[str, ndarray]:
-    """Return the weights of a config under a format's names: what ``take`` takes.
+    """Convert canonical weights to another format's names and layout. This is the inverse of ``take``.
 
     Raises:
-        ValueError: The format has no name for a parameter, or one name for two that differ.
+        ValueError: If the format has no name for a parameter, or stores two parameters as one tensor but their values
+            differ.
     """
     rows = spelled_out(table, config)
     if unnamed := [name for name in parameter_shapes(config) if name not in rows]:
-        raise ValueError(f"this format has no place for {some(unnamed)}")
+        raise ValueError(f"this format cannot store {some(unnamed)}")
     tensors: dict[str, ndarray] = {}
     for name, row in rows.items():
         array = np.ascontiguousarray(foreign_form(np.asarray(weights[name]), row.form))
         if row.foreign in tensors and not same(tensors[row.foreign], array):
             first = next(other for other, one in rows.items() if one.foreign == row.foreign)
-            raise ValueError(f"this format has one table for {first} and {name}, and they differ here")
+            raise ValueError(f"{first} and {name} must be equal because this format stores only one of them")
         tensors[row.foreign] = array
     return tensors
 
 
 def matrix(held: Mapping[str, ndarray], name: str) -> ndarray:
-    """Return a tensor that determines a size.
+    """Return a tensor from whose shape a size of the config is inferred.
 
     Raises:
-        ValueError: It is missing, or no matrix.
+        ValueError: If the tensor is missing or is not a matrix.
     """
     if name not in held:
         raise ValueError(f"there is no tensor {name}: {_there_is(held, name)}")
@@ -137,42 +145,42 @@ def matrix(held: Mapping[str, ndarray], name: str) -> ndarray:
 
 
 def _there_is(held: Iterable[str], name: str) -> str:
-    """Return a clause that lists the names most like one, or else the first ones."""
+    """Return a clause that lists the most similar names or, if none is similar, the first ones."""
     names = list(islice(held, COMPARED))
     alike = difflib.get_close_matches(name, names, SHOWN, 0.5) or names[:SHOWN]
     more = ", ..." if len(names) > len(alike) else ""
-    return f"there is {', '.join(alike)}{more}" if alike else "there are no tensors at all"
+    return f"the file contains {', '.join(alike)}{more}" if alike else "the file contains no tensors"
 
 
 def three_projections(name: str, fused: ndarray) -> dict[str, ndarray]:
-    """Return query, key and value of a fused projection of PyTorch's: ``q_proj``, ``k_proj``, ``v_proj`` in its place.
+    """Split a fused projection of PyTorch into ``q_proj``, ``k_proj`` and ``v_proj``.
 
     Raises:
-        ValueError: It does not have the rows of three.
+        ValueError: If the number of rows is not divisible by three.
     """
     path, _, kind = name.rpartition(".in_proj_")
     if fused.ndim < 1 or len(fused) % 3:
-        raise ValueError(f"{name} must have the rows of three projections: got {list(fused.shape)}")
+        raise ValueError(f"{name} must have a number of rows that is divisible by 3: got shape {list(fused.shape)}")
     return {f"{path}.{one}_proj.{kind}": part for one, part in zip("qkv", np.split(fused, 3), strict=True)}
 
 
 def foreign_shape(shape: Shape, form: str) -> Shape:
-    """Return the shape that a format has an array in."""
+    """Return the shape of an array in the other format."""
     return {AS_IS: shape, TRANSPOSED: shape[::-1], ROW: (1, *shape)}[form]
 
 
 def foreign_form(array: ndarray, form: str) -> ndarray:
-    """Return an array as a format has it."""
+    """Convert an array to its layout in the other format."""
     return array.T if form == TRANSPOSED else array.reshape(foreign_shape(array.shape, form))
 
 
 def canonical(array: ndarray, form: str) -> ndarray:
-    """Return an array of a format as it is here."""
+    """Convert an array from its layout in the other format to the canonical layout."""
     return array.T if form == TRANSPOSED else array[0] if form == ROW else array
 
 
 def same(one: ndarray, other: ndarray) -> bool:
-    """Return whether two arrays hold the same bytes, of the same dtype and shape."""
+    """Return whether two arrays have the same dtype, shape and bytes."""
     if one is other:
         return True
     alike = one.dtype == other.dtype and one.shape == other.shape

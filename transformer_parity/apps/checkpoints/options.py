@@ -1,4 +1,4 @@
-"""What a checkpoint does not say about itself, and a user has to."""
+"""Information about a checkpoint that its files do not contain and that the user must provide."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """What is asked for where a format needs it; a reader leaves alone what is not its own.
+    """Options of the user for reading a checkpoint. Each reader only uses the options that its format supports.
 
     Attributes:
-        vocab: Files of the vocabulary, source first; one for both sides, or none.
-        names: A TOML file with a table of names, for tensors that were named by their user.
-        fields: Fields of the config that the format leaves to the program that reads it, such as ``num_heads``.
+        vocab: Vocabulary files, source first. One file is used for both sides. Empty if there is no vocabulary.
+        names: TOML file that maps canonical names to the user's tensor names, or None.
+        fields: Config fields that the format does not store, such as ``num_heads``.
     """
 
     vocab: tuple[Path, ...] = ()

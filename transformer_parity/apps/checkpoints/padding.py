@@ -1,4 +1,4 @@
-"""A row for padding, for models of programs that have none: it is appended on import and taken off on export."""
+"""Padding for models of programs without a padding token. Imports append a row for it, and exports remove the row."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from numpy import ndarray
 
 from transformer_spec.config import TransformerConfig
 
-NEVER = -1e4  # the bias of a target that does not exist: float16 holds it, and its probability is 0
-OF_VOCABULARY = {  # the axis of each parameter that counts a vocabulary
+NEVER = -1e4  # output bias of tokens that must never be generated; float16 can represent it, and softmax returns 0
+OF_VOCABULARY = {  # vocabulary axis of each parameter that has one
     "source_embedding.table": 0,
     "target_embedding.table": 0,
     "output_proj.kernel": 1,
@@ -21,10 +21,10 @@ OF_VOCABULARY = {  # the axis of each parameter that counts a vocabulary
 def append_padding(
     config: TransformerConfig, weights: Mapping[str, ndarray]
 ) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Append the row of zeros that is padding and start, at the same id on both sides.
+    """Append a row of zeros to the embeddings, which serves as padding and BOS token, with the same ID on both sides.
 
-    The smaller of two vocabularies is filled up first. What is appended is never generated, so that
-    log-probabilities are those of a program that has no such targets.
+    If the vocabularies have different sizes, the smaller one is filled up first. The output bias of the appended
+    tokens ensures that they are never generated, so log-probabilities are the same as in the original program.
     """
     pad_id, size = max(config.source_vocab_size, config.target_vocab_size), config.target_vocab_size
     table = weights["source_embedding.table"]
@@ -41,7 +41,7 @@ def append_padding(
 def strip_padding(
     config: TransformerConfig, weights: Mapping[str, ndarray]
 ) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Take off what ``append_padding`` appended; padding that was not appended stays."""
+    """Remove the rows that ``append_padding`` appended. If the padding token is part of the vocabulary, keep it."""
     source = weights["source_embedding.table"]
     bias = weights.get("output_proj.bias", np.zeros(config.target_vocab_size, source.dtype))
     last = {config.source_vocab_size - 1, config.target_vocab_size - 1}
@@ -64,5 +64,5 @@ def strip_padding(
 
 
 def target_table(weights: Mapping[str, ndarray]) -> ndarray:
-    """Return the embedding of the target."""
+    """Return the embedding matrix of the target."""
     return weights.get("target_embedding.table", weights["source_embedding.table"])

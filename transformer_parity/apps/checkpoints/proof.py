@@ -1,4 +1,4 @@
-"""The proof of origin: a few logits of what was written, in every backend, and of the software it came from."""
+"""Verify an imported checkpoint: compare its logits in every backend and with the software that it came from."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ from transformer_spec.files import load_weights
 
 DTYPES = ("float64", "float32")
 SENTENCES, SOURCE, TARGET = 2, 7, 5
-SEARCHED, LONGEST = 4, 20  # sentences that both search for, and the most tokens of each translation
-OWN_TABLES = 1e-6  # of positions, where they are in float32: 3.6e-7 is what the angles of a large model leave
+SEARCHED, LONGEST = 4, 20  # number of sentences that are translated, and the maximum length of a translation in tokens
+# Tolerance if transformers uses its own float32 position table. In a large model, rounding its angles costs 3.6e-7.
+OWN_TABLES = 1e-6
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What was compared, and how closely it agrees.
+    """The result of one comparison with the float64 reference.
 
     Attributes:
-        name: What computed it.
-        dtype: In what.
-        error: The L2 distance from the float64 reference, relative to that; None where nothing was computed.
-        allowed: The largest that agrees.
-        why: Why nothing was computed, or what was.
+        name: Name of the backend or library that was compared.
+        dtype: Dtype in which it computed.
+        error: Relative L2 error with respect to the float64 reference. None if the comparison was skipped.
+        allowed: Largest error at which the two still agree.
+        why: The reason for skipping the comparison, or a description of the compared values.
     """
 
     name: str
@@ -53,12 +54,12 @@ class Agreement:
 
     @property
     def verdict(self) -> str:
-        """The verdict on the comparison, as in ``parity check``."""
+        """The verdict on this comparison, in the terms of ``parity check``."""
         return SKIPPED if self.error is None else decide(self.error, self.allowed, self.dtype)
 
 
 def inputs_of(config: TransformerConfig, sentences: int = SENTENCES) -> dict[str, ndarray]:
-    """Return ids that show what a model computes: random ones, the last source and target padded."""
+    """Return random source and target IDs for a comparison. The last sentence is padded on both sides."""
     rng = np.random.default_rng(5)
     found = {}
     for side, length, size in (
@@ -67,7 +68,7 @@ def inputs_of(config: TransformerConfig, sentences: int = SENTENCES) -> dict[str
     ):
         length = min(length, config.max_positions or length)
         ids = rng.integers(0, size - 1, (sentences, length))
-        ids += ids >= config.pad_id  # anything but padding
+        ids += ids >= config.pad_id  # skip the padding ID
         ids[-1, length - length // 3 :] = config.pad_id
         found[f"{side}_ids"] = ids
     found["target_ids"][:, 0] = config.bos_id
@@ -75,23 +76,23 @@ def inputs_of(config: TransformerConfig, sentences: int = SENTENCES) -> dict[str
 
 
 def prove(path: Path, backends: Iterable[str], say: Say = lambda text: None) -> list[Agreement]:
-    """Compute a few logits from a weight file in several backends, in float64 and float32.
+    """Compare the logits of multiple backends for one weight file, in float64 and float32.
 
     Args:
-        path: What was written.
-        backends: Names of ``PORTS``; one whose framework is not installed computes nothing.
-        say: Told what is computed next.
+        path: Weight file to load.
+        backends: Names from ``PORTS``. A backend is skipped if its framework is not installed.
+        say: Function that receives a progress message before each computation.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: It is damaged.
+        OSError: If the file cannot be read.
+        ValueError: If the file is damaged.
     """
     config, weights = load_weights(path)
     inputs = inputs_of(config)
 
     def logits(port: PackagePort, dtype: str) -> ndarray:
         say(f"logits in {dtype}: {port.name}")
-        gc.collect()  # the model before, of which a framework may hold circles
+        gc.collect()  # free the previous model, because frameworks may keep it in reference cycles
         return port.load(config, weights, Placement(dtype)).run("", inputs, taps=False).output
 
     truth = logits(DEFINITION, "float64")
@@ -110,22 +111,25 @@ def prove(path: Path, backends: Iterable[str], say: Say = lambda text: None) -> 
 
 
 def check_against_transformers(path: Path, imported: Imported, say: Say = lambda text: None) -> list[Agreement]:
-    """Compare logits and translations with those of the transformers library, in float64.
+    """Compare logits and translations with the transformers library, in float64.
 
     Args:
-        path: The folder that was imported, from which transformers loads the same model; nothing is fetched.
-        imported: What was imported.
-        say: Told what is computed next.
+        path: Directory that was imported. The transformers library loads the same model from it, without network
+            access.
+        imported: The imported model.
+        say: Function that receives a progress message before each computation.
 
     Returns:
-        The logits, with exact tables of positions where transformers has its own in float32; and the translations, of
-        which the share is counted that differs. One entry without an error where the library is not installed.
+        One entry per comparison of logits, and one for the translations, whose error is the fraction that differs. For
+        models with sinusoidal positions, the logits are compared twice, because transformers rounds its position
+        tables to float32: once with its own tables and once with exact ones. If the library is not installed, or does
+        not load this format, the only entry is a skipped comparison.
     """
     name = "transformers"
     if missing := [module for module in ("torch", name) if find_spec(module) is None]:
         return [Agreement(name, "float64", None, 0.0, f"not installed: {', '.join(missing)}")]
     if imported.origin.format != "hf":
-        return [Agreement(name, "float64", None, 0.0, "it does not load this format")]
+        return [Agreement(name, "float64", None, 0.0, "it does not support this format")]
     import torch
     from transformers import AutoModelForSeq2SeqLM
 
@@ -144,19 +148,19 @@ def check_against_transformers(path: Path, imported: Imported, say: Say = lambda
     what, strict = "logits", tolerance("logits", "float64", 0.0)
     if config.position_encoding == "sinusoidal":
         own = _logits(model, inputs, config)
-        rounding = _replace_positions(model, config)  # that of float16, where the file has its table in that
-        compare(own, max(OWN_TABLES, rounding), "logits, with its own rounded table of positions")
-        what = "logits, with exact positions"
+        rounding = _replace_positions(model, config)  # larger if the file stores its position tables in float16
+        compare(own, max(OWN_TABLES, rounding), "logits, using its own rounded position tables")
+        what = "logits, using exact position tables"
     compare(_logits(model, inputs, config), strict, what)
     say(f"translations in float64: {title}")
     ours, theirs = _translations(model, imported)
     same = sum(one == other for one, other in zip(ours, theirs, strict=True))
-    search = f"{same} of {len(ours)} translations of at most {LONGEST} tokens are the same"
+    search = f"{same} of {len(ours)} translations of at most {LONGEST} tokens are identical"
     return [*results, Agreement(title, "float64", 1.0 - same / len(ours), 0.0, search)]
 
 
 def _logits(model: Any, inputs: dict[str, ndarray], config: TransformerConfig) -> ndarray:
-    """Return the logits of one of transformers' models."""
+    """Return the logits of a model from the transformers library."""
     import torch
 
     source, target = (torch.tensor(inputs[f"{side}_ids"]) for side in ("source", "target"))
@@ -165,17 +169,18 @@ def _logits(model: Any, inputs: dict[str, ndarray], config: TransformerConfig) -
         if model.config.model_type != "fsmt":
             masks = {"attention_mask": seen, "decoder_attention_mask": real}
             return model(input_ids=source, decoder_input_ids=target, **masks).logits.numpy()
-        # The two halves by hand: what joins them has a mask of float32, which cannot hold float64's minimum.
+        # Call the encoder and the decoder separately. FSMTModel creates a float32 mask and fills it with the smallest
+        # float64 value, which float32 cannot represent.
         memory = model.model.encoder(source, attention_mask=seen).last_hidden_state
         future = torch.full((target.shape[1],) * 2, -torch.inf, dtype=torch.float64).triu(1)
         return model.model.decoder(target, memory, seen, ~real, future).last_hidden_state.numpy()
 
 
 def _replace_positions(model: Any, config: TransformerConfig) -> float:
-    """Give a model of transformers' the table of sinusoids that its own one is rounded from.
+    """Replace the rounded sinusoidal position tables of a transformers model with exact ones.
 
     Returns:
-        By how much the rows that a few logits need were off, at most.
+        The largest absolute rounding error among the rows that the comparison uses.
     """
     import torch
 
@@ -193,7 +198,7 @@ def _replace_positions(model: Any, config: TransformerConfig) -> float:
 
 
 def _translations(model: Any, imported: Imported) -> tuple[list[list[int]], list[list[int]]]:
-    """Return translations of a few sentences of random ids, ours and those of a model of transformers'."""
+    """Translate a few sentences of random IDs, and return this project's and the transformers model's translations."""
     import torch
 
     config, search = imported.config, imported.search
@@ -203,12 +208,13 @@ def _translations(model: Any, imported: Imported) -> tuple[list[list[int]], list
     found = PORTS["torch"].load(config, imported.weights, Placement("float64")).search(ids, options)
     settings = model.generation_config
     settings.max_length, settings.max_new_tokens = None, longest
-    settings.bad_words_ids = [*(settings.bad_words_ids or []), [config.pad_id]]  # no search here returns padding
+    # The searches of this project never generate padding.
+    settings.bad_words_ids = [*(settings.bad_words_ids or []), [config.pad_id]]
     with torch.no_grad():
         theirs = model.generate(input_ids=torch.tensor(ids), attention_mask=torch.tensor(ids != config.pad_id))
     return [_ended(row, config) for row in found.ids.tolist()], [_ended(row, config) for row in theirs[:, 1:].tolist()]
 
 
 def _ended(ids: list[int], config: TransformerConfig) -> list[int]:
-    """Return ids up to the end symbol."""
+    """Return the IDs before the EOS token."""
     return ids[: ids.index(config.eos_id)] if config.eos_id in ids else ids

@@ -1,9 +1,11 @@
-"""State dicts of PyTorch whose file holds little: the tensors, and what their user adds to them.
+"""PyTorch state dicts that contain only tensors, for which the user specifies the rest of the model in a TOML file.
 
-A user's TOML file may have three tables: ``[config]`` with fields of the config that no tensor shows, ``[names]`` with
-the user's name of each parameter that a format does not name, by its canonical name, and ``[file]`` with ``state``, the
-key under which the file holds its state dict, ``prefix``, what stands in front of the format's own names, and
-``ignored``, a list of tensors (patterns, as of file names) that are no weights.
+The TOML file may have three tables:
+
+- ``[config]`` sets config fields that cannot be inferred from the tensors.
+- ``[names]`` maps the canonical name of each parameter that the format does not name to the user's name.
+- ``[file]`` describes the file. ``state`` is the key of the state dict in the file, ``prefix`` is the prefix of the
+  format's names, and ``ignored`` is a list of glob patterns for tensors that are not weights.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ from transformer_spec.config import TransformerConfig
 if TYPE_CHECKING:
     from transformer_parity.transformer.sentences.vocabulary import Vocabulary
 
-LARGEST = 2**20  # bytes of a TOML file
+LARGEST = 2**20  # maximum size of a TOML file in bytes
 KNOWN = {"config": (), "names": (), "file": ("state", "prefix", "ignored")}
-ROUNDED = 1e-6  # for each position: angles of float32
+ROUNDED = 1e-6  # tolerance of a sinusoidal table per position, because its angles may be rounded to float32
 
 
 @dataclass(frozen=True)
 class UserNames:
-    """What a user declares about a state dict: see above."""
+    """The user's description of a state dict. The docstring of this module explains each field."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
@@ -45,24 +47,27 @@ class UserNames:
 
 
 def read_names(options: ReadOptions) -> UserNames:
-    """Return what the file of names and the options say; the options take precedence.
+    """Read the user's TOML file and merge it with the command-line options, which take precedence.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: It is no TOML, has tables or keys that are not known, or values of the wrong type.
+        OSError: If the file cannot be read.
+        ValueError: If the file is not valid TOML, contains an unknown table, key or field, or a value has the wrong
+            type.
     """
     content: dict[str, Any] = {}
     what = options.names.name if options.names else ""
     if options.names:
         try:
             content = tomllib.loads(read_bytes(options.names, LARGEST).decode())
-        except ValueError as error:  # tomllib.TOMLDecodeError and UnicodeDecodeError are
-            raise ValueError(f"{what} is not usable TOML: {error}") from error
+        except ValueError as error:  # includes tomllib.TOMLDecodeError and UnicodeDecodeError
+            raise ValueError(f"{what} is not valid TOML: {error}") from error
     for table, keys in content.items():
         if table not in KNOWN or not isinstance(keys, dict):
-            raise ValueError(f"{what} may have the tables {', '.join(KNOWN)}: got {table}")
+            raise ValueError(f"{what} may only contain the tables {', '.join(KNOWN)}: got {table}")
         if KNOWN[table] and (unknown := sorted(set(keys) - set(KNOWN[table]))):
-            raise ValueError(f"[{table}] of {what} may have {', '.join(KNOWN[table])}: got {', '.join(unknown)}")
+            raise ValueError(
+                f"[{table}] in {what} may only contain the keys {', '.join(KNOWN[table])}: got {', '.join(unknown)}"
+            )
     names, rest = content.get("names", {}), content.get("file", {})
     ignored = rest.get("ignored", [])
     texts = [
@@ -72,22 +77,27 @@ def read_names(options: ReadOptions) -> UserNames:
         *(ignored if isinstance(ignored, list) else [0]),
     ]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"the names in {what} must be text, and 'ignored' a list of text")
+        raise ValueError(f"names in {what} must be strings, and 'ignored' must be a list of strings")
     fields = {**content.get("config", {}), **options.fields}
     known = {entry.name for entry in dataclasses.fields(TransformerConfig)}
     if unknown := sorted(set(fields) - known):
         alike = [near for name in unknown for near in difflib.get_close_matches(name, known, 1)]
-        meant = f"did you mean {', '.join(alike)}?" if alike else f"there are {', '.join(sorted(known))}"
-        raise ValueError(f"a config has no field {', '.join(unknown)}: {meant}")
+        meant = f"did you mean {', '.join(alike)}?" if alike else f"the fields are {', '.join(sorted(known))}"
+        raise ValueError(f"unknown config field {', '.join(unknown)}: {meant}")
     return UserNames(fields, names, rest.get("state", ""), rest.get("prefix", ""), tuple(ignored))
 
 
 def read_state(path: Path, key: str = "") -> dict[str, ndarray]:
-    """Return the tensors of a safetensors file, or of a file of ``torch.save``, there under a key if one is given.
+    """Read the tensors of a safetensors file or of a file written by ``torch.save``.
+
+    Args:
+        path: File to read.
+        key: For files of ``torch.save``, the dotted key of the state dict in the file. Empty if the file is the state
+            dict.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is damaged or refused, or holds something else.
+        OSError: If the file cannot be read.
+        ValueError: If the file is damaged, contains code or unsupported objects, or has no state dict under the key.
     """
     if path.suffix == ".safetensors":
         return tensors.read(path)
@@ -95,61 +105,63 @@ def read_state(path: Path, key: str = "") -> dict[str, ndarray]:
     for part in filter(None, key.split(".")):
         if not isinstance(content, dict) or part not in content:
             held = ", ".join(map(str, content)) if isinstance(content, dict) else type(content).__name__
-            raise ValueError(f"{path.name} must hold {part!r}: got {held}")
+            raise ValueError(f"{path.name} must contain the key {part!r}: got {held}")
         content = content[part]
     return pickles.arrays(content, path.name)
 
 
 def tensor_names(path: Path) -> list[str]:
-    """Return the names of the tensors of a file; errors as in ``read_state``."""
+    """Return the names of the tensors in a file. Raises the same errors as ``read_state``."""
     return tensors.names(path) if path.suffix == ".safetensors" else list(read_state(path))
 
 
 def needed_fields(said: Mapping[str, Any], needed: Iterable[str], what: str) -> None:
-    """Refuse a state dict that lacks a value that no tensor shows.
+    """Check that the user has specified the config fields that cannot be inferred from the tensors.
 
     Raises:
-        ValueError: Fields are missing; the message lists them.
+        ValueError: If fields are missing. The message lists them.
     """
     if missing := [name for name in needed if name not in said]:
         raise ValueError(
-            f"{what} does not say {', '.join(missing)}: give each with --set {missing[0]}=VALUE, or under [config] in "
-            "a TOML file with --names FILE"
+            f"{what} does not contain {', '.join(missing)}: set each value with an option, such as "
+            f"--set {missing[0]}=VALUE, or under [config] in the TOML file that you pass as --names FILE"
         )
 
 
 def prefix_of(names: Iterable[str], known: str, said: str) -> str:
-    """Return what stands in front of a format's own names: what its user said, or else what the names show.
+    """Return the prefix of the format's tensor names. If the user has not specified one, detect it from the names.
 
     Args:
-        names: Of the tensors.
-        known: A name that the format has in every model.
-        said: What its user said; empty is nothing.
+        names: Names of the tensors.
+        known: Tensor name, without prefix, that every model of this format contains.
+        said: Prefix that the user specified, or an empty string.
 
     Raises:
-        ValueError: Several prefixes would do.
+        ValueError: If more than one prefix is possible.
     """
     if said:
         return said
     found = sorted(name.removesuffix(known) for name in names if name == known or name.endswith(f".{known}"))
     if len(found) > 1 and "" not in found:
         listed = ", ".join(found[:5])
-        raise ValueError(f'there are several models in the file: say which, as prefix = "..." under [file]: {listed}')
+        raise ValueError(
+            f'the file contains more than one model: set prefix = "..." under [file] to one of these prefixes: {listed}'
+        )
     return found[0] if found else ""
 
 
 def read_vocabulary(paths: Sequence[Path], config: TransformerConfig) -> Vocabulary | None:
-    """Return the vocabulary whose files a user names: ids are those of its files, and ``eos_id`` ends every line.
+    """Build the vocabulary from the files that the user specified. It must append ``eos_id`` to every line.
 
     Args:
-        paths: A ``tokenizer.json``; or sentencepiece models (``.model``, ``.spm``) and tables of ids, as Marian has
-            them. Empty is none.
-        config: The model.
+        paths: A ``tokenizer.json``, or SentencePiece models (``.model``, ``.spm``) and ID tables in Marian's format.
+            If empty, the model has no vocabulary.
+        config: Config of the model.
 
     Raises:
-        OSError: A file cannot be read.
-        UsageError: A package is not installed that the vocabulary needs.
-        ValueError: These are other files, or they are not of this model.
+        OSError: If a file cannot be read.
+        UsageError: If a package that the vocabulary requires is not installed.
+        ValueError: If a file has a different format, or the vocabulary does not fit the model.
     """
     from transformer_parity.apps.text import kinds, maps, marian, multilingual
 
@@ -161,29 +173,27 @@ def read_vocabulary(paths: Sequence[Path], config: TransformerConfig) -> Vocabul
     else:
         vocabulary = marian.read_marian_vocabulary([*paths])
     if (ends := vocabulary.target_ids("")) != [config.eos_id]:
-        raise ValueError(
-            f"the vocabulary must add eos_id, {config.eos_id}, to a translation, and no other id: got {ends}"
-        )
+        raise ValueError(f"the vocabulary must append only eos_id, {config.eos_id}, to a target sentence: got {ends}")
     return kinds.checked(vocabulary, config.source_vocab_size, config.target_vocab_size)
 
 
 def said_notes(said: Mapping[str, Any], needed: Iterable[str]) -> tuple[str, ...]:
-    """Return the note that some values are the user's own: that backends agree does not prove them."""
+    """Return a note that lists the values set by the user, because comparing backends cannot verify them."""
     own = ", ".join(f"{name} {said[name]}" for name in needed if name in said)
-    return (f"not in the file, and taken as given: {own}. A wrong value is not noticed where backends are compared",)
+    return (f"not in the file, so your values are used: {own}. Comparing backends does not detect a wrong value",)
 
 
 def count_layers(names: Iterable[str], prefix: str) -> int:
-    """Return how many layers a stack has, whose tensors are called ``{prefix}{i}.``."""
+    """Return the number of layers of a stack whose tensor names start with ``{prefix}{i}.``."""
     numbers = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
     return max((int(number) + 1 for number in numbers if number.isdecimal() and len(number) < 6), default=0)
 
 
 def check_positions(tensors: Mapping[str, ndarray], names: Iterable[str], config: TransformerConfig) -> None:
-    """Refuse stored tables of positions that are not the one that the config describes; they need no place then.
+    """Check that stored position tables contain the sinusoids that the config describes, so they need not be kept.
 
     Raises:
-        ValueError: A table has another shape, or other numbers.
+        ValueError: If a table has a different shape, or its values differ by more than rounding.
     """
     kind = (config.position_layout, config.position_timescale)
     for name in names:
@@ -193,4 +203,7 @@ def check_positions(tensors: Mapping[str, ndarray], names: Iterable[str], config
         exact = sinusoidal_encoding(len(table), config.d_model, *kind) if table.shape[1] == config.d_model else None
         error = np.inf if exact is None else np.abs(table.astype(np.float64) - exact).max(initial=0.0)
         if not error <= ROUNDED * max(len(table), 10):
-            raise ValueError(f"{name} must be the sinusoids of {' and '.join(kind)}: it is off by {error:.2g}")
+            raise ValueError(
+                f"{name} must contain sinusoids with position_layout {kind[0]} and position_timescale {kind[1]}: "
+                f"got a difference of {error:.2g}"
+            )

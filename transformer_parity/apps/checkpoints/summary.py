@@ -1,4 +1,4 @@
-"""What a weight file, a checkpoint or an import holds: as a table, and for machines."""
+"""Summaries of weight files, checkpoints and imports, printed as a table or returned as JSON-compatible values."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from transformer_spec.presets import PRESETS
 from transformer_spec.search import Search
 
 TIED = {
-    "none": "nothing: source, target and output have a table each",
-    "target_output": "target and output; the source has a table of its own",
-    "all": "source, target and output have one table",
+    "none": "nothing: source embedding, target embedding and output projection are separate",
+    "target_output": "target embedding and output projection; the source embedding is separate",
+    "all": "source embedding, target embedding and output projection",
 }
-MOST_LANGUAGES = 8  # that a table lists by name
+MOST_LANGUAGES = 8  # maximum number of languages that the table lists by name
 
 
 def describe(model: Imported) -> dict[str, Any]:
-    """Return what a model is, for machines."""
+    """Return a description of a model as JSON-compatible values."""
     preset = _preset(model)
     different = differences(model.config, preset)
     vocabulary = model.vocabulary
@@ -51,12 +51,12 @@ def describe(model: Imported) -> dict[str, Any]:
 
 
 def print_model(console: Console, model: Imported, *, files: bool = False) -> None:
-    """Print what a model is, one row for each of its sides.
+    """Print a description of a model as a table.
 
     Args:
-        console: What prints.
-        model: An import, or what was read of a weight file.
-        files: Also the SHA-256 of each file that it was imported from.
+        console: Console to print to.
+        model: Model to describe.
+        files: Whether to list the files from which the model was imported, with their SHA-256.
     """
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
@@ -74,7 +74,7 @@ def print_model(console: Console, model: Imported, *, files: bool = False) -> No
 def _rows(model: Imported) -> dict[str, str]:
     config, origin = model.config, model.origin
     preset = _preset(model)
-    changed = (f"{name} {mine} for {usual}" for name, (usual, mine) in differences(config, preset).items())
+    changed = (f"{name} {mine} instead of {usual}" for name, (usual, mine) in differences(config, preset).items())
     family = "this project"
     if origin.format != OURS:
         family = f"{origin.family} ({FORMATS[origin.format][1]})" if origin.format in FORMATS else origin.family
@@ -88,7 +88,7 @@ def _rows(model: Imported) -> dict[str, str]:
         "size": f"{_parameters(model):,} parameters in {' and '.join(_dtypes(model))}: {_sizes(config)}",
         **_vocabulary(model),
         "search": search_line(model.search),
-        "licence": None if origin.format == OURS else origin.licence or "the files name none",
+        "license": None if origin.format == OURS else origin.licence or "not specified in the files",
     }
     return {name: text for name, text in rows.items() if text is not None}
 
@@ -107,7 +107,7 @@ def _vocabulary(model: Imported) -> Mapping[str, str | None]:
 
 
 def _some(codes: Sequence[str]) -> str:
-    """Return the first codes of languages, and how many there are."""
+    """Return the first language codes and the number of the remaining ones."""
     listed = ", ".join(codes[:MOST_LANGUAGES])
     return f"{listed} and {len(codes) - MOST_LANGUAGES:,} others" if len(codes) > MOST_LANGUAGES else listed
 
@@ -126,10 +126,10 @@ def _sizes(config: TransformerConfig) -> str:
 
 
 def _preset(model: Imported) -> str:
-    """Return the preset that an import is compared with; for weights of our own, the one nearest to them."""
+    """Return the preset of an imported model or, for a model trained with this project, the most similar preset."""
     if model.origin.format != OURS:
         return model.origin.preset
-    return min(PRESETS, key=lambda name: len(differences(model.config, name)))  # the first of several
+    return min(PRESETS, key=lambda name: len(differences(model.config, name)))  # min returns the first of equal ones
 
 
 def _parameters(model: Imported) -> int:
@@ -143,7 +143,7 @@ def _dtypes(model: Imported) -> list[str]:
 
 
 def search_line(search: Search) -> str:
-    """Return how to search, in one line: what is not as usual is named."""
+    """Return the search settings in one line. Settings with default values are omitted."""
     usual, rules = Search(), search.rules.to_dict()
     parts = ["greedy" if search.beam_size is None else f"beam {search.beam_size}"]
     if search.beam_size is not None:

@@ -1,4 +1,4 @@
-"""What a path holds that is in no format: what can be done with it, as far as its names tell."""
+"""Hints for a path whose format is not recognized, derived from its file names and tensor names."""
 
 from __future__ import annotations
 
@@ -11,31 +11,38 @@ from transformer_parity.apps.containers.folder import has
 from transformer_spec.files import open_file
 
 CONFIG = "config.json"
-SHOWN = 4  # names that a message lists
-LISTED = "`parity import --help` lists what can be read"
+SHOWN = 4  # maximum number of names in a message
+LISTED = "`parity import --help` lists the supported formats"
 
 
 def seen(path: Path) -> tuple[str | None, str]:
-    """Return the format that the names in a path are those of, if any, and a clause that says what to do with it.
+    """Return a hint about a path whose format is not recognized, as part of an error message.
 
     Args:
-        path: A file or a folder that is not recognised.
+        path: File or directory that is not recognized.
+
+    Returns:
+        The format that the tensor names suggest, or None, and a clause that tells the user how to import the path.
     """
     if path.is_dir():
-        return None, f"the folder has neither {CONFIG} nor model.bin; if the checkpoint is one file in it, give that"
+        return None, (
+            f"the directory contains neither {CONFIG} nor model.bin; if the checkpoint is a single file, pass its path"
+        )
     if has(path.parent, CONFIG):
-        return None, f"there is a {CONFIG} beside it, so give the folder: {path.parent}"
+        return None, f"its directory contains {CONFIG}, so pass the directory: {path.parent}"
     try:
         if path.suffix == ".safetensors":
             names = tensors.names(path)
             if _is_ours(path):
-                return None, "it is a weight file of this project, which `parity translate` and `parity export` read"
+                return None, (
+                    "it is already a weight file of this project; use it with `parity translate` or `parity export`"
+                )
             return _seen_in({"": names})
         content = pickles.read(path)
     except ValueError as error:
         return None, f"{error}; {LISTED}"
     if not isinstance(content, dict):
-        return None, f"it holds no named tensors, but {type(content).__name__}; {LISTED}"
+        return None, f"it must contain named tensors: got {type(content).__name__}; {LISTED}"
     inside = {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, dict)}
     return _seen_in({"": content, **inside})
 
@@ -49,17 +56,17 @@ def _is_ours(path: Path) -> bool:
 
 
 def _seen_in(states: dict[str, Iterable[str]]) -> tuple[str | None, str]:
-    """Return the same for names of tensors: those of a file, and those under each of its keys."""
+    """Return the format and the hint, given the names at the top level of a file and under each of its keys."""
     for key, held in states.items():
         names = [name for name in held if isinstance(name, str)]
         if any(f".{name}".endswith(f".{torch_nn.FIRST}") for name in names):
             where = f', with state = "{key}" under [file]' if key else ""
-            return "torch", f"its tensors are those of torch.nn.Transformer: add --as torch --names FILE{where}"
+            return "torch", f"its tensors belong to torch.nn.Transformer: add --as torch --names FILE{where}"
         if any(name.endswith("encoder.layers.0.fc1.weight") for name in names):
             return None, (
-                "its tensors are those of fairseq or of Hugging Face, without the settings: give the checkpoint that "
-                "fairseq-train wrote, or the folder that save_pretrained wrote"
+                "its tensors belong to fairseq or Hugging Face, but the settings are missing: pass the checkpoint that "
+                "fairseq-train wrote, or the directory that save_pretrained wrote"
             )
     names = [str(name) for name in states[""]]
     more = ", ..." if len(names) > SHOWN else ""
-    return None, f"it holds {', '.join(names[:SHOWN]) or 'nothing'}{more}; {LISTED}"
+    return None, f"it contains {', '.join(names[:SHOWN]) or 'no tensors'}{more}; {LISTED}"

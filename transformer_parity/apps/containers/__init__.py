@@ -1,1 +1,4 @@
-"""Files of other software, read into NumPy arrays: nothing in them is run, and sizes are bounded first."""
+"""Readers for the file formats of other software.
+
+They return NumPy arrays, never run code from a file, and check sizes before they allocate memory.
+"""

@@ -1,4 +1,4 @@
-"""CTranslate2's ``model.bin``: named variables one after another, then aliases. Little-endian, and plain data.
+"""CTranslate2's ``model.bin``, a little-endian sequence of named variables, followed by aliases.
 
 Source: OpenNMT/CTranslate2, python/ctranslate2/specs/model_spec.py and src/models/model.cc.
 """
@@ -16,12 +16,18 @@ from numpy import ndarray
 
 from transformer_spec.files import replacing
 
-OLDEST, NEWEST = 4, 6  # versions of the layout; before them, a variable had no dtype of its own
+OLDEST, NEWEST = 4, 6  # supported format versions; earlier ones do not store the dtype of each variable
 DTYPES = (np.float32, np.int8, np.int16, np.int32, np.float16, ml_dtypes.bfloat16)
 
 
 class StoredModel(NamedTuple):
-    """What a file holds: the name and the revision of its specification, and variables; an alias is the same array."""
+    """The content of a file.
+
+    Attributes:
+        name: Name of the specification, such as ``TransformerSpec``.
+        revision: Revision of the specification.
+        variables: Arrays by name. An alias maps to the same array object as its variable.
+    """
 
     name: str
     revision: int
@@ -32,14 +38,14 @@ def read(path: Path) -> StoredModel:
     """Read a file.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is damaged, of another version, or claims more than it holds.
+        OSError: If the file cannot be read.
+        ValueError: If the file is damaged or has an unsupported version, or a size in it exceeds the file's size.
     """
     with path.open("rb") as file:
         try:
             return _read(file, path.stat().st_size)
         except (ValueError, struct.error) as error:
-            raise ValueError(f"{path} is not a usable model.bin: {error}") from error
+            raise ValueError(f"{path} is not a valid model.bin: {error}") from error
 
 
 def _read(file: BinaryIO, size: int) -> StoredModel:
@@ -49,40 +55,43 @@ def _read(file: BinaryIO, size: int) -> StoredModel:
     def text() -> str:
         held = file.read(number("H"))
         if not held.endswith(b"\0"):
-            raise ValueError("it has a name that does not end with a zero")
+            raise ValueError("names must end with a null byte: got a name without one")
         return held[:-1].decode()
 
     if not OLDEST <= (version := number("I")) <= NEWEST:
-        raise ValueError(f"its version must be from {OLDEST} to {NEWEST}: got {version}")
+        raise ValueError(f"the format version must be from {OLDEST} to {NEWEST}: got {version}")
     name, revision = text(), number("I")
     variables: dict[str, ndarray] = {}
     for _ in range(number("I")):
         variable = text()
         shape = tuple(number("I") for _ in range(number("B")))
         if (kind := number("B")) >= len(DTYPES):
-            raise ValueError(f"{variable} is of type {kind}, which is not known")
+            raise ValueError(f"the type of {variable} must be below {len(DTYPES)}: got {kind}")
         dtype, claimed = np.dtype(DTYPES[kind]), number("I")
         if claimed != math.prod(shape) * dtype.itemsize or claimed > size - file.tell():
-            raise ValueError(f"{variable} claims {claimed:,} bytes, {list(shape)} of {dtype.name}")
+            raise ValueError(
+                f"{variable} must fit its shape {list(shape)}, its dtype {dtype.name} and the file: "
+                f"got {claimed:,} bytes"
+            )
         if variable in variables:
-            raise ValueError(f"it holds {variable} twice")
+            raise ValueError(f"names must be distinct: got {variable} more than once")
         variables[variable] = np.frombuffer(file.read(claimed), dtype).reshape(shape)
     for _ in range(number("I")):
         alias, of = text(), text()
         if alias in variables or of not in variables:
-            raise ValueError(f"its alias {alias} must be new, and of a variable: got {of}")
+            raise ValueError(f"the alias {alias} must be a new name for an existing variable: got {of}")
         variables[alias] = variables[of]
     if file.tell() != size:
-        raise ValueError(f"it has {size - file.tell():,} bytes behind its end")
+        raise ValueError(f"the file must end after the aliases: got {size - file.tell():,} more bytes")
     return StoredModel(name, revision, variables)
 
 
 def write(path: Path, model: StoredModel) -> None:
-    """Write a file, atomically; an array that is the same as one before it becomes an alias.
+    """Write a file atomically. If the same array object appears more than once, the repetitions become aliases.
 
     Raises:
-        OSError: The file cannot be written.
-        ValueError: A variable is of a type that CTranslate2 does not have, or larger than it can say.
+        OSError: If the file cannot be written.
+        ValueError: If CTranslate2 does not support the dtype or the size of a variable.
     """
 
     def text(value: str) -> bytes:
@@ -92,7 +101,7 @@ def write(path: Path, model: StoredModel) -> None:
     ordered = sorted(model.variables.items())
     for name, array in ordered:
         if array.dtype not in DTYPES or array.nbytes >= 2**32:
-            raise ValueError(f"{name} cannot be written for CTranslate2: {array.nbytes:,} bytes of {array.dtype.name}")
+            raise ValueError(f"CTranslate2 does not support {name}: got {array.nbytes:,} bytes of {array.dtype.name}")
         first.setdefault(id(array), name)
     own = [(name, array) for name, array in ordered if first[id(array)] == name]
     aliases = [(name, first[id(array)]) for name, array in ordered if first[id(array)] != name]

@@ -1,4 +1,4 @@
-"""The files of a folder: plain names, regular files, nothing that lies elsewhere."""
+"""Access to the files of a directory, rejecting names and links that lead outside the directory."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ MIB = 2**20
 
 
 def member(folder: Path, name: str) -> Path:
-    """Return the path of a file in a folder, which has to be there.
+    """Return the path of an existing file in a directory.
 
-    A link may lead to another file of the folder, or to one that the cache of Hugging Face's hub keeps for it.
+    The file may be a link to a file in the same directory or to a file in the cache of the Hugging Face Hub.
 
     Args:
-        folder: The folder.
-        name: A plain name, as some other file may have given it.
+        folder: Directory that must contain the file.
+        name: Name of the file, which may come from an untrusted file.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The name leads out of the folder, or to what is no regular file, or to a pointer of git-lfs.
+        FileNotFoundError: If there is no such file.
+        ValueError: If the path is outside the directory, or is not a regular file, or is a Git LFS pointer.
     """
     if not name or name in (".", "..") or not name.isprintable() or any(one in name for one in "/\\:"):
-        raise ValueError(f"the name of a file must be plain, without a folder: got {name!r}")
+        raise ValueError(f"file names must not contain a directory or drive: got {name!r}")
     path = folder / name
     if not path.is_symlink() and not path.exists():
         raise FileNotFoundError(f"there is no file {name} in {folder}")
     home, real = folder.resolve(), path.resolve()
     homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     if real.parent not in homes:
-        raise ValueError(f"{path} is a link that leads out of its folder, to {real}")
+        raise ValueError(f"{path} must not be a link to a file outside its directory: got {real}")
     if not real.is_file():
         raise ValueError(f"{path} must be a regular file")
     check_fetched(path)
@@ -40,34 +40,34 @@ def member(folder: Path, name: str) -> Path:
 
 
 def has(folder: Path, name: str) -> bool:
-    """Return whether a folder holds something of this name."""
+    """Return whether a directory contains an entry with this name. The entry may be a broken link."""
     return (folder / name).exists() or (folder / name).is_symlink()
 
 
 def read_bytes(path: Path, most: int = 64 * MIB) -> bytes:
-    """Return a file's bytes, of which there may be ``most``.
+    """Return the content of a file of at most ``most`` bytes.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: It is larger, or git-lfs has not fetched it.
+        OSError: If the file cannot be read.
+        ValueError: If the file is larger, or is a Git LFS pointer.
     """
     check_fetched(path)
     if (size := path.stat().st_size) > most:
-        raise ValueError(f"{path.name} may have at most {most / MIB:g} MiB: got {size / MIB:.1f}")
+        raise ValueError(f"{path.name} must have at most {most / MIB:g} MiB: got {size / MIB:.1f} MiB")
     return path.read_bytes()
 
 
 def read_json(path: Path, most: int = 16 * MIB) -> dict[str, Any]:
-    """Return the object that a file in JSON holds.
+    """Return the content of a JSON file, which must be an object.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: It is too large, is not JSON, or holds something else.
+        OSError: If the file cannot be read.
+        ValueError: If the file is too large, is not valid JSON, or is not an object.
     """
     try:
         content = json.loads(read_bytes(path, most))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path.name} is not JSON: {error}") from error
+        raise ValueError(f"{path.name} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path.name} must hold an object: got {type(content).__name__}")
+        raise ValueError(f"{path.name} must contain an object: got {type(content).__name__}")
     return content

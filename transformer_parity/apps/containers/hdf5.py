@@ -1,4 +1,7 @@
-"""HDF5 as data that lies in the one file: no links, no storage elsewhere, nothing compressed. Needs h5py."""
+"""A reader for HDF5 files that only supports uncompressed datasets in the file itself. Requires h5py.
+
+It rejects links, external storage and compression.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,19 @@ import h5py
 import numpy as np
 from numpy import ndarray
 
-DEEPEST = 32  # groups in groups
+DEEPEST = 32  # maximum nesting depth of groups
 
 
 def read(path: str | Path, content: bytes | None = None) -> dict[str, ndarray]:
-    """Read every dataset of numbers of an HDF5 file, by its path.
+    """Return all numeric datasets of an HDF5 file, by their paths in the file.
 
     Args:
-        path: The file.
-        content: Its bytes, where it lies in an archive; the path then only names it in messages.
+        path: File to read.
+        content: Bytes of the file if it is part of an archive. The path is then only used in error messages.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is damaged, leads out of itself, or claims more than it holds.
+        OSError: If the file cannot be read.
+        ValueError: If the file is damaged, refers to other files, or a size in it exceeds the file's size.
     """
     size = Path(path).stat().st_size if content is None else len(content)
     arrays: dict[str, ndarray] = {}
@@ -32,29 +35,29 @@ def read(path: str | Path, content: bytes | None = None) -> dict[str, ndarray]:
             _collect(file, "", datasets, set())
             claimed = sum(dataset.nbytes for dataset in datasets.values())
             if claimed > size:
-                raise ValueError(f"its datasets claim {claimed:,} bytes: the file has {size:,}")
+                raise ValueError(f"the datasets must fit the file's size of {size:,} bytes: got {claimed:,} bytes")
             for name, dataset in datasets.items():
                 arrays[name] = np.asarray(dataset[()])
     except FileNotFoundError:
         raise
     except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a usable HDF5 file: {error}") from error
+        raise ValueError(f"{path} is not a valid HDF5 file: {error}") from error
     return arrays
 
 
 def _collect(group: h5py.Group, prefix: str, found: dict[str, Any], seen: set[int]) -> None:
-    """Add the datasets of a group and of those inside it, each checked and none read."""
+    """Check the datasets of a group and its subgroups, and add them to ``found`` without reading their content."""
     address = h5py.h5o.get_info(group.id).addr
     if address in seen:
-        raise ValueError(f"{prefix} is a group that has two names")
+        raise ValueError(f"groups must have only one path: got a second one, {prefix}")
     seen.add(address)
     if prefix.count("/") > DEEPEST:
-        raise ValueError(f"{prefix} lies more than {DEEPEST} groups deep")
+        raise ValueError(f"groups must be nested at most {DEEPEST} levels deep: got {prefix}")
     for name in group:
         path = f"{prefix}{name}"
         link = group.get(name, getlink=True)
         if not isinstance(link, h5py.HardLink):
-            raise ValueError(f"{path} is a link: {type(link).__name__}")
+            raise ValueError(f"{path} must not be a link: got {type(link).__name__}")
         entry = group[name]
         if isinstance(entry, h5py.Group):
             _collect(entry, f"{path}/", found, seen)
@@ -62,15 +65,15 @@ def _collect(group: h5py.Group, prefix: str, found: dict[str, Any], seen: set[in
             _check(path, entry)
             found[path] = entry
         else:
-            raise ValueError(f"{path} is neither a group nor a dataset")
+            raise ValueError(f"{path} must be a group or a dataset: got {type(entry).__name__}")
 
 
 def _check(path: str, dataset: h5py.Dataset) -> None:
     if dataset.dtype.kind not in "fiub":
-        raise ValueError(f"{path} must hold numbers: got {dataset.dtype}")
+        raise ValueError(f"{path} must contain numbers: got {dataset.dtype}")
     if dataset.external or dataset.is_virtual:
-        raise ValueError(f"{path} is stored in another file")
+        raise ValueError(f"{path} must be stored in this file: got external or virtual storage")
     if dataset.chunks is not None:
-        raise ValueError(f"{path} must be stored in one piece: got chunks, which may be compressed")
+        raise ValueError(f"{path} must be stored contiguously: got chunks, which may be compressed")
     if (held := dataset.id.get_storage_size()) != dataset.nbytes:
-        raise ValueError(f"{path} claims {dataset.nbytes:,} bytes, {list(dataset.shape)}: it holds {held:,}")
+        raise ValueError(f"{path} must have {dataset.nbytes:,} bytes for shape {list(dataset.shape)}: got {held:,}")

@@ -1,8 +1,8 @@
-"""Files that ``torch.save`` wrote, read without torch: nothing that a pickle names is called but what stands here.
+"""A reader for files of ``torch.save`` that does not require PyTorch and calls only the functions defined here.
 
-A file is a zip archive whose member ``data.pkl`` is a pickle, with the numbers in members beside it; or, before
-PyTorch 1.6, five pickles one after another, with the numbers behind them. Each pickle is read twice: first its
-instructions alone, of which few are allowed, then what they build.
+A file is a ZIP archive. Its member ``data.pkl`` is a pickle, and other members contain the numbers of the tensors.
+Before PyTorch 1.6, a file consisted of five consecutive pickles, followed by the numbers. Each pickle is read twice.
+The first pass checks that it contains only allowed instructions, and the second pass builds the objects.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import ml_dtypes
 import numpy as np
 from numpy import ndarray
 
-MOST_PICKLED = 32 * 2**20  # bytes of a pickle; the numbers lie outside it
+MOST_PICKLED = 32 * 2**20  # maximum size of a pickle in bytes, without the numbers of the tensors
 MOST_MEMBERS = 100_000
-DEEPEST = 100  # tuples in tuples
-MOST_IN_TUPLES = 10**7  # values, each as often as it is reached: a key of a dictionary is gone through whole
-REPEATS = 8  # how often the names of tied tensors may repeat the bytes of a file
+DEEPEST = 100  # maximum nesting depth of tuples
+MOST_IN_TUPLES = 10**7  # maximum number of values in tuples; hashing a tuple visits a shared value once per reference
+REPEATS = 8  # maximum ratio of the total size of all tensors, which may share storage, to the file's size
 LEGACY_START = pickle.dumps(0x1950A86A20F9469CFC6C, 2)
 LEGACY_VERSION = 1001
-NAMESPACE = {"argparse.Namespace": SimpleNamespace}  # for files that hold the options of a command line
+NAMESPACE = {"argparse.Namespace": SimpleNamespace}  # for files that contain command-line options
 
 DTYPES: dict[str, Any] = {
     "Double": np.float64,
@@ -45,8 +45,8 @@ DTYPES: dict[str, Any] = {
     "Byte": np.uint8,
     "Bool": np.bool_,
 }
-# What plain values, containers and tensors are built by. Not here: what names a class by an extension's number, calls
-# one in an old way, or refers to a persistent object by text.
+# Instructions that build plain values, containers and tensors. The list excludes instructions that refer to a class by
+# an extension code, instantiate a class in the old way, or refer to a persistent object by a text.
 PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
 INSTRUCTIONS = {
     *PUTS,
@@ -59,7 +59,14 @@ INSTRUCTIONS = {
 
 
 class Storage(NamedTuple):
-    """Numbers in a row in a file: of which type, how many, and from which byte on."""
+    """A contiguous array of numbers in a file.
+
+    Attributes:
+        path: File that contains the numbers.
+        dtype: Dtype of the numbers.
+        length: Number of elements.
+        start: Offset of the first element in the file, in bytes.
+    """
 
     path: Path
     dtype: Any
@@ -68,7 +75,7 @@ class Storage(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file, whose numbers are not read yet. Strides and offset are counted in numbers, not in bytes."""
+    """A tensor whose numbers have not been read yet. Offset and strides are in elements, not in bytes."""
 
     storage: Storage
     offset: int
@@ -77,27 +84,27 @@ class Tensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * np.dtype(self.storage.dtype).itemsize
 
     def read(self) -> ndarray:
-        """Return the numbers.
+        """Read the numbers from the file, and return them as an array.
 
         Raises:
-            OSError: The file cannot be read.
+            OSError: If the file cannot be read.
         """
         path, dtype, _, start = self.storage
         width = np.dtype(dtype).itemsize
         count = _span(self.shape, self.strides)
         numbers = np.fromfile(path, dtype, count, offset=start + self.offset * width)
         if len(numbers) != count:
-            raise OSError(f"{path} has been cut while it was read")
+            raise OSError(f"{path} was truncated while it was being read")
         strides = [step * width for step in self.strides]
         return np.lib.stride_tricks.as_strided(numbers, self.shape, strides, writeable=False)
 
 
 Names = Mapping[str, Callable[..., Any]]
-Numbers = Callable[[Any, str, int], Storage]  # of a dtype, a key and a count
+Numbers = Callable[[Any, str, int], Storage]  # (dtype, key, number of elements) -> storage
 
 
 class _StorageType(NamedTuple):
@@ -105,15 +112,15 @@ class _StorageType(NamedTuple):
 
 
 def read(path: Path, also: Names | None = None) -> Any:
-    """Return what a file holds, each tensor as a ``Tensor``.
+    """Return the object that is stored in a file. Its tensors are ``Tensor`` objects.
 
     Args:
-        path: A file that ``torch.save`` wrote.
-        also: What else a pickle may name, such as ``NAMESPACE``, and what is called in its place.
+        path: File that was written by ``torch.save``.
+        also: Additional names that a pickle may contain, with a replacement for each, such as ``NAMESPACE``.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is damaged, was not written by ``torch.save``, or names anything else.
+        OSError: If the file cannot be read.
+        ValueError: If the file is damaged, was not written by ``torch.save``, or refers to any other class or function.
     """
     also = also or {}
     try:
@@ -122,43 +129,47 @@ def read(path: Path, also: Names | None = None) -> Any:
                 return _read_legacy(path, file, also)
             return _read_zip(path, file, also)
     except zipfile.BadZipFile as error:
-        raise ValueError(f"{path.name} is not a file that torch.save wrote: {error}") from error
+        raise ValueError(f"{path.name} was not written by torch.save: {error}") from error
 
 
 def read_tensors(path: Path) -> dict[str, ndarray]:
-    """Return the tensors of a file that holds nothing but tensors by their names: a state dict.
+    """Return the tensors of a file that contains a state dict.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: As in ``read``; or it holds something else.
+        OSError: If the file cannot be read.
+        ValueError: If ``read`` raises an error, or the file does not contain a state dict.
     """
     return arrays(read(path), path.name)
 
 
 def arrays(state: Any, what: str) -> dict[str, ndarray]:
-    """Return the arrays of tensors by their names; tensors that are one in the file are one array.
+    """Read the tensors of a state dict. Equal ``Tensor`` objects become the same array.
+
+    Args:
+        state: State dict with ``Tensor`` values.
+        what: Name of the state dict in error messages.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: This is no such thing, or its tensors repeat the bytes of the file too often.
+        OSError: If the file cannot be read.
+        ValueError: If ``state`` is not a state dict, or its tensors share storage too often.
     """
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise ValueError(f"{what} must hold tensors by their names: got {type(state).__name__}")
+        raise ValueError(f"{what} must be a state dict: got {type(state).__name__}")
     if odd := [name for name, tensor in state.items() if not isinstance(tensor, Tensor)]:
-        raise ValueError(f"{what} must hold tensors by their names: {odd[0]} is {type(state[odd[0]]).__name__}")
+        raise ValueError(f"{what} must contain only tensors: got {type(state[odd[0]]).__name__} for {odd[0]}")
     most = REPEATS * sum(
         {tensor.storage.path: tensor.storage.path.stat().st_size for tensor in state.values()}.values()
     )
     if (total := sum(tensor.size for tensor in state.values())) > most:
-        raise ValueError(f"the tensors of {what} repeat its numbers: {total:,} bytes, and at most {most:,} are allowed")
+        raise ValueError(f"the tensors of {what} must have at most {most:,} bytes in total: got {total:,}")
     found = {tensor: tensor.read() for tensor in set(state.values())}
     return {name: found[tensor] for name, tensor in state.items()}
 
 
 def plain(settings: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the settings of a file, each list or other object as a short text.
+    """Return settings with each list or other object replaced by an abbreviated ``repr``.
 
-    A short pickle can hold a list twice in the next, and that one twice again: what is said about it has no end.
+    The ``repr`` must be abbreviated because a short pickle can nest lists so that the full text has exponential length.
     """
     values = {key if isinstance(key, str) else reprlib.repr(key): value for key, value in settings.items()}
     return {
@@ -168,14 +179,14 @@ def plain(settings: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _read_zip(path: Path, file: BinaryIO, also: Names) -> Any:
-    """Read an archive: ``NAME/data.pkl``, and the numbers in ``NAME/data/KEY``."""
+    """Read an archive, which contains a pickle in ``NAME/data.pkl`` and the numbers in ``NAME/data/KEY``."""
     with zipfile.ZipFile(file) as archive:
         members = {one.filename: one for one in archive.infolist()}
         if len(members) != len(archive.infolist()) or len(members) > MOST_MEMBERS:
-            raise ValueError(f"{path.name} has members of the same name, or more than {MOST_MEMBERS:,}")
+            raise ValueError(f"{path.name} must have at most {MOST_MEMBERS:,} members with distinct names")
         pickles = [name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise ValueError(f"{path.name} is not a file that torch.save wrote: it must have one member NAME/data.pkl")
+            raise ValueError(f"{path.name} was not written by torch.save: it must have one member NAME/data.pkl")
         folder = pickles[0].partition("/")[0]
         if any(name.startswith(f"{folder}/code/") for name in members):
             raise ValueError(f"{path.name} is a TorchScript program: save its state_dict() with torch.save")
@@ -185,42 +196,46 @@ def _read_zip(path: Path, file: BinaryIO, also: Names) -> Any:
 
         def content(name: str, most: int) -> bytes:
             if (size := members[name].file_size) > most:
-                raise ValueError(f"{name} in {path.name} may have {most:,} bytes: got {size:,}")
+                raise ValueError(f"{name} in {path.name} must have at most {most:,} bytes: got {size:,}")
             file.seek(start(name))
             return file.read(size)
 
         def numbers(dtype: Any, key: str, count: int) -> Storage:
             if (name := f"{folder}/data/{key}") not in members:
-                raise ValueError(f"there is no member {name}")
+                raise ValueError(f"the file must contain the member {name}: got no such member")
             needed, size = count * np.dtype(dtype).itemsize, members[name].file_size
             if needed > size:
-                raise ValueError(f"{name} is cut: it must have {needed:,} bytes: got {size:,}")
+                raise ValueError(f"{name} must have at least {needed:,} bytes: got {size:,}; it is truncated")
             return Storage(path, dtype, count, start(name))
 
         if (order := f"{folder}/byteorder") in members and content(order, 16) != b"little":
-            raise ValueError(f"{path.name} was not written on a little-endian machine")
+            raise ValueError(f"{path.name} must be little-endian: got a file of a big-endian machine")
         pickled = content(pickles[0], MOST_PICKLED)
         _end(pickled, path)
         return _unpickled(pickled, path, numbers, also)
 
 
 def _start(file: BinaryIO, member: zipfile.ZipInfo, path: Path) -> int:
-    """Return the byte from which on a member of an archive lies in the file, as it is."""
+    """Return the offset in bytes of the uncompressed content of a member in the archive."""
     name = member.filename
     if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size or member.flag_bits & 1:
-        raise ValueError(f"{name} in {path.name} is compressed, which torch.save never does")
+        raise ValueError(f"{name} in {path.name} must be stored without compression, as torch.save does")
     file.seek(member.header_offset)
     header = file.read(30)
     if header[:4] != b"PK\3\4":
-        raise ValueError(f"{name} in {path.name} is not where the archive says it is")
+        raise ValueError(f"{path.name} is damaged: the offset of {name} in its directory is wrong")
     begin = member.header_offset + 30 + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
     if begin + member.file_size > path.stat().st_size:
-        raise ValueError(f"{path.name} is cut: {name} ends behind its end")
+        raise ValueError(f"{path.name} is truncated: {name} extends beyond the end of the file")
     return begin
 
 
 def _read_legacy(path: Path, file: BinaryIO, also: Names) -> Any:
-    """Read five pickles (magic number, version, machine, object, keys); then each storage, its length in front."""
+    """Read a file from before PyTorch 1.6.
+
+    The file contains five pickles (magic number, version, machine, object, keys), followed by the storages. Each
+    storage starts with its length.
+    """
     file.seek(0)
     content, ends = file.read(MOST_PICKLED), [0]
     for _ in range(5):
@@ -230,47 +245,50 @@ def _read_legacy(path: Path, file: BinaryIO, also: Names) -> Any:
 
     def promise(dtype: Any, key: str, count: int) -> Storage:
         if promised.setdefault(key, (dtype, count)) != (dtype, count):
-            raise ValueError(f"it describes its storage {key} in two ways")
+            raise ValueError(f"storage {key} must have only one dtype and length: got two")
         return Storage(path, dtype, count, 0)
 
     version, machine, _, keys = (_unpickled(part, path, promise, also) for part in parts[1:])
     if version != LEGACY_VERSION or not (isinstance(machine, dict) and machine.get("little_endian") is True):
-        raise ValueError(f"{path.name} was written by another version of torch.save, or on a big-endian machine")
+        raise ValueError(f"{path.name} must have version {LEGACY_VERSION} and be little-endian: got a different format")
     if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(promised):
-        raise ValueError(f"{path.name} does not list the storages that its tensors have")
+        raise ValueError(f"{path.name} is damaged: its list of storages does not match the storages of its tensors")
     begin, size, places = ends[-1], path.stat().st_size, {}
     for key in keys:
         dtype, count = promised[key]
         file.seek(begin)
         if int.from_bytes(file.read(8), "little") != count:
-            raise ValueError(f"{path.name} is damaged: its storage {key} must have {count:,} numbers")
+            raise ValueError(f"{path.name} is damaged: storage {key} must have {count:,} elements")
         places[key] = begin + 8
         begin += 8 + count * np.dtype(dtype).itemsize
         if begin > size:
-            raise ValueError(f"{path.name} is cut: its storage {key} ends behind its end")
+            raise ValueError(f"{path.name} is truncated: storage {key} extends beyond the end of the file")
     return _unpickled(parts[3], path, lambda dtype, key, count: Storage(path, dtype, count, places[key]), also)
 
 
 def _end(content: bytes, path: Path) -> int:
-    """Return the length in bytes of the pickle in front, and refuse one that does more than build values and tensors.
+    """Return the length in bytes of the first pickle in ``content``, checking that it only builds values and tensors.
 
-    Tuples in tuples are counted, because Python's own code descends into them without a limit; and so is what they
-    hold, because a short pickle can say the same tuple twice in the next, and that one twice again.
+    The function limits the nesting depth of tuples, because CPython hashes them recursively without a limit. It also
+    limits the number of values in tuples, because a short pickle can nest tuples so that they have exponential size.
+
+    Raises:
+        ValueError: If the pickle is damaged, contains a disallowed instruction, or exceeds a limit.
     """
     puts = spent = 0
     marks: list[int] = []
-    stack: list[tuple[int, int]] = []  # how deep the tuples of each object are, and how many values they hold
+    stack: list[tuple[int, int]] = []  # for each object, the nesting depth of its tuples and their number of values
     memo: dict[int, tuple[int, int]] = {}
     try:
         for instruction, argument, at in pickletools.genops(content):
             name, needs, leaves = instruction.name, instruction.stack_before, instruction.stack_after
             given: Any = argument
             if name not in INSTRUCTIONS:
-                raise ValueError(f"its pickle has the instruction {name}")
+                raise ValueError(f"its pickle must not contain the instruction {name}")
             if name in PUTS:
                 puts, place = puts + 1, len(memo) if name == "MEMOIZE" else given
-                if place > puts + 256:  # room that would be taken for nothing
-                    raise ValueError(f"its pickle numbers what it remembers up to {place:,}")
+                if place > puts + 256:  # pickle would allocate memory for all memo entries up to this index
+                    raise ValueError(f"memo indices of its pickle must be at most {puts + 256:,}: got {place:,}")
                 memo[place] = stack[-1]
             elif name == "MARK":
                 marks.append(len(stack))
@@ -290,29 +308,31 @@ def _end(content: bytes, path: Path) -> int:
                 del stack[below:]
                 stack += [(depth, held)] * len(leaves)
                 if below < 0 or depth > DEEPEST:
-                    raise ValueError(f"its pickle takes what is not there, or has over {DEEPEST} tuples in each other")
+                    raise ValueError(
+                        f"its pickle must not use an empty stack or nest tuples more than {DEEPEST} levels deep"
+                    )
             if spent > MOST_IN_TUPLES:
-                raise ValueError(f"the tuples of its pickle hold more than {MOST_IN_TUPLES:,} values")
+                raise ValueError(f"tuples of its pickle must contain at most {MOST_IN_TUPLES:,} values: got more")
             if name == "STOP":
                 return int(at or 0) + 1
     except (ValueError, LookupError) as error:
-        raise ValueError(f"{path.name} is not a usable file of torch.save: {error}") from error
-    raise ValueError(f"{path.name} is not a usable file of torch.save: its pickle does not end")
+        raise ValueError(f"{path.name} is not a valid file of torch.save: {error}") from error
+    raise ValueError(f"{path.name} is not a valid file of torch.save: its pickle is truncated")
 
 
 def _unpickled(content: bytes, path: Path, numbers: Numbers, also: Names) -> Any:
-    """Return what a pickle builds whose instructions have been looked at."""
+    """Return the object that a pickle builds. The caller must have checked the pickle with ``_end``."""
 
     def tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
         sizes = (offset, *shape, *strides)
         sound = isinstance(storage, Storage) and isinstance(shape, tuple) and isinstance(strides, tuple)
         if not sound or len(shape) != len(strides) or any(type(one) is not int or one < 0 for one in sizes):
-            raise ValueError("it describes a tensor that torch.save does not write")
+            raise ValueError("it contains a tensor with invalid metadata")
         if offset + _span(shape, strides) > storage.length or math.prod(shape) > storage.length:
-            raise ValueError(f"a tensor of shape {list(shape)} does not lie within its {storage.length:,} numbers")
+            raise ValueError(f"a tensor of shape {list(shape)} must fit its storage: got {storage.length:,} elements")
         return Tensor(storage, offset, shape, strides)
 
-    known: dict[str, Any] = {  # made anew for each pickle, which may change what it names
+    known: dict[str, Any] = {  # create a new dict for each pickle, because a pickle can modify the objects it refers to
         "collections.OrderedDict": OrderedDict,
         "torch._utils._rebuild_tensor_v2": tensor,
         "torch._utils._rebuild_parameter": lambda data, *_: data,
@@ -323,26 +343,28 @@ def _unpickled(content: bytes, path: Path, numbers: Numbers, also: Names) -> Any
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             if f"{module}.{name}" not in known:
-                raise ValueError(f"its pickle names {module}.{name}, and no code is run: save model.state_dict() alone")
+                raise ValueError(
+                    f"its pickle refers to {module}.{name}, which would run code: save only model.state_dict()"
+                )
             return known[f"{module}.{name}"]
 
         def persistent_load(self, pid: Any) -> Storage:
             kind, dtype, key, _, count, *view = pid
             if kind != "storage" or type(dtype) is not _StorageType or type(key) is not str or view not in ([], [None]):
-                raise ValueError("it describes a storage that torch.save does not write")
+                raise ValueError("it contains a storage with invalid metadata")
             if type(count) is not int or count < 0:
-                raise ValueError("a storage must have a number of numbers")
+                raise ValueError("the length of a storage must be a nonnegative integer")
             return numbers(dtype.dtype, key, count)
 
     wrong = (pickle.UnpicklingError, ValueError, TypeError, LookupError, AttributeError, EOFError, OverflowError)
     try:
         return Unpickler(io.BytesIO(content), encoding="utf-8").load()
     except wrong as error:
-        raise ValueError(f"{path.name} is not a usable file of torch.save: {error}") from error
+        raise ValueError(f"{path.name} is not a valid file of torch.save: {error}") from error
 
 
 def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Return how many numbers lie from the first to the last of a tensor."""
+    """Return the number of storage elements from the first to the last element of a tensor."""
     if not math.prod(shape):
         return 0
     return 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))

@@ -1,4 +1,4 @@
-"""Safetensors files, whole or in shards that an index lists."""
+"""Safetensors files, including sharded models with an index file."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from safetensors import SafetensorError, safe_open
 from transformer_parity.apps.containers.folder import MIB, member, read_json
 from transformer_spec.files import save_tensors
 
-MOST_HEADER = 4 * MIB  # names, types and shapes: of some 40,000 tensors
+MOST_HEADER = 4 * MIB  # enough for the names, dtypes and shapes of about 40,000 tensors
 
 
 def read(path: Path) -> dict[str, ndarray]:
-    """Return the tensors of one safetensors file by their names.
+    """Return the tensors of a single safetensors file, by name.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: It is cut, is no safetensors file, or holds a type of number that NumPy does not have.
+        OSError: If the file cannot be read.
+        ValueError: If the file is truncated, is not a safetensors file, or contains a dtype that NumPy lacks.
     """
     with _open(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
 
 
 def names(path: Path) -> list[str]:
-    """Return the names of the tensors of one safetensors file; errors as in ``read``."""
+    """Return the names of the tensors of a single safetensors file. Raises the same errors as ``read``."""
     with _open(path) as file:
         return list(file.keys())
 
@@ -38,39 +38,40 @@ def read_shards(index: Path, read_one: Callable[[Path], dict[str, ndarray]] = re
     """Return the tensors of all files that an index lists.
 
     Args:
-        index: A file in JSON, whose ``weight_map`` says in which file beside it each tensor is.
-        read_one: Reads one of the files.
+        index: JSON file whose ``weight_map`` maps the name of each tensor to the name of a file in the same directory.
+        read_one: Function that reads one of these files.
 
     Raises:
-        OSError: A file is missing, or cannot be read.
-        ValueError: The index lists what is not in its files or leads out of the folder, or its files hold what it does
-            not list.
+        OSError: If a file is missing or cannot be read.
+        ValueError: If the index refers to a file outside its directory, or the tensors of a file differ from those that
+            the index lists for it.
     """
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
-        raise ValueError(f"{index.name} must have an object 'weight_map' with the name of a file for each tensor")
+        raise ValueError(f"{index.name} must contain an object 'weight_map' that maps tensor names to file names")
     files = {place: member(index.parent, place) for place in sorted(set(places.values()))}
     found: dict[str, ndarray] = {}
     for place, path in files.items():
         tensors = read_one(path)
         listed = {name for name, where in places.items() if where == place}
         if odd := sorted(listed ^ tensors.keys()):
-            where = "lists" if odd[0] in listed else "does not list"
-            raise ValueError(f"{index.name} {where} {odd[0]} in {place}, and the file says otherwise")
+            if odd[0] in listed:
+                raise ValueError(f"{place} must contain {odd[0]}, which {index.name} lists: got a file without it")
+            raise ValueError(f"{index.name} must list {odd[0]}, which {place} contains: got an index without it")
         found |= tensors
     return found
 
 
 def shards(index: Path) -> list[Path]:
-    """Return the files that an index lists, which is taken to be sound."""
+    """Return the files that an index lists, assuming that ``read_shards`` has checked the index."""
     return [member(index.parent, place) for place in sorted(set(read_json(index)["weight_map"].values()))]
 
 
 def write(path: Path, tensors: dict[str, ndarray]) -> None:
-    """Write a safetensors file as PyTorch's users expect it.
+    """Write a safetensors file with the metadata of PyTorch's files.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: If the file cannot be written.
     """
     try:
         save_tensors(path, {name: np.ascontiguousarray(array) for name, array in tensors.items()}, {"format": "pt"})
@@ -80,12 +81,15 @@ def write(path: Path, tensors: dict[str, ndarray]) -> None:
 
 @contextmanager
 def _open(path: Path) -> Iterator[safe_open]:
-    with path.open("rb") as start:  # safetensors calls a file absent that it may not read
+    with path.open("rb") as start:  # safetensors reports missing files if it lacks the permission to read one
         size = int.from_bytes(start.read(8), "little")
     if MOST_HEADER < size <= path.stat().st_size:
-        raise ValueError(f"{path.name} is not a usable safetensors file: it names too many tensors, in {size:,} bytes")
+        raise ValueError(
+            f"{path.name} is not a valid safetensors file: its header must have at most {MOST_HEADER:,} bytes: "
+            f"got {size:,}"
+        )
     try:
         with safe_open(path, framework="numpy") as file:
             yield file
     except (SafetensorError, TypeError, AttributeError, KeyError) as error:
-        raise ValueError(f"{path.name} is not a usable safetensors file: {error}") from error
+        raise ValueError(f"{path.name} is not a valid safetensors file: {error}") from error

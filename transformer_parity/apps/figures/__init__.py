@@ -1,1 +1,1 @@
-"""Plots of positions, masks, attention weights, and of the measurements behind docs/why.md."""
+"""Plots of positional encodings, masks and attention weights."""

@@ -35,33 +35,35 @@ if TYPE_CHECKING:
 
 Arrays = Mapping[str, ndarray]
 
-MOST_COLUMNS = 8  # of heads beside each other
-WIDEST = 16.0  # inches of heads beside each other, where sentences may be of any length
-CELL = 0.2  # inches of a token there: room for its letters, in sentences of up to 200
+MOST_COLUMNS = 8  # maximum number of heads per line
+WIDEST = 16.0  # maximum width of a line of heads in inches, for sentences of any length
+CELL = 0.2  # size of a token in inches, which its label fits for sentences of up to 200 tokens
 TAPS = {
     "encoder": "encoder.layers.{}.self_attention.weights",
     "decoder": "decoder.layers.{}.self_attention.weights",
     "cross": "decoder.layers.{}.cross_attention.weights",
 }
-# The random model: a preset's conventions, with few heads.
+# Sizes of the random model. The preset defines its conventions.
 SMALL = {"d_model": 48, "num_heads": 4, "d_k": 12, "d_v": 12, "d_ff": 96, **dict.fromkeys(DEPTHS, 2)}
-SOURCE, TARGET = "The shoes are under the bed.", "Die Schuhe stehen unter dem Bett."  # from the text that ships
+SOURCE, TARGET = "The shoes are under the bed.", "Die Schuhe stehen unter dem Bett."  # from the included text
 DATE = "Freitag, 3. Mai 2024", "2024-05-03"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Which attention weights to draw.
+    """The attention weights to draw.
 
     Attributes:
-        backends: One row of heads for each.
-        source: The source sentence; None is one of the model's kind.
-        target: The target sentence, likewise; or the model's own translation of a source that is given.
-        which: A key of ``TAPS``.
-        layer: Counted from 0.
-        dtype: That of the models.
-        preset: The conventions of a small random model; None asks for none.
-        weights: A weight file; without one, and without a preset, the model that ships.
+        backends: Backends to compare. The figure has one row of heads for each of them.
+        source: Source sentence. None uses an example that suits the model.
+        target: Target sentence. None uses the model's translation of ``source``, or the example's translation if there
+            is no ``source``.
+        which: Type of attention, a key of ``TAPS``.
+        layer: Zero-based index of the layer.
+        dtype: Dtype of the models.
+        preset: Preset of a small random model to draw, or None.
+        weights: Weight file of the model to draw. The default is the included dates model, unless a preset is
+            specified.
     """
 
     backends: Sequence[str] = ("numpy",)
@@ -75,13 +77,13 @@ class Asked:
 
 
 def draw_attention(asked: Asked) -> Figure:
-    """Draw the heads of each backend, and below them how each differs from the first one.
+    """Draw the heads of each backend, and below them the differences from the first backend.
 
     Raises:
-        MissingFrameworkError: The framework of a backend is not installed.
-        OSError: A file cannot be read.
-        UsageError: The model has no such layer.
-        ValueError: A file is damaged, or a sentence does not fit the model.
+        MissingFrameworkError: If the framework of a backend is not installed.
+        OSError: If a file cannot be read.
+        UsageError: If the model has no such layer.
+        ValueError: If a file is damaged, or a sentence does not fit the model.
     """
     from matplotlib.figure import Figure
 
@@ -97,16 +99,16 @@ def draw_attention(asked: Asked) -> Figure:
     }[asked.which]
     depth = config.num_encoder_layers if asked.which == "encoder" else config.num_decoder_layers
     if not 0 <= asked.layer < depth:
-        raise UsageError(f"--layer must be 0 to {depth - 1} in this model: got {asked.layer}")
+        raise UsageError(f"--layer must be from 0 to {depth - 1} for this model: got {asked.layer}")
     sizes = config if asked.which == "encoder" else config.in_decoder
     if asked.which == "decoder" and not config.has_self_attention(asked.layer):
-        raise UsageError("--layer must not be 0 in this model: the decoder's first layer has no self-attention")
+        raise UsageError("--layer must not be 0 for this model: the first decoder layer has no self-attention")
     tap = TAPS[asked.which].format(asked.layer)
     ports = [PORTS[name] for name in asked.backends]
     seen = attention_weights(config, weights, inputs, tap, ports, asked.dtype)
 
     rows = [*seen.items(), *differences(seen).items()]
-    lines = math.ceil(sizes.num_heads / MOST_COLUMNS)  # of heads, per row
+    lines = math.ceil(sizes.num_heads / MOST_COLUMNS)  # number of lines of heads per backend
     columns = math.ceil(sizes.num_heads / lines)
     width, height = (max(1.5, 0.19 * len(tokens)) for tokens in (keys, queries))
     size = max(7.0, 1.8 + columns * (width + 0.1)), 2.0 + len(rows) * lines * (height + 0.3)
@@ -139,10 +141,10 @@ def draw_attention(asked: Asked) -> Figure:
 def attention_weights(
     config: TransformerConfig, weights: Arrays, inputs: Arrays, tap: str, ports: Sequence[PackagePort], dtype: str
 ) -> dict[str, ndarray]:
-    """Return the weights [H, L, M] of one attention block for one sentence pair, by backend.
+    """Return each backend's weights [H, L, M] of one attention block for one sentence pair.
 
     Raises:
-        MissingFrameworkError: The framework of a backend is not installed.
+        MissingFrameworkError: If the framework of a backend is not installed.
     """
     for port in ports:
         port.check_installed()
@@ -156,37 +158,41 @@ def attention_weights(
 
 
 def differences(seen: Arrays) -> dict[str, ndarray]:
-    """Return what each backend has more than the first one; those that are the same bit by bit have no row."""
+    """Return the difference between each backend and the first one, omitting backends that are bit-identical."""
     first, *others = seen
     apart = {f"{name} − {first}": seen[name] - seen[first] for name in others}  # noqa: RUF001  a minus sign
     return {name: heads for name, heads in apart.items() if heads.any()}
 
 
 def _scales(seen: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the colours of weights, and those of differences: each one scale for all rows."""
+    """Return the color scale of the weights and the one of the differences. All rows use the same scales."""
     from matplotlib.colors import LinearSegmentedColormap
 
     largest = max(heads.max() for heads in seen.values())
     apart = max((np.abs(heads).max() for heads in differences(seen).values()), default=1.0)
-    colours = LinearSegmentedColormap.from_list("difference", [MINUS, ZERO, PLUS])
-    return {"cmap": "Blues", "vmin": 0, "vmax": largest}, {"cmap": colours, "vmin": -apart, "vmax": apart}
+    colors = LinearSegmentedColormap.from_list("difference", [MINUS, ZERO, PLUS])
+    return {"cmap": "Blues", "vmin": 0, "vmax": largest}, {"cmap": colors, "vmin": -apart, "vmax": apart}
 
 
 def agreement(seen: Arrays) -> str:
-    """Return a sentence with the largest difference between two backends, and where it is."""
+    """Return a sentence with the largest difference between two backends and its location."""
     if len(seen) == 1:
-        return f"Only {', '.join(seen)} was run: name more with --backends to compare them."
+        return f"Only {', '.join(seen)} was run. To compare backends, specify more of them with --backends."
     apart = {pair: np.abs(seen[pair[0]] - seen[pair[1]]) for pair in itertools.combinations(seen, 2)}
     pair = max(apart, key=lambda pair: apart[pair].max())
     head, query, key = np.unravel_index(apart[pair].argmax(), apart[pair].shape)
     return (
         f"Largest difference between two backends: {apart[pair].max():.1e} "
-        f"({pair[0]} and {pair[1]}; head {head}, query {query}, key {key}; counted from 0)"
+        f"({pair[0]} and {pair[1]}; head {head}, query {query}, key {key}, counting from 0)"
     )
 
 
 def _completed(asked: Asked) -> tuple[Asked, tuple[str, str]]:
-    """Return what was asked for with its weights, and the sentences: a date if the model that ships is meant."""
+    """Fill in the defaults of a request.
+
+    Returns:
+        The request with its weight file, and the sentence pair. For the included model, the default pair is a date.
+    """
     ships = asked.weights is None and asked.preset is None
     source, target = DATE if ships else (SOURCE, TARGET)
     if asked.source and not asked.target and (ships or asked.weights is not None):
@@ -196,7 +202,7 @@ def _completed(asked: Asked) -> tuple[Asked, tuple[str, str]]:
 
 
 def _own_translation(source: str, weights: Path) -> str | None:
-    """Return how the model of a weight file translates a sentence; None if the file lacks what that takes."""
+    """Translate a sentence with a model. Return None if its file has no vocabulary, or if the model needs languages."""
     config, _ = ref.load_weights(weights)
     stored = ref.load_vocabulary(weights)
     if stored is None or build_vocabulary(stored, config).needs_direction:
@@ -206,19 +212,19 @@ def _own_translation(source: str, weights: Path) -> str | None:
 
 
 def _model(asked: Asked) -> tuple[TransformerConfig, Arrays, Vocabulary, str]:
-    """Return a config, weights, subwords, and the title of the model."""
+    """Return the config, the weights, the vocabulary and the title of the model."""
     lines = [line for pair in read_pairs() for line in pair]
     if asked.weights is None:
         preset = asked.preset or "paper_base"
         subwords = Subwords.train(lines)
         sizes = dict.fromkeys(("source_vocab_size", "target_vocab_size"), subwords.size + SPECIAL)
         config = TransformerConfig.preset(preset, **SMALL, **sizes)
-        title = f"a small random model, not trained, built as {preset}"
+        title = f"a small random model, not trained, preset {preset}"
         return config, hard_weights(config), subwords.numbered(config), title
     config, weights = ref.load_weights(asked.weights)
     stored = ref.load_vocabulary(asked.weights)
     if stored is not None and not (vocabulary := build_vocabulary(stored, config)).needs_direction:
-        return config, weights, vocabulary, f"{asked.weights.name}, with its own vocabulary"
+        return config, weights, vocabulary, f"{asked.weights.name}, using its vocabulary"
     size = min(config.source_vocab_size, config.target_vocab_size) - SPECIAL
     vocabulary = Subwords.train(lines, min(size, VOCAB_SIZE)).numbered(config)
-    return config, weights, vocabulary, f"{asked.weights.name}, with subwords learned from the text that ships"
+    return config, weights, vocabulary, f"{asked.weights.name}, using subwords learned from the included text"

@@ -1,4 +1,4 @@
-"""Tokens along the axes of a picture."""
+"""Token labels for the axes of a figure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
 
 def label(axes: Axes, queries: Sequence[str], keys: Sequence[str]) -> None:
-    """Write the tokens along the axes: an underscore begins a word, and a dollar sign is no formula."""
+    """Label the axes with tokens.
+
+    SentencePiece's word marker is shown as an underscore, and dollar signs are escaped because they start formulas.
+    """
     shown = {token: token.replace("\u2581", "_").replace("$", r"\$") for token in (*queries, *keys)}
     along: dict[str, Any] = {"rotation": 90, "rotation_mode": "anchor", "ha": "right", "va": "center_baseline"}
     axes.set_xticks(range(len(keys)), [shown[key] for key in keys], **along)

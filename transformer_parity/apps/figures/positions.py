@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 
 def draw_positions(presets: Sequence[str], length: int, d_model: int) -> Figure:
-    """Draw the encoding of each preset, one below the other, with the channels aligned.
+    """Draw the positional encodings of presets below each other, with aligned channels.
 
     Raises:
-        UsageError: The length is below 1, or a preset learns its positions.
-        ValueError: The width is not even.
+        UsageError: If the length is less than 1, or a preset uses learned positions.
+        ValueError: If ``d_model`` is odd.
     """
     from matplotlib.figure import Figure
 
     if length < 1:
         raise UsageError(f"--length must be at least 1: got {length}")
-    check_memory(8 * length * d_model, f"a picture of {length:,} by {d_model:,}")
+    check_memory(8 * length * d_model, f"a figure of {length:,} by {d_model:,} values")
     sizes = {"source_vocab_size": 8, "target_vocab_size": 8, "d_model": d_model, "d_k": 1, "d_v": 1}
     configs = {name: TransformerConfig.preset(name, **sizes) for name in presets}
     if learned := [name for name, config in configs.items() if config.position_encoding == "learned"]:
-        raise UsageError(f"{', '.join(learned)} learns its positions: there is no formula to draw")
+        raise UsageError(f"presets must have sinusoidal positions: got learned positions for {', '.join(learned)}")
     figure = Figure(figsize=(8.0, 0.9 + 3.4 * len(configs)), layout="constrained")
     rows = figure.subplots(len(configs), 1, squeeze=False)[:, 0]
     for axes, (name, config) in zip(rows, configs.items(), strict=True):
@@ -51,16 +51,18 @@ def draw_positions(presets: Sequence[str], length: int, d_model: int) -> Figure:
 
 
 def position_formula(config: TransformerConfig) -> str:
-    """Return the formula of the positions of a config, in two lines."""
+    """Return a description of a config's positional encoding in two lines."""
     half = config.d_model // 2
     steps = half if config.position_timescale == "m" else half - 1
-    layout = f"{half} sines, then {half} cosines" if config.position_layout == "split" else "sine and cosine take turns"
+    layout = (
+        f"{half} sines, then {half} cosines" if config.position_layout == "split" else "alternating sines and cosines"
+    )
     angles = f"p / 10000^(i / {steps}), i = 0 ... {half - 1}; the first position is p = {config.position_offset}"
     return f"{layout}\nof {angles}"
 
 
 def draw_masks() -> Figure:
-    """Draw the four masks of one padded sentence pair, built by the functions that the model uses."""
+    """Draw the four masks of a padded sentence pair, using the mask functions of the model."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -90,6 +92,6 @@ def draw_masks() -> Figure:
         axes.tick_params(which="minor", length=0)
     legend = [Patch(color=ALLOWED, label="True: may attend"), Patch(color=FORBIDDEN, label="False: may not")]
     figure.legend(handles=legend, loc="outside lower center", ncols=2, frameon=False)
-    padding = "A query that is padding attends too; its context is not used."
+    padding = "Padded queries also attend to keys, but their context is not used."
     figure.suptitle(f"Masks of one padded sentence pair\n{padding}", fontsize=11)
     return figure

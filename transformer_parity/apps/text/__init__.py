@@ -1,1 +1,1 @@
-"""Sentence pairs and vocabularies."""
+"""The dates task, and vocabularies in the formats of other software."""

@@ -1,12 +1,13 @@
-"""Dates in human formats and their ISO 8601 form: a small translation task, generated.
+"""A small generated translation task: convert dates in human formats to ISO 8601.
 
-Every string has exactly one right answer. Where a format is ambiguous, these rules hold:
+Every string has exactly one correct answer. The following rules resolve ambiguous formats:
 
-- A year of four digits in front is followed by month and day, whatever stands between them.
-- Otherwise dots and hyphens put the day first, slashes put the month first.
-- A year of two digits means 1970 to 2069, stands last, and is written for days of those years only.
+- If a date starts with a four-digit year, the month and the day follow in this order, regardless of the separators.
+- Otherwise, the day comes first if the separators are dots or hyphens, and the month comes first if they are slashes.
+- A two-digit year is always last and refers to 1970 to 2069. It is only used for days in these years.
 
-Days are from 1900 to 2099. One day in ten is held out, in every format: no date that was trained on names such a day.
+Days are from 1900 to 2099. Ten percent of the days are held out. The training data does not contain these days in any
+format.
 """
 
 from __future__ import annotations
@@ -22,27 +23,37 @@ from pathlib import Path
 
 from transformer_spec.checks import check_integer
 
-# A model of this task: what `parity train --task dates --backend torch` wrote; 99.9 % exact matches on held-out days.
+# A model for this task, trained with `parity train --task dates --backend torch`. It translates 99.9% of the dates on
+# held-out days correctly.
 SHIPPED = Path(str(files("transformer_parity") / "data" / "dates.safetensors"))
 
 FIRST, LAST = date(1900, 1, 1), date(2099, 12, 31)
 TWO_DIGIT_YEARS = range(1970, 2070)
-HELD_OUT = 10  # one day in so many
-SPACED = 0.1  # the share of dates with a stray space at a word or separator
+HELD_OUT = 10  # one of this many days is held out
+SPACED = 0.1  # fraction of dates with a stray space next to a word or separator
 
 _NUMBERS = tuple(str(n) for n in range(1, 32))
 
 
 @dataclass(frozen=True)
 class Language:
-    """The words of a language, each in its place: January, Monday and the first come first. By default, numbers."""
+    """The words of a language for months, weekdays and days. By default, they are numbers.
+
+    Attributes:
+        months: Names of the months, starting with January.
+        short_months: Abbreviations of the months.
+        weekdays: Names of the weekdays, starting with Monday.
+        short_weekdays: Abbreviations of the weekdays.
+        ordinals: Days of the month as ordinal numbers in digits, such as 1st.
+        day_words: Days of the month in words.
+    """
 
     months: tuple[str, ...] = _NUMBERS
     short_months: tuple[str, ...] = _NUMBERS
     weekdays: tuple[str, ...] = _NUMBERS
     short_weekdays: tuple[str, ...] = _NUMBERS
-    ordinals: tuple[str, ...] = _NUMBERS  # of the days, in digits
-    day_words: tuple[str, ...] = _NUMBERS  # of the days, spelled out
+    ordinals: tuple[str, ...] = _NUMBERS
+    day_words: tuple[str, ...] = _NUMBERS
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -60,7 +71,7 @@ def _english_ordinal(n: int) -> str:
 
 
 def _english_year(year: int) -> str:
-    """Spell out a year as it is spoken: nineteen oh five, nineteen eighty-four, two thousand and four, twenty ten."""
+    """Return a year in words: nineteen oh five, nineteen eighty-four, two thousand and four, twenty ten."""
     hundreds, rest = divmod(year, 100)
     if hundreds == 20 and rest < 10:
         return f"two thousand and {_BELOW_100[rest]}" if rest else "two thousand"
@@ -131,7 +142,8 @@ LANGUAGES = {
     ),
 }
 
-# How each language writes a date. d and m are numbers as they are, dd and mm of two digits, yy the end of the year.
+# Date formats of each language. d and m are numbers without padding, dd and mm have two digits, and yy is the last two
+# digits of the year.
 FORMATS = {
     "numbers": (
         "{year}-{mm}-{dd}",
@@ -191,11 +203,11 @@ def _title(line: str) -> str:
     return " ".join(word[:1].upper() + word[1:] for word in line.split(" "))
 
 
-CASES: tuple[Callable[[str], str], ...] = (str, str, str, str.lower, str.upper, _title)  # half as they are
+CASES: tuple[Callable[[str], str], ...] = (str, str, str, str.lower, str.upper, _title)  # half are left unchanged
 
 
 def is_held_out(day: date) -> bool:
-    """Whether a day is for validation: decided by the day alone, the same everywhere and for ever."""
+    """Return whether a day is reserved for validation. The result depends only on the day."""
     return zlib.crc32(day.isoformat().encode()) % HELD_OUT == 0
 
 
@@ -203,16 +215,17 @@ def date_pairs(count: int, seed: int, *, held_out: bool) -> list[tuple[str, str]
     """Return pairs of a date in a human format and its ISO 8601 form.
 
     Args:
-        count: How many.
-        seed: Decides which; the same on every machine.
-        held_out: Whether they name the days that are held out, or all others.
+        count: Number of pairs.
+        seed: Random seed. The same seed generates the same pairs on every machine.
+        held_out: Whether to use only held-out days, or only the other days.
     """
     check_integer("count", count, minimum=1)
     check_integer("seed", seed, minimum=0)
     days = [day for day in _every_day() if is_held_out(day) == held_out]
     recent = [day for day in days if day.year in TWO_DIGIT_YEARS]
     formats = _all_formats()
-    draw = random.Random(f"{seed} {held_out}").random  # the one method whose stream never changes
+    # Python guarantees only for random() that future versions return the same sequence.
+    draw = random.Random(f"{seed} {held_out}").random
 
     pairs = []
     for _ in range(count):
@@ -229,14 +242,14 @@ def date_pairs(count: int, seed: int, *, held_out: bool) -> list[tuple[str, str]
 
 
 def date_lines() -> list[str]:
-    """Return lines that hold every character of every pair, to learn the vocabulary of characters from."""
-    days = _every_day(97)  # every year, month, day of the month and weekday is among them
+    """Return lines that contain every character of every pair, from which the character vocabulary is built."""
+    days = _every_day(97)  # these days include every year, month, day of the month and weekday
     lines = [write(day, language, template) for day in days for language, template in _all_formats()]
     return [line for written in lines for line in (written, written.lower(), written.upper())]
 
 
 def write(day: date, language: str, template: str) -> str:
-    """Write a day in a language, by a template of ``FORMATS``."""
+    """Return a day in a language, formatted with a template from ``FORMATS``."""
     words = LANGUAGES[language]
     return template.format(
         d=day.day,

@@ -1,4 +1,4 @@
-"""Every kind of vocabulary: built from the files that travel with the weights, or read from a folder."""
+"""All kinds of vocabularies, which are built from the files stored with the weights or read from a directory."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ KINDS: dict[str, Callable[[Mapping[str, bytes]], Vocabulary]] = {
 
 @dataclass(frozen=True)
 class Folder:
-    """Which files of a Hugging Face folder make a vocabulary.
+    """The files in a Hugging Face directory that define a vocabulary.
 
     Attributes:
-        kind: Of the vocabulary.
-        choices: Sets of files; the first that is complete is read.
-        optional: Files that may stand beside them.
+        kind: Kind of the vocabulary.
+        choices: Alternative sets of files. The first complete set is read.
+        optional: Additional files that are read if they exist.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Folder:
     optional: tuple[str, ...] = (SETTINGS,)
 
 
-# By the class of the tokenizer, without ``Tokenizer`` and ``Fast``.
+# Files by the name of the tokenizer's class, without ``Tokenizer`` and ``Fast``.
 SENTENCEPIECE = ((TOKENIZER,), (MODEL,))
 CLASSES = {
     "Marian": Folder(MARIAN, (("source.spm", "target.spm", "vocab.json"),), ("target_vocab.json", SETTINGS)),
@@ -66,51 +66,52 @@ FAMILIES = {
 
 
 def build_vocabulary(stored: bytes | VocabularyFiles, config: TransformerConfig) -> Vocabulary:
-    """Return the vocabulary that a weight file holds.
+    """Build the vocabulary that is stored in a weight file.
 
     Args:
-        stored: As ``load_vocabulary`` returns it.
-        config: That of the model.
+        stored: Result of ``load_vocabulary``.
+        config: Config of the model.
 
     Raises:
-        UsageError: A package is not installed that this kind of vocabulary needs.
-        ValueError: There is no such kind, or the files are not what that kind is made of, or not of this model.
+        UsageError: If a package that this kind of vocabulary requires is not installed.
+        ValueError: If the kind is unknown, a file is missing or invalid, or the vocabulary does not fit the model.
     """
     if isinstance(stored, bytes):
         return Subwords(stored).numbered(config)
     if stored.kind not in KINDS:
-        raise ValueError(f"there is no kind of vocabulary called {stored.kind!r}: there are {', '.join(KINDS)}")
+        raise ValueError(f"the kind of a vocabulary must be one of {', '.join(KINDS)}: got {stored.kind!r}")
     return checked(_built(stored.kind, stored.files), config.source_vocab_size, config.target_vocab_size)
 
 
 def read_vocabulary_folder(folder: Path, family: str, fields: Mapping[str, Any]) -> Vocabulary:
-    """Return the vocabulary of a Hugging Face folder.
+    """Return the vocabulary of a Hugging Face directory.
 
-    Which one it is, is what ``tokenizer_config.json`` says, or else the family. NLLB's models are of the family m2m_100
-    too: they have a table of their own, ``vocab.json``, unless they are NLLB's.
+    The tokenizer class in ``tokenizer_config.json`` or config.json determines the kind of the vocabulary. If neither
+    file names a class, the model family determines it. NLLB models belong to the family m2m_100, too. They differ from
+    M2M100 models in that they have no ``vocab.json``.
 
     Args:
-        folder: Nothing outside of it is read.
-        family: The ``model_type`` of its config.json.
-        fields: Everything in its config.json.
+        folder: Directory to read. No files outside the directory are read.
+        family: ``model_type`` in its config.json.
+        fields: Content of its config.json.
 
     Raises:
-        OSError: A file cannot be read.
-        UsageError: A package is not installed that this kind of vocabulary needs.
-        ValueError: A file is missing, too large, or not what it should be, or the family is not known.
+        OSError: If a file cannot be read.
+        UsageError: If a package that this kind of vocabulary requires is not installed.
+        ValueError: If a file is missing, too large or invalid, or the family is unknown.
     """
     settings = multilingual.read_json(read_files(folder, (), (SETTINGS,)), SETTINGS)
     said = str(settings.get("tokenizer_class") or fields.get("tokenizer_class") or "")
     name = said.removesuffix("Fast").removesuffix("Tokenizer")
     if name not in CLASSES:
         if family not in FAMILIES:
-            raise ValueError(f"{folder}: the vocabulary of a {family} model cannot be read: {', '.join(FAMILIES)} can")
+            raise ValueError(f"{folder}: to read a vocabulary, the family must be {', '.join(FAMILIES)}: got {family}")
         name = "Nllb" if family == "m2m_100" and not (folder / TABLE).is_file() else FAMILIES[family]
     form = CLASSES[name]
     complete = [names for names in form.choices if all((folder / file).is_file() for file in names)]
     if not complete:
         needed = ", or ".join(" and ".join(names) for names in form.choices)
-        raise ValueError(f"{folder} holds no vocabulary of {name}: it needs {needed}")
+        raise ValueError(f"{folder} must contain {needed} for a {name} vocabulary: got an incomplete set")
     vocabulary = _built(form.kind, read_files(folder, complete[0], form.optional))
     size = fields.get("vocab_size")
     source, target = fields.get("src_vocab_size", size), fields.get("tgt_vocab_size", fields.get("decoder_vocab_size"))
@@ -119,24 +120,24 @@ def read_vocabulary_folder(folder: Path, family: str, fields: Mapping[str, Any])
 
 
 def _built(kind: str, files: Mapping[str, bytes]) -> Vocabulary:
-    """Return a vocabulary; refuse files that are not all there, or are no text."""
+    """Build a vocabulary, raising an error if a file is missing or is not text."""
     try:
         return KINDS[kind](files)
     except KeyError as error:
-        raise ValueError(f"a vocabulary of the kind {kind} needs {error}") from error
+        raise ValueError(f"a vocabulary of kind {kind} requires {error}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"a file of the vocabulary is not UTF-8 text: {error}") from error
 
 
 def checked(vocabulary: Vocabulary, source_vocab_size: int, target_vocab_size: int) -> Vocabulary:
-    """Refuse a vocabulary with ids that a model does not have.
+    """Check that a vocabulary has no more IDs than the model, and return the vocabulary.
 
     Raises:
-        ValueError: See above.
+        ValueError: If the vocabulary has more IDs.
     """
     for side, has, needs in zip(
         ("source", "target"), (source_vocab_size, target_vocab_size), vocabulary.sizes, strict=True
     ):
         if needs > has:
-            raise ValueError(f"the vocabulary has {needs:,} ids, and the model has {has:,} on the {side} side")
+            raise ValueError(f"the {side} vocabulary must have at most the model's {has:,} IDs: got {needs:,}")
     return vocabulary

@@ -1,4 +1,4 @@
-"""Files of vocabularies, as other software writes them: read as data, bounded in size, and refused if they are odd."""
+"""Readers for the vocabulary files of other software, which check the size and the content of each file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from transformer_parity.apps.containers.folder import member
 
-MOST_BYTES = 2**26  # of a file; the largest that are published have 33 million
+MOST_BYTES = 2**26  # maximum size of a file in bytes; the largest published ones have 33 million
 
 ESCAPES = {"0": "\0", "a": "\a", "b": "\b", "t": "\t", "n": "\n", "v": "\v", "f": "\f", "r": "\r", "e": "\x1b"}
 ESCAPES |= {"N": "\x85", "_": "\xa0", "L": "\u2028", "P": "\u2029"}
@@ -18,37 +18,37 @@ ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U(00[0-9A-Fa-f]{6
 
 
 def read_files(folder: Path, names: Iterable[str], optional: Iterable[str] = ()) -> dict[str, bytes]:
-    """Return files of a folder by name; of the optional ones, those that are there.
+    """Return the content of files in a directory, by file name. Optional files are skipped if they do not exist.
 
     Raises:
-        OSError: A file is missing or cannot be read.
-        ValueError: A file is too large, or a link that leads out of the folder.
+        OSError: If a file is missing or cannot be read.
+        ValueError: If a file is too large, or is a link to a file outside the directory.
     """
     optional = [name for name in optional if (folder / name).is_file()]
     return {name: read_file(member(folder, name)) for name in (*names, *optional)}
 
 
 def read_file(path: Path) -> bytes:
-    """Return what a file holds.
+    """Return the content of a file.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: It is missing or too large.
+        OSError: If the file cannot be read.
+        ValueError: If the file does not exist or is too large.
     """
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     with path.open("rb") as file:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
-        raise ValueError(f"{path.name} must be at most {MOST_BYTES:,} bytes")
+        raise ValueError(f"{path.name} must have at most {MOST_BYTES:,} bytes: got more")
     return content
 
 
 def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one if there is no such file.
+    """Return the JSON object in a file, or an empty dict if there is no such file.
 
     Raises:
-        ValueError: The file is no JSON object, or names a field twice.
+        ValueError: If the file is not a JSON object, or a field occurs more than once.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -56,24 +56,24 @@ def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
         if len(found) < len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise ValueError(f"{twice!r} stands there twice")
+            raise ValueError(f"fields must be distinct: got {twice!r} more than once")
         return found
 
     try:
         content = json.loads(files.get(name, b"{}"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is no JSON that can be used: {error}") from error
+        raise ValueError(f"{name} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{name} must hold an object with named fields: got {type(content).__name__}")
+        raise ValueError(f"{name} must contain a JSON object: got {type(content).__name__}")
     return content
 
 
 def read_map(files: Mapping[str, bytes], name: str) -> dict[str, int]:
-    """Return the ids of pieces, from ``.json`` or from Marian's ``.yml``.
+    """Return the ID of each piece in a ``.json`` file or in Marian's ``.yml`` format.
 
     Raises:
-        KeyError: There is no such file.
-        ValueError: It is neither, or the ids are not 0, 1, 2, ... each once.
+        KeyError: If there is no such file.
+        ValueError: If the file is invalid, or the IDs are not 0, 1, 2, ..., each exactly once.
     """
     content = files[name]
     found = read_json({name: content}, name) if name.endswith(".json") else read_yaml_map(content, name)
@@ -81,33 +81,33 @@ def read_map(files: Mapping[str, bytes], name: str) -> dict[str, int]:
 
 
 def checked_ids(found: Mapping[str, Any], name: str) -> dict[str, int]:
-    """Return the ids of pieces, and refuse those that are not 0, 1, 2, ... each once.
+    """Check that the IDs of a vocabulary are 0, 1, 2, ..., each exactly once, and return them by piece.
 
     Raises:
-        ValueError: See above.
+        ValueError: If the check fails.
     """
     pieces: list[str | None] = [None] * len(found)
     for piece, number in found.items():
         if type(number) is not int or number < 0:
-            raise ValueError(f"{name}: the id of {piece!r} must be an integer of at least 0: got {number!r}")
+            raise ValueError(f"{name}: the ID of {piece!r} must be a nonnegative integer: got {number!r}")
         if number >= len(pieces):
-            raise ValueError(f"{name}: {len(pieces):,} pieces must have the ids below that: {piece!r} has {number:,}")
+            raise ValueError(f"{name}: the ID of {piece!r} must be below {len(pieces):,}: got {number:,}")
         if pieces[number] is not None:
-            raise ValueError(f"{name}: {pieces[number]!r} and {piece!r} have the same id {number:,}")
+            raise ValueError(f"{name}: IDs must be distinct: got {number:,} for {pieces[number]!r} and {piece!r}")
         pieces[number] = piece
     if not pieces:
-        raise ValueError(f"{name} holds no piece")
+        raise ValueError(f"{name} must contain at least one piece: got none")
     return dict(found)
 
 
 def read_yaml_map(content: bytes, name: str) -> dict[str, int]:
-    """Return the ids in a ``vocab.yml``: a line ends in a colon and the id, and what stands before is the piece.
+    """Return the IDs in a ``vocab.yml``, in which each line contains a piece, a colon and an ID.
 
-    It is not YAML to all readers: pieces such as ``:`` and ``- `` stand there as they are, and one too long for a line
-    is written as ``? piece`` with ``: id`` on the next.
+    A YAML parser cannot read every such file, because pieces such as ``:`` and ``- `` are not quoted. A piece that is
+    too long for one line is written as ``? piece``, with ``: id`` on the next line.
 
     Raises:
-        ValueError: A line is something else, or a piece stands there twice.
+        ValueError: If a line has a different format, or a piece occurs more than once.
     """
     try:
         lines = content.decode().split("\n")
@@ -129,13 +129,13 @@ def read_yaml_map(content: bytes, name: str) -> dict[str, int]:
             raise ValueError(f"{name}: line {number} must be `piece: id`: got {line[:60]!r}")
         piece = _unquoted(piece)
         if piece in found:
-            raise ValueError(f"{name}: {piece!r} stands there twice")
+            raise ValueError(f"{name}: pieces must be distinct: got {piece!r} more than once")
         found[piece] = int(value)
     return found
 
 
 def _unquoted(piece: str) -> str:
-    """Return a piece without the quotes and escapes of YAML."""
+    """Remove YAML quotes and escapes from a piece."""
     if len(piece) > 1 and piece[0] == piece[-1] == '"':
         return ESCAPE.sub(_unescaped, piece[1:-1])
     if len(piece) > 1 and piece[0] == piece[-1] == "'":

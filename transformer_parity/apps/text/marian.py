@@ -1,4 +1,4 @@
-"""Marian's vocabularies: two sentencepiece models, and tables of ids of their own or none."""
+"""Marian's vocabularies, which consist of two SentencePiece models, ID tables, or both."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from transformer_parity.transformer.sentences.vocabulary import Vocabulary, tidi
 
 END, PADDING = "</s>", "<pad>"
 SETTINGS = "tokenizer_config.json"
-TABLES = ("vocab.json", "vocab.yml")  # of both sides, or of the source where there is another for the target
+TABLES = ("vocab.json", "vocab.yml")  # for both sides, or only for the source if there is a separate target table
 TARGET_TABLES = ("target_vocab.json", "target_vocab.yml")
 
 
 class MarianVocabulary(Vocabulary):
-    """A sentencepiece model for each side; the ids come from a table, or are those of the model.
+    """A vocabulary with a SentencePiece model for each side, and IDs from a table or from these models.
 
-    A line may begin with a code such as ``>>deu<<``, which is one token and says what to translate into; ``between``
-    puts it there.
+    A line may start with a token such as ``>>deu<<``, which specifies the target language. ``between`` adds this token.
 
     Args:
-        files: ``source.spm`` and ``target.spm``, or neither: then spaces cut a line. A table, ``vocab.json`` or
-            ``vocab.yml``; without one, ids are those of the models. A ``target_vocab.json`` or ``.yml`` where the
-            target has another. ``tokenizer_config.json``, as Hugging Face has it.
+        files: Content of each file, by name. ``source.spm`` and ``target.spm`` are the SentencePiece models. Without
+            them, lines are split at spaces. ``vocab.json`` or ``vocab.yml`` is the ID table. Without a table, the IDs
+            of the SentencePiece models are used. ``target_vocab.json`` or ``target_vocab.yml`` is a separate table for
+            the target. ``tokenizer_config.json`` contains Hugging Face's settings.
 
     Raises:
-        ValueError: A file is missing, or not what it should be.
+        ValueError: If a file is missing or invalid.
     """
 
     kind = "marian"
@@ -40,7 +40,10 @@ class MarianVocabulary(Vocabulary):
         models = {name: read_model(files[name], name) for name in ("source.spm", "target.spm") if name in files}
         tables = [read_map(files, name) for names in (TABLES, TARGET_TABLES) for name in names if name in files]
         if len(models) == 1 or not (models or tables):
-            raise ValueError("a vocabulary of Marian's is source.spm and target.spm, or a table of ids, or all of them")
+            raise ValueError(
+                "a Marian vocabulary must contain source.spm and target.spm, an ID table, or all of them: got an "
+                "incomplete set"
+            )
         if not tables:
             tables = [
                 {model.id_to_piece(token): token for token in range(model.get_piece_size())}
@@ -48,14 +51,14 @@ class MarianVocabulary(Vocabulary):
             ]
         for table in tables:
             if missing := [piece for piece in (END, UNKNOWN) if piece not in table]:
-                raise ValueError(f"a vocabulary of Marian's must have {' and '.join(missing)}")
+                raise ValueError(f"a Marian vocabulary must contain {' and '.join(missing)}")
         self._settings = read_json(files, SETTINGS)
         is_shared = len(tables) == 1
         special = dict.fromkeys((END, UNKNOWN, PADDING), False)
         source, target = models.get("source.spm"), models.get("target.spm")
         self._source = _Tagged(source, tables[0], special)
         self._target = _Tagged(target, tables[-1], special)
-        # Hugging Face joins the pieces of a shared table by the model of the source.
+        # With a shared table, Hugging Face decodes pieces using the SentencePiece model of the source.
         self._said = self._source if is_shared and "vocab.json" in files else self._target
         self.sizes = (self._source.size, self._target.size)
         self._ends = tables[0][END], tables[-1][END]
@@ -64,60 +67,60 @@ class MarianVocabulary(Vocabulary):
         self.target_languages = list(self._tags)
 
     def between(self, source: str | None, target: str | None) -> Self:
-        """Return the vocabulary that puts the code of a target language before every line."""
+        """Return a vocabulary that adds the token of a target language to the start of every line."""
         directed = super().between(source, target)
         directed._tag = [] if target is None else [self._tags[target]]
         return directed
 
     def ids(self, line: str) -> list[int]:
-        """Return the code if there is one, the pieces and the end symbol."""
+        """Return the IDs of the language token (if any), the pieces and EOS."""
         return [*self._tag, *self._source.ids(line), self._ends[0]]
 
     def target_ids(self, line: str) -> list[int]:
-        """Return the pieces and the end symbol."""
+        """Return the IDs of the pieces and EOS."""
         return [*self._target.ids(line), self._ends[1]]
 
     def text(self, ids: Iterable[int]) -> str:
-        """Return the text of the pieces."""
+        """Decode IDs to text."""
         return tidied(self._said.text(ids), self._settings)
 
     def names(self, ids: Iterable[int], *, source: bool = False) -> list[str]:
-        """Spell out each id."""
+        """Return the piece of each ID."""
         side = self._source if source else self._target
         return [side.name(token) for token in ids]
 
 
 class _Tagged(Pieces):
-    """Pieces of a line that may begin with a code in ``>>`` and ``<<``."""
+    """A tokenizer for lines that may start with a language token such as ``>>deu<<``."""
 
     def cut(self, text: str) -> list[str]:
-        """Return the code and the pieces."""
+        """Return the language token (if any) and the pieces."""
         end = text.find("<<") + 2 if text.startswith(">>") else 0
         tag = [text[:end]] if end > 1 else []
         return [*tag, *super().cut(text[end:] if tag else text)]
 
 
 def is_tag(piece: str) -> bool:
-    """Whether a piece is the code of a language."""
+    """Return whether a piece is a language token."""
     return piece.startswith(">>") and piece.endswith("<<") and len(piece) > 4
 
 
 def read_marian_vocabulary(paths: list[Path]) -> MarianVocabulary:
-    """Return the vocabulary of a model that Marian trained, from its files.
+    """Read the vocabulary files of a model that was trained with Marian.
 
     Args:
-        paths: Those of the source and of the target, or one for both: sentencepiece models (``.spm``, ``.model``),
-            ``.yml`` or ``.json`` tables, or a pair of each.
+        paths: SentencePiece models (``.spm``, ``.model``), ID tables (``.yml`` or ``.json``), or both. Two files of the
+            same type belong to source and target, in this order. A single one is used for both.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: The files are not one or two of a kind, or not what they should be.
+        OSError: If a file cannot be read.
+        ValueError: If there are more than two files of a type, or a file is invalid.
     """
     files: dict[str, bytes] = {}
     for suffix in (".spm", ".yml", ".json"):
         same = [path for path in paths if path.suffix == suffix or (suffix, path.suffix) == (".spm", ".model")]
         if len(same) > 2:
-            raise ValueError(f"a vocabulary has at most two files that end in {suffix}: got {len(same)}")
+            raise ValueError(f"a vocabulary must have at most two {suffix} files: got {len(same)}")
         first, second = (
             ("source.spm", "target.spm") if suffix == ".spm" else (f"vocab{suffix}", f"target_vocab{suffix}")
         )
@@ -126,10 +129,10 @@ def read_marian_vocabulary(paths: list[Path]) -> MarianVocabulary:
         if suffix == ".spm" and len(same) == 1:
             files[second] = files[first]
     if other := [path.name for path in paths if path.suffix not in (".spm", ".model", ".yml", ".json")]:
-        raise ValueError(f"files of a vocabulary must end in .spm, .model, .yml or .json: got {', '.join(other)}")
+        raise ValueError(f"vocabulary files must end in .spm, .model, .yml or .json: got {', '.join(other)}")
     if any(name.endswith(".yml") for name in files) and any(name.endswith(".json") for name in files):
-        raise ValueError("a vocabulary has tables of one form: got .yml and .json")
-    for path in paths:  # by its own name
+        raise ValueError("all ID tables of a vocabulary must have the same format: got .yml and .json")
+    for path in paths:  # so that an error message contains the name of the user's file
         content = read_file(path)
         if path.suffix in (".spm", ".model"):
             read_model(content, path.name)
@@ -139,7 +142,7 @@ def read_marian_vocabulary(paths: list[Path]) -> MarianVocabulary:
 
 
 def as_marian(joint: JointVocabulary) -> MarianVocabulary:
-    """Return the vocabulary that `parity train` trains with as one of Marian's, with the same ids."""
+    """Convert a vocabulary of `parity train` to a Marian vocabulary with the same IDs."""
     model = joint.subwords.model
     table = json.dumps(joint.table(), ensure_ascii=False, indent=2).encode()
     return MarianVocabulary({"source.spm": model, "target.spm": model, "vocab.json": table})

@@ -1,4 +1,4 @@
-"""Words by Moses, cut by codes of byte-pair encoding: the vocabularies of fairseq, and of FSMT at Hugging Face."""
+"""The vocabularies of fairseq and of Hugging Face's FSMT, which use the Moses tokenizer and byte-pair encoding."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SOURCE_LIST, TARGET_LIST, CODES, MODEL = "dict.src.txt", "dict.tgt.txt", "bpecod
 FIRST = ("<s>", "<pad>", "</s>", UNKNOWN)
 END = "</s>"
 WORD_END = "</w>"
-INSIDE = "@@"  # what fairseq has behind a piece that does not end a word
+INSIDE = "@@"  # suffix that fairseq adds to pieces that do not end a word
 
-# As Moses' replace-unicode-punctuation.perl.
+# The same replacements as in Moses' replace-unicode-punctuation.perl.
 # ruff: noqa: RUF001
 PUNCTUATION = str.maketrans(
     dict(zip("，、∶：？）！（；～━〈〉【】％０１２３４５６７８９", ",,::?)!(;~-<>[]%0123456789", strict=True))
@@ -32,16 +32,18 @@ FULL_STOP = re.compile(r"[。．]\s*")
 
 
 class MosesVocabulary(Vocabulary):
-    """Moses' tokens of a language each side, cut by byte-pair encoding.
+    """A vocabulary that splits lines with the Moses tokenizer, and words with byte-pair encoding.
 
     Args:
-        files: Of FSMT: ``vocab-src.json``, ``vocab-tgt.json``, ``merges.txt`` and ``tokenizer_config.json``, which
-            names the languages. Of fairseq: ``dict.src.txt`` and ``dict.tgt.txt``, with ``bpecodes``, with
-            ``sentencepiece.bpe.model``, which then cuts lines without Moses, or with neither: then spaces do.
+        files: Content of each file, by name. For FSMT, the files are ``vocab-src.json``, ``vocab-tgt.json``,
+            ``merges.txt`` and ``tokenizer_config.json``, which specifies the languages. For fairseq, they are
+            ``dict.src.txt``, ``dict.tgt.txt`` and, optionally, ``bpecodes`` or ``sentencepiece.bpe.model``. Lines are
+            split by SentencePiece instead of Moses if there is a SentencePiece model, and at spaces if there is neither
+            of the two.
 
     Raises:
-        UsageError: `sacremoses` is not installed, and is needed.
-        ValueError: A file is missing, or not what it should be.
+        UsageError: If ``sacremoses`` is required but not installed.
+        ValueError: If a file is missing or invalid.
     """
 
     kind = "moses"
@@ -56,7 +58,7 @@ class MosesVocabulary(Vocabulary):
             tables = [read_map(files, name) for name in (SOURCE_TABLE, TARGET_TABLE)]
         for table in tables:
             if missing := [piece for piece in (END, UNKNOWN) if piece not in table]:
-                raise ValueError(f"the tables of this vocabulary must have {' and '.join(missing)}")
+                raise ValueError(f"the ID tables of the vocabulary must contain {' and '.join(missing)}")
         self._source, self._target = tables
         self._names = [{token: piece for piece, token in table.items()} for table in tables]
         self.sizes = (len(self._source), len(self._target))
@@ -67,11 +69,11 @@ class MosesVocabulary(Vocabulary):
         self._specials = [piece for piece in FIRST if piece in self._source and piece in self._target]
 
     def ids(self, line: str) -> list[int]:
-        """Return the pieces and the end symbol."""
+        """Return the IDs of the pieces and EOS."""
         return self._numbered(line, 0)
 
     def target_ids(self, line: str) -> list[int]:
-        """Return the pieces and the end symbol."""
+        """Return the IDs of the pieces and EOS."""
         return self._numbered(line, 1)
 
     def _numbered(self, line: str, side: int) -> list[int]:
@@ -97,7 +99,7 @@ class MosesVocabulary(Vocabulary):
         return found
 
     def text(self, ids: Iterable[int]) -> str:
-        """Return the text of the pieces, as words of the target language."""
+        """Decode IDs to text in the target language."""
         silent = {self._target[piece] for piece in FIRST if piece in self._target}
         pieces = [self._names[1].get(token, UNKNOWN) for token in map(int, ids) if token not in silent]
         if self._model is not None:
@@ -109,15 +111,16 @@ class MosesVocabulary(Vocabulary):
         return " ".join(words) if self._moses is None else self._moses.joined(words)
 
     def names(self, ids: Iterable[int], *, source: bool = False) -> list[str]:
-        """Spell out each id."""
+        """Return the piece of each ID."""
         return [self._names[0 if source else 1].get(int(token), UNKNOWN) for token in ids]
 
 
 class PairEncoding:
-    """Codes of byte-pair encoding: merges in the order in which they were learned.
+    """Byte-pair encoding with given merges.
 
     Args:
-        codes: A pair a line, with or without a first line ``#version``, and a count behind.
+        codes: Merges in the order in which they were learned, one pair per line. A line may also contain the frequency
+            of the pair, and the first line may start with ``#version``.
     """
 
     def __init__(self, codes: str) -> None:
@@ -128,7 +131,7 @@ class PairEncoding:
         self.cut = lru_cache(100_000)(self._cut)
 
     def _cut(self, word: str) -> list[str]:
-        """Return the pieces of a word; the last one ends in ``</w>``."""
+        """Return the pieces of a word. The last piece ends with ``</w>``."""
         pieces = [*word[:-1], word[-1] + WORD_END]
         while len(pieces) > 1:
             ranks = [self._ranks.get(pair, len(self._ranks)) for pair in itertools.pairwise(pieces)]
@@ -146,44 +149,45 @@ class PairEncoding:
 
 
 class Moses:
-    """Moses' tokenizer of the source, and its inverse of the target.
+    """Moses tokenizers for source and target, and a detokenizer for the target.
 
     Args:
-        languages: Two codes.
-        normalizes: Whether punctuation is made ASCII first, and characters that are not printed are left out.
+        languages: Language codes of source and target.
+        normalizes: Whether to convert punctuation to ASCII and remove unprintable characters before the tokenization.
 
     Raises:
-        UsageError: `sacremoses` is not installed.
-        ValueError: These are not two codes.
+        UsageError: If ``sacremoses`` is not installed.
+        ValueError: If ``languages`` is not a list of two codes.
     """
 
     def __init__(self, languages: Any, normalizes: bool) -> None:
         if not isinstance(languages, list) or len(languages) != 2 or not all(type(one) is str for one in languages):
-            raise ValueError(f"{SETTINGS} must name two languages in 'langs': got {languages!r}")
+            raise ValueError(f"'langs' in {SETTINGS} must be a list of two languages: got {languages!r}")
         sacremoses = import_extra("sacremoses")
         self._tokenizers = [sacremoses.MosesTokenizer(lang=language) for language in languages]
         self._joiner = sacremoses.MosesDetokenizer(lang=languages[1])
         self._normalizers = [sacremoses.MosesPunctNormalizer(lang=language) for language in languages] * normalizes
 
     def words(self, text: str, side: int) -> list[str]:
-        """Return the words of a line, with punctuation apart and ``&`` and others escaped."""
+        """Split a line into words. Punctuation is separated, and special characters such as ``&`` are escaped."""
         if self._normalizers:
             text = self._normalizers[side].normalize(FULL_STOP.sub(". ", text.translate(PUNCTUATION)))
             text = "".join(one for one in text if not unicodedata.category(one).startswith("C"))
         return [word for word in self._tokenizers[side].tokenize(text, aggressive_dash_splits=True) if word]
 
     def joined(self, words: list[str]) -> str:
-        """Return words as a line."""
+        """Join words to a line."""
         return self._joiner.detokenize(words)
 
 
 def read_dictionary(content: bytes, name: str) -> dict[str, int]:
-    """Return the ids of fairseq's ``dict.txt``: four symbols, then those of the lines.
+    """Return the IDs of the symbols in fairseq's ``dict.txt``.
 
-    The symbols that fairseq makes up, to reach a multiple of 8, it writes into the file too.
+    The four special symbols have the first IDs, followed by the symbols in the file. The file also contains the symbols
+    with which fairseq pads the vocabulary to a multiple of 8.
 
     Raises:
-        ValueError: A line has no count, or a symbol stands there twice.
+        ValueError: If a line is not of the form ``symbol count``, or a symbol occurs more than once.
     """
     symbols = list(FIRST)
     for number, line in enumerate(content.decode().split("\n"), 1):
@@ -196,5 +200,5 @@ def read_dictionary(content: bytes, name: str) -> dict[str, int]:
     found = {symbol: number for number, symbol in enumerate(symbols)}
     if len(found) < len(symbols):
         twice = next(symbol for number, symbol in enumerate(symbols) if found[symbol] != number)
-        raise ValueError(f"{name}: {twice!r} stands there twice")
+        raise ValueError(f"{name}: symbols must be distinct: got {twice!r} more than once")
     return found

@@ -1,4 +1,4 @@
-"""Vocabularies of Hugging Face models other than Marian's: with codes of languages, or with a template of their own."""
+"""Vocabularies of other Hugging Face models, which add language codes or use a custom template."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from transformer_parity.transformer.sentences.vocabulary import Vocabulary, tidi
 MODEL, TABLE, TOKENIZER, MERGES = "sentencepiece.bpe.model", "vocab.json", "tokenizer.json", "merges.txt"
 SETTINGS, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 START, PADDING, END, MASK = "<s>", "<pad>", "</s>", "<mask>"
-CODE = re.compile(r"[a-z]{2,3}_[A-Z][A-Za-z]{1,3}")  # a language and a country, or a script
+CODE = re.compile(r"[a-z]{2,3}_[A-Z][A-Za-z]{1,3}")  # a language, followed by a country or a script
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a family writes its languages.
+    """The way in which a model family represents languages.
 
     Attributes:
-        languages: Which table of ``data/languages.json``.
-        token: The token of a code.
-        code_first: Whether it stands before what is read, or behind its end symbol.
-        is_start: Whether the decoder starts with the code of the target, or writes it as its first token.
-        tidies: Whether texts are without spaces before punctuation, unless the settings say something else.
+        languages: Key of the family's list of languages in ``data/languages.json``.
+        token: Format string that converts a language code to its token.
+        code_first: Whether the source starts with the language token. Otherwise, the token follows EOS.
+        is_start: Whether the target's language token is the BOS token of the decoder. Otherwise, it is the first token
+            that the decoder generates.
+        tidies: Whether decoding removes spaces before punctuation. The settings of a vocabulary can override this.
     """
 
     languages: str
@@ -57,25 +58,25 @@ FORMS = {
 
 
 class MultilingualVocabulary(Vocabulary):
-    """Pieces of sentencepiece, and a token for each language.
+    """A vocabulary with SentencePiece pieces and a token for each language.
 
-    Where there is a ``tokenizer.json``, it is what cuts a line; it does so as the sentencepiece model but for spaces at
-    the ends of a line and for characters that are not known.
+    If there is a ``tokenizer.json``, it splits the lines instead of the SentencePiece model. The two only differ in
+    their treatment of leading and trailing spaces and of unknown characters.
 
     Args:
-        files: ``tokenizer.json``, or ``sentencepiece.bpe.model`` and, with M2M100, ``vocab.json``; beside it
-            ``tokenizer_config.json``, as Hugging Face has it.
-        kind: Of ``FORMS``.
+        files: Content of each file, by name. Must include ``tokenizer.json``, or ``sentencepiece.bpe.model`` and, for
+            M2M100, ``vocab.json``. May include ``tokenizer_config.json`` with Hugging Face's settings.
+        kind: Model family, a key of ``FORMS``.
 
     Raises:
-        ValueError: A file is missing, or not what it should be.
+        ValueError: If a file is missing or invalid.
     """
 
     needs_direction = True
 
     def __init__(self, files: Mapping[str, bytes], kind: str) -> None:
         super().__init__(files)
-        self.kind = kind  # type: ignore[misc]  # a class of several kinds
+        self.kind = kind  # type: ignore[misc]  # this class implements multiple kinds
         self._form = form = FORMS[kind]
         self._settings = {"clean_up_tokenization_spaces": form.tidies, **read_json(files, SETTINGS)}
         names = _languages(str(self._settings.get("language_codes")), form.languages)
@@ -94,7 +95,7 @@ class MultilingualVocabulary(Vocabulary):
         }
         end = self._engine.find(END)
         if end is None or not self._codes:
-            raise ValueError(f"a vocabulary of {kind} models must have {END} and codes of languages")
+            raise ValueError(f"a vocabulary of kind {kind} must contain {END} and language codes")
         self._end = end
         self.source_languages = self.target_languages = list(self._codes)
         self.sizes = (self._engine.size, self._engine.size)
@@ -102,7 +103,7 @@ class MultilingualVocabulary(Vocabulary):
         self._from: list[int] = []
 
     def between(self, source: str | None, target: str | None) -> Self:
-        """Return the vocabulary for translations from one language into another."""
+        """Return a vocabulary for translation from one language to another."""
         directed = super().between(source, target)
         directed._from, code = [self._codes[str(source)]], self._codes[str(target)]
         directed.start_id = code if self._form.is_start else None
@@ -110,35 +111,35 @@ class MultilingualVocabulary(Vocabulary):
         return directed
 
     def ids(self, line: str) -> list[int]:
-        """Return the code of the source language, the pieces and the end symbol, in the order of the family."""
+        """Return the IDs of the source language, the pieces and EOS, in the order that the model family uses."""
         if not self._from:
             self.between(None, None)
         pieces = self._engine.ids(line)
         return [*self._from, *pieces, self._end] if self._code_first else [*pieces, self._end, *self._from]
 
     def target_ids(self, line: str) -> list[int]:
-        """Return the code of the target language if the model writes it, the pieces and the end symbol."""
+        """Return the IDs of the target language (if the model generates it), the pieces and EOS."""
         return [*self.forced_ids, *self._engine.ids(line), self._end]
 
     def text(self, ids: Iterable[int]) -> str:
-        """Return the text of the pieces."""
+        """Decode IDs to text."""
         codes = set(self._codes.values())
         return tidied(self._engine.text(token for token in map(int, ids) if token not in codes), self._settings)
 
     def names(self, ids: Iterable[int], *, source: bool = False) -> list[str]:
-        """Spell out each id."""
+        """Return the piece of each ID."""
         return [self._engine.name(token) for token in ids]
 
 
 @cache
 def _languages(name: str, usual: str) -> list[str]:
-    """Return the codes in a table that the settings of a family name, or else those in its usual one."""
+    """Return the language codes in the list that the settings specify, or in the family's usual list."""
     tables = json.loads((resources("transformer_parity") / "data" / "languages.json").read_text("utf-8"))
     return " ".join(tables.get(f"{usual.split('_')[0]}_{name}", tables[usual])).split()
 
 
 def _pieces(files: Mapping[str, bytes], tokens: list[str]) -> Pieces:
-    """Return the pieces of a sentencepiece model in fairseq's order, or in that of a table; the codes come behind."""
+    """Return the pieces of a SentencePiece model, with IDs in fairseq's order or from a table, followed by tokens."""
     processor = read_model(files[MODEL], MODEL)
     special = dict.fromkeys((START, PADDING, END, UNKNOWN, *tokens), False) | {MASK: True}
     if TABLE in files:
@@ -148,24 +149,25 @@ def _pieces(files: Mapping[str, bytes], tokens: list[str]) -> Pieces:
     pieces = [processor.id_to_piece(token) for token in range(processor.get_piece_size())]
     table = {piece: number for number, piece in enumerate([*first, *pieces[3:]])}
     if pieces[:3] != [UNKNOWN, START, END] or len(table) != len(pieces) + 1:
-        raise ValueError(f"{MODEL} must begin with {UNKNOWN} {START} {END}: got {' '.join(pieces[:3])}")
+        raise ValueError(f"{MODEL} must start with {UNKNOWN} {START} {END}: got {' '.join(pieces[:3])}")
     return Pieces(processor, _behind(table, [*tokens, MASK]), special)
 
 
 def _behind(table: dict[str, int], tokens: list[str]) -> dict[str, int]:
-    """Return a table with tokens added behind its last, where it lacks them."""
+    """Append the tokens that a table does not contain."""
     return table | {token: len(table) + number for number, token in enumerate(tokens) if token not in table}
 
 
 class TokenizerVocabulary(Vocabulary):
-    """Any `tokenizers` file with a template of its own, or byte-level BPE with BART's.
+    """A vocabulary from a ``tokenizer.json`` with its own template, or from byte-level BPE files with BART's template.
 
     Args:
-        files: ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``; beside it ``tokenizer_config.json``.
+        files: Content of each file, by name. Must include ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``.
+            May include ``tokenizer_config.json``.
 
     Raises:
-        UsageError: `tokenizers` is not installed.
-        ValueError: A file is missing, or not what it should be.
+        UsageError: If ``tokenizers`` is not installed.
+        ValueError: If a file is missing or invalid.
     """
 
     kind = "tokenizer"
@@ -177,28 +179,28 @@ class TokenizerVocabulary(Vocabulary):
         self.sizes = (self._engine.size, self._engine.size)
 
     def ids(self, line: str) -> list[int]:
-        """Return the ids of a line in its template."""
+        """Return the IDs of a line, including the special tokens of the template."""
         return self._engine.framed(line)
 
     def target_ids(self, line: str) -> list[int]:
-        """Return the ids of a line in its template: the model writes all of it."""
+        """Return the IDs of a line, including the special tokens of the template, all of which the model generates."""
         return self._engine.framed(line)
 
     def text(self, ids: Iterable[int]) -> str:
-        """Return the text of the pieces."""
+        """Decode IDs to text."""
         return tidied(self._engine.text(ids), self._settings)
 
     def names(self, ids: Iterable[int], *, source: bool = False) -> list[str]:
-        """Spell out each id."""
+        """Return the piece of each ID."""
         return [self._engine.name(token) for token in ids]
 
 
 def _byte_level(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> str:
-    """Return ``tokenizer.json`` for a table and its merges, with BART's symbols around a line."""
+    """Return the content of a ``tokenizer.json`` for an ID table and merges, with BART's special tokens."""
     tokenizers = import_extra("tokenizers")
     table = read_map(files, TABLE)
     if missing := [piece for piece in (START, PADDING, END, UNKNOWN) if piece not in table]:
-        raise ValueError(f"{TABLE} must have {', '.join(missing)}")
+        raise ValueError(f"{TABLE} must contain {', '.join(missing)}")
     lines = files[MERGES].decode().split("\n")
     merges = [tuple(line.split(" ")) for line in lines if line.strip() and not line.startswith("#version")]
     before = bool(settings.get("add_prefix_space", False))

@@ -1,1 +1,1 @@
-"""Training runs of any package: data, checkpoints, logs, evaluation and curves."""
+"""Training runs with any backend: data, checkpoints, logs, evaluation and curves."""

@@ -1,7 +1,8 @@
-"""Batches for training: sentences of similar length together, in a handful of shapes, in an order that can be resumed.
+"""Training batches of sentences with similar lengths, in a small number of shapes and in a reproducible order.
 
-A compiler such as XLA compiles a step once for every shape it meets, so the shapes are chosen once for the whole
-corpus: as many as pay for themselves, and never more than ``MAX_SHAPES``.
+A compiler such as XLA compiles a training step once per shape. Therefore, the shapes are chosen once for the entire
+corpus. Shapes are added as long as they reduce the computation of an epoch by at least ``WORTH_A_SHAPE``, up to
+``MAX_SHAPES``.
 """
 
 from __future__ import annotations
@@ -18,37 +19,48 @@ from transformer_spec.checks import check_integer
 from transformer_spec.config import TransformerConfig
 
 MAX_SHAPES = 8
-WORTH_A_SHAPE = 0.01  # of an epoch's work: what one more shape has to save to be worth compiling a step for
-MAX_BOUNDS = 256  # candidates for a bucket's longest sentence
+WORTH_A_SHAPE = 0.01  # minimum fraction of an epoch's computation that an additional shape must save
+MAX_BOUNDS = 256  # maximum number of candidates for the length of a bucket's longest sentence
 
 Numbered = tuple[Sequence[int], Sequence[int]]
 
 
 def number(pairs: Iterable[tuple[str, str]], vocabulary: Vocabulary) -> list[Numbered]:
-    """Return pairs of sentences as ids: what the encoder reads, and the right target tokens."""
+    """Convert sentence pairs to the IDs that the encoder reads and the IDs that the decoder must predict."""
     return [(vocabulary.ids(source), vocabulary.target_ids(target)) for source, target in pairs]
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """What one training step takes: int32 ids [rows, width], padded with ``pad_id``."""
+    """A batch for one training step, with int32 IDs of shape [rows, width] that are padded with ``pad_id``.
+
+    Attributes:
+        source_ids: Input of the encoder.
+        target_ids: Input of the decoder, which is ``bos_id`` followed by the target without its last token.
+        labels: Target, which contains the token to predict at each position.
+        tokens: Number of labels that are not padding.
+    """
 
     source_ids: ndarray
-    target_ids: ndarray  # what the decoder reads: bos_id, then all but the last token of the target
-    labels: ndarray  # what it has to predict at each position: the target
-    tokens: int  # labels that are not padding
+    target_ids: ndarray
+    labels: ndarray
+    tokens: int
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """The pairs that share a shape; behind the last pair stands a row of padding, to fill up a batch with."""
+    """The pairs that share a shape. An additional last row contains only padding, with which batches are filled up."""
 
     source_ids: ndarray  # [pairs + 1, source_width]
     labels: ndarray  # [pairs + 1, target_width]
-    rows: int  # of a batch
+    rows: int  # number of rows per batch
 
     def fill(self, order: ndarray) -> ndarray:
-        """Deal the pairs, in an order, into batches [batches, rows]; the last one is filled up with padding."""
+        """Divide the pairs into batches in the given order.
+
+        Returns:
+            Indices of pairs, [batches, rows]. The last batch is filled up with the index of the padding row.
+        """
         pairs = len(self.labels) - 1
         dealt = np.full(-(-pairs // self.rows) * self.rows, pairs)
         dealt[:pairs] = order
@@ -56,30 +68,32 @@ class _Bucket:
 
 
 class Batches:
-    """An endless stream of batches over a corpus, shuffled anew in each epoch.
+    """An infinite iterator over the batches of a corpus, in a new random order in each epoch.
 
-    The order depends on the seed and the epoch only, so ``seek`` goes to any position at once, and what follows is
-    exactly what would have followed.
+    The order depends only on the seed and the epoch. ``seek`` can therefore continue from any position, with the same
+    batches that would have followed in an uninterrupted run.
 
     Args:
-        pairs: Numbered source and target; both end with ``eos_id``, and neither begins with ``bos_id``.
-        config: The model's config, for its special ids and the longest sequence it can take.
-        tokens_per_batch: The most positions of a batch on the longer side, padding included. A batch has
-            at least ``multiple`` rows, even where they exceed this.
-        seed: Decides the order.
-        multiple: The rows of every batch are a multiple of this, for gradient accumulation.
-        max_length: The longest source or target that is kept, in tokens; None keeps all that the model can take.
+        pairs: IDs of sources and targets. Both end with ``eos_id``, and neither starts with ``bos_id``.
+        config: Config of the model, which defines the special IDs and the maximum length.
+        tokens_per_batch: Maximum number of positions per batch on its longer side, including padding. A batch has at
+            least ``multiple`` rows, even if they exceed this number.
+        seed: Random seed for the order.
+        multiple: Number by which the rows of every batch are divisible, for gradient accumulation.
+        max_length: Maximum length of source and target in tokens. Longer pairs are dropped. None uses the maximum
+            length of the model.
 
     Attributes:
-        tokens_per_batch: As given.
-        shapes: The rows, source width and target width of every batch there is, one triple per bucket.
-        per_epoch: The batches of an epoch.
-        dropped: How many pairs were too long.
-        padding: The share of padding in all source and target ids of an epoch.
+        tokens_per_batch: The argument ``tokens_per_batch``.
+        shapes: Number of rows, source width and target width of each bucket's batches.
+        per_epoch: Number of batches per epoch.
+        dropped: Number of pairs that are too long.
+        padding: Fraction of padding in all source and target IDs of an epoch.
 
     Raises:
-        TypeError: A number is not an integer.
-        ValueError: A number is too small or too large, a sentence is empty or contains ``pad_id``, or no pair is left.
+        TypeError: If an argument that must be an integer is not.
+        ValueError: If an argument is out of range, a sentence is empty or contains ``pad_id``, or all pairs are too
+            long.
     """
 
     def __init__(
@@ -99,15 +113,17 @@ class Batches:
         for index, pair in enumerate(pairs):
             for name, ids in zip(("source", "target"), pair, strict=True):
                 if not len(ids):
-                    raise ValueError(f"a sentence must hold at least eos_id: the {name} of pair {index} is empty")
-                if config.pad_id in ids:  # it would be taken for padding: never read, never learned
+                    raise ValueError(f"a sentence must contain at least eos_id: got an empty {name} in pair {index}")
+                if config.pad_id in ids:  # the model would mask this token, and the loss would ignore it
                     raise ValueError(f"pad_id {config.pad_id} must not occur in the {name} of pair {index}")
         limit = min(limit for limit in (max_length, config.max_positions, math.inf) if limit is not None)
         kept = [pair for pair in pairs if max(map(len, pair)) <= limit]
         if not kept:
-            raise ValueError(f"no pair is left to train on: got {len(pairs)}, {len(pairs)} of them too long")
-        if multiple > len(kept):  # the rest of every batch would be padding
-            raise ValueError(f"a batch in {multiple:,} slices takes as many pairs or more: got {len(kept):,}")
+            raise ValueError(
+                f"at least one pair must fit the maximum length: got {len(pairs)} pairs, {len(pairs)} of them too long"
+            )
+        if multiple > len(kept):  # every batch would contain micro-batches of padding
+            raise ValueError(f"{multiple:,} micro-batches require at least {multiple:,} pairs: got {len(kept):,}")
         self.tokens_per_batch = tokens_per_batch
         self.dropped = len(pairs) - len(kept)
         self._config = config
@@ -128,18 +144,18 @@ class Batches:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The epoch and, within it, the batch that comes next, both counted from 0."""
+        """The zero-based epoch and index of the next batch."""
         return self._epoch, self._index
 
     def seek(self, position: Sequence[int]) -> None:
-        """Go to a position: the next batch is the one that came after it.
+        """Continue from a value of ``position``.
 
         Raises:
-            TypeError: The position is not two integers.
-            ValueError: There is no such position; the corpus is perhaps another one.
+            TypeError: If the position does not consist of two integers.
+            ValueError: If the position is out of range, for example because the corpus is different.
         """
         if isinstance(position, str) or not isinstance(position, Sequence) or len(position) != 2:
-            raise TypeError(f"position must be an epoch and an index: got {position!r}")
+            raise TypeError(f"position must consist of an epoch and an index: got {position!r}")
         epoch, index = position
         check_integer("epoch", epoch, minimum=0)
         check_integer("index", index, minimum=0)
@@ -159,12 +175,12 @@ class Batches:
         return batch
 
     def once(self) -> Iterator[TrainingBatch]:
-        """Return every pair once, from short to long and otherwise in the given order; ``position`` stays."""
+        """Iterate once over all pairs, sorted by bucket and then in the given order. ``position`` does not change."""
         return (self._make(bucket, rows) for bucket, rows in self._in_order)
 
     def _shuffle(self, epoch: int) -> list[tuple[_Bucket, ndarray]]:
-        """Return the batches of an epoch, each a bucket and the rows to take from it."""
-        # Ranks of raw random bits: unlike a Generator's methods, a bit generator never changes between NumPy versions.
+        """Return the batches of an epoch, each of which consists of a bucket and the indices of its rows."""
+        # Sort raw random bits. Unlike the methods of a Generator, they are the same in all versions of NumPy.
         bits = np.random.PCG64([self._seed, epoch])
         batches = [
             (bucket, rows)
@@ -178,12 +194,15 @@ class Batches:
         real = labels != self._config.pad_id
         target_ids = np.roll(labels, 1, axis=1)
         target_ids[:, 0] = self._config.bos_id
-        target_ids[~real] = self._config.pad_id  # where nothing follows, nothing is read
+        target_ids[~real] = self._config.pad_id  # positions without a label do not need an input either
         return TrainingBatch(bucket.source_ids[rows], target_ids, labels, int(real.sum()))
 
 
 def _make_buckets(pairs: Sequence[Numbered], pad_id: int, tokens_per_batch: int, multiple: int) -> list[_Bucket]:
-    """Return the buckets, short sentences first; rows that one leaves empty go to the longest of the next shorter."""
+    """Return the buckets in ascending order of length.
+
+    If the last batch of a bucket is incomplete, the longest pairs of the next shorter bucket fill it up.
+    """
     lengths = np.array([[len(source), len(target)] for source, target in pairs])  # [pairs, 2]
     longest = lengths.max(axis=1)
     order = np.argsort(-longest, kind="stable")
@@ -197,7 +216,7 @@ def _make_buckets(pairs: Sequence[Numbered], pad_id: int, tokens_per_batch: int,
         batches = -(-count // rows)
         members = np.sort(order[taken : taken + batches * rows]).tolist()
         taken += len(members)
-        rows = -(-len(members) // batches)  # fewer only where no pairs are left: none of the batches is nearly empty
+        rows = -(-len(members) // batches)  # distribute the pairs evenly if there are too few to fill all batches
         buckets.append(
             _Bucket(
                 source_ids=_pad([pairs[member][0] for member in members], pad_id),
@@ -209,7 +228,7 @@ def _make_buckets(pairs: Sequence[Numbered], pad_id: int, tokens_per_batch: int,
 
 
 def _pad(sentences: Sequence[Sequence[int]], pad_id: int) -> ndarray:
-    """Return int32 ids, one sentence a row, and behind them a row of padding."""
+    """Return int32 IDs with one sentence per row, followed by a row of padding."""
     ids = np.full((len(sentences) + 1, max(map(len, sentences))), pad_id, np.int32)
     for row, sentence in enumerate(sentences):
         ids[row, : len(sentence)] = sentence
@@ -221,14 +240,14 @@ def _rows(width: ndarray, tokens_per_batch: int, multiple: int) -> ndarray:
 
 
 def _choose_bounds(lengths: ndarray, tokens_per_batch: int, multiple: int) -> ndarray:
-    """Return the longest sentence of each bucket, ascending, such that an epoch computes as little as possible.
+    """Return the maximum sentence length of each bucket, in ascending order, that minimizes the computation per epoch.
 
-    An incomplete batch counts as a whole one, so no bucket is made for a few sentences.
+    The cost of an incomplete batch is the cost of a full one, which avoids buckets for a few sentences.
 
     Args:
-        lengths: Of source and target, [pairs, 2].
-        tokens_per_batch: The most positions of a batch on the longer side.
-        multiple: The rows of every batch are a multiple of this.
+        lengths: Lengths of source and target, [pairs, 2].
+        tokens_per_batch: Maximum number of positions per batch on its longer side.
+        multiple: Number by which the rows of every batch are divisible.
     """
     longest = lengths.max(axis=1)
     bounds = np.unique(longest)
@@ -238,13 +257,14 @@ def _choose_bounds(lengths: ndarray, tokens_per_batch: int, multiple: int) -> nd
     np.maximum.at(widths, group, lengths)
     counts = np.bincount(group)
 
-    cost = np.full((len(bounds), len(bounds)), np.inf)  # of one bucket, from the first to the last of its bounds
+    cost = np.full((len(bounds), len(bounds)), np.inf)  # cost of a bucket, by its first and last bound
     for first in range(len(bounds)):
         width = np.maximum.accumulate(widths[first:])
         rows = _rows(width.max(axis=1), tokens_per_batch, multiple)
         cost[first, first:] = -(-np.cumsum(counts[first:]) // rows) * rows * width.sum(axis=1)
 
-    best, chosen = cost[0], [[last] for last in range(len(bounds))]  # of all sentences up to each bound
+    # Minimum cost of all sentences up to each bound, and the bounds of the buckets that achieve it.
+    best, chosen = cost[0], [[last] for last in range(len(bounds))]
     for _ in range(MAX_SHAPES - 1):
         total = best[:-1, None] + cost[1:]  # [last bound of the other buckets, bound]
         if not len(total) or total[:, -1].min() > best[-1] * (1 - WORTH_A_SHAPE):

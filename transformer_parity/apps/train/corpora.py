@@ -1,4 +1,4 @@
-"""Corpora: the generated dates, or two files of text; with settings that work for each."""
+"""Training data: generated dates, or two text files. Each has a recipe with suitable settings."""
 
 from __future__ import annotations
 
@@ -15,28 +15,38 @@ from transformer_parity.transformer.sentences.subwords import Subwords
 from transformer_spec.checks import check_choice
 
 DATES_TRAINED, DATES_HELD_OUT = 100_000, 2_000
-MOST_HELD_OUT = 1_000  # pairs of a text, where none are given for validation
+MOST_HELD_OUT = 1_000  # maximum number of pairs to hold out if the user specifies no validation text
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings for a task: every one of them can be changed on the command line."""
+    """Default settings for a task, which command-line options can override.
+
+    Attributes:
+        steps: Number of steps.
+        tokens_per_batch: Maximum number of positions per batch.
+        vocab_size: Number of subwords to learn. 0 uses all characters.
+        average: Number of checkpoints, counted from the last, whose average becomes the final weights.
+        model: Fields of the model's config.
+        dropout: Dropout rate.
+        training: Fields of the training config.
+    """
 
     steps: int
     tokens_per_batch: int
     vocab_size: int
-    average: int  # how many of the last checkpoints make the final weights
+    average: int
     model: Mapping[str, Any]
     dropout: float
     training: Mapping[str, Any]
 
 
 RECIPES = {
-    # The cool-down is what takes the exact matches from 98 to above 99 in a hundred.
+    # The cool-down raises the exact matches from 98% to more than 99%.
     "dates": Recipe(
         steps=2400,
         tokens_per_batch=1536,
-        vocab_size=0,  # characters, as many as there are
+        vocab_size=0,
         average=1,
         model={"d_model": 128, "num_heads": 4, "d_ff": 256, "num_encoder_layers": 2, "num_decoder_layers": 2},
         dropout=0.1,
@@ -56,18 +66,18 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Sentence pairs to evaluate on."""
+    """Sentence pairs for evaluation."""
 
     task: str
     held_out: Pairs
 
     @property
     def metric(self) -> str:
-        """The metric of translations."""
+        """Name of the metric for translations."""
         return "exact match" if self.task == "dates" else "BLEU"
 
     def score(self, translations: Sequence[str], references: Sequence[str]) -> float:
-        """Return the score of translations: the share of exact matches, in percent, or BLEU by sacrebleu."""
+        """Return the score of translations: the percentage of exact matches for dates, or BLEU (sacrebleu) for text."""
         if self.task == "dates":
             right = sum(ours == theirs for ours, theirs in zip(translations, references, strict=True))
             return 100.0 * right / len(references)
@@ -78,21 +88,27 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Corpus(HeldOut):
-    """Sentence pairs to learn from as well, and the subwords of both."""
+    """Sentence pairs for training and evaluation, and their vocabulary.
+
+    Attributes:
+        training: Sentence pairs for training.
+        vocabulary: Subwords of source and target.
+        origin: JSON-compatible description from which ``rebuild`` creates the same corpus.
+    """
 
     training: Pairs
     vocabulary: Subwords
-    origin: dict[str, Any]  # what it takes to build it again, in JSON's types
+    origin: dict[str, Any]
 
 
 @cache
 def date_vocabulary() -> Subwords:
-    """Return the characters that dates are written in."""
+    """Return the character vocabulary of the dates task."""
     return Subwords.train(date_lines(), kind="char")
 
 
 def dates(seed: int, vocabulary: Subwords | None = None) -> Corpus:
-    """Return human-written dates and their ISO 8601 form, character by character."""
+    """Return the corpus of the dates task, in which each token is a character."""
     vocabulary = vocabulary or date_vocabulary()
     training = date_pairs(DATES_TRAINED, seed, held_out=False)
     origin = {"task": "dates", "seed": seed, "checksum": _checksum(training)}
@@ -105,17 +121,18 @@ def text(
     vocab_size: int,
     vocabulary: Subwords | None = None,
 ) -> Corpus:
-    """Return the sentences of two line-aligned files, in subwords learned from them.
+    """Return the corpus of two line-aligned files. Its subwords are learned from the training data.
 
     Args:
-        files: Source and target.
-        held_out: Likewise, to validate on; None holds back one pair in fifty, at most a thousand, chosen by content.
-        vocab_size: How many subwords to learn.
-        vocabulary: The subwords, where they are known already.
+        files: Source and target file.
+        held_out: Source and target file for validation. None holds out 2% of the distinct pairs, at most 1,000, chosen
+            by their content.
+        vocab_size: Number of subwords to learn.
+        vocabulary: Existing subwords to use, or None to learn them.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: The files are no line-aligned text, or hold too little of it.
+        OSError: If a file cannot be read.
+        ValueError: If the files are not line-aligned text, or contain too little of it.
     """
     pairs = read_pairs(*files)
     if held_out is not None:
@@ -126,7 +143,10 @@ def text(
         chosen = set(validation)
         training = [pair for pair in pairs if pair not in chosen]
         if not training:
-            raise ValueError(f"{files[0]} and {files[1]} hold one pair of sentences only: nothing is left to learn")
+            raise ValueError(
+                f"{files[0]} and {files[1]} must contain at least two distinct pairs of sentences, because one is held "
+                "out for validation: got one"
+            )
     vocabulary = vocabulary or Subwords.train((line for pair in training for line in pair), vocab_size)
     origin = {
         "task": "text",
@@ -138,41 +158,45 @@ def text(
 
 
 def held_out_dates(seed: int, count: int) -> HeldOut:
-    """Return dates on days that are in no training set."""
+    """Return dates on held-out days, which training data never contains."""
     return HeldOut("dates", date_pairs(count, seed, held_out=True))
 
 
 def held_out(files: Sequence[str | Path], sentences: int | None) -> HeldOut:
-    """Return the first sentences of two files, for evaluation.
+    """Return the sentence pairs of two files for evaluation.
+
+    Args:
+        files: Source and target file.
+        sentences: Number of pairs, counted from the first, or None for all pairs.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: The files are no line-aligned text.
+        OSError: If a file cannot be read.
+        ValueError: If the files are not line-aligned text.
     """
     return HeldOut("text", read_pairs(*files)[:sentences])
 
 
 def rebuild(origin: Any, vocabulary: Subwords, moved: Mapping[str, Sequence[Path] | None]) -> Corpus:
-    """Return the corpus that a run was trained on.
+    """Recreate the corpus of a run from its checkpoint.
 
     Args:
-        origin: Of that corpus, as a checkpoint has it.
-        vocabulary: Of that corpus.
-        moved: Where its text is now, by entry of the origin; None is where it was.
+        origin: ``Corpus.origin``, which the checkpoint contains.
+        vocabulary: Subwords, which the checkpoint contains.
+        moved: New paths of the text, by entry of the origin. None uses the path in the origin.
 
     Raises:
-        KeyError: An entry of the origin is missing.
-        TypeError: The origin is of the wrong type.
-        OSError: The files cannot be read any more.
-        ValueError: They have changed, or the way that dates are generated has, or the origin makes no sense.
+        KeyError: If an entry of the origin is missing.
+        TypeError: If the origin has the wrong type.
+        OSError: If a file cannot be read.
+        ValueError: If the content of the corpus has changed, or the origin is invalid.
     """
     if not isinstance(origin, dict):
-        raise TypeError(f"its corpus must be an object with named fields: got {type(origin).__name__}")
+        raise TypeError(f"its corpus must be a JSON object: got {type(origin).__name__}")
     check_choice("task", origin["task"], list(RECIPES))
     if origin["task"] == "dates":
         if any(moved.values()):
-            raise ValueError("it learned dates: leave out --text and --held-out")
-        corpus, what = dates(origin["seed"], vocabulary), "the dates that are generated now"
+            raise ValueError("the run was trained on dates, not on text: remove --text and --held-out")
+        corpus, what = dates(origin["seed"], vocabulary), "the generated dates"
     else:
         recorded, recorded_held_out = origin["files"], origin["held_out"]
         files = moved["files"] or _recorded(recorded)
@@ -180,17 +204,19 @@ def rebuild(origin: Any, vocabulary: Subwords, moved: Mapping[str, Sequence[Path
         corpus = text(files, held_out, 0, vocabulary)
         what = " and ".join(map(str, files))
     if corpus.origin["checksum"] != origin["checksum"]:
-        raise ValueError(f"{what} are not the text that this run began with")
+        raise ValueError(f"{what} differ from the text with which this run started")
     return corpus
 
 
 def _recorded(files: Any) -> list[str]:
-    """Return the files that a checkpoint names, without opening them: it may name a pipe or a device."""
+    """Return the paths in a checkpoint, checking without opening them that they are regular files, not pipes."""
     if not isinstance(files, list) or [type(file) for file in files] != [str, str]:
-        raise ValueError(f"its text must be two files: got {files}")
+        raise ValueError(f"its text must consist of two files: got {files}")
     for file in files:
         if not Path(file).is_file():
-            raise FileNotFoundError(f"the run's text {file} is no file: name what has moved with --text and --held-out")
+            raise FileNotFoundError(
+                f"the run's text {file} must be a file: if it has moved, specify its path with --text or --held-out"
+            )
     return files
 
 

@@ -1,4 +1,4 @@
-"""The curves of training runs as a picture, and as a table if several backends ran in lockstep."""
+"""Training curves as a figure and, for runs in lockstep, as a table."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from transformer_parity.engine.system.errors import UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PARTED = 1e-6  # relative difference of two losses above which two curves count as parted
+PARTED = 1e-6  # relative difference of two losses above which the curves have diverged
 
 
 def losses(events: Sequence[dict[str, Any]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the steps, and the training loss of each backend at each of them."""
+    """Return the steps, and the training losses of each backend at these steps."""
     steps = [event for event in events if event["event"] == "step"]
     backends = list(dict.fromkeys(name for event in steps for name in event["loss"]))
     return (
@@ -31,13 +31,13 @@ def losses(events: Sequence[dict[str, Any]]) -> tuple[np.ndarray, dict[str, np.n
 
 
 def spread(by_backend: dict[str, np.ndarray]) -> np.ndarray:
-    """Return, step by step, the largest difference between two backends' losses, relative to the loss."""
+    """Return, for each step, the largest difference between the losses of two backends, relative to the loss."""
     together = np.stack(list(by_backend.values()))
     return np.ptp(together, axis=0) / np.abs(together[0])
 
 
 def draw(events: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw training loss and held-out loss, below them the score, or in lockstep the difference of the losses."""
+    """Draw training and held-out losses, and below them the score or, for runs in lockstep, the loss differences."""
     import matplotlib
 
     with matplotlib.rc_context(OPEN_STYLE):
@@ -59,7 +59,7 @@ def _figure(events: Sequence[dict[str, Any]]) -> Figure:
         upper.plot(steps[known], smooth, color=BACKENDS[name], label=name)
     for name in by_backend:
         found = [event for event in events if event["event"] == "validation" and event["backend"] == name]
-        found = [event for event in found if not event["averaged"]]  # averaged weights are not the run's
+        found = [event for event in found if not event["averaged"]]  # skip validations of averaged weights
         found = list({event["step"]: event for event in found}.values())
         at = [event["step"] for event in found]
         style: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "color": BACKENDS[name]}
@@ -73,9 +73,9 @@ def _figure(events: Sequence[dict[str, Any]]) -> Figure:
     upper.legend(frameon=False)
     if lockstep:
         apart = spread(by_backend)
-        lower.plot(steps, np.where(apart > 0, apart, np.nan), ".", color="black", markersize=3)  # no dot: not apart
+        lower.plot(steps, np.where(apart > 0, apart, np.nan), ".", color="black", markersize=3)  # no dot if equal
         lower.axhline(PARTED, color=GREY, linestyle=":", linewidth=0.9)
-        lower.set(yscale="log", ylabel="largest difference\nof two losses, relative")
+        lower.set(yscale="log", ylabel="largest relative difference\nof two losses")
     else:
         lower.set(ylabel="exact match [%]" if task == "dates" else "BLEU", ylim=(0, None))
     lower.set_xlabel("step")
@@ -85,11 +85,11 @@ def _figure(events: Sequence[dict[str, Any]]) -> Figure:
 
 
 def lockstep_table(events: Sequence[dict[str, Any]]) -> Table:
-    """Return the losses at a few steps, side by side, and their largest relative difference."""
+    """Return a table with the losses of all backends at a few steps, and their largest relative difference."""
     steps, by_backend = losses(events)
     apart = spread(by_backend)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("step", *by_backend, "apart"):
+    for column in ("step", *by_backend, "difference"):
         table.add_column(column, justify="right", no_wrap=True)
     for step in (step for step in milestones(int(steps[-1])) if step in steps):
         at = int(np.flatnonzero(steps == step)[0])
@@ -98,24 +98,24 @@ def lockstep_table(events: Sequence[dict[str, Any]]) -> Table:
 
 
 def parting(events: Sequence[dict[str, Any]]) -> str:
-    """Return a sentence: the step at which the curves part, and the largest difference."""
+    """Return a sentence with the step at which the curves diverge and the largest difference."""
     steps, by_backend = losses(events)
     apart = spread(by_backend)
     beyond = np.flatnonzero(~(apart <= PARTED))
-    most = f"the losses differ by at most {np.nanmax(apart):.1e}, relative"
+    most = f"the largest relative difference of two losses is {np.nanmax(apart):.1e}"
     if not beyond.size:
         return f"The curves agree for {len(steps):,} steps: {most}."
-    return f"The curves diverge at step {steps[beyond[0]]:,}, by more than {PARTED:.0e} of the loss: {most}."
+    return f"The curves diverge by more than {PARTED:.0e} at step {steps[beyond[0]]:,}: {most}."
 
 
 def milestones(last: int) -> list[int]:
-    """Return 1, 2, 5, 10, 20, 50, and so on, and the last step."""
+    """Return the steps 1, 2, 5, 10, 20, 50 and so on, and the last step."""
     found = [factor * 10**power for power in range(len(str(last))) for factor in (1, 2, 5)]
     return sorted({*(step for step in found if step <= last), last})
 
 
 def _smoothed(values: np.ndarray, width: int = 25) -> np.ndarray:
-    """Return running means."""
+    """Return the moving averages of the values."""
     if len(values) < 2:
         return values
     width = min(width, len(values))
@@ -124,25 +124,26 @@ def _smoothed(values: np.ndarray, width: int = 25) -> np.ndarray:
 
 
 def read_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the events of several runs that can share a picture.
+    """Return the events of one or more runs that can be drawn in the same figure.
 
     Raises:
-        OSError: A log cannot be read.
-        UsageError: A folder holds no run, or a run has no step, or the runs differ in their task or share a backend.
+        OSError: If a log cannot be read.
+        UsageError: If a directory contains no run, a run has no steps, or the runs have different tasks or the same
+            backend.
     """
     if missing := [str(folder) for folder in folders if not (folder / LOG).is_file()]:
-        raise UsageError(f"no {LOG} in {', '.join(missing)}")
+        raise UsageError(f"there is no {LOG} in {', '.join(missing)}")
     logs = [read_log(folder) for folder in folders]
     for folder, log in zip(folders, logs, strict=True):
         kinds = {event["event"] for event in log}
         if lacking := [f"no {kind}" for kind in ("start", "step") if kind not in kinds]:
             got = " and ".join(lacking)
-            raise UsageError(f"{folder / LOG} must hold the start of a run and a step: got {got}")
+            raise UsageError(f"{folder / LOG} must contain the start of a run and a step: got {got}")
     backends = [name for log in logs for name in losses(log)[1]]
     if len(logs) > 1 and len(set(backends)) < len(backends):
-        raise UsageError(f"one run a backend: got {', '.join(backends)}")
+        raise UsageError(f"runs must have different backends: got {', '.join(backends)}")
     events = [event for log in logs for event in log]
     tasks = {event["task"] for event in events if event["event"] == "start"}
     if len(tasks) > 1:
-        raise UsageError(f"runs of one task can share a picture: got {', '.join(sorted(tasks))}")
+        raise UsageError(f"runs must have the same task: got {', '.join(sorted(tasks))}")
     return events

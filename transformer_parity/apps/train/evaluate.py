@@ -19,21 +19,21 @@ from transformer_parity.transformer.sentences.vocabulary import LONGEST
 from transformer_spec.search import Search
 from transformer_spec.training_config import TrainingConfig
 
-SEED = 19171  # of the held-out dates: others than those a run was validated on
-DATES = 1000  # of them, unless another number is asked for
-TOKENS = 2048  # of a batch
+SEED = 19171  # seed of the held-out dates, which differ from the dates that runs are validated on
+DATES = 1000  # default number of dates
+TOKENS = 2048  # maximum number of positions per batch
 
 
 def held_out(text: Sequence[Path] | None, sentences: int | None) -> HeldOut:
-    """Return the sentences to evaluate on.
+    """Return the sentence pairs for an evaluation.
 
     Args:
-        text: Source and target file; None is generated dates.
-        sentences: The first ones only; None is all of a text, and 1,000 dates.
+        text: Source and target file, or None for generated dates.
+        sentences: Number of sentences, counted from the first. None uses all of a text, or 1,000 dates.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: The files are no line-aligned text.
+        OSError: If a file cannot be read.
+        ValueError: If the files are not line-aligned text.
     """
     if text is None:
         return corpora.held_out_dates(SEED, sentences or DATES)
@@ -41,11 +41,12 @@ def held_out(text: Sequence[Path] | None, sentences: int | None) -> HeldOut:
 
 
 def evaluate(trained: Trained, corpus: HeldOut, backend: str, device: str, search: Search) -> dict[str, Any]:
-    """Return loss, perplexity, score and time of one model in one backend, in plain values."""
+    """Evaluate a model in one backend. Return the loss, perplexity, score and time as JSON-compatible values."""
     config = trained.config
     learner = Learner(backend, config, trained.weights, TrainingConfig(), 0, Where(Placement("float32", device)))
     start_id = trained.vocabulary.start_id
-    begun = config if start_id is None else config.replace(bos_id=start_id)  # as the decoder reads it
+    # The decoder's BOS token may be the token of the target language.
+    begun = config if start_id is None else config.replace(bos_id=start_id)
     batches = Batches(number(corpus.held_out, trained.vocabulary), begun, TOKENS, max_length=LONGEST)
     loss = learner.validate(batches.once())
     sources = [source for source, _ in corpus.held_out]

@@ -1,4 +1,4 @@
-"""The processes that train one model together: how many there are, and which one this is."""
+"""The group of processes that train one model together, and the rank of this process in the group."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Group:
     """The processes of a run.
 
     Attributes:
-        rank: The number of this one; the first, 0, writes and speaks for all.
-        size: How many there are.
+        rank: Rank of this process. Only rank 0 writes files and messages.
+        size: Number of processes.
     """
 
     rank: int = 0
@@ -27,43 +27,47 @@ ALONE = Group()
 
 
 def found(backend: str, environment: Mapping[str, str]) -> Group | None:
-    """Return which process of how many this is, if something has started several; None is a process on its own.
+    """Return the group of this process from the variables that a launcher has set, or None without a launcher.
 
     Raises:
-        ValueError: A variable is none that a launcher sets.
+        ValueError: If a variable is missing or has an invalid value.
     """
     rank, size = VARIABLES.get(backend, ("", ""))
     if backend == "jax" and "JAX_COORDINATOR_ADDRESS" in environment and size not in environment:
-        rank, size = "SLURM_PROCID", "SLURM_NTASKS"  # JAX asks Slurm for the rest
+        rank, size = "SLURM_PROCID", "SLURM_NTASKS"  # JAX reads the other settings from Slurm's variables
     try:
         if backend == "tf" and (said := environment.get("TF_CONFIG")):
             return _of_tf_config(json.loads(said))
         return Group(int(environment[rank]), int(environment[size])) if size in environment else None
     except KeyError as error:
-        raise ValueError(f"the environment names a group of processes, but lacks {error}") from error
+        raise ValueError(
+            f"the environment variables for multiple processes must include {error}: got an incomplete set"
+        ) from error
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the environment names a group of processes that is none: {error}") from error
+        raise ValueError(f"the environment variables for multiple processes must be valid: {error}") from error
 
 
 def taken_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what torch is to find in its environment where srun has started the processes.
+    """Return the environment variables that PyTorch requires, derived from Slurm's variables.
+
+    The result is empty if ``srun`` has not started this process, if it is the only one, or if the variables are set.
 
     Raises:
-        ValueError: Nobody has said where the first process is.
+        ValueError: If the address of the first process is not set.
     """
     if "WORLD_SIZE" in environment or int(environment.get("SLURM_NTASKS", "1")) == 1:
         return {}
-    if not {"SLURM_PROCID", "SLURM_LOCALID"} <= environment.keys():  # salloc or sbatch, without srun
+    if not {"SLURM_PROCID", "SLURM_LOCALID"} <= environment.keys():  # a process of salloc or sbatch without srun
         return {}
     if not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         how = "MASTER_ADDR=$(scontrol show hostnames | head -1) MASTER_PORT=29500"
-        raise ValueError(f"under srun, say where the first process is: export {how}")
+        raise ValueError(f"under srun, the address of the first process must be set: export {how}")
     names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
     return {name: environment[slurm] for name, slurm in names.items()}
 
 
 def _of_tf_config(config: Mapping[str, Mapping[str, object]]) -> Group:
-    """Return the group that TF_CONFIG describes: the chief, if there is one, is the first."""
+    """Return the group that TF_CONFIG describes. If there is a chief, it has rank 0."""
     cluster, task = config["cluster"], config["task"]
     kinds = [kind for kind in ("chief", "worker") if kind in cluster]
     members = [(kind, i) for kind in kinds for i in range(len(cluster[kind]))]  # type: ignore[arg-type]
@@ -71,10 +75,10 @@ def _of_tf_config(config: Mapping[str, Mapping[str, object]]) -> Group:
 
 
 def of_this_process(backend: str) -> Group | None:
-    """Return which process this is; under srun, torch's environment is completed.
+    """Return the group of this process, or None without a launcher. Under ``srun``, set PyTorch's variables.
 
     Raises:
-        ValueError: The environment contradicts itself.
+        ValueError: If the environment variables are incomplete or invalid.
     """
     if backend == "torch":
         os.environ.update(taken_from_slurm(os.environ))

@@ -1,4 +1,4 @@
-"""A model and its trainer in one backend, with text and NumPy at the boundary."""
+"""A model and its trainer in one backend, with an interface that uses text and NumPy arrays."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ JOINING = 60  # seconds to wait for the other processes of a run
 
 @dataclass(frozen=True)
 class Where:
-    """Where a run is computed.
+    """The devices and processes of a run.
 
     Attributes:
-        placement: The dtype, the device and the precision.
-        plan: The devices that share each step; None is one device.
-        group: The processes that have them, of which this is one.
+        placement: Dtype, device and precision.
+        plan: Parallelism plan for multiple devices, or None for a single device.
+        group: Processes of the run.
     """
 
     placement: Placement
@@ -47,9 +47,10 @@ class Where:
 
 @contextmanager
 def _ended_if_alone() -> Iterator[None]:
-    """End this process if the others of its run don't join it.
+    """End this process if the other processes of its run do not join within ``JOINING`` seconds.
 
-    TensorFlow waits permanently, and no signal handler runs meanwhile, so a thread outside the interpreter ends it.
+    TensorFlow waits without a timeout and blocks signal handlers. ``faulthandler`` ends the process from a thread that
+    does not depend on the interpreter.
     """
     faulthandler.dump_traceback_later(JOINING, exit=True, file=2)  # standard error
     try:
@@ -59,9 +60,9 @@ def _ended_if_alone() -> Iterator[None]:
 
 
 class Learner:
-    """A model of one backend, being trained.
+    """A model in one backend with its trainer.
 
-    On several devices, all processes call each method in the same order.
+    On multiple devices, all processes must call the methods in the same order.
     """
 
     def __init__(
@@ -81,30 +82,31 @@ class Learner:
             prepare_jax_process()
         with _ended_if_alone() if "TF_CONFIG" in os.environ and backend == "tf" else nullcontext():
             mesh = None if where.plan is None else package.make_mesh(where.plan, placement.device)
-        with getattr(mesh, "scope", nullcontext)():  # TensorFlow makes copies of variables where it makes them
+        # TensorFlow replicates variables only if they are created in the scope of the strategy.
+        with getattr(mesh, "scope", nullcontext)():
             self.model = package.Transformer.from_weights(config, weights, *placement)
         self.trainer = package.Trainer(self.model, settings, seed, mesh=mesh)
         self.loaded = port.loaded(package, self.model, placement)
         self.environment: dict[str, str] = package.describe()
 
     def train_step(self, batch: TrainingBatch) -> StepResult:
-        """Take one step; the result may still be computed by the device."""
+        """Take a training step. The device may still be computing the result when this method returns."""
         return self.trainer.train_step(batch.source_ids, batch.target_ids, batch.labels)
 
     def validate(self, batches: Iterable[TrainingBatch]) -> float:
-        """Return the cross-entropy per target token, in nats."""
+        """Return the mean cross-entropy per target token in nats."""
         sums = [self.trainer.evaluate(batch.source_ids, batch.target_ids, batch.labels) for batch in batches]
         return sum(float(loss) for loss, _ in sums) / max(sum(int(tokens) for _, tokens in sums), 1)
 
     def translate(
         self, lines: Sequence[str], vocabulary: Vocabulary, max_length: int, search: Search = GREEDY
     ) -> list[str]:
-        """Translate lines, in order; one that is longer than the model's positions is left empty.
+        """Translate lines. The translation of a line that is longer than the model's positions is empty.
 
-        Each of several processes translates its share, and has them all in the end.
+        If the run has multiple processes, each of them translates its shard, and all of them return all translations.
         """
         config, loaded = self.model.config, self.loaded
-        if self.where.plan is not None:  # a search needs the whole model on one device
+        if self.where.plan is not None:  # the search requires the complete model on one device
             weights, placement = self.model.export_weights(), self.where.placement
             whole = self.package.Transformer.from_weights(config, weights, *placement)
             loaded = type(loaded)(self.package, whole, placement)
@@ -115,7 +117,11 @@ class Learner:
         return self._gathered([translation.text for translation in translator.translate(loaded, own)], len(lines))
 
     def _gathered(self, own: Sequence[str], count: int) -> list[str]:
-        """Return the texts of all processes, of which each has every so-manieth; their bytes are summed."""
+        """Return the texts of all processes.
+
+        The texts are distributed round robin. Each process writes the bytes of its texts to a zero matrix, and the
+        matrices of all processes are summed.
+        """
         group, sent = self.where.group, [text.encode() for text in own]
         if group.size == 1:
             return list(own)
@@ -135,16 +141,16 @@ class Learner:
         return [float(number) for number in self.loaded.summed(self.trainer.mesh, numbers)]
 
     def on_one_device(self, weights: Mapping[str, ndarray]) -> Learner:
-        """Return one that has other weights, and all of them here."""
+        """Return a learner on a single device with the given weights."""
         trainer, where = self.trainer, Where(self.where.placement)
         return Learner(self.backend, self.model.config, weights, trainer.settings, trainer.seed, where)
 
     def set_weights(self, weights: Mapping[str, ndarray]) -> None:
-        """Put other weights into the model."""
+        """Replace the weights of the model."""
         self.package.set_weights(self.model, weights)
 
     def checkpoint(self, progress: dict[str, Any], vocabulary: bytes) -> Checkpoint:
-        """Return everything there is to save."""
+        """Return a checkpoint with the current state."""
         return Checkpoint(
             self.model.config,
             self.trainer.settings,

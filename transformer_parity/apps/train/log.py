@@ -1,4 +1,4 @@
-"""The folder of a training run: its lock, its log and its checkpoints."""
+"""The directory of a training run, with its lock, its log and its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from typing import Any
 from transformer_parity.engine.system.errors import UsageError, printable
 
 LOG, MODEL, CURVE, RESULT = "log.jsonl", "model.safetensors", "curve.png", "result.json"
-# The name of a file that was never finished: of one of ours, or of what safetensors writes it to.
+# Names of temporary files, which are written by this project or by safetensors and remain if a process is killed.
 WRITTEN = "|".join(map(re.escape, (MODEL, CURVE, RESULT)))
 LEFT = re.compile(rf"\.(checkpoint-.*|({WRITTEN})\..*)\.tmp|\.tmp[A-Za-z0-9]{{6}}")
 
-FIELDS: dict[str, dict[str, Any]] = {  # of events that a curve is drawn of, beside the step: their types
+FIELDS: dict[str, dict[str, Any]] = {  # types of the fields that curves require, in addition to the step
     "start": {"task": str},
     "step": {"loss": dict},
     "validation": {"backend": str, "averaged": int, "loss": float | int, "score": float | int},
 }
-SHOWN = 60  # bytes of a line that is refused
+SHOWN = 60  # maximum number of bytes of an invalid line that an error message shows
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder, and remove what a process that was killed has left half written there.
+    """Lock a directory for one run, creating it if necessary, and delete temporary files of killed processes.
 
-    The folder is made; if nothing is written into it, it vanishes again. What is locked is the log: the system lets go
-    of it when the process ends, however it ends.
+    The lock is on the log, so the operating system releases it when the process ends for any reason. If the run writes
+    no files, the directory is removed at the end.
 
     Raises:
-        OSError: Another run has the folder, or nothing can be written there.
+        OSError: If another run has locked the directory, or it is not writable.
     """
     made = [one for one in (folder, *folder.parents) if not one.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # a folder that is not empty stays
+            with suppress(OSError):  # a directory that is not empty cannot be removed
                 _remove_unfinished(folder)
                 if not path.stat().st_size:
                     path.unlink()
@@ -60,57 +60,60 @@ def _remove_unfinished(folder: Path) -> None:
 
 
 def _lock(file: int, folder: Path) -> None:
-    """Lock an open file; where the file system has no locks, nothing is locked."""
+    """Lock an open file. If the file system does not support locks, do nothing."""
     try:
         if sys.platform == "win32":
             import msvcrt
 
-            os.lseek(file, 1 << 30, os.SEEK_SET)  # behind the end: there, what is locked cannot be read
+            # Other processes cannot read a locked range on Windows, so lock a range beyond the end of the file.
+            os.lseek(file, 1 << 30, os.SEEK_SET)
             msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
         else:
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
-        raise BlockingIOError(f"another process is writing into {folder}: choose another folder with --out") from error
+        raise BlockingIOError(
+            f"another process is writing to {folder}: specify a different directory with --out"
+        ) from error
     except OSError:
         pass
 
 
 class Log:
-    """One JSON object a line, appended."""
+    """A log with one JSON object per line. New events are appended."""
 
     def __init__(self, path: Path) -> None:
         torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = path.open("a", encoding="utf-8")
-        if torn:  # the machine stopped in the middle of a line
+        if torn:  # an earlier process was killed while it was writing a line
             self._file.write("\n")
 
     def write(self, event: str, **fields: Any) -> None:
-        """Add a line."""
+        """Append an event."""
         self._file.write(json.dumps({"event": event, **fields}) + "\n")
 
     def flush(self) -> None:
-        """Hand what was written to the system."""
+        """Flush buffered events to the operating system."""
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the log."""
         self._file.close()
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run, the oldest first."""
+    """Return the checkpoints in a directory, sorted by step."""
     return sorted(folder.glob("checkpoint-*.safetensors"), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step in a checkpoint's name; 0 if the file was renamed."""
+    """Return the step in a checkpoint's file name, or 0 if the file was renamed."""
     return 0 if was_renamed(checkpoint) else int(_number(checkpoint))
 
 
 def was_renamed(checkpoint: Path) -> bool:
-    """Whether a checkpoint has no number in its name, which every run gives it."""
+    """Return whether a checkpoint's file name contains no step, which means that the user has renamed it."""
     return not _number(checkpoint).isdecimal()
 
 
@@ -119,11 +122,14 @@ def _number(checkpoint: Path) -> str:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """Return the events of a run; of a step that was taken twice, because a run was resumed, the later one.
+    """Return the events of a run, sorted by step.
+
+    If the run was resumed from a checkpoint that was not the last one, the log contains some steps twice. Only the
+    later events of these steps are returned.
 
     Raises:
-        OSError: The log cannot be read.
-        UsageError: A line is no event of a run, or not UTF-8.
+        OSError: If the log cannot be read.
+        UsageError: If a line is not an event, or is not UTF-8.
     """
     events: dict[Any, dict[str, Any]] = {}
     for number, line in enumerate((folder / LOG).read_bytes().splitlines(), start=1):
@@ -132,19 +138,19 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
             event = json.loads(line.decode())
         except UnicodeDecodeError as error:
             raise UsageError(f"line {number} of {folder / LOG} must be UTF-8: got {shown}") from error
-        except (ValueError, RecursionError):  # the machine stopped in the middle of a line
+        except (ValueError, RecursionError):  # an incomplete line of a process that was killed
             continue
         if not _is_event(event):
             raise UsageError(f"line {number} of {folder / LOG} must be an event of a run: got {shown}")
         kind, step = event["event"], event["step"]
-        if kind == "start":  # what had been logged beyond the checkpoint that it starts from is not part of the run
+        if kind == "start":  # discard events after the checkpoint from which the run was resumed
             events = {key: old for key, old in events.items() if old["step"] <= step}
         events[(kind, step, event.get("backend"), event.get("averaged"), number if kind == "start" else 0)] = event
     return sorted(events.values(), key=lambda event: event["step"])
 
 
 def _is_event(event: Any) -> bool:
-    """Whether what a line holds has all that is read of an event of its kind."""
+    """Return whether a line contains all fields that are required for its kind of event."""
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return False
     needed = {"step": int, **FIELDS.get(event["event"], {})}

@@ -1,4 +1,7 @@
-"""Train one model in several processes of this machine: start them, listen to the first, and end all with any."""
+"""Train one model in multiple processes on this machine.
+
+The parent starts the processes and reports the messages of the first one. If a process ends early, the parent ends all.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,23 @@ from transformer_parity.transformer.distributed.environments import environments
 from transformer_parity.transformer.ports.registry import PORTS
 
 WORK = f"{__name__}:work"
-JOINING = 45.0  # seconds for the last to come after the first: less than frameworks wait, which name none
-PATIENCE = 60.0  # seconds for the others to end when the first has
+# Seconds to wait for the other processes after the first one has joined. This is shorter than the timeouts of the
+# frameworks because their errors do not name the missing process.
+JOINING = 45.0
+PATIENCE = 60.0  # seconds to wait for the other processes to end after the first one has ended
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A run, and where it is: what each process is told."""
+    """The description of a run that the parent sends to each process.
+
+    Attributes:
+        setup: Initial state of the run.
+        backend: Name of the backend.
+        folder: Output directory.
+        where: Devices and processes.
+        stop_at: Step at which to stop, or None.
+    """
 
     setup: Setup
     backend: str
@@ -42,21 +55,21 @@ class TrainingJob:
 
 
 class Joined:
-    """A process has imported its framework, and joins the others."""
+    """A message that a process sends after importing its framework, before it joins the others."""
 
 
 class Finishing:
-    """All steps are taken: nothing is left that could be stopped in between."""
+    """A message that a process sends after the last step, when the run can no longer be stopped with a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended.
+    """A message that a process sends at the end of its part of the run.
 
     Attributes:
-        step: Steps taken.
-        seconds: Of training.
-        reached: Loss and score by model; None if the run was stopped before.
+        step: Number of steps that have been taken.
+        seconds: Training time in seconds.
+        reached: Loss and score by model, or None if the run was stopped before the last step.
     """
 
     step: int
@@ -65,15 +78,15 @@ class Ended:
 
 
 def train(job: TrainingJob, processes: int, observer: Observer, stop: Stop) -> Ended:
-    """Train in so many processes, which all end with this one, and return how that ended.
+    """Train in the given number of processes, which end at the latest when this process ends.
 
     Raises:
-        UsageError: The run cannot begin or go on, or one of the processes has failed or was killed.
-        KeyboardInterrupt: The second Ctrl-C; or the first, when all steps are taken.
+        UsageError: If the run cannot start or continue, or a process has failed or was killed.
+        KeyboardInterrupt: On the second Ctrl-C, or on the first one if all steps have been taken.
     """
     plan = job.where.plan
     if plan is None:
-        raise ValueError("processes train one model together by a plan: got none")
+        raise ValueError("training in multiple processes requires a parallelism plan: got None")
     threads = dict.fromkeys(THREAD_SWITCHES, str(max(1, processors() // processes)))
     together = environments(job.backend, plan.devices, processes)
     with Children({**threads, **os.environ}) as children, together as told:
@@ -88,9 +101,9 @@ def train(job: TrainingJob, processes: int, observer: Observer, stop: Stop) -> E
 
 
 def work(parent: Parent) -> None:
-    """Train the part of one process."""
+    """Run the training in a child process."""
     job, environment = parent.receive()
-    os.environ.update(environment)  # before the framework is imported
+    os.environ.update(environment)  # frameworks read these variables when they are imported
     keep_freed_memory()
     send = parent.send if job.where.group.rank == 0 else lambda message: None
     try:
@@ -100,7 +113,7 @@ def work(parent: Parent) -> None:
     except Exception as error:
         is_usage = isinstance(error, UsageError)
         parent.send(Broken(str(error) if is_usage else f"{type(error).__name__}: {error}".strip(), is_usage))
-        raise  # its traceback is behind what the framework has printed
+        raise  # so that the traceback follows the framework's own output
 
 
 def _trained(job: TrainingJob, parent: Parent, send: Any) -> Ended:
@@ -117,13 +130,13 @@ def _trained(job: TrainingJob, parent: Parent, send: Any) -> Ended:
 
 
 def _heed(parent: Parent, stop: Stop) -> None:
-    """Stop when told to."""
-    with suppress(EOFError):  # the parent has ended, and this process will
+    """Wait for the parent's request to stop."""
+    with suppress(EOFError):  # the parent has ended, so this process will end, too
         stop.signal = parent.receive()
 
 
 def _listen(team: Team, observer: Observer, stop: Stop) -> Ended:
-    """Pass on what the first process says, and return how it ended."""
+    """Report the messages of the first process, and return its last one."""
     told, interruptible = False, True
     awaited, since = list(range(len(team))), math.inf
     ended: dict[int, Ended] = {}
@@ -132,7 +145,7 @@ def _listen(team: Team, observer: Observer, stop: Stop) -> Ended:
         nonlocal told
         if awaited and time.monotonic() - since > JOINING:
             missing = team.where(awaited[0])
-            raise UsageError(f"{missing} has not joined the others in {JOINING:g} s, and they were ended")
+            raise UsageError(f"{missing} did not join the others within {JOINING:g} s, so all of them were stopped")
         if stop.signal and not told:
             if not interruptible:
                 raise KeyboardInterrupt
@@ -152,14 +165,14 @@ def _listen(team: Team, observer: Observer, stop: Stop) -> Ended:
                 interruptible = False
             case Ended():
                 ended[rank] = message
-    team.stop(PATIENCE)  # by themselves: frameworks say goodbye to one another
+    team.stop(PATIENCE)  # let the processes end by themselves, because frameworks close their connections
     return ended[0]
 
 
 def _failure(error: TeamError) -> UsageError:
-    """Return the message of a run that a process has ended."""
+    """Return the error for a run in which a process has failed."""
     cause = error.cause
     if isinstance(cause, Broken) and cause.is_usage:
         return UsageError(cause.why)
     said = cause.why if isinstance(cause, Broken) else str(cause)
-    return UsageError(f"{error.where} failed, and the others were ended: {said}")
+    return UsageError(f"{error.where} failed, so the others were stopped: {said}")

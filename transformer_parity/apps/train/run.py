@@ -1,4 +1,4 @@
-"""A training run: batches in; checkpoints, a log and a curve out. One backend, or several in lockstep."""
+"""A training run with one backend, or with multiple backends in lockstep. It writes checkpoints, a log and a curve."""
 
 from __future__ import annotations
 
@@ -26,21 +26,29 @@ from transformer_spec.checks import check_integer
 from transformer_spec.files import save_weights
 from transformer_spec.names import count_parameters
 
-MOST_STEPS = 100  # between two times that processes ask one another whether to stop
-PATIENCE = 0.5  # seconds between two reads of losses from the device
-SAMPLE = 200  # held-out sentences that are translated at each validation
-LONGER = 10  # tokens that a translation may be longer than the longest target held out
+MOST_STEPS = 100  # maximum number of steps between two exchanges in which the processes agree whether to stop
+PATIENCE = 0.5  # minimum seconds between two reads of losses from the device
+SAMPLE = 200  # number of held-out sentences to translate at each validation
+LONGER = 10  # tokens by which a translation may exceed the length of the longest held-out target
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """How long a run is, and what it does on the way."""
+    """The length of a run, and the frequency of validation and checkpoints.
+
+    Attributes:
+        steps: Number of steps.
+        validate_every: Number of steps between two validations.
+        save_every: Number of steps between two checkpoints.
+        keep: Maximum number of checkpoints. The oldest ones are deleted first.
+        average: Number of checkpoints, counted from the last, whose average becomes the final weights.
+    """
 
     steps: int
     validate_every: int
     save_every: int
-    keep: int  # checkpoints; the oldest go first
-    average: int  # how many of the last checkpoints make the final weights
+    keep: int
+    average: int
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -49,7 +57,14 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class Status:
-    """The progress of a run."""
+    """The progress of a run.
+
+    Attributes:
+        step: Number of steps that have been taken.
+        losses: Loss of the last step by backend.
+        learning_rate: Learning rate of the last step.
+        tokens_per_second: Average number of target tokens per second since the previous status.
+    """
 
     step: int
     losses: Mapping[str, float]
@@ -59,7 +74,12 @@ class Status:
 
 @dataclass
 class Observer:
-    """Two callbacks of a run: for its status, whenever losses have been read, and for its messages, one line each."""
+    """Callbacks of a run.
+
+    Attributes:
+        status: Called with the status after each read of losses from the device.
+        say: Called with each message, which is one line.
+    """
 
     status: Callable[[Status], None]
     say: Callable[[str], None]
@@ -67,7 +87,7 @@ class Observer:
 
 @dataclass(frozen=True)
 class Data:
-    """A corpus, and the batches of its training part and of its held-out part."""
+    """A corpus, with batches of its training data and of its held-out data."""
 
     corpus: Corpus
     batches: Batches
@@ -75,15 +95,15 @@ class Data:
 
 
 class TrainingRun:
-    """Trains one learner, or several on the same batches.
+    """A training run of one learner, or of multiple learners on the same batches.
 
     Args:
-        learners: One for each backend.
-        data: What they learn from, and what they are validated on.
-        plan: How many steps, and what happens on the way.
-        folder: Where checkpoints, log and final weights are written.
-        observer: Receives progress and messages.
-        seconds: Training time before the run was resumed.
+        learners: One learner for each backend.
+        data: Training data and held-out data.
+        plan: Number of steps, and frequency of validation and checkpoints.
+        folder: Directory for checkpoints, log and final weights.
+        observer: Callbacks for progress and messages.
+        seconds: Training time in seconds before the run was resumed.
     """
 
     def __init__(
@@ -106,41 +126,43 @@ class TrainingRun:
         self.log = self._open_log()
         self._pending: list[tuple[int, float, list[Any]]] = []
         self._read_at = time.perf_counter()
-        self.seconds = seconds  # spent on steps, also before the run was resumed
-        self._began = self.step  # the step that the run goes on from
-        self._saved: int | None = None  # the step of the last checkpoint that was written here
-        self._step_seconds = PATIENCE  # that the steps took of late, each
-        self._ask_at, self._stopping = 0, False  # the step at which processes ask one another next, and the answer
+        self.seconds = seconds  # training time in seconds, including the time before the run was resumed
+        self._began = self.step  # first step of this run, which is not 0 if it was resumed
+        self._saved: int | None = None  # step of the last checkpoint that this run has written
+        self._step_seconds = PATIENCE  # average seconds per step since the previous read of losses
+        # The next step at which the processes agree whether to stop, and the result of the last agreement.
+        self._ask_at, self._stopping = 0, False
 
     @property
     def step(self) -> int:
-        """Steps taken."""
+        """Number of steps that have been taken."""
         return self.learners[0].trainer.step
 
     @property
     def description(self) -> str:
-        """What is trained on, how large the model is, and where the run is written."""
+        """A summary of the corpus, the model, the batches, the devices and the output directory."""
         learner, batches = self.learners[0], self.batches
         config, plan = learner.model.config, learner.where.plan
         lines = [
             f"{self.corpus.task}: {len(self.corpus.training):,} pairs, {len(self.corpus.held_out):,} held out, "
             f"vocabulary {config.target_vocab_size:,}; {count_parameters(config) / 1e6:.2f} M parameters; "
-            f"batches: {batches.per_epoch:,} an epoch, shapes: {len(batches.shapes)}; to {printable(str(self.folder))}",
+            f"batches per epoch: {batches.per_epoch:,}, shapes: {len(batches.shapes)}; "
+            f"output: {printable(str(self.folder))}",
         ]
         if plan is not None:
             processes = f"{self.group.size} processes" if self.group.size > 1 else "1 process"
-            lines.append(f"on {plan.devices} devices, {plan}, of {processes}")
+            lines.append(f"{plan.devices} devices ({plan}) in {processes}")
         if batches.dropped:
             most = min(config.max_positions or math.inf, max(batches.tokens_per_batch, LONGEST))
-            lines.append(f"{batches.dropped:,} pairs are longer than {most:,} tokens and are left out")
+            lines.append(f"skipping {batches.dropped:,} pairs that are longer than {most:,} tokens")
         if len(self.learners) > 1:
-            lines.append("in lockstep: same weights, same batches, no dropout; nothing is saved but log and curve")
+            lines.append("in lockstep: same weights, same batches, no dropout; only the log and the curve are saved")
         if self.step:
-            lines.append(f"going on from step {self.step:,}")
+            lines.append(f"resuming from step {self.step:,}")
         return "\n".join(lines)
 
     def go(self, stop: Stop, stop_at: int | None = None) -> None:
-        """Train until all steps, or ``stop_at`` steps, are taken or ``stop`` is set; save on the way and at the end."""
+        """Train until the last step, until step ``stop_at``, or until ``stop`` is set, and save checkpoints."""
         last = min(self.plan.steps, stop_at or self.plan.steps)
         lead = self.learners[0]
         self.log.write(
@@ -168,7 +190,7 @@ class TrainingRun:
             self.log.close()
 
     def finish(self) -> dict[str, dict[str, float]]:
-        """Write the final weights, validate on everything held out, and return what was reached, by backend."""
+        """Write the final weights, validate on all held-out data, and return the loss and score of each backend."""
         self.log = self._open_log()
         try:
             averaged, weights = self._write_model() if len(self.learners) == 1 and self.group.rank == 0 else (0, {})
@@ -181,11 +203,15 @@ class TrainingRun:
         return reached
 
     def _open_log(self) -> Log:
-        """Return the log; of several processes, the first alone writes it."""
+        """Open the log. If the run has multiple processes, only the first one writes it."""
         return Log(self.folder / LOG if self.group.rank == 0 else Path(os.devnull))
 
     def _stops(self, stop: Stop) -> bool:
-        """Whether to stop here; several processes do so at the same step, and ask one another only now and then."""
+        """Return whether to stop before the next step.
+
+        Multiple processes must stop at the same step. To reduce communication, they only exchange their signals about
+        every ``PATIENCE`` seconds, and at least every ``MOST_STEPS`` steps.
+        """
         if self.group.size > 1 and self.step >= self._ask_at:
             own = stop.signal or 0
             signals, steps = self.learners[0].summed([own, 1 + int(PATIENCE / max(self._step_seconds, 1e-9))])
@@ -204,10 +230,10 @@ class TrainingRun:
             self._read_losses()
 
     def _read_losses(self) -> None:
-        """Wait for the steps that run on the devices, and log their results.
+        """Wait until the devices have computed the pending steps, and log their results.
 
         Raises:
-            UsageError: A loss is not finite.
+            UsageError: If a loss is not finite.
         """
         if not self._pending:
             return
@@ -233,14 +259,19 @@ class TrainingRun:
         self.observer.status(Status(self.step, losses, learning_rate, tokens / elapsed))
 
     def _diverged(self, what: str, step: int) -> UsageError:
-        """Return the error of a run whose numbers have become too large."""
+        """Return the error for a run that has diverged."""
         self.log.flush()
         saved = checkpoints(self.folder)[-1:]
         last = f"; the last checkpoint is {saved[0].name}" if saved else ""
         return UsageError(f"{what} at step {step}: try a smaller learning_rate_factor, or clip_norm=1{last}")
 
     def _validate(self, sample: int | None, averaged: int = 0) -> dict[str, dict[str, float]]:
-        """Return loss and score of each learner on what was held out; of the score, on a sample."""
+        """Return the held-out loss and score of each learner.
+
+        Args:
+            sample: Number of sentences for the score. None translates all of them. The loss always uses all sentences.
+            averaged: Number of checkpoints that were averaged to obtain the weights, for the log.
+        """
         self._read_losses()
         found = {}
         pairs = self.corpus.held_out[:sample]
@@ -252,7 +283,7 @@ class TrainingRun:
                 raise self._diverged("the held-out loss is not finite", self.step)
             try:
                 lines = learner.translate([source for source, _ in pairs], vocabulary, max_length)
-            except ValueError as error:  # the logits of some sentence are not finite
+            except ValueError as error:  # the search rejects logits that are not finite
                 raise self._diverged(f"held-out sentences cannot be translated ({error})", self.step) from error
             score = self.corpus.score(lines, [target for _, target in pairs])
             found[learner.backend] = {"loss": loss, self.corpus.metric: score}
@@ -260,13 +291,13 @@ class TrainingRun:
             self.log.write("validation", step=self.step, loss=loss, score=score, **found_by)
             self.observer.say(
                 f"step {self.step:,}  {learner.backend}: held-out loss {loss:.3f}, "
-                f"{self.corpus.metric} {score:.1f}{' %' * (self.corpus.task == 'dates')} of {len(pairs):,} sentences"
+                f"{self.corpus.metric} {score:.1f}{'%' * (self.corpus.task == 'dates')} on {len(pairs):,} sentences"
             )
         self._read_at = time.perf_counter()  # validation is not training time
         return found
 
     def _save(self) -> None:
-        """Write a checkpoint and delete those that are too old; runs in lockstep are not saved."""
+        """Write a checkpoint and delete the oldest ones. Runs in lockstep save no checkpoints."""
         if len(self.learners) > 1:
             return
         self._read_losses()
@@ -278,14 +309,15 @@ class TrainingRun:
             "seconds": self.seconds,
         }
         path = self.folder / f"checkpoint-{self.step:07}.safetensors"
-        checkpoint = self.learners[0].checkpoint(progress, self.corpus.vocabulary.model)  # with the others' parts
+        # All processes must call this method because it collects the shards of all of them.
+        checkpoint = self.learners[0].checkpoint(progress, self.corpus.vocabulary.model)
         self._saved = self.step
         if self.group.rank != 0:
             return
         if not all(np.isfinite(array).all() for array in checkpoint.weights.values()):
             raise self._diverged("weights are not finite", self.step)
         save_checkpoint(path, checkpoint)
-        if self.step > self._began:  # the final weights of an earlier end are not those of this run
+        if self.step > self._began:  # final weights of an earlier run in this directory are now outdated
             (self.folder / MODEL).unlink(missing_ok=True)
         self.log.write("checkpoint", step=self.step, file=path.name)
         self.log.flush()
@@ -296,13 +328,16 @@ class TrainingRun:
         self._read_at = time.perf_counter()
 
     def _regular(self) -> list[Path]:
-        """Return the checkpoints that a run which was never stopped has too: only they are averaged."""
+        """Return the checkpoints that a run without interruptions would also have written.
+
+        Only these are averaged, so that the final weights do not depend on interruptions.
+        """
         plan = self.plan
         steps = {path: step_of(path) for path in checkpoints(self.folder)}
         return [path for path, step in steps.items() if step == plan.steps or (step and step % plan.save_every == 0)]
 
     def _write_model(self) -> tuple[int, Mapping[str, ndarray]]:
-        """Write the final weights; return how many of the last checkpoints they are the average of, and themselves."""
+        """Write the final weights. Return the number of checkpoints that were averaged, and the weights."""
         chosen = self._regular()[-self.plan.average :]
         config, weights = average_weights(chosen)
         save_weights(self.folder / MODEL, config, weights, vocabulary=self.corpus.vocabulary.model)
@@ -310,13 +345,13 @@ class TrainingRun:
 
     def _validate_average(self, count: int, weights: Mapping[str, ndarray]) -> dict[str, dict[str, float]]:
         learner = self.learners[0]
-        self.observer.say(f"the average of the last {count} checkpoints:")
+        self.observer.say(f"average of the last {count} checkpoints:")
         if learner.where.plan is None:
             own = learner.model.export_weights()
             learner.set_weights(weights)
             found = self._validate(None, averaged=count)
             learner.set_weights(own)
-        else:  # on one device: the other processes have ended
+        else:  # use a single device, because the other processes have ended
             self.learners = [learner.on_one_device(weights)]
             found = self._validate(None, averaged=count)
             self.learners = [learner]
@@ -324,5 +359,5 @@ class TrainingRun:
 
 
 def longest_translation(held_out: Batches) -> int:
-    """Return the most tokens that a translation of what is held out may have."""
+    """Return the maximum length of a translation of the held-out data, in tokens."""
     return max(target_width for _, _, target_width in held_out.shapes) + LONGER

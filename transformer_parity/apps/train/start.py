@@ -1,4 +1,4 @@
-"""The state in which a training run starts: a new one, or the one in a checkpoint."""
+"""The initial state of a training run, which is new or comes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,20 @@ from transformer_spec.training_config import TrainingConfig, TrainingState
 
 @dataclass(frozen=True)
 class Setup:
-    """A run before its first step."""
+    """The state of a run before its first step.
+
+    Attributes:
+        corpus: Training data and held-out data.
+        config: Config of the model.
+        settings: Settings of the trainer.
+        weights: Initial weights by canonical name.
+        plan: Length of the run, and frequency of validation and checkpoints.
+        tokens_per_batch: Maximum number of positions per batch.
+        seed: Random seed for weights, batches and dropout.
+        state: Optimizer state of a resumed run, or None.
+        position: Position in the data as epoch and batch index.
+        seconds: Training time in seconds before the run was resumed.
+    """
 
     corpus: Corpus
     config: TransformerConfig
@@ -35,21 +48,21 @@ class Setup:
     tokens_per_batch: int
     seed: int
     state: TrainingState | None = None
-    position: Sequence[int] = (0, 0)  # in the data: epoch and batch
+    position: Sequence[int] = (0, 0)
     seconds: float = 0.0
 
     @property
     def dtype(self) -> str:
-        """The dtype of the weights."""
+        """Dtype of the weights."""
         return next(iter(self.weights.values())).dtype.name
 
     def start(self, backends: Sequence[str], folder: Path, observer: Observer, where: Where) -> TrainingRun:
-        """Build batches and learners; several learners run in lockstep, without dropout.
+        """Build the batches and the learners. With multiple backends, they run in lockstep and without dropout.
 
         Raises:
-            TypeError: The position in the data is none.
-            ValueError: The text does not fit the model, or a dtype or device the backend.
-            RuntimeError: A device is not visible.
+            TypeError: If the position in the data is invalid.
+            ValueError: If the text does not fit the model, or the backend does not support the dtype or the device.
+            RuntimeError: If a device is not available.
         """
         vocabulary = self.corpus.vocabulary.numbered(self.config)
         training, held_out = (number(pairs, vocabulary) for pairs in (self.corpus.training, self.corpus.held_out))
@@ -58,11 +71,12 @@ class Setup:
         validation = Batches(held_out, self.config, self.tokens_per_batch, max_length=most)
         positions = max(rows * max(widths) for rows, *widths in batches.shapes) // slices
         layers = self.config.num_encoder_layers + self.config.num_decoder_layers
-        kept = self.config.d_model * layers * (1 if self.settings.activation_checkpointing else 8)  # for the gradient
+        # Estimate of the activations per position that are stored for the backward pass.
+        kept = self.config.d_model * layers * (1 if self.settings.activation_checkpointing else 8)
         check_memory(4 * positions * kept, f"a batch of {self.tokens_per_batch:,} tokens")
         batches.seek(self.position)
         config = self.config
-        if len(backends) > 1:  # no two frameworks draw the same random numbers
+        if len(backends) > 1:  # frameworks generate different random numbers, so dropout would differ
             config = config.replace(dropout=ref.DropoutRates(embedding=0.0, residual=0.0))
         learners = [Learner(name, config, self.weights, self.settings, self.seed, where) for name in backends]
         if self.state is not None:
@@ -74,15 +88,16 @@ class Setup:
 
 @dataclass(frozen=True)
 class Changes:
-    """How a new run differs from its recipe.
+    """The user's changes to a recipe.
 
     Attributes:
-        preset: The conventions of the model.
-        steps: The length of the run; None keeps the recipe's.
-        model: Fields of the model's config. ``dropout`` may be one rate, for the sites of the preset.
-        training: Fields of the training config.
-        run: Fields of ``RunPlan``, and ``tokens_per_batch``.
-        seed: Of weights, batches and dropout.
+        preset: Preset whose conventions the model uses.
+        steps: Number of steps, or None to use the recipe's.
+        model: Changed fields of the model's config. ``dropout`` may be a single rate, which applies to all sites at
+            which the preset uses dropout.
+        training: Changed fields of the training config.
+        run: Changed fields of ``RunPlan``, and ``tokens_per_batch``.
+        seed: Random seed for weights, batches and dropout.
     """
 
     preset: str = "paper_base"
@@ -94,18 +109,19 @@ class Changes:
 
 
 def begin(corpus: Corpus, recipe: Recipe, changes: Changes) -> Setup:
-    """Return a new run by a recipe, with some of its values changed.
+    """Return the initial state of a new run that follows a recipe with the user's changes.
 
     Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: A setting is out of range, or the sizes describe no model.
+        TypeError: If a setting has the wrong type.
+        ValueError: If a setting is out of range, or the config is invalid.
     """
     check_integer("seed", changes.seed, minimum=0)
     config = _model_config(recipe, corpus.vocabulary, changes)
     parameters = ref.count_parameters(config)
-    check_memory(16 * parameters, f"training {parameters:,} parameters")  # with their gradients and both moments
+    # 16 bytes per parameter: weights, gradients and both moments in float32.
+    check_memory(16 * parameters, f"training {parameters:,} parameters")
     steps = changes.steps or recipe.steps
-    # A run of another length cools down over the same share of it.
+    # If the run has a different length, the cool-down keeps its fraction of the run.
     cooldown = round(recipe.training["cooldown_steps"] * steps / recipe.steps)
     settings = TrainingConfig(total_steps=steps, **{**recipe.training, "cooldown_steps": cooldown, **changes.training})
     run = dict(changes.run)
@@ -116,7 +132,7 @@ def begin(corpus: Corpus, recipe: Recipe, changes: Changes) -> Setup:
         **{"validate_every": tenth, "save_every": tenth, "keep": average, "average": average, **run}, steps=steps
     )
     if plan.keep < plan.average:
-        raise ValueError(f"keep must be at least average {plan.average}: got {plan.keep}")
+        raise ValueError(f"keep must be at least average, {plan.average}: got {plan.keep}")
     weights = ref.init_weights(config, changes.seed)
     return Setup(corpus, config, settings, weights, plan, tokens, changes.seed)
 
@@ -128,24 +144,24 @@ def resume(
     plan: Mapping[str, Any],
     moved: Mapping[str, Sequence[Path] | None],
 ) -> Setup:
-    """Return a run in the state of a checkpoint.
+    """Return the state of a run that continues from a checkpoint.
 
     Args:
-        path: A run's folder, where the newest checkpoint counts, or one checkpoint.
-        folder: Where the run is continued.
-        steps: The new end of the run; None keeps it.
-        plan: How often to validate and save, and how many to keep and to average; all others stay.
-        moved: The text of the run, ``files`` and ``held_out``, where it is now; None is where it was.
+        path: Checkpoint to load, or directory of a run whose last checkpoint is loaded.
+        folder: Output directory of the resumed run.
+        steps: New total number of steps, or None to keep it.
+        plan: Changed fields of ``RunPlan``. The others are taken from the checkpoint.
+        moved: New paths of the run's text, ``files`` and ``held_out``. None uses the path in the checkpoint.
 
     Raises:
-        OSError: There is no such checkpoint, or the text of the run cannot be read.
-        ValueError: The checkpoint is damaged or not from a run, the text has changed, all steps are taken, or the
-            folder holds later checkpoints of the run.
+        OSError: If there is no such checkpoint, or the text of the run cannot be read.
+        ValueError: If the checkpoint is damaged or was not written by a run, the text has changed, the run is complete,
+            or the output directory contains later checkpoints of the run.
     """
     if path.is_dir():
         found = checkpoints(path)
         if not found:
-            raise FileNotFoundError(f"{path} holds no checkpoint")
+            raise FileNotFoundError(f"{path} contains no checkpoint")
         path = found[-1]
     checkpoint = load_checkpoint(path)
     progress = checkpoint.progress
@@ -158,23 +174,25 @@ def resume(
         check_number("seconds", seconds, "at least 0", lambda x: x >= 0)
         corpus = corpora.rebuild(progress["corpus"], Subwords(checkpoint.vocabulary), moved)
     except KeyError as error:
-        raise ValueError(f"{path} cannot be resumed: it lacks {error}") from error
+        raise ValueError(f"{path} cannot be resumed: it does not contain {error}") from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be resumed: {error}") from error
     changes, settings = dict(plan), checkpoint.settings
     if steps is not None:
         changes["steps"] = steps
-        # As in a new run of that length: the same share of it is cool-down.
+        # As in a new run of this length, the cool-down keeps its fraction of the run.
         cooldown = round(settings.cooldown_steps * steps / (settings.total_steps or steps))
         settings = replace(settings, total_steps=steps, cooldown_steps=cooldown)
     kept = replace(kept, **changes)
     kept = replace(kept, keep=max(kept.keep, kept.average))
-    finished = (path.parent / MODEL).exists()  # or else it was stopped before the final weights could be written
+    finished = (path.parent / MODEL).exists()  # a run may be interrupted before it writes the final weights
     if checkpoint.state.step > kept.steps or (checkpoint.state.step == kept.steps and finished):
-        raise ValueError(f"{path} is the end of a run of {kept.steps} steps: ask for more with --steps")
+        raise ValueError(f"{path} is the end of a run of {kept.steps} steps: to continue, specify more with --steps")
     later = [other.name for other in checkpoints(path.parent) if step_of(other) > checkpoint.state.step]
     if folder == path.parent and later:
-        raise ValueError(f"this run has gone on beyond {path.name}, to {later[-1]}: branch off with --out DIR")
+        raise ValueError(
+            f"this run already continued from {path.name} to {later[-1]}: specify a different directory with --out DIR"
+        )
     return Setup(
         corpus,
         checkpoint.config,
@@ -190,7 +208,7 @@ def resume(
 
 
 def _model_config(recipe: Recipe, vocabulary: Subwords, changes: Changes) -> TransformerConfig:
-    """Return the conventions of a preset at the sizes of a recipe, with any of them replaced."""
+    """Return a config with the conventions of the preset, the sizes of the recipe and the user's changes."""
     vocab_size = vocabulary.size + SPECIAL
     fields = {
         "source_vocab_size": vocab_size,
@@ -204,5 +222,5 @@ def _model_config(recipe: Recipe, vocabulary: Subwords, changes: Changes) -> Tra
     config = TransformerConfig.preset(changes.preset, **fields)
     if isinstance(rate, Mapping):
         return config.replace(dropout=rate)
-    sites = {site: rate if used else 0.0 for site, used in vars(config.dropout).items()}  # those of the preset
+    sites = {site: rate if used else 0.0 for site, used in vars(config.dropout).items()}  # only where the preset has it
     return config.replace(dropout=ref.DropoutRates(**sites))

@@ -1,1 +1,1 @@
-"""Translate text with a trained model, in any package."""
+"""Translation of text with a trained model, using any backend."""

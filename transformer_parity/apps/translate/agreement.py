@@ -1,4 +1,4 @@
-"""The translations of one line by several packages, compared."""
+"""Comparison of the translations of a line by multiple backends."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ SAME, NEAR_TIE, DIVERGENCE = "same", "near-tie", "divergence"
 
 @dataclass(frozen=True)
 class TranslationComparison:
-    """The translations of a line by several ports.
+    """The comparison of the translations of a line by multiple backends.
 
     Attributes:
-        line: The line.
-        said: The best hypothesis, by backend; empty where all are the same, and for a line that is blank or too long.
-        doubts: The decisions that differ from those of the reference, by backend; likewise.
+        line: Line that was translated.
+        said: Best hypothesis of each backend. Empty if all translations are identical, or if the line is blank or too
+            long.
+        doubts: Decisions of each backend that differ from the reference. Empty in the same cases.
     """
 
     line: Line
@@ -34,7 +35,7 @@ class TranslationComparison:
 
     @property
     def verdict(self) -> str:
-        """``SAME``, ``NEAR_TIE`` if rounding explains every difference, or ``DIVERGENCE``."""
+        """``SAME`` if there are no differences, ``NEAR_TIE`` if rounding explains all of them, or ``DIVERGENCE``."""
         if not self.said:
             return SAME
         doubts = chain.from_iterable(self.doubts.values())
@@ -44,11 +45,11 @@ class TranslationComparison:
 
 
 def scorers(trained: Trained, dtype: str) -> Callable[[ndarray], PrefixScorer]:
-    """Return a function from the padded ids of a sentence to its scorer by the float64 reference.
+    """Return a function that creates a scorer for a sentence, given its padded IDs, using the float64 reference.
 
     Args:
-        trained: The model.
-        dtype: That of the ports: the rounding noise is measured on the reference in this dtype.
+        trained: Model to score with.
+        dtype: Dtype of the ports, in which the rounding noise of the reference is measured.
     """
 
     @cache

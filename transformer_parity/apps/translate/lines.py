@@ -1,4 +1,4 @@
-"""A line to translate, and its translations."""
+"""Lines to translate and their translations."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Line:
     """A line to translate.
 
     Attributes:
-        number: Counted from 1.
-        text: The text, as read.
-        ids: Its subwords, and the symbols that every line has.
-        most: How many ids it may have.
-        least: How many it has unless it is blank.
+        number: One-based line number.
+        text: Unmodified text of the line.
+        ids: IDs of its subwords and of the special tokens.
+        most: Maximum number of IDs.
+        least: Minimum number of IDs. A line with fewer IDs is blank.
     """
 
     number: int
@@ -28,15 +28,14 @@ class Line:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether it is longer than what can be translated."""
+        """Whether the line is longer than the maximum length."""
         return len(self.ids) > self.most
 
     @property
     def can_be_translated(self) -> bool:
-        """Whether it holds anything, and not too much."""
-        is_blank = (
-            len(self.ids) < self.least or not self.text.strip()
-        )  # bytes of a space are pieces to some vocabularies
+        """Whether the line is neither blank nor too long."""
+        # Check the text as well, because some vocabularies have pieces for the bytes of a space.
+        is_blank = len(self.ids) < self.least or not self.text.strip()
         return not is_blank and not self.is_too_long
 
 
@@ -45,10 +44,10 @@ class TranslatedLine:
     """A translation of a line.
 
     Attributes:
-        text: One line.
-        score: The log-probability in nats; in beam search, over the length penalty.
-        ids: The tokens, ``eos_id`` included unless the maximum length came first.
-        pieces: The same, spelled out.
+        text: Translation as a single line.
+        score: Log-probability in nats. In beam search, it is divided by the length penalty.
+        ids: IDs of the tokens, including ``eos_id`` unless the search reached the maximum length.
+        pieces: Text of each token.
     """
 
     text: str
@@ -59,12 +58,12 @@ class TranslatedLine:
 
 @dataclass(frozen=True)
 class Translation:
-    """What was found for a line, best first: nothing for a line that is blank or too long."""
+    """The hypotheses for a line, best first. There are none for a line that is blank or too long."""
 
     line: Line
     hypotheses: Sequence[TranslatedLine]
 
     @property
     def text(self) -> str:
-        """The best hypothesis, or an empty line."""
+        """Text of the best hypothesis, or an empty string."""
         return self.hypotheses[0].text if self.hypotheses else ""

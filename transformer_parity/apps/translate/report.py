@@ -1,4 +1,4 @@
-"""Translations and comparisons as lines of text or JSON."""
+"""Formatting of translations and comparisons as text or JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformer_parity.transformer.decoding.prefixes import Tokens
 
 
 def answers(translation: Translation, nbest: int | None = None, *, as_json: bool = False) -> list[str]:
-    """Return the lines that answer one line: the translation, or one object, or so many hypotheses with scores."""
+    """Return the output for a line: its translation, a JSON object, or the ``nbest`` best hypotheses with scores."""
     line, hypotheses = translation.line, list(translation.hypotheses)
     if as_json:
         found = [vars(hypothesis) for hypothesis in hypotheses]
@@ -32,7 +32,7 @@ def answers(translation: Translation, nbest: int | None = None, *, as_json: bool
 
 
 def differences(found: TranslationComparison, *, as_json: bool) -> list[str]:
-    """Return the lines that describe one difference: the translations, and the decisions that are in doubt."""
+    """Return the output for a line with different translations: all translations, and the decisions that differ."""
     if as_json:
         doubts = [
             {"backend": backend, "token": doubt.step, "what": doubt.what}
@@ -58,32 +58,40 @@ def differences(found: TranslationComparison, *, as_json: bool) -> list[str]:
 
 @dataclass
 class Tally:
-    """The verdicts of all lines, counted."""
+    """The number of lines with each verdict.
+
+    Attributes:
+        backends: Names of the compared backends.
+        dtype: Dtype of the computation.
+        left_empty: Number of lines that are too long, for which the output is empty.
+        seconds: Time of the comparison in seconds.
+        counts: Number of lines by verdict.
+    """
 
     backends: Sequence[str]
     dtype: str
-    left_empty: int = 0  # lines that are too long
+    left_empty: int = 0
     seconds: float = 0.0
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys((SAME, NEAR_TIE, DIVERGENCE), 0))
 
     def add(self, found: TranslationComparison) -> None:
-        """Count a line."""
+        """Add the verdict on a line."""
         self.counts[found.verdict] += 1
 
     @property
     def exit_code(self) -> int:
-        """1 for a divergence, 3 if a line is left empty or none was compared, 0 otherwise."""
+        """Exit code: 1 if a line diverges, 3 if a line is too long or no lines were compared, and 0 otherwise."""
         if self.counts[DIVERGENCE]:
             return EXIT_CODES[DIVERGES]
         return EXIT_CODES[FAILED if self.left_empty or not any(self.counts.values()) else AGREES]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the counts as plain values."""
+        """Return the tally as JSON-compatible values."""
         head = {"backends": list(self.backends), "dtype": self.dtype, "lines": sum(self.counts.values())}
         return {**head, **self.counts, "left_empty": self.left_empty}
 
     def verdict_line(self) -> str:
-        """Return the last line: the verdict and the counts."""
+        """Return the last line of the output, which contains the overall verdict and the number of lines."""
         word = WORDS[self.exit_code]
         lines = sum(self.counts.values())
         counted = ", ".join(

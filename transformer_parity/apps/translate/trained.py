@@ -1,4 +1,4 @@
-"""A trained model as its file describes it."""
+"""A trained model with its vocabulary and search settings, loaded from a file."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from transformer_spec.search import Search
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that can translate: a weight file, or a checkpoint but for its optimizer state.
+    """A model for translation, loaded from a weight file or a checkpoint.
 
     Attributes:
-        path: The file.
-        step: Of the run that wrote it; None in a weight file.
-        config: The model.
+        path: File from which the model was loaded.
+        step: Training step of a checkpoint, or None for a weight file.
+        config: Config of the model.
         weights: One array per canonical name.
-        vocabulary: What cuts a line into ids.
-        search: The search settings of the file; greedy search, if it has none.
+        vocabulary: Vocabulary that converts text to IDs.
+        search: Search settings in the file. If it contains none, the search is greedy.
     """
 
     path: Path
@@ -39,10 +39,10 @@ class Trained:
     search: Search = field(default_factory=Search)
 
     def between(self, source: str | None, target: str | None) -> Trained:
-        """Return the model for translations from one language into another.
+        """Return a copy of the model that translates from one language to another.
 
         Raises:
-            ValueError: A language is missing or not known, or there are none to choose from.
+            ValueError: If a required language is missing, a language is unknown, or the vocabulary has no languages.
         """
         vocabulary = self.vocabulary.between(source, target)
         search = self.search
@@ -53,19 +53,20 @@ class Trained:
         return replace(self, vocabulary=vocabulary, search=search)
 
     def translation(self, source: str) -> list[int]:
-        """Return the ids of the translation of a sentence, as the NumPy reference searches it."""
+        """Translate a sentence using the NumPy reference, and return the IDs of the translation."""
         model = PORTS["numpy"].load(self.config, self.weights, Placement("float32"))
         found = model.search(pad([self.vocabulary.ids(source)], self.config), self.search).nbest_ids[0, 0]
         return [int(token) for token in found if token != self.config.pad_id]
 
 
 def read_trained(path: Path) -> Trained:
-    """Read a weight file or a checkpoint, whose moments are left unread.
+    """Read a model from a weight file or a checkpoint. The optimizer state of a checkpoint is not read.
 
     Raises:
-        OSError: The file cannot be read.
-        UsageError: A package is not installed that its vocabulary needs.
-        ValueError: The file is not ours, or holds no vocabulary, or one that is not of its model.
+        OSError: If the file cannot be read.
+        UsageError: If a package that the vocabulary requires is not installed.
+        ValueError: If the file has a different format, or contains no vocabulary, or the vocabulary does not fit the
+            model.
     """
     with open_file(path, "weight file") as (description, file):
         config, weights = read_weights(description, file)
@@ -74,8 +75,8 @@ def read_trained(path: Path) -> Trained:
         step = read_step(description)
     if stored is None:
         raise ValueError(
-            f"{path} holds no vocabulary: `parity train` writes one, `parity import` where the checkpoint has one or "
-            "--vocab names its files, and save_weights with vocabulary=load_vocabulary(FILE)"
+            f"{path} contains no vocabulary: to add one, rerun `parity import` with --vocab, or call save_weights with "
+            "vocabulary=load_vocabulary(FILE), where FILE is a model of `parity train`"
         )
     try:
         vocabulary = build_vocabulary(stored, config)

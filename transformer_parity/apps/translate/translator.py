@@ -1,4 +1,4 @@
-"""Lines of text in, translations out: with one port, or with several that are compared."""
+"""Translation of lines of text with one port, or with multiple ports whose translations are compared."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from transformer_parity.transformer.sentences.vocabulary import Vocabulary, most
 from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 
-WINDOW = 512  # lines that are sorted by length at a time
-MOST_SENTENCES = 64  # of a batch
-MOST_POSITIONS = 4096  # of a batch: source positions of all hypotheses
+WINDOW = 512  # number of lines to sort by length at a time
+MOST_SENTENCES = 64  # maximum number of sentences per batch
+MOST_POSITIONS = 4096  # maximum number of source positions per batch, counted once per hypothesis
 
 
 Found = TypeVar("Found")
 
 
 class Translator:
-    """Searches sentences of similar length together, and yields the lines in their order.
+    """A translator that batches lines of similar length and yields their translations in the original order.
 
-    A line without subwords is left empty, and so is one that is too long.
+    The translation of a line that is blank or too long is empty.
 
     Args:
-        config: That of the model.
-        vocabulary: That of the training text.
-        options: Of the search.
-        window: Lines that are read before the first is translated; they are sorted by length.
+        config: Config of the model.
+        vocabulary: Vocabulary of the model.
+        options: Search settings.
+        window: Number of lines to read and sort by length before the first one is translated.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Translator:
         self.window = window
 
     def translate(self, port: LoadedPort, lines: Iterable[str]) -> Iterator[Translation]:
-        """Translate lines, each as soon as those before it are done."""
+        """Translate lines, yielding each translation as soon as all previous ones have been yielded."""
 
         def search(source_ids: ndarray) -> list[list[TranslatedLine]]:
             result = port.search(source_ids, self.options)
@@ -67,13 +67,13 @@ class Translator:
         lines: Iterable[str],
         progress: Callable[[str, int], None] = lambda backend, sentences: None,
     ) -> Iterator[TranslationComparison]:
-        """Translate the same batches with several ports, and compare decision by decision where they differ.
+        """Translate the same batches with multiple ports, and compare the decisions for translations that differ.
 
         Args:
-            ports: By backend.
-            scorer_of: From the padded ids of a sentence to its scorer by the reference.
-            lines: The lines to translate.
-            progress: Called with a backend and the number of sentences that it has translated.
+            ports: Loaded ports by backend.
+            scorer_of: Function that creates the reference's scorer for the padded IDs of a sentence.
+            lines: Lines to translate.
+            progress: Function that is called after each batch with the backend and the number of sentences.
         """
 
         def search(source_ids: ndarray) -> list[tuple[dict[str, TranslatedLine], dict[str, list[Doubt]]]]:
@@ -103,7 +103,7 @@ class Translator:
     def _in_order(
         self, lines: Iterable[str], search: Callable[[ndarray], Sequence[Found]]
     ) -> Iterator[tuple[Line, Found | None]]:
-        """Search batches in the order in which their first lines are due; yield None for what is left empty."""
+        """Search the batches in the order of their first lines. Yield None for lines that cannot be translated."""
         least = len(self.vocabulary.ids("")) + 1
         numbered = (
             Line(number, text, self.vocabulary.ids(text), most_tokens(self.config), least)
@@ -114,13 +114,13 @@ class Translator:
             batches = iter(self._batches([line for line in window if line.can_be_translated]))
             for line in window:
                 if line.can_be_translated and line.number not in found:
-                    batch = next(batches)  # this line is the first that has not been searched, so it is in there
+                    batch = next(batches)  # contains this line, because it is the first one without a result
                     results = search(pad([member.ids for member in batch], self.config))
                     found |= zip((member.number for member in batch), results, strict=True)
                 yield line, found.pop(line.number, None)
 
     def _batches(self, lines: Sequence[Line]) -> list[list[Line]]:
-        """Cut lines, sorted by length, into batches; the batch with the first line comes first."""
+        """Divide lines into batches of similar length, sorted by the smallest line number in the batch."""
         rows = self.options.beam_size or 1
         batches: list[list[Line]] = [[]]
         for line in sorted(lines, key=lambda line: len(line.ids)):
@@ -132,5 +132,5 @@ class Translator:
 
     def _hypothesis(self, ids: ndarray, score: float) -> TranslatedLine:
         tokens = tokens_of(ids, self.config)
-        text = " ".join(self.vocabulary.text(tokens).splitlines())  # a subword may be a newline
+        text = " ".join(self.vocabulary.text(tokens).splitlines())  # a subword may contain a newline
         return TranslatedLine(text, float(score), tokens, self.vocabulary.names(tokens))

@@ -1,1 +1,1 @@
-"""One module for each format of other software: its table of names, what reads it and what writes it."""
+"""Checkpoint formats of other software. Each module defines a table of names, a reader and, for some, a writer."""

@@ -1,4 +1,4 @@
-"""The Annotated Transformer's state dict. Its file does not say how many heads there are, nor which ids are special.
+"""The Annotated Transformer's state dict. The file contains neither the number of heads nor the special IDs.
 
 Source: harvardnlp/annotated-transformer, the_annotated_transformer.py.
 """
@@ -19,7 +19,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 
 POSITIONS = ("src_embed.1.pe", "tgt_embed.1.pe")
-FIRST = "src_embed.0.lut.weight"  # in every such state dict
+FIRST = "src_embed.0.lut.weight"  # every state dict of this model contains this name
 _LAYER = "{stack}.layers.{i}"
 _BLOCKS = {"self_attention": "self_attn", "cross_attention": "src_attn"}
 _LINEARS = {
@@ -52,7 +52,7 @@ NAMES = [
 
 
 def recognises(path: Path) -> bool:
-    """Return whether a file holds such a state dict."""
+    """Return whether a file contains a state dict of the Annotated Transformer."""
     if not path.is_file() or path.suffix not in (".pt", ".pth", ".bin", ".safetensors"):
         return False
     try:
@@ -62,11 +62,12 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, options: ReadOptions) -> Imported:
-    """Read a model from a state dict; ``[config]`` of the file of names, or the options, say ``num_heads``.
+    """Read a model from a state dict. The user must specify ``num_heads`` in the TOML file or as an option.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: The file is damaged or refused, its tensors do not fit together, or the heads are not said.
+        OSError: If a file cannot be read.
+        ValueError: If the file is damaged or contains code, its tensors are inconsistent, or ``num_heads`` is not
+            specified.
     """
     said = state_dict.read_names(options)
     tensors = state_dict.read_state(path, said.state)
@@ -88,11 +89,11 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
 
 def config_of(tensors: Mapping[str, ndarray], said: Mapping[str, Any]) -> TransformerConfig:
-    """Return the config that the tensors have, with what else is given of it.
+    """Return the config, combining the sizes of the tensors with the fields that the user specified.
 
     Raises:
-        TypeError: A field that is given has the wrong type.
-        ValueError: A tensor that determines a size is missing, or what is given describes no model.
+        TypeError: If a field has the wrong type.
+        ValueError: If a tensor that determines a size is missing, or the config is invalid.
     """
     source, target = (matrix(tensors, f"{side}_embed.0.lut.weight") for side in ("src", "tgt"))
     shown = {

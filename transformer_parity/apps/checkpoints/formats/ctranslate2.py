@@ -1,7 +1,8 @@
-"""A folder of CTranslate2, in floating point: ``model.bin``, ``config.json`` and vocabularies in JSON.
+"""CTranslate2 directories in floating point: ``model.bin``, ``config.json`` and JSON vocabularies.
 
-It holds the tables of positions and every convention as a flag. There is no padding symbol; without one of that name in
-the vocabulary, a row of zeros is appended, which is also what a decoder starts from that starts from zeros.
+``model.bin`` contains the position tables, and a flag for every convention. CTranslate2 has no padding token. If the
+vocabulary contains no token with such a name, the import appends a row of zeros for padding. If the decoder starts from
+a vector of zeros, the same row serves as BOS token.
 
 Source: OpenNMT/CTranslate2, python/ctranslate2/specs/ and src/layers/transformer.cc.
 """
@@ -45,20 +46,20 @@ from transformer_spec.search import Search
 
 
 def recognises(path: Path) -> bool:
-    """Return whether a path is such a folder."""
+    """Return whether a path is a CTranslate2 directory."""
     return path.is_dir() and has(path, BINARY) and has(path, SETTINGS)
 
 
 def read(path: Path, options: ReadOptions) -> Imported:
-    """Read a model from a folder.
+    """Read a model from a directory.
 
     Raises:
-        OSError: A file is missing, or cannot be read.
-        ValueError: A file is damaged or refused, or they hold another model.
+        OSError: If a file is missing or cannot be read.
+        ValueError: If a file is damaged, or the model is not supported.
     """
     binary = ctranslate2.read(member(path, BINARY))
     if binary.name != NAME:
-        raise ValueError(f"{BINARY} must hold a {NAME}: got {binary.name}, which is another model")
+        raise ValueError(f"{BINARY} must contain a {NAME}: got {binary.name}")
     tensors = _split(binary.variables)
     settings = read_json(member(path, SETTINGS))
     config = config_of(tensors, settings)
@@ -84,15 +85,15 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
 
 def _split(variables: Mapping[str, ndarray]) -> dict[str, ndarray]:
-    """Return the variables with every fused projection in its parts.
+    """Split the fused projections among the variables.
 
     Raises:
-        ValueError: A variable is quantized, or cannot be split.
+        ValueError: If a variable is quantized or cannot be split.
     """
     found: dict[str, ndarray] = {}
     for name, array in variables.items():
         if name.endswith(("/weight_scale", "/weight_zero")):
-            raise ValueError(f"{name}: the model is quantized; convert it again with --quantization float32")
+            raise ValueError(f"{name}: the model is quantized; rerun the converter with --quantization float32")
         path, _, kind = name.rpartition("/")
         layer, _, linear = path.rpartition("/")
         parts = FUSED.get(layer.rpartition("/")[2], {}).get(linear)
@@ -100,7 +101,9 @@ def _split(variables: Mapping[str, ndarray]) -> dict[str, ndarray]:
             name = name.replace("encoder/embeddings/weight", "encoder/embeddings_0/weight")
             found[name] = array
         elif array.ndim < 1 or len(array) % len(parts):
-            raise ValueError(f"{name} must have the rows of {len(parts)} projections: got {list(array.shape)}")
+            raise ValueError(
+                f"{name} must have a number of rows that is divisible by {len(parts)}: got shape {list(array.shape)}"
+            )
         else:
             split = np.split(array, len(parts))
             found |= {f"{layer}/{part}/{kind}": one for part, one in zip(parts, split, strict=True)}
@@ -111,19 +114,19 @@ def _flag(tensors: Mapping[str, ndarray], name: str, default: float) -> float:
     if name not in tensors:
         return default
     if tensors[name].ndim:
-        raise ValueError(f"{name} must be one number: got {list(tensors[name].shape)}")
+        raise ValueError(f"{name} must be a scalar: got shape {list(tensors[name].shape)}")
     return float(tensors[name])
 
 
 def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> TransformerConfig:
-    """Return the config of a model without its special ids.
+    """Return the config of a model. Its special IDs are placeholders.
 
     Raises:
-        ValueError: A variable that determines a size is missing, or a flag asks for what is not here.
+        ValueError: If a variable that determines a size is missing, or a flag enables an unsupported feature.
     """
     for name in tensors:
         if name.rpartition("/")[2] in OFF and _flag(tensors, name, 0):
-            raise ValueError(f"{name} must be 0: got 1; no model here has that")
+            raise ValueError(f"{name} must be 0 because this project does not support it: got 1")
     source, target = (matrix(tensors, f"{stack}/{embeddings}/weight") for stack, embeddings in STACKS.items())
     output, d_model = matrix(tensors, "decoder/projection/weight"), source.shape[1]
     stacks = {
@@ -136,7 +139,7 @@ def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> Tr
     said: dict[str, list[Any]] = {**stacks, "scale_embeddings": scales}
     for name, both in said.items():
         if name != "num_heads" and both[0] != both[1]:
-            raise ValueError(f"encoder/{name} and decoder/{name} must agree: got {both[0]} and {both[1]}")
+            raise ValueError(f"encoder/{name} and decoder/{name} must be equal: got {both[0]} and {both[1]}")
     if activations[0] is None:
         raise ValueError(f"encoder/activation must be one of {ACTIVATIONS}: got {stacks['activation'][0]:g}")
     heads = [int(one) for one in stacks["num_heads"]]
@@ -181,7 +184,7 @@ def _depth(tensors: Mapping[str, ndarray], stack: str) -> int:
 
 
 def _is_scaled(tensors: Mapping[str, ndarray], stack: str, d_model: int) -> bool:
-    """Return whether a stack multiplies its embeddings by the root of d_model, said by a flag or as a number."""
+    """Return whether a stack multiplies its embeddings by sqrt(d_model), which the file stores as a flag or a scale."""
     scale = tensors.get(f"{stack}/scale_embeddings", tensors.get(f"{stack}/embeddings/multiply_by_sqrt_depth"))
     if scale is None or scale.dtype == np.int8:
         return scale is None or bool(scale)
@@ -191,10 +194,10 @@ def _is_scaled(tensors: Mapping[str, ndarray], stack: str, d_model: int) -> bool
 
 
 def _positions(tensors: Mapping[str, ndarray], d_model: int) -> dict[str, Any]:
-    """Return the fields that describe the tables of positions: sinusoids, or learned if they are none."""
+    """Return the config fields for the position tables. Tables that contain no sinusoids are learned positions."""
     names = [POSITIONS.format(stack=stack) for stack in STACKS]
     held = [name for name in names if name in tensors]
-    if not held:  # CTranslate2 computes them, as OpenNMT-tf does
+    if not held:  # CTranslate2 then computes the same sinusoids as OpenNMT-tf
         return {"position_layout": "split", "position_timescale": "m_minus_1", "position_offset": 1}
     tables = [matrix(tensors, name) for name in names]
     if same(*tables):
@@ -209,7 +212,7 @@ def _positions(tensors: Mapping[str, ndarray], d_model: int) -> dict[str, Any]:
 
 
 def _near(table: ndarray, exact: ndarray) -> bool:
-    """Return whether a table is one of sinusoids, rounded as its dtype rounds."""
+    """Return whether a table contains the exact sinusoids, up to the rounding of its dtype."""
     rounding = 0.0 if table.dtype == np.float32 else 2.0**-8
     return float(np.abs(table.astype(np.float64) - exact).max(initial=0.0)) <= ROUNDED * len(table) + rounding
 
@@ -222,7 +225,7 @@ def _vocabulary_files(path: Path) -> tuple[str, ...]:
 def _with_ids(
     path: Path, config: TransformerConfig, weights: dict[str, ndarray], settings: Mapping[str, Any], zeros: bool
 ) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Return config and weights with the special ids that the vocabularies say, padding appended where it is none."""
+    """Set the special IDs from the vocabularies. If they contain no padding token, append one."""
     files, sizes = _vocabulary_files(path), (config.source_vocab_size, config.target_vocab_size)
     vocabularies = [
         _read_tokens(member(path, name), size) for name, size in zip((files[0], files[-1]), sizes, strict=True)
@@ -232,7 +235,7 @@ def _with_ids(
     def find(setting: str, default: str) -> int:
         token = settings.get(setting) or default
         if token not in target:
-            raise ValueError(f"{setting} in {SETTINGS} must be in the vocabulary of the target: got {token!r}")
+            raise ValueError(f"{setting} in {SETTINGS} must be in the target vocabulary: got {token!r}")
         return target[token]
 
     config = config.replace(eos_id=find("eos_token", "</s>"))
@@ -245,11 +248,11 @@ def _with_ids(
 
 
 def _read_tokens(path: Path, size: int) -> dict[str, int]:
-    """Return the ids of the tokens that a file lists."""
+    """Return the ID of each token in a vocabulary file."""
     try:
         tokens = json.loads(read_bytes(path))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path.name} is not JSON: {error}") from error
+        raise ValueError(f"{path.name} is not valid JSON: {error}") from error
     if not isinstance(tokens, list) or len(tokens) != size or not all(isinstance(one, str) for one in tokens):
         raise ValueError(f"{path.name} must be a list of {size:,} tokens")
     return {token: i for i, token in enumerate(tokens)}

@@ -1,4 +1,4 @@
-"""A folder for CTranslate2: the way back of ``ctranslate2``."""
+"""Export to CTranslate2, the inverse of ``ctranslate2``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from transformer_parity.apps.checkpoints.padding import strip_padding, target_ta
 from transformer_parity.apps.containers import ctranslate2
 from transformer_spec.config import TransformerConfig
 
-LEAST_POSITIONS = 1024  # of sinusoids that are written
+LEAST_POSITIONS = 1024  # minimum number of sinusoidal positions to write
 UNKNOWN = "<unk>"
 EXPRESSIBLE: dict[str, tuple[object, ...]] = {
     **{name: values for name, values in PLAIN_HEADS.items() if name != "decoder_num_heads"},
@@ -38,19 +38,21 @@ EXPRESSIBLE: dict[str, tuple[object, ...]] = {
 
 
 def write(model: Imported, folder: Path) -> tuple[str, ...]:
-    """Write a folder that ``ctranslate2.Translator`` loads. Without a vocabulary, its tokens are ids as text.
+    """Write a directory that ``ctranslate2.Translator`` can load.
+
+    If the model has no vocabulary, the tokens are its IDs as text.
 
     Returns:
-        One sentence if padding lies inside the vocabulary: CTranslate2 has none, and may generate it.
+        A warning if the padding token is part of the vocabulary, because CTranslate2 may then generate it.
 
     Raises:
-        OSError: A file cannot be written.
-        ValueError: CTranslate2 does not compute such a model; the message says why.
+        OSError: If a file cannot be written.
+        ValueError: If CTranslate2 does not support the model. The message gives the reason.
     """
     check_expressible(model.config, EXPRESSIBLE, "CTranslate2")
     zeros = not target_table(model.weights)[model.config.bos_id].any()
     config, weights = strip_padding(model.config, model.weights)
-    if zeros and config == model.config:  # nothing was appended: the start is a token like others
+    if zeros and config == model.config:  # no row was appended, so BOS is an ordinary token of the vocabulary
         zeros = False
     learned = config.position_encoding == "learned"
     rows = [row for row in NAMES if learned or "_position." not in row.name]
@@ -90,12 +92,12 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
     for name, content in texts.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     padding = tokens[1][config.pad_id]
-    said = f"CTranslate2 has no padding symbol and may generate {padding}: pass suppress_sequences=[[{padding!r}]]"
+    said = f"CTranslate2 has no padding token and may generate {padding}: pass suppress_sequences=[[{padding!r}]]"
     return (said,) * (config == model.config)
 
 
 def _fused(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
-    """Return the tensors with their projections fused: the way back from ``_split``."""
+    """Fuse the projections, which is the inverse of ``ctranslate2._split``."""
     found = dict(tensors)
     for name in tensors:
         path, _, kind = name.rpartition("/")
@@ -109,7 +111,7 @@ def _fused(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
 
 
 def _positions_of(config: TransformerConfig, tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
-    """Return both tables of positions, of which the first row is the first that is read."""
+    """Return the position tables of both stacks. Row 0 of a table is the first position that the model uses."""
     names = [POSITIONS.format(stack=stack) for stack in STACKS]
     if config.position_encoding == "learned":
         return {name: np.ascontiguousarray(tensors[name][config.position_offset :]) for name in names}
@@ -120,10 +122,16 @@ def _positions_of(config: TransformerConfig, tensors: Mapping[str, ndarray]) -> 
 
 
 def _tokens(model: Imported, size: int, source: bool, inside: bool) -> list[str]:
-    """Return a token for each id of a side, no two the same; ``inside`` says whether padding is one of them.
+    """Return a distinct token for each ID.
+
+    Args:
+        model: Model whose vocabulary is written.
+        size: Number of tokens.
+        source: Whether to return the tokens of the source vocabulary or of the target vocabulary.
+        inside: Whether the padding token is one of them.
 
     Raises:
-        ValueError: The vocabulary has a token twice.
+        ValueError: If the vocabulary contains a token more than once.
     """
     if model.vocabulary is None:
         padding = model.config.pad_id if inside else -1
@@ -131,5 +139,5 @@ def _tokens(model: Imported, size: int, source: bool, inside: bool) -> list[str]
     known = min(size, model.vocabulary.sizes[0 if source else 1])
     tokens = [*model.vocabulary.names(range(known), source=source), *(f"<extra{i}>" for i in range(known, size))]
     if len(set(tokens)) < size:
-        raise ValueError("CTranslate2 needs a token of its own for each id: the vocabulary has some twice")
+        raise ValueError("CTranslate2 requires distinct tokens: the vocabulary contains some tokens more than once")
     return tokens

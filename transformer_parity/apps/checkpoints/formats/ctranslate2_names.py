@@ -1,4 +1,4 @@
-"""What CTranslate2 calls the parts of a Transformer, and which of them it keeps as one array.
+"""Names of CTranslate2's variables, and the projections that it stores as a fused array.
 
 Source: OpenNMT/CTranslate2, python/ctranslate2/specs/.
 """
@@ -48,7 +48,7 @@ NAMES = [
     *(Row(f"{ours}.scale", f"{theirs}/gamma") for ours, theirs in _NORMS.items()),
     *(Row(f"{ours}.bias", f"{theirs}/beta") for ours, theirs in _NORMS.items()),
 ]
-FUSED: dict[str, dict[str, tuple[str, ...]]] = {  # what is one array there, in this order
+FUSED: dict[str, dict[str, tuple[str, ...]]] = {  # projections that are concatenated to a single array, in this order
     "self_attention": {"linear_0": ("query", "key", "value")},
     "attention": {"linear_0": ("query",), "linear_1": ("key", "value")},
 }

@@ -1,6 +1,6 @@
-"""fairseq's ``.pt``: the options of a command line, and a state dict with them.
+"""fairseq's ``.pt`` checkpoints, which contain command-line options and a state dict.
 
-Source: facebookresearch/fairseq, fairseq/models/transformer/ and their ``upgrade_state_dict_named``.
+Source: facebookresearch/fairseq, the classes in fairseq/models/transformer/ and their ``upgrade_state_dict_named``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformer_parity.transformer.sentences.vocabulary import Vocabulary
 from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 
-PAD_ID, EOS_ID = 1, 2  # of fairseq's Dictionary; decoding starts with the latter
+PAD_ID, EOS_ID = 1, 2  # IDs in fairseq's Dictionary; fairseq also uses EOS as the BOS token of the target
 ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -34,21 +34,21 @@ ACTIVATIONS = {
     "swish": "swish",
 }
 OFF = (False, None, 0, 0.0, "")
-# What else a Transformer of fairseq may have, by its option: none of it is here.
+# Options of fairseq's Transformer that are not supported, with a description of the feature.
 REFUSED = {
     "adaptive_softmax_cutoff": "adaptive softmax",
     "adaptive_input": "adaptive input",
-    "char_inputs": "characters as input",
-    "cross_self_attention": "attention to source and target at once",
+    "char_inputs": "character input",
+    "cross_self_attention": "joint attention to source and target",
     "no_cross_attention": "a decoder without cross-attention",
     "no_token_positional_embeddings": "a model without positions",
-    "merge_src_tgt_embed": "one table for two vocabularies",
+    "merge_src_tgt_embed": "one embedding matrix for two vocabularies",
     "base_layers": "BASE layers",
-    "encoder_layers_to_keep": "layers that were pruned",
-    "decoder_layers_to_keep": "layers that were pruned",
+    "encoder_layers_to_keep": "a model with pruned layers",
+    "decoder_layers_to_keep": "a model with pruned layers",
 }
 IGNORED = ("*.version", "*.embed_positions._float_tensor", "*.embed_positions.weights")
-TIED = {  # the copies of a table that is stored once
+TIED = {  # tensors that are copies of a tied parameter
     "all": ("decoder.embed_tokens.weight", "decoder.output_projection.weight"),
     "target_output": ("decoder.output_projection.weight",),
     "none": (),
@@ -82,7 +82,7 @@ for _path, _prefix in (
 
 
 def recognises(path: Path) -> bool:
-    """Return whether a file holds a model with the options of its command line."""
+    """Return whether a file contains a model with its command-line options."""
     if not path.is_file() or path.suffix != ".pt":
         return False
     try:
@@ -96,8 +96,9 @@ def read(path: Path, options: ReadOptions) -> Imported:
     """Read a model from a checkpoint.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is damaged or refused, its options describe another model, or its tensors do not fit them.
+        OSError: If the file cannot be read.
+        ValueError: If the file is damaged or contains code, the model is not supported, or the tensors do not match
+            the options.
     """
     content = pickles.read(path, pickles.NAMESPACE)
     settings = read_settings(content)
@@ -116,19 +117,21 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
 
 def read_settings(content: Any) -> dict[str, Any]:
-    """Return the options of a model, flat, as ``args`` (to 0.9) or ``cfg`` (from 0.10) hold them.
+    """Return the options of a model as a flat dict. fairseq stores them in ``args`` until 0.9 and in ``cfg`` from 0.10.
 
     Raises:
-        ValueError: There are none, or one asks for what is not here; the message names it.
+        ValueError: If there are no options, or one enables an unsupported feature. The message names the option.
     """
     if not isinstance(content, dict) or "model" not in content:
-        raise ValueError(f"a checkpoint of fairseq must hold 'model' and its options: got {type(content).__name__}")
+        raise ValueError(
+            f"a fairseq checkpoint must be a dict with 'model' and its options: got {type(content).__name__}"
+        )
     found = content.get("args") or (content.get("cfg") or {}).get("model")
     fields = vars(found) if isinstance(found, SimpleNamespace) else found
     if not isinstance(fields, dict):
         raise ValueError(
-            "a checkpoint of fairseq must hold its options, as 'args' or in 'cfg': got none. Where the file has lost "
-            "them, put them back: content['args'] = argparse.Namespace(encoder_attention_heads=8, ...); torch.save it"
+            "a fairseq checkpoint must contain its options, as 'args' or in 'cfg': got neither. If they were removed "
+            "from the file, set content['args'] = argparse.Namespace(encoder_attention_heads=8, ...) and use torch.save"
         )
     settings = {key: value for key, value in fields.items() if not isinstance(value, dict)}
     for stack in ("encoder", "decoder"):
@@ -137,22 +140,24 @@ def read_settings(content: Any) -> dict[str, Any]:
     settings = pickles.plain(settings)
     for option, what in REFUSED.items():
         if settings.get(option) not in OFF:
-            raise ValueError(f"--{option.replace('_', '-')} is {settings[option]!r}: {what} cannot be imported")
+            raise ValueError(f"--{option.replace('_', '-')} is {settings[option]!r}: {what} is not supported")
     if (activation := settings.get("activation_fn", "relu")) not in ACTIVATIONS:
         raise ValueError(f"--activation-fn must be one of {', '.join(ACTIVATIONS)}: got {activation!r}")
     for option in ("embed_dim", "normalize_before", "learned_pos"):
         both = [settings.get(f"{stack}_{option}", False) for stack in ("encoder", "decoder")]
         dashed = option.replace("_", "-")
         if f"decoder_{option}" in settings and both[0] != both[1]:
-            raise ValueError(f"--encoder-{dashed} and --decoder-{dashed} must agree: got {both[0]!r} and {both[1]!r}")
+            raise ValueError(
+                f"--encoder-{dashed} and --decoder-{dashed} must be equal: got {both[0]!r} and {both[1]!r}"
+            )
     return settings
 
 
 def upgraded(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
-    """Return the tensors under the names of today: older versions fuse projections and number norms.
+    """Convert tensors of older versions, which fuse projections and number the norms, to the current names.
 
     Raises:
-        ValueError: A fused projection cannot be split into three.
+        ValueError: If a fused projection cannot be split into three.
     """
     found: dict[str, ndarray] = {}
     for name, array in tensors.items():
@@ -167,10 +172,13 @@ def upgraded(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
 
 
 def config_of(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> tuple[TransformerConfig, tuple[str, ...]]:
-    """Return the config, and what was decided where options and tensors disagree: sizes and ties are the tensors'.
+    """Return the config of a model. The tensors determine sizes and tied embeddings.
+
+    Returns:
+        The config, and a note if the options contradict the tensors.
 
     Raises:
-        ValueError: A tensor that determines a size is missing, or options and tensors describe no model that is here.
+        ValueError: If a tensor that determines a size is missing, or the model is not supported.
     """
     source, target = (matrix(tensors, f"{stack}.embed_tokens.weight") for stack in ("encoder", "decoder"))
     output = tensors.get("decoder.output_projection.weight", target)
@@ -179,10 +187,10 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> tu
     )
     shared = settings.get("share_all_embeddings", False)
     said = "all" if shared else "target_output" if settings.get("share_decoder_input_output_embed", False) else "none"
-    notes = (f"the options say that tables are tied as {said!r}, the tensors {tied!r}: taken from the tensors",)
+    notes = (f"tied embeddings are {said!r} in the options, but the tensors imply {tied!r}, which is used",)
     norms = [f"{stack}.layer_norm.weight" in tensors for stack in ("encoder", "decoder")]
     if norms[0] != norms[1]:
-        raise ValueError("encoder.layer_norm and decoder.layer_norm must both be there, or neither: got one of them")
+        raise ValueError("the file must contain both encoder.layer_norm and decoder.layer_norm, or neither: got one")
     learned = bool(settings.get("encoder_learned_pos", False))
     table = matrix(tensors, "encoder.embed_positions.weight") if learned else None
     heads = [settings.get(f"{stack}_attention_heads", 8) for stack in ("encoder", "decoder")]
@@ -213,24 +221,27 @@ def config_of(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> tu
 
 
 def read_vocabulary(paths: Sequence[Path], settings: Mapping[str, Any], config: TransformerConfig) -> Vocabulary:
-    """Return the vocabulary of a model: ``dict.txt`` of both sides or of each, and what cuts words, if any does.
+    """Build the vocabulary of a model from its dictionaries and, optionally, a subword model.
 
     Args:
-        paths: Files that end in ``.txt``, source first; a sentencepiece ``.model``, or the codes of byte-pair encoding.
-        settings: The model's options, which name the languages.
-        config: The model.
+        paths: One or two dictionaries (``.txt``), source first, and at most one SentencePiece model (``.model``) or
+            file of byte-pair codes.
+        settings: Options of the model, which contain the languages.
+        config: Config of the model.
 
     Raises:
-        OSError: A file cannot be read.
-        UsageError: A package is not installed that the vocabulary needs.
-        ValueError: There are other files, or they are not of this model.
+        OSError: If a file cannot be read.
+        UsageError: If a package that the vocabulary requires is not installed.
+        ValueError: If a file has an unsupported format, or the vocabulary does not fit the model.
     """
     lists = [path for path in paths if path.suffix == ".txt"]
     others = [path for path in paths if path.suffix != ".txt"]
     if not 1 <= len(lists) <= 2 or len(others) > 1:
         names = ", ".join(path.name for path in paths)
-        raise ValueError(f"a vocabulary of fairseq's is one or two dict.txt, and codes or a .model: got {names}")
-    for path in lists:  # by its own name
+        raise ValueError(
+            f"a fairseq vocabulary must consist of one or two dict.txt and, optionally, codes or a .model: got {names}"
+        )
+    for path in lists:  # so that an error message contains the name of the user's file
         moses.read_dictionary(read_file(path), path.name)
     files = dict(zip((moses.SOURCE_LIST, moses.TARGET_LIST), map(read_file, (lists[0], lists[-1])), strict=True))
     for path in others:

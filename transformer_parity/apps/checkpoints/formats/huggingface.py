@@ -1,7 +1,7 @@
-"""Hugging Face's folders: config.json, the tensors in safetensors or torch's own files, generation_config.json.
+"""Hugging Face directories: config.json, generation_config.json, and weights in safetensors or PyTorch files.
 
-What a class computes is said by its name and not by its files: ``huggingface_families`` has it. Which tables are tied
-is decided by the tensors, because the flags of published checkpoints contradict them.
+The conventions of a model follow from its class, not from its files. ``huggingface_families`` lists them. The tensors
+determine which embeddings are tied, because the flags of some published checkpoints contradict the tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from transformer_spec.names import FLOAT_DTYPES
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 ADAPTER = "adapter_config.json"
-WEIGHTS: dict[str, Callable[[Path], dict[str, ndarray]]] = {  # in the order in which transformers looks for them
+WEIGHTS: dict[str, Callable[[Path], dict[str, ndarray]]] = {  # in the order in which transformers searches for them
     "model.safetensors": tensors.read,
     "model.safetensors.index.json": tensors.read_shards,
     "pytorch_model.bin": pickles.read_tensors,
@@ -50,7 +50,7 @@ OTHER_WEIGHTS = {"tf_model.h5": "TensorFlow", "flax_model.msgpack": "Flax", "rus
 
 ATTENTION = {"query_proj": "q_proj", "key_proj": "k_proj", "value_proj": "v_proj", "output_proj": "out_proj"}
 LAYER = "{stack}.layers.{i}"
-LINEAR = {  # a projection of ours, and theirs
+LINEAR = {  # name of a projection in this project, and its name in transformers
     **{f"{LAYER}.self_attention.{ours}": f"{LAYER}.self_attn.{theirs}" for ours, theirs in ATTENTION.items()},
     **{f"{LAYER}.cross_attention.{ours}": f"{LAYER}.encoder_attn.{theirs}" for ours, theirs in ATTENTION.items()},
     f"{LAYER}.feed_forward.inner_proj": f"{LAYER}.fc1",
@@ -80,35 +80,38 @@ IGNORED = ("model.encoder.version", "model.decoder.version", "model.*.embed_posi
 
 
 def output_name(family: str) -> str:
-    """Return what a family calls its output projection."""
+    """Return the name of a family's output projection."""
     return "model.decoder.output_projection.weight" if family == "fsmt" else "lm_head.weight"
 
 
 def table_of(family: str) -> tuple[Row, ...]:
-    """Return the table of names of a family."""
+    """Return a family's table of names."""
     return (*TABLE, Row("output_proj.kernel", output_name(family), TRANSPOSED))
 
 
 def recognises(path: Path) -> bool:
-    """Return whether a path is a folder with a config.json, or with that of an adapter."""
+    """Return whether a path is a directory that contains a config.json or an adapter_config.json."""
     return path.is_dir() and (has(path, CONFIG) or has(path, ADAPTER))
 
 
 def read(path: Path, options: ReadOptions) -> Imported:
-    """Read a folder. Nothing outside it is read.
+    """Read a model from a directory, without reading files outside the directory.
 
     Raises:
-        OSError: A file is missing or cannot be read.
-        TypeError: A field has the wrong type.
-        ValueError: A file is damaged, the family is none of ours, or the tensors are not those of the config.
+        OSError: If a file is missing or cannot be read.
+        TypeError: If a field has the wrong type.
+        ValueError: If a file is damaged, the family is not supported, or the tensors do not match the config.
     """
     if has(path, ADAPTER):
-        raise ValueError(f"{ADAPTER}: an adapter (LoRA) changes another model: merge it into that model, and save that")
+        raise ValueError(
+            f"the directory contains an adapter (LoRA, {ADAPTER}), not a model: merge the adapter into its base model, "
+            "save the result and import that"
+        )
     given = read_json(member(path, CONFIG))
     family = family_of(given)
     fields = filled_in(family, given)
     files, found = _read_weights(path)
-    if not any(name.startswith("model.") for name in found):  # saved without the output projection
+    if not any(name.startswith("model.") for name in found):  # saved from the class without an output projection
         found = {
             name if name == BIAS or name.startswith("lm_head.") else f"model.{name}": one for name, one in found.items()
         }
@@ -124,7 +127,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
         found = _without_positions(found, config)
     if config.output_bias and BIAS not in found:
         found[BIAS] = np.zeros((1, config.target_vocab_size), found[DECODER if DECODER in found else ENCODER].dtype)
-        notes.append(f"there is no {BIAS}: it is zero, as transformers has it")
+        notes.append(f"{BIAS} is missing, so it is zero, as in transformers")
     weights = take(table_of(family), found, config, IGNORED)
     generation = read_json(member(path, GENERATION)) if has(path, GENERATION) else fields
     search, said = read_search(generation, config)
@@ -148,33 +151,33 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
 
 def _read_weights(path: Path) -> tuple[list[Path], dict[str, ndarray]]:
-    """Return the files that hold the weights of a folder, and their tensors."""
+    """Return the files that contain the weights of a directory, and their tensors."""
     for name, reader in WEIGHTS.items():
         if has(path, name):
             first = member(path, name)
             found = reader(first)
             return [first, *(tensors.shards(first) if name.endswith(".json") else [])], found
     if other := [f"{title} ({name})" for name, title in OTHER_WEIGHTS.items() if has(path, name)]:
-        raise ValueError(f"{path} has weights of {', '.join(other)} only: needed is {' or '.join(WEIGHTS)}")
-    raise FileNotFoundError(f"there are no weights in {path}: needed is {' or '.join(WEIGHTS)}")
+        raise ValueError(f"{path} must contain {' or '.join(WEIGHTS)}: got only weights for {', '.join(other)}")
+    raise FileNotFoundError(f"there are no weights in {path}: it must contain {' or '.join(WEIGHTS)}")
 
 
 def settle_tables(
     found: Mapping[str, ndarray], family: str, fields: Mapping[str, Any]
 ) -> tuple[str, dict[str, ndarray], list[str]]:
-    """Decide by the tensors which tables are one, and say where the flags contradict them.
+    """Determine from the tensors which embeddings are tied, and report flags that contradict the tensors.
 
     Returns:
-        ``tie_embeddings``; the tensors, with the tables that this value needs under the names of encoder, decoder and
-        output; and the notes.
+        The value of ``tie_embeddings``, the tensors, and the notes. The tensors contain the matrices that this value
+        requires, under the names of the encoder's embedding, the decoder's embedding and the output projection.
 
     Raises:
-        ValueError: There is no table at all.
+        ValueError: If there is no embedding matrix.
     """
     output = output_name(family)
     names = (ENCODER, DECODER, output)
     if not any(name in found for name in (*names, SHARED)):
-        raise ValueError(f"there is no table of embeddings: needed is {SHARED} or {ENCODER}")
+        raise ValueError(f"the file must contain an embedding, {SHARED} or {ENCODER}: got neither")
     fallback = next(found[name] for name in (SHARED, DECODER, ENCODER, output) if name in found)
     encoder = found.get(ENCODER, found.get(SHARED, fallback))
     decoder = found.get(DECODER, found.get(SHARED, fallback))
@@ -183,14 +186,14 @@ def settle_tables(
     tied = "all" if alike and is_out else "target_output" if is_out else "none"
     notes = []
     if fields["tie_word_embeddings"] is True and not is_out:
-        notes.append(f"tie_word_embeddings is true, and {output} differs from the embedding: they are not tied here")
+        notes.append(f"tie_word_embeddings is true, but {output} differs from the embedding, so they are not tied")
     elif fields["tie_word_embeddings"] is False and is_out:
-        why = "is the target embedding" if output in found else "is missing"
-        notes.append(f"tie_word_embeddings is false, and {output} {why}: they are tied here")
+        why = "equals the target embedding" if output in found else "is missing"
+        notes.append(f"tie_word_embeddings is false, but {output} {why}, so they are tied")
     if fields["tie_word_embeddings"] and fields.get("share_encoder_decoder_embeddings", True) and not alike:
-        notes.append("source and target embedding should be one, and differ: they are two here")
+        notes.append("the flags share source and target embedding, but the tensors differ, so they are separate")
     if SHARED in found and not same(found[SHARED], encoder):
-        notes.append(f"{SHARED} is not the embedding of the encoder, and is not used")
+        notes.append(f"{SHARED} differs from the embedding of the encoder and is ignored")
     kept = {name: array for name, array in found.items() if name not in (*names, SHARED)}
     kept[ENCODER] = encoder
     if tied != "all":
@@ -201,26 +204,29 @@ def settle_tables(
 
 
 def _flag_notes(family: str, given: Mapping[str, Any]) -> list[str]:
-    """Return where flags of older releases contradict what a class computes."""
+    """Return one sentence for each flag of an older release that contradicts the current class."""
     return [
-        f"{name} is {given[name]} in {CONFIG}: a {family} model is computed with {value}, whatever stands there"
+        f"{name} is {given[name]} in {CONFIG}, but {family} models ignore this flag and always use {value}"
         for name, value in FAMILIES[family].flags.items()
         if given.get(name) is not None and given[name] != value
     ]
 
 
 def _without_positions(found: Mapping[str, ndarray], config: TransformerConfig) -> dict[str, ndarray]:
-    """Return the tensors without tables of sinusoids, which are computed.
+    """Remove the sinusoidal position tables, which the model computes from its config.
 
     Raises:
-        ValueError: A table is not that of the config: the difference is more than its rounding, or that of its angles.
+        ValueError: If a table differs from the config's sinusoids by more than the rounding of its values and angles.
     """
     for name in POSITIONS:
         if name not in found:
             continue
         table = found[name]
         if table.ndim != 2 or table.shape[1] != config.d_model or table.dtype.name not in FLOAT_DTYPES:
-            raise ValueError(f"{name} must have {config.d_model} columns: got {table.dtype} {list(table.shape)}")
+            raise ValueError(
+                f"{name} must be a floating-point matrix with {config.d_model} columns: "
+                f"got {table.dtype} {list(table.shape)}"
+            )
         exact = sinusoidal_encoding(len(table), config.d_model, config.position_layout, config.position_timescale)
         if config.position_offset:
             exact[config.pad_id] = 0.0
@@ -228,12 +234,12 @@ def _without_positions(found: Mapping[str, ndarray], config: TransformerConfig) 
         angles = 2e-7 * len(table) if config.position_timescale == "m_minus_1" else 0.0
         worst = float(np.abs(table.astype(np.float64) - exact).max(initial=0.0))
         if not worst <= 1.01 * step + angles:
-            raise ValueError(f"{name} is not the table of sinusoids that this family has: it differs by {worst:.2g}")
+            raise ValueError(f"{name} must contain this family's sinusoids: got a difference of {worst:.2g}")
     return {name: array for name, array in found.items() if name not in POSITIONS}
 
 
 def _licence(path: Path) -> str | None:
-    """Return what the front matter of a folder's README.md says about the licence."""
+    """Return the license in the front matter of a directory's README.md, or None."""
     if not has(path, "README.md"):
         return None
     text = read_bytes(member(path, "README.md"), 2**22).decode("utf-8", "replace")
@@ -246,10 +252,10 @@ def _licence(path: Path) -> str | None:
 
 
 def family_for(config: TransformerConfig) -> str:
-    """Return the family that computes what a config says.
+    """Return the first family that supports a config.
 
     Raises:
-        ValueError: There is none; the message says what the nearest one does otherwise.
+        ValueError: If no family does. The message lists the unsupported fields for the most similar family.
     """
     problems = {}
     for family in FAMILIES:
@@ -263,10 +269,10 @@ def family_for(config: TransformerConfig) -> str:
 
 
 def check_family(config: TransformerConfig, family: str) -> None:
-    """Refuse a config that a family does not compute.
+    """Check that a family supports a config.
 
     Raises:
-        ValueError: The message names what it computes otherwise.
+        ValueError: If it does not. The message lists the unsupported fields.
     """
     sizes = {"source_vocab_size": config.source_vocab_size, "target_vocab_size": config.target_vocab_size}
     special = {name: getattr(config, name) for name in ("d_model", "num_heads", "pad_id", "bos_id", "eos_id")}
@@ -288,18 +294,18 @@ def check_family(config: TransformerConfig, family: str) -> None:
 
 
 def write(model: Imported, folder: Path) -> tuple[str, ...]:
-    """Write a folder that ``from_pretrained`` loads, in the model's own dtype.
+    """Write a directory that ``from_pretrained`` can load, in the model's dtype.
 
     Args:
-        model: What to write; its origin says the family, where that computes what its config says.
-        folder: It may exist; files of the same names are replaced.
+        model: Model to write. A model that was imported from Hugging Face keeps its family.
+        folder: Directory to write to. Existing files with the same names are replaced.
 
     Returns:
-        What could not be said there: one sentence each.
+        One sentence for each setting that the format cannot store.
 
     Raises:
-        OSError: A file cannot be written.
-        ValueError: No family computes this model; the message says what is otherwise.
+        OSError: If a file cannot be written.
+        ValueError: If no family supports the model. The message lists the unsupported config fields.
     """
     config = model.config
     origin = model.origin
@@ -308,7 +314,7 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
     found = give(table_of(family), model.weights, config)
     fields = fields_of(config, family)
     output = output_name(family)
-    if not fields["tie_word_embeddings"]:  # nothing is tied there, not even what is here
+    if not fields["tie_word_embeddings"]:  # transformers then ties no parameters, so write a copy of each tied one
         found.setdefault(DECODER, found[ENCODER])
         found.setdefault(output, found[DECODER])
         if family not in ("marian", "fsmt"):
@@ -317,29 +323,29 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
         found[SHARED] = found.pop(ENCODER)
     elif family == "fsmt":
         found[DECODER] = found.pop(ENCODER)
-    if family in ("pegasus", "fsmt"):  # which load their tables
+    if family in ("pegasus", "fsmt"):  # these classes load their position tables instead of computing them
         found |= dict.fromkeys(POSITIONS, _positions(config))
     kinds = {array.dtype.name for array in found.values()}
     fields["dtype"] = kinds.pop() if len(kinds) == 1 else "float32"
     generation, notes = write_search(model.search, config)
     if config.dropout.embedding != config.dropout.residual:
-        notes.append("Hugging Face has one rate for embedding and residual dropout: the residual one is written")
+        notes.append("transformers uses one rate for embedding and residual dropout: the residual rate is written")
     folder.mkdir(parents=True, exist_ok=True)
     tensors.write(folder / "model.safetensors", found)
     for name, content in ((CONFIG, fields), (GENERATION, generation)):
         (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
     vocabulary = model.vocabulary
-    if isinstance(vocabulary, JointVocabulary):  # of `parity train`
+    if isinstance(vocabulary, JointVocabulary):  # the kind that `parity train` builds
         vocabulary = as_marian(vocabulary) if family == "marian" else None
         if vocabulary is None:
-            notes.append(f"no vocabulary: the tokenizers of {family} cannot read the one of `parity train`")
+            notes.append(f"no vocabulary: {family} tokenizers do not support vocabularies of `parity train`")
     for file, stored in (vocabulary.files() if vocabulary else {}).items():
         (folder / file).write_bytes(stored)
     return tuple(notes)
 
 
 def _positions(config: TransformerConfig) -> ndarray:
-    """Return the table of sinusoids that a class loads."""
+    """Return the sinusoidal position table that a class loads."""
     rows = config.max_length + config.position_offset
     table = sinusoidal_encoding(rows, config.d_model, config.position_layout, config.position_timescale)
     if config.position_offset:

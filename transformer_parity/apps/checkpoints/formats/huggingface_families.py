@@ -1,4 +1,4 @@
-"""The families of Hugging Face's models that are points of our space: their presets, and what config.json leaves out.
+"""Hugging Face's model families that this project supports, with their presets and the defaults of config.json.
 
 Source: configuration_*.py and modeling_*.py of transformers 5.23.
 """
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from transformer_spec.config import TransformerConfig
 
-# What the classes take for granted where config.json says nothing: first all of them, then each.
+# Values of fields that are missing in config.json. Each family below overrides some of them.
 DEFAULTS: dict[str, Any] = {
     **{"d_model": 1024, "max_position_embeddings": 1024, "activation_function": "gelu", "scale_embedding": False},
     **{"encoder_layers": 12, "encoder_attention_heads": 16, "encoder_ffn_dim": 4096},
@@ -23,14 +23,15 @@ IN_FAIRSEQ = {"bos_token_id": 0, "decoder_start_token_id": 2}
 
 
 class Family(NamedTuple):
-    """What a family computes, whatever its config.json says, and what that says if it says nothing.
+    """A model family: conventions that its config.json cannot change, and defaults of config.json.
 
     Attributes:
-        preset: The name of our preset.
-        title: How the classes' names begin.
-        defaults: Where they differ from ``DEFAULTS``.
-        flags: What older releases wrote into config.json; no release since reads it.
-        behind_padding: Whether positions start behind the padding id.
+        preset: Name of the preset in this project.
+        title: Prefix of the names of the family's classes.
+        defaults: Defaults that differ from ``DEFAULTS``.
+        flags: Flags that older releases wrote to config.json, with the values that the current classes use. The current
+            classes do not read these flags.
+        behind_padding: Whether the position IDs start after the padding ID.
     """
 
     preset: str
@@ -41,13 +42,13 @@ class Family(NamedTuple):
 
     @property
     def classes(self) -> list[str]:
-        """The model that writes text, and the one without an output projection, as some checkpoints are saved."""
+        """Names of the class with an output projection and of the base class, from which some models were saved."""
         kind = "MTModel" if self.title == "Marian" else "ForConditionalGeneration"
         return [self.title + kind, f"{self.title}Model"]
 
 
 def _flags(before: bool, embedding: bool, final: bool, static: bool) -> dict[str, bool]:
-    """Return the flags of releases before 4."""
+    """Return the flags of releases before version 4."""
     names = ("normalize_before", "normalize_embedding", "add_final_layer_norm", "static_position_embeddings")
     return dict(zip(names, (before, embedding, final, static), strict=True))
 
@@ -125,26 +126,27 @@ FAMILIES = {
     ),
 }
 
-_T5 = "has relative positions, a norm without means or biases, and no scale in its attention"
-_SPARSE = "has sparse attention"
-_SPEECH = "reads sound, through convolutions in front of its encoder"
+_T5 = "uses relative positions, RMSNorm and unscaled attention"
+_SPARSE = "uses sparse attention"
+_SPEECH = "reads audio, using convolutions before its encoder"
+_MULTIMODAL = "combines a text model with speech models: a dense NLLB model belongs to the family m2m_100"
 OUT_OF_SCOPE = {
     **dict.fromkeys(("t5", "mt5", "byt5", "umt5", "switch_transformers", "longt5"), _T5),
     **dict.fromkeys(("whisper", "speech_to_text", "speecht5", "moonshine"), _SPEECH),
     **dict.fromkeys(("led", "bigbird_pegasus", "pegasus_x"), _SPARSE),
-    "blenderbot-small": "has the norm of its decoder's embeddings before the positions are added",
-    "nllb-moe": "has experts in the place of feed-forward blocks: a dense NLLB model is of the family m2m_100",
-    "seamless_m4t": "joins a text model to models of speech: a dense NLLB model is of the family m2m_100",
-    "seamless_m4t_v2": "joins a text model to models of speech: a dense NLLB model is of the family m2m_100",
-    "prophetnet": "predicts several next tokens at once",
-    "mvp": "is BART with prompts in its layers",
-    "encoder-decoder": "joins two models of other kinds",
-    "vision-encoder-decoder": "reads pictures",
+    "blenderbot-small": "normalizes the decoder's embeddings before it adds the positions",
+    "nllb-moe": "uses a mixture of experts: a dense NLLB model belongs to the family m2m_100",
+    "seamless_m4t": _MULTIMODAL,
+    "seamless_m4t_v2": _MULTIMODAL,
+    "prophetnet": "predicts multiple tokens at once",
+    "mvp": "adds prompts to the layers of BART",
+    "encoder-decoder": "combines an encoder and a decoder of arbitrary models",
+    "vision-encoder-decoder": "reads images",
     "speech-encoder-decoder": _SPEECH,
 }
-NOT_DENSE = ("quantization_config", "peft_type", "adapter_config")  # entries of config.json
+NOT_DENSE = ("quantization_config", "peft_type", "adapter_config")  # entries of config.json that are not supported
 
-ACTIVATIONS = {  # Hugging Face's names for ours, and ours for theirs
+ACTIVATIONS = {  # this project's name of each activation, by its name in transformers
     **{"relu": "relu", "gelu": "gelu", "gelu_python": "gelu", "swish": "swish", "silu": "swish"},
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_tanh"),
 }
@@ -152,30 +154,33 @@ WRITTEN_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new", 
 
 
 def family_of(fields: Mapping[str, Any]) -> str:
-    """Return the family that a config.json names.
+    """Return the model family specified in a config.json.
 
     Raises:
-        ValueError: There is none, or none that this project can express; the message says why.
+        ValueError: If no family is specified, or this project does not support it. The message gives the reason.
     """
     name = fields.get("model_type")
     known = f"one of {', '.join(FAMILIES)}"
     if not isinstance(name, str):
-        raise ValueError(f"config.json must name its model_type, {known}: got {name!r}")
+        raise ValueError(f"model_type in config.json must be {known}: got {name!r}")
     for entry in NOT_DENSE:
         if fields.get(entry):
-            raise ValueError(f"config.json has a {entry}: merge or dequantize the weights first, to float32 or float16")
+            raise ValueError(
+                f"config.json must not contain {entry}: first merge the adapter into the model, or dequantize the "
+                "weights to float32 or float16"
+            )
     if name not in FAMILIES:
-        reason = OUT_OF_SCOPE.get(name, "is none of the families that can be imported")
-        raise ValueError(f"a {name} model {reason}: needed is {known}")
+        reason = f", which {OUT_OF_SCOPE[name]}" if name in OUT_OF_SCOPE else ""
+        raise ValueError(f"model_type in config.json must be {known}: got {name}{reason}")
     classes = FAMILIES[name].classes
     found = fields.get("architectures") or classes[:1]
     if not isinstance(found, list) or found[0] not in classes:
-        raise ValueError(f"architectures must name a model that writes text, {' or '.join(classes)}: got {found!r:.80}")
+        raise ValueError(f"architectures in config.json must be {' or '.join(classes)}: got {found!r:.80}")
     return name
 
 
 def filled_in(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config.json with the defaults of its family where it has none."""
+    """Return the fields of a config.json, including the defaults of its family for missing fields."""
     return {**DEFAULTS, **FAMILIES[name].defaults, **fields}
 
 
@@ -183,14 +188,14 @@ def config_of(name: str, fields: Mapping[str, Any], tie_embeddings: str, rows: i
     """Return the config of a model.
 
     Args:
-        name: Its family.
-        fields: Its config.json, with the defaults filled in.
-        tie_embeddings: As its tensors have it.
-        rows: Of its table of learned positions.
+        name: Family of the model.
+        fields: Content of config.json, with the defaults filled in.
+        tie_embeddings: Value of ``tie_embeddings``, determined from the tensors.
+        rows: Number of rows of the learned position table, or None if the positions are sinusoidal.
 
     Raises:
-        ValueError: A field has a value that this project cannot express, or none that describes a model.
-        TypeError: A field has the wrong type.
+        ValueError: If a field has an invalid or unsupported value.
+        TypeError: If a field has the wrong type.
     """
     family = FAMILIES[name]
     activation = fields["activation_function"]
@@ -230,20 +235,20 @@ def config_of(name: str, fields: Mapping[str, Any], tie_embeddings: str, rows: i
 
 
 def one_id(ids: Any) -> Any:
-    """Return the one id of a list, or what is no list.
+    """Return the only ID of a list. A value that is not a list is returned unchanged.
 
     Raises:
-        ValueError: There are several.
+        ValueError: If the list does not contain exactly one ID.
     """
     if isinstance(ids, list):
         if len(ids) != 1:
-            raise ValueError(f"eos_token_id must be one id: got {ids!r:.60}")
+            raise ValueError(f"eos_token_id must be a single ID: got {ids!r:.60}")
         return ids[0]
     return ids
 
 
 def fields_of(config: TransformerConfig, name: str) -> dict[str, Any]:
-    """Return what stands in the config.json of a model."""
+    """Return the content of a model's config.json."""
     tied, decoder = config.tie_embeddings, config.in_decoder
     behind = config.position_offset if config.position_encoding == "learned" else 0
     fields: dict[str, Any] = {

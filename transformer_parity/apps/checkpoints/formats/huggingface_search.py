@@ -1,4 +1,4 @@
-"""The settings of Hugging Face's ``generate`` as a search of ours, and back."""
+"""Conversion between the settings of Hugging Face's ``generate`` and a ``Search``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 from transformer_spec.search_rules import SearchRules
 
-NEW_TOKENS = 20  # where no maximum length is given (transformers 5)
-# What changes a search in a way that no rule has, and the values with which it does not.
+NEW_TOKENS = 20  # maximum number of new tokens if no maximum length is specified (transformers 5)
+# Settings that have no equivalent in this project, and the values with which they have no effect.
 UNKNOWN: Mapping[str, tuple[Any, ...]] = {
     "do_sample": (None, False),
     "num_beam_groups": (None, 1),
@@ -28,20 +28,23 @@ UNKNOWN: Mapping[str, tuple[Any, ...]] = {
     "remove_invalid_values": (None, False),
 }
 INTEGERS = ("num_beams", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "no_repeat_ngram_size")
-STOPS = {None: "current", False: "current", True: "first", "never": "attainable"}  # by early_stopping
-LONGEST = 512  # tokens, the start symbol included: what is written for a search whose limit follows the source
+STOPS = {None: "current", False: "current", True: "first", "never": "attainable"}  # stop rule by early_stopping
+LONGEST = 512  # max_length to write if the search limits the length relative to the source; includes the BOS token
 
 
 def read_search(fields: Mapping[str, Any], config: TransformerConfig) -> tuple[Search, list[str]]:
-    """Return the search that a generation_config.json asks for, and what of it has no place here and is left out.
+    """Return the search settings in a generation_config.json, ignoring settings that are not supported.
 
     Args:
-        fields: What stands there; or in config.json, where older checkpoints have it.
-        config: The model.
+        fields: Content of generation_config.json or, for older checkpoints, of config.json.
+        config: Config of the model.
+
+    Returns:
+        The search, and one sentence for each ignored setting.
 
     Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: A setting makes no sense.
+        TypeError: If a setting has the wrong type.
+        ValueError: If a setting has an invalid value.
     """
     left_out = {name for name, usual in UNKNOWN.items() if fields.get(name) not in usual}
     if fields.get("forced_eos_token_id") not in (None, config.eos_id, [config.eos_id]):
@@ -53,11 +56,11 @@ def read_search(fields: Mapping[str, Any], config: TransformerConfig) -> tuple[S
     if isinstance(penalty, int | float) and penalty < 0:
         left_out.add("length_penalty")
     notes = [
-        f"{name} of generate is {fields[name]!r:.60}: no search here has that, and it is left out"
+        f"{name} is {fields[name]!r:.60} in the generation config: this setting is not supported and is ignored"
         for name in sorted(left_out)
     ]
     if fields.get("max_length") is None and fields.get("max_new_tokens") is None:
-        notes.append(f"no maximum length is given: generate stops after {NEW_TOKENS} tokens, and so does this search")
+        notes.append(f"no maximum length is specified: translations end after {NEW_TOKENS} tokens, as in transformers")
     search = generation_search({name: value for name, value in fields.items() if name not in left_out}, config)
     if search.start_id == config.bos_id:
         search = replace(search, start_id=None)
@@ -66,26 +69,26 @@ def read_search(fields: Mapping[str, Any], config: TransformerConfig) -> tuple[S
 
 
 def generation_search(fields: Mapping[str, Any], config: TransformerConfig) -> Search:
-    """Return the search of a model from the fields of its ``generation_config.json``, or of an old ``config.json``.
+    """Convert the fields of a ``generation_config.json``, or of an old ``config.json``, to a search.
 
-    Lengths are counted otherwise there. ``max_length`` and ``min_length`` count the start symbol, so that a
-    ``max_length`` of 512 is 511 here; and ``min_length`` is the first length at which the end symbol is allowed, as
-    here. Nothing else changes: the length penalty counts the end symbol, and a forced first token.
+    Hugging Face's ``max_length`` includes the BOS token, so a ``max_length`` of 512 becomes 511. ``min_length`` is not
+    converted: it counts BOS but not EOS in transformers, and EOS but not BOS in this project. The length penalty is not
+    converted either, because both count the EOS token and a forced first token.
 
     Args:
-        fields: What the file holds; what does not concern a search is ignored.
-        config: Of the model.
+        fields: Content of the file. Fields that do not affect the search are ignored.
+        config: Config of the model.
 
     Raises:
-        TypeError: A setting has the wrong type.
-        ValueError: A setting that no rule has, such as ``repetition_penalty``, or one that contradicts the config.
+        TypeError: If a setting has the wrong type.
+        ValueError: If a setting has no equivalent, such as ``repetition_penalty``, or contradicts the config.
     """
     for name, usual in UNKNOWN.items():
         if fields.get(name) not in usual:
-            raise ValueError(f"{name} of a generation config cannot be followed: got {fields[name]!r}")
+            raise ValueError(f"{name} in a generation config is not supported: got {fields[name]!r}")
     for name in ("eos_token_id", "forced_eos_token_id"):
         if fields.get(name) is not None and _ids(fields[name]) != [config.eos_id]:
-            raise ValueError(f"{name} must be the model's end symbol, {config.eos_id}: got {fields[name]!r}")
+            raise ValueError(f"{name} must be the model's EOS token, {config.eos_id}: got {fields[name]!r}")
     for name in INTEGERS:
         if fields.get(name) is not None:
             check_integer(name, fields[name], minimum=0)
@@ -112,7 +115,7 @@ def generation_search(fields: Mapping[str, Any], config: TransformerConfig) -> S
         max_length=_max_length(fields, config),
         num_hypotheses=min(
             fields.get("num_return_sequences") or 1, beams
-        ),  # more are sampled, and no search here samples
+        ),  # more sequences than beams require sampling, which is not supported
         length_penalty_kind="power",
         min_length=_min_length(fields),
         start_id=fields.get("decoder_start_token_id"),
@@ -121,12 +124,12 @@ def generation_search(fields: Mapping[str, Any], config: TransformerConfig) -> S
 
 
 def _ids(value: Any) -> list[Any]:
-    """Return one id, a list of them, or none, as a list."""
+    """Return an ID, a list of IDs or None as a list of IDs."""
     return [] if value is None else list(value) if isinstance(value, Sequence) else [value]
 
 
 def _banned(fields: Mapping[str, Any], config: TransformerConfig) -> list[Any]:
-    """Return the ids that are never written, without padding, which no search of ours writes."""
+    """Return the IDs that must not be generated. Padding is omitted because the search never generates it."""
     words = [_ids(word) for word in fields.get("bad_words_ids") or []]
     if long := [word for word in words if len(word) != 1]:
         raise ValueError(f"bad_words_ids must be single tokens: got {long[0]}")
@@ -141,21 +144,21 @@ def _max_length(fields: Mapping[str, Any], config: TransformerConfig) -> int:
 
 
 def _min_length(fields: Mapping[str, Any]) -> int:
-    """Return the fewest tokens with the end symbol, which ``min_new_tokens`` does not count."""
+    """Return the minimum number of tokens including EOS, which ``min_new_tokens`` excludes."""
     new = fields.get("min_new_tokens")
     return max(fields.get("min_length") or 1, 1) if new is None else new + 1
 
 
 def write_search(search: Search, config: TransformerConfig) -> tuple[dict[str, Any], list[str]]:
-    """Return what stands in a generation_config.json, and what of a search cannot be said there."""
+    """Return the content of a generation_config.json, and one sentence for each setting that it cannot express."""
     rules, notes = search.rules, []
     beams = search.beam_size or 1
     if beams > 1 and (search.length_penalty_kind != "power" or rules.pool != "beam"):
-        notes.append("the search is not one of Hugging Face's: generate finds other translations with a beam")
+        notes.append("generate has different search rules: with a beam, its translations may differ")
     if unsaid := [name for name in ("score_forced", "beam_shrinks") if getattr(rules, name)]:
-        notes.append(f"generate has no {', '.join(unsaid)}: it is left out")
+        notes.append(f"generate does not support {', '.join(unsaid)}: not written")
     if rules.at_limit == "scored":
-        notes.append("generate ends a translation at its limit for nothing, and not with the end symbol's own score")
+        notes.append("generate does not add the score of EOS to translations that reach the maximum length")
     longest = LONGEST if search.max_length is None else search.max_length + 1
     fields = {
         "num_beams": beams,
@@ -170,9 +173,9 @@ def write_search(search: Search, config: TransformerConfig) -> tuple[dict[str, A
         "eos_token_id": config.eos_id,
         "decoder_start_token_id": config.bos_id if search.start_id is None else search.start_id,
     }
-    if beams > 1:  # transformers warns where one beam has them
+    if beams > 1:  # transformers warns if these settings are present for greedy search
         fields["length_penalty"] = search.length_penalty
         fields["early_stopping"] = {stop: early for early, stop in STOPS.items() if early is not None}[rules.stop]
     if len(rules.forced_ids) > 1:
-        notes.append(f"generate forces one first token: of {list(rules.forced_ids)}, the first is kept")
+        notes.append(f"generate can force only one token: only the first of {list(rules.forced_ids)} is written")
     return fields, notes

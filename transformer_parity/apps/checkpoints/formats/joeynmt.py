@@ -1,4 +1,4 @@
-"""JoeyNMT's ``.ckpt``, with ``config.yaml`` beside it. Needs PyYAML.
+"""JoeyNMT's ``.ckpt`` checkpoints, with ``config.yaml`` in the same directory. Requires PyYAML.
 
 Source: JoeyNMT 2.3.0, joeynmt/model.py, encoders.py, decoders.py and transformer_layers.py.
 """
@@ -21,7 +21,7 @@ from transformer_spec.search import Search
 
 SETTINGS = "config.yaml"
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "swish"}
-IDS = {"pad_id": 1, "bos_id": 2, "eos_id": 3}  # where the settings say nothing
+IDS = {"pad_id": 1, "bos_id": 2, "eos_id": 3}  # special IDs if the settings do not specify them
 POSITIONS = ("encoder.pe.pe", "decoder.pe.pe")
 _BLOCKS = {
     "encoder.layers.{i}.self_attention": "encoder.layers.{i}.src_src_att",
@@ -62,7 +62,7 @@ TIED = {
 
 
 def recognises(path: Path) -> bool:
-    """Return whether a path is a checkpoint with settings beside it, by their names."""
+    """Return whether the path ends like a checkpoint and its directory contains the settings."""
     return path.is_file() and path.suffix == ".ckpt" and has(path.parent, SETTINGS)
 
 
@@ -70,8 +70,9 @@ def read(path: Path, options: ReadOptions) -> Imported:
     """Read a model from a checkpoint and its settings.
 
     Raises:
-        OSError: A file is missing, or cannot be read.
-        ValueError: A file is damaged or refused, its settings describe another model, or its tensors do not fit them.
+        OSError: If a file is missing or cannot be read.
+        ValueError: If a file is damaged or contains code, the model is not supported, or the tensors do not match the
+            settings.
     """
     from transformer_parity.apps.containers import yaml
 
@@ -90,15 +91,15 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
 
 def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> TransformerConfig:
-    """Return the config: sizes and ties are those of the tensors.
+    """Return the config of a model. The tensors determine sizes and tied embeddings.
 
     Raises:
-        ValueError: The settings describe a model that is not here, or a tensor that determines a size is missing.
+        ValueError: If the model is not supported, or a tensor that determines a size is missing.
     """
     model = settings.get("model")
     stacks: list[Any] = [model.get(stack) for stack in ("encoder", "decoder")] if isinstance(model, dict) else [None]
     if not all(isinstance(stack, dict) and isinstance(stack.get("embeddings"), dict) for stack in stacks):
-        raise ValueError(f"{SETTINGS} must have model.encoder and model.decoder, with embeddings each")
+        raise ValueError(f"{SETTINGS} must contain model.encoder.embeddings and model.decoder.embeddings")
     for name, default in (("type", "recurrent"), ("alpha", 1.0)):
         needed = {"type": "transformer", "alpha": 1.0}[name]
         if wrong := [stack.get(name, default) for stack in stacks if stack.get(name, default) != needed]:
@@ -106,7 +107,7 @@ def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> Tr
     order = _agreed("layer_norm", [stack.get("layer_norm") for stack in stacks])
     final = "encoder.layer_norm.weight" in tensors
     if order is None and final:
-        order = "pre"  # of version 1, which has nothing else
+        order = "pre"  # version 1 supports only this order, and has no setting for it
     if order not in ("pre", "post"):
         raise ValueError(f"layer_norm in {SETTINGS} must be 'pre' or 'post' in both stacks: got {order!r}")
     activation = _agreed("activation", [stack.get("activation", "relu") for stack in stacks])
@@ -143,5 +144,7 @@ def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> Tr
 
 def _agreed(name: str, both: list[Any]) -> Any:
     if both[0] != both[1]:
-        raise ValueError(f"{name} in {SETTINGS} must be one in encoder and decoder: got {both[0]!r} and {both[1]!r}")
+        raise ValueError(
+            f"{name} in {SETTINGS} must be the same in encoder and decoder: got {both[0]!r} and {both[1]!r}"
+        )
     return both[0]

@@ -1,7 +1,7 @@
-"""A Keras model of keras_hub's layers: ``.weights.h5``, or ``.keras`` with the model's own description. Needs h5py.
+"""Keras models with keras_hub layers: ``.weights.h5``, or ``.keras`` with a description of the model. Requires h5py.
 
-Layers are numbered by their class, in the order of ``model.layers``: in a functional model the source's embedding,
-which is further away from the output, comes before the target's. Kernels keep heads as an axis of their own.
+Keras numbers the layers of each class in the order of ``model.layers``. In a functional model, the source embedding
+precedes the target embedding because it is farther from the output. Attention kernels have a separate axis for heads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 
 WEIGHTS, DESCRIPTION = "model.weights.h5", "config.json"
-LARGEST = 2**24  # bytes of a description
+LARGEST = 2**24  # maximum size of a model's description in bytes
 ASKED = ("pad_id", "bos_id", "eos_id")
 ASKED_OF_WEIGHTS = ("norm_order", "activation", "layer_norm_epsilon")
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "swish", "swish": "swish"}
@@ -57,17 +57,18 @@ _PARTS = (
 
 
 def recognises(path: Path) -> bool:
-    """Return whether a file is one of Keras', by its ending."""
+    """Return whether the file name ends like a Keras file."""
     return path.is_file() and path.name.endswith((".weights.h5", ".keras"))
 
 
 def read(path: Path, options: ReadOptions) -> Imported:
-    """Read a model from weights, or from weights and description.
+    """Read a model from a weight file, or from an archive that also contains a description of the model.
 
     Raises:
-        OSError: A file cannot be read.
-        TypeError: A field that is given has the wrong type.
-        ValueError: The file is damaged or refused, holds another model, or a value is not given that no file contains.
+        OSError: If a file cannot be read.
+        TypeError: If a field that the user specified has the wrong type.
+        ValueError: If the file is damaged, the model is not supported, or the user has not specified a value that the
+            file does not contain.
     """
     from transformer_parity.apps.containers import hdf5
 
@@ -89,7 +90,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
         search=Search(),
         origin=Origin(format="keras", family="keras_hub", preset="keras_hub", files=sha256_of([path, *options.vocab])),
         notes=(
-            "the first of two embeddings is taken for the source's, as a functional model has it",
+            "the first of the two embeddings is used for the source, which is the order in a functional model",
             *said_notes(said, said),
         ),
     )
@@ -104,17 +105,19 @@ def _open(path: Path) -> tuple[Any, bytes]:
             sizes = {member.filename: member.file_size for member in members}
             for name, most in ((DESCRIPTION, LARGEST), (WEIGHTS, path.stat().st_size)):
                 if not 0 < sizes.get(name, 0) <= most:
-                    raise ValueError(f"it must hold {name}, of at most {most:,} bytes: got {sizes.get(name, 0):,}")
+                    raise ValueError(
+                        f"{name} must exist and have at most {most:,} bytes: got {sizes.get(name, 0):,} bytes"
+                    )
             return json.loads(archive.read(DESCRIPTION)), archive.read(WEIGHTS)
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{path} is not a usable .keras file: {error}") from error
+        raise ValueError(f"{path} is not a valid .keras file: {error}") from error
 
 
 def fields_of(content: Any) -> dict[str, Any]:
-    """Return the fields that a model's description says, and refuse what is not a Transformer of these layers.
+    """Return the config fields in a model's description.
 
     Raises:
-        ValueError: See above; the message names the layer.
+        ValueError: If the model contains unsupported layers or settings. The message names them.
     """
     layers = content.get("config", {}).get("layers", []) if isinstance(content, dict) else []
     found: dict[str, list[dict[str, Any]]] = {}
@@ -128,10 +131,13 @@ def fields_of(content: Any) -> dict[str, Any]:
         "TransformerDecoder": 0,
     }
     if other := sorted(set(found) - set(known)) or [name for name in known if name not in found]:
-        raise ValueError(f"{DESCRIPTION} must describe {', '.join(known)}, and nothing else: see {', '.join(other)}")
+        raise ValueError(
+            f"{DESCRIPTION} must contain the layers {', '.join(known)} and no others: "
+            f"missing or unexpected {', '.join(other)}"
+        )
     for name, count in known.items():
         if count and len(found[name]) != count:
-            raise ValueError(f"{DESCRIPTION} must describe {count} of {name}: got {len(found[name])}")
+            raise ValueError(f"{DESCRIPTION} must contain {count} {name} layers: got {len(found[name])}")
     stacks = [*found["TransformerEncoder"], *found["TransformerDecoder"]]
     said = {
         key: {str(layer.get(key)) for layer in stacks}
@@ -139,7 +145,9 @@ def fields_of(content: Any) -> dict[str, Any]:
     }
     for key, values in said.items():
         if len(values) > 1:
-            raise ValueError(f"all layers in {DESCRIPTION} must have one {key}: got {' and '.join(sorted(values))}")
+            raise ValueError(
+                f"all layers in {DESCRIPTION} must have the same {key}: got {' and '.join(sorted(values))}"
+            )
     first = stacks[0]
     if first.get("activation") not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}: got {first.get('activation')!r}")
@@ -151,7 +159,7 @@ def fields_of(content: Any) -> dict[str, Any]:
 
 
 def rows(config: TransformerConfig) -> list[Row]:
-    """Return the table of names: the first layer of a stack has no number."""
+    """Return the table of names. The name of the first layer of a stack has no number."""
     depths = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
     return NAMES + [
         Row(f"{stack}.layers.{i}.{ours}.{kind}", f"layers/transformer_{stack}{f'_{i}' * (i > 0)}/{theirs}/vars/{j}")
@@ -163,7 +171,7 @@ def rows(config: TransformerConfig) -> list[Row]:
 
 
 def _flat(tensors: Mapping[str, ndarray]) -> tuple[dict[str, ndarray], int]:
-    """Return the tensors with heads side by side, and how many there are."""
+    """Merge the head axis of attention kernels into the feature axis. Also return the number of heads."""
     flat, heads = dict(tensors), 0
     for name, array in tensors.items():
         layer, _, number = name.rpartition("/vars/")
@@ -177,11 +185,11 @@ def _flat(tensors: Mapping[str, ndarray]) -> tuple[dict[str, ndarray], int]:
 
 
 def config_of(tensors: Mapping[str, ndarray], said: Mapping[str, Any]) -> TransformerConfig:
-    """Return the config that the tensors have, with what else is given of it.
+    """Return the config, combining the sizes of the tensors with the fields that are described or specified.
 
     Raises:
-        TypeError: A field that is given has the wrong type.
-        ValueError: A tensor that determines a size is missing, or what is given describes no model.
+        TypeError: If a field has the wrong type.
+        ValueError: If a tensor that determines a size is missing, or the config is invalid.
     """
     tables = [matrix(tensors, NAMES[j].foreign) for j in range(3)]
     shown = {

@@ -1,7 +1,8 @@
-"""Marian's ``.npz``, read as Marian computes it: ``marian_cpp``. Needs PyYAML.
+"""Marian's ``.npz`` files, which use the conventions of the preset ``marian_cpp``. Requires PyYAML.
 
-All matrices are [in, out] and all vectors [1, n]. The file holds its own settings, as YAML in an array of bytes. Marian
-has no padding symbol and starts from a vector of zeros: a row of zeros is appended, which is both.
+All matrices have shape [in, out] and all vectors [1, n]. The file contains its settings as YAML in a byte array. Marian
+has no padding token, and its decoder starts from a vector of zeros. The import therefore appends a row of zeros, which
+serves as padding and BOS token.
 
 Source: marian-nmt/marian-dev at c9f287db, src/models/transformer.h, src/layers/output.cpp and embedding.cpp.
 """
@@ -54,16 +55,16 @@ FEED_FORWARD = {"inner": "1", "output": "2"}
 
 
 def recognises(path: Path) -> bool:
-    """Return whether a path is one of Marian's, by its ending."""
+    """Return whether the file name ends like a Marian model."""
     return path.is_file() and path.suffix == ".npz"
 
 
 def read(path: Path, options: ReadOptions) -> Imported:
-    """Read a model from a ``.npz``, with the search that ``<name>.decoder.yml`` beside it asks for.
+    """Read a model from a ``.npz`` file, and its search settings from ``<name>.decoder.yml`` in the same directory.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: The file is damaged, its settings describe another model, or its tensors do not fit them.
+        OSError: If a file cannot be read.
+        ValueError: If the file is damaged, the model is not supported, or the tensors do not match the settings.
     """
     tensors = npz.read(path)
     settings = read_settings(tensors)
@@ -93,9 +94,9 @@ def rows(config: TransformerConfig, shared: bool, transposed: bool = False) -> l
     """Return the table of names.
 
     Args:
-        config: The model.
-        shared: Source and target have one table.
-        transposed: A matrix in front of the logits is [V, d_model], as newer versions have it.
+        config: Config of the model.
+        shared: Whether source and target share one embedding matrix.
+        transposed: Whether the output projection has shape [V, d_model], as in newer versions of Marian.
     """
     suffix = "_pre" if config.norm_order == "pre" else ""
     found = [
@@ -125,14 +126,14 @@ def _linear(path: str, prefix: str, names: Mapping[str, str]) -> list[Row]:
 
 
 def write(model: Imported, folder: Path) -> tuple[str, ...]:
-    """Write ``model.npz`` with its options, ``model.npz.decoder.yml`` and vocabularies: what ``marian-decoder`` reads.
+    """Write the files that ``marian-decoder`` reads: ``model.npz``, ``model.npz.decoder.yml`` and the vocabularies.
 
     Returns:
-        One sentence if the vocabulary is none of Marian's, and is not written.
+        One sentence if the vocabulary is not written because Marian does not support its kind.
 
     Raises:
-        OSError: A file cannot be written.
-        ValueError: Marian does not compute such a model; the message says why.
+        OSError: If a file cannot be written.
+        ValueError: If Marian does not support the model. The message gives the reason.
     """
     from transformer_parity.apps.containers import yaml
 
@@ -140,7 +141,10 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
     check_expressible(model.config, {**EXPRESSIBLE, **positions}, "Marian")
     if target_table(model.weights)[model.config.bos_id].any():
         bos_id = model.config.bos_id
-        raise ValueError(f"Marian starts from a vector of zeros: the row of bos_id {bos_id} has other numbers")
+        raise ValueError(
+            f"the target embedding of bos_id, {bos_id}, must be zero because Marian starts from a vector of zeros: "
+            "got nonzero values"
+        )
     config, weights = strip_padding(model.config, model.weights)
     shared = config.tie_embeddings == "all" or (
         config.tie_embeddings == "none" and same(weights["source_embedding.table"], target_table(weights))
@@ -159,11 +163,15 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
         "word-penalty": 0,
     }
     (folder / "model.npz.decoder.yml").write_text(yaml.write(decoder), "utf-8")
-    return () if decoder["vocabs"] else ("the vocabulary is not Marian's and is not written: decoder.yml names none",)
+    said = "the vocabulary is not written because Marian does not support its kind: add yours to model.npz.decoder.yml"
+    return () if decoder["vocabs"] else (said,)
 
 
 def _write_vocabulary(model: Imported, folder: Path) -> list[str]:
-    """Write the files of a vocabulary of Marian's; return those that number the source and the target."""
+    """Write the vocabulary files, and return the names of those that Marian loads for source and target.
+
+    If Marian does not support the kind of vocabulary, no files are written and the list is empty.
+    """
     if not isinstance(model.vocabulary, MarianVocabulary):
         return []
     files = {name: data for name, data in model.vocabulary.files().items() if not name.startswith("tokenizer")}

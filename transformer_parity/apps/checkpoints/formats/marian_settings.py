@@ -1,4 +1,4 @@
-"""Marian's options, as its files hold them: which model they describe, and those of a model that is written."""
+"""Conversion between a config and the options that Marian stores in its model files."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ from transformer_spec.search_rules import SearchRules
 SETTINGS = "special:model.yml"
 EOS_ID, UNK_ID = 0, 1  # Word::DEFAULT_EOS_ID and DEFAULT_UNK_ID
 
-# Options for which there is one value here, and what else a model would be. What an old file does not have is meant so.
+# Supported values of options, and the reason for the restriction. Old files may lack an option, which means that the
+# model does not use the feature.
 NEEDED: dict[str, tuple[tuple[object, ...], str]] = {
-    "type": (("transformer",), "only transformers are read"),
-    "transformer-decoder-autoreg": (("self-attention",), "decoders with SSRU (rnn) or average attention are others"),
-    "transformer-ffn-activation": (("swish", "relu"), "Marian's gelu is x * sigmoid(1.702 x), which no field names"),
-    "transformer-ffn-depth": ((2,), "a feed-forward block has two layers here"),
-    "transformer-decoder-ffn-depth": ((0, 2), "a feed-forward block has two layers here"),
-    "transformer-no-projection": ((False,), "attention has an output projection here"),
-    "transformer-tied-layers": (([],), "layers share no weights here"),
-    "transformer-pool": ((False,), "a decoder attends to the whole memory here"),
-    "transformer-no-bias": ((False,), "Marian's layers have biases here"),
-    "transformer-no-affine": ((False,), "a norm has a scale and a bias here"),
-    "transformer-attention-mask": (("default",), "there are no slopes on the attention (ALiBi) here"),
-    "transformer-disable-position-embeddings": ((False,), "a model has positions here"),
-    "transformer-postprocess-top": (("", "n", "d", "dn", "nd"), "a final norm is all that may follow a stack here"),
-    "transformer-postprocess-emb": (("", "n", "d", "dn", "nd"), "a norm is all that may follow the embedding here"),
-    "lemma-dim-emb": ((0,), "factored vocabularies are not read"),
-    "ulr": ((False,), "universal language representations are not read"),
-    "right-left": ((False,), "the target is written from left to right here"),
+    "type": (("transformer",), "only Transformers are supported"),
+    "transformer-decoder-autoreg": (("self-attention",), "SSRU (rnn) and average attention are not supported"),
+    "transformer-ffn-activation": (("swish", "relu"), "Marian's gelu, x * sigmoid(1.702 x), is not supported"),
+    "transformer-ffn-depth": ((2,), "a feed-forward block must have two layers"),
+    "transformer-decoder-ffn-depth": ((0, 2), "a feed-forward block must have two layers"),
+    "transformer-no-projection": ((False,), "attention without an output projection is not supported"),
+    "transformer-tied-layers": (([],), "layers that share weights are not supported"),
+    "transformer-pool": ((False,), "pooling of the encoder memory is not supported"),
+    "transformer-no-bias": ((False,), "layers without biases are not supported"),
+    "transformer-no-affine": ((False,), "layer norms without scale and bias are not supported"),
+    "transformer-attention-mask": (("default",), "linear attention biases (ALiBi) are not supported"),
+    "transformer-disable-position-embeddings": ((False,), "models without positions are not supported"),
+    "transformer-postprocess-top": (("", "n", "d", "dn", "nd"), "only a final norm may follow a stack"),
+    "transformer-postprocess-emb": (("", "n", "d", "dn", "nd"), "only a norm may follow the embedding"),
+    "lemma-dim-emb": ((0,), "factored vocabularies are not supported"),
+    "ulr": ((False,), "universal language representations are not supported"),
+    "right-left": ((False,), "generation from right to left is not supported"),
 }
-ORDERS = {("", "an"): "post", ("n", "a"): "pre"}  # by --transformer-preprocess and -postprocess, without dropout
+# Order of the norms by --transformer-preprocess and --transformer-postprocess, with the dropout operations removed.
+ORDERS = {("", "an"): "post", ("n", "a"): "pre"}
 
-# What else Marian saves with a model; its programs stop where an option is missing.
+# Other options that Marian saves with a model. Its programs fail if one of them is missing.
 DEFAULTS: dict[str, object] = {
     "type": "transformer",
     "version": "v1.12.0",
@@ -79,15 +81,16 @@ DEFAULTS: dict[str, object] = {
 
 
 def read_settings(tensors: Mapping[str, ndarray]) -> dict[str, Any]:
-    """Return the options that a file holds, and refuse those that describe another model.
+    """Read the options from a model file, and check that they describe a supported model.
 
     Raises:
-        ValueError: There are none, or one has a value that is not supported; the message names it and says why.
+        ValueError: If the file contains no options, or an option has an unsupported value. The message names the
+            option and gives the reason.
     """
     from transformer_parity.apps.containers import yaml
 
     if SETTINGS not in tensors:
-        raise ValueError(f"a model of Marian's must hold its options in {SETTINGS}: got {len(tensors)} arrays without")
+        raise ValueError(f"a Marian model must contain its options in an array {SETTINGS}: got no such array")
     settings = yaml.read(tensors[SETTINGS].tobytes().rstrip(b"\0"), SETTINGS)
     for option, (values, reason) in NEEDED.items():
         if option in settings and settings[option] not in values:
@@ -109,10 +112,10 @@ def _norm_order(settings: Mapping[str, Any]) -> str:
 
 
 def config_of(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> TransformerConfig:
-    """Return the config of a model without its padding: sizes and ties as the tensors have them.
+    """Return the config of a model before padding is appended. Sizes and tied embeddings are taken from the tensors.
 
     Raises:
-        ValueError: A tensor that determines a size is missing, or the options describe no model.
+        ValueError: If a tensor that determines a size is missing, or the options are invalid.
     """
     tables = [_table(tensors, f"{stack}_Wemb") for stack in ("encoder", "decoder")]
     untied = any(f"decoder_ff_logit_out_{kind}" in tensors for kind in ("W", "Wt"))
@@ -147,7 +150,7 @@ def _table(tensors: Mapping[str, ndarray], name: str) -> ndarray:
 
 
 def contradictions(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> list[str]:
-    """Return one sentence for each option that the tensors contradict; the tensors take precedence."""
+    """Return one sentence for each option that contradicts the tensors. The tensors take precedence."""
     shared = "Wemb" in tensors
     tied = not any(f"decoder_ff_logit_out_{kind}" in tensors for kind in ("W", "Wt"))
     both = settings.get("tied-embeddings-all", False)
@@ -161,23 +164,26 @@ def contradictions(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) 
         "output-omit-bias": (bool(settings.get("output-omit-bias", False)), "decoder_ff_logit_out_b" not in tensors),
     }
     return [
-        f"--{option} is {said}, the tensors say {is_so}: taken from the tensors"
+        f"--{option} is {said}, but the tensors imply {is_so}, which is used"
         for option, (said, is_so) in found.items()
         if said != is_so
     ]
 
 
 def read_search(path: Path) -> Search:
-    """Return the search that ``decoder.yml`` asks for, or marian-decoder's defaults.
+    """Return the search settings in ``decoder.yml``, or the defaults of marian-decoder if there is no such file.
 
     Raises:
-        ValueError: It is no YAML, or asks for what is not a search.
+        ValueError: If the file is not valid YAML, or contains unsupported settings.
     """
     from transformer_parity.apps.containers import yaml
 
     settings = yaml.read(read_bytes(path, yaml.LARGEST), path.name) if path.is_file() else {}
     if settings.get("word-penalty", 0):
-        raise ValueError(f"{path.name}: word-penalty must be 0: got {settings['word-penalty']}; no search here has one")
+        raise ValueError(
+            f"word-penalty in {path.name} must be 0 because word penalties are not supported: "
+            f"got {settings['word-penalty']}"
+        )
     penalty = float(settings.get("normalize", 0))
     unknown = () if settings.get("allow-unk", False) else (UNK_ID,)
     rules = SearchRules.preset("marian", banned_ids=unknown)
@@ -185,7 +191,7 @@ def read_search(path: Path) -> Search:
 
 
 def settings_of(config: TransformerConfig, shared: bool) -> dict[str, object]:
-    """Return the options of a model, all that Marian saves with one."""
+    """Return all options that Marian saves with a model."""
     pre = config.norm_order == "pre"
     return {
         **DEFAULTS,
@@ -205,7 +211,7 @@ def settings_of(config: TransformerConfig, shared: bool) -> dict[str, object]:
         "transformer-postprocess": "da" if pre else "dan",
         "transformer-postprocess-emb": "nd" if config.embedding_norm else "d",
         "transformer-postprocess-top": "n" if config.final_norm else "",
-        # The option, and what src/models/transformer.h calls it.
+        # src/models/transformer.h reads the second name, the command line sets the first.
         "transformer-train-position-embeddings": config.position_encoding == "learned",
         "transformer-train-positions": config.position_encoding == "learned",
     }

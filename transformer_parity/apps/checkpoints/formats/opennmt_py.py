@@ -1,4 +1,4 @@
-"""OpenNMT-py's ``.pt`` of versions 2 and 3: state dicts of model and generator, vocabularies, options.
+"""OpenNMT-py's ``.pt`` checkpoints of versions 2 and 3: state dicts of model and generator, vocabularies and options.
 
 Source: OpenNMT-py 3.5.1, onmt/models/model_saver.py, onmt/model_builder.py and onmt/modules/embeddings.py.
 """
@@ -21,7 +21,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 
 OFF: tuple[object, ...] = (None, False, 0, "", [], {})
-# Options that must be off, or have one of these values: anything else is another model.
+# Options that must be off or have one of these values. Other values are not supported.
 NEEDED: dict[str, tuple[object, ...]] = {
     **{"encoder_type": ("transformer",), "decoder_type": ("transformer",), "model_task": ("seq2seq",)},
     **{"position_encoding": (True,), "layer_norm": ("standard",), "self_attn_type": ("scaled-dot", "scaled-dot-flash")},
@@ -29,7 +29,7 @@ NEEDED: dict[str, tuple[object, ...]] = {
     **{"num_kv": OFF, "multiquery": OFF, "lora_layers": OFF, "lora_embedding": OFF, "quant_layers": OFF},
     **{"aan_useffn": OFF, "n_src_feats": OFF, "num_experts": OFF},
 }
-ACTIVATIONS = ("relu", "gelu")  # silu has a gate there
+ACTIVATIONS = ("relu", "gelu")  # OpenNMT-py's silu is gated
 POSITIONS = {
     "SinusoidalInterleaved": {"position_layout": "interleaved", "position_timescale": "m"},
     "SinusoidalConcat": {"position_layout": "split", "position_timescale": "m_minus_1"},
@@ -84,7 +84,7 @@ TIED = {
 
 
 def recognises(path: Path) -> bool:
-    """Return whether a file holds a model, a generator and options."""
+    """Return whether a file contains a model, a generator, a vocabulary and options."""
     if not path.is_file() or path.suffix != ".pt":
         return False
     try:
@@ -95,15 +95,16 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path, options: ReadOptions) -> Imported:
-    """Read a model from a checkpoint. The source has no end symbol there.
+    """Read a model from a checkpoint. OpenNMT-py does not append an EOS token to the source.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is damaged or refused, its options describe another model, or its tensors do not fit them.
+        OSError: If the file cannot be read.
+        ValueError: If the file is damaged or contains code, the model is not supported, or the tensors do not match
+            the options.
     """
     content = pickles.read(path, pickles.NAMESPACE)
     if not isinstance(content, dict) or not {"model", "generator", "vocab", "opt"} <= content.keys():
-        raise ValueError(f"{path.name} must hold model, generator, vocab and opt, as OpenNMT-py writes them")
+        raise ValueError(f"{path.name} must contain model, generator, vocab and opt, as written by OpenNMT-py")
     settings = read_settings(content["opt"])
     tensors = pickles.arrays(content["model"], f"'model' in {path.name}")
     generator = pickles.arrays(content["generator"], f"'generator' in {path.name}")
@@ -121,13 +122,13 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
 
 def read_settings(opt: Any) -> dict[str, Any]:
-    """Return the options of a model, and refuse those that describe another.
+    """Return the options of a model, and check that the model is supported.
 
     Raises:
-        ValueError: One does; the message names it.
+        ValueError: If an option has an unsupported value. The message names the option.
     """
     if not isinstance(opt, SimpleNamespace):
-        raise ValueError(f"'opt' must be the options of a command line: got {type(opt).__name__}")
+        raise ValueError(f"'opt' must contain command-line options: got {type(opt).__name__}")
     settings = pickles.plain(vars(opt))
     for name, values in {
         **NEEDED,
@@ -141,28 +142,31 @@ def read_settings(opt: Any) -> dict[str, Any]:
 
 
 def ids_of(vocabularies: Any) -> dict[str, int]:
-    """Return the special ids, as the vocabularies list them.
+    """Return the special IDs from the vocabularies.
 
     Raises:
-        ValueError: They are no lists of tokens, or lack a special one, or number padding differently.
+        ValueError: If the vocabularies are not lists of tokens, lack a special token, or have different padding IDs.
     """
     sides: list[Any] = [vocabularies.get(side) for side in ("src", "tgt")] if isinstance(vocabularies, dict) else [None]
     if not all(isinstance(tokens, list) for tokens in sides):
-        raise ValueError("'vocab' must hold lists of tokens, 'src' and 'tgt': older versions pickle torchtext's fields")
+        raise ValueError(
+            "'vocab' must contain lists of tokens, 'src' and 'tgt': got a different structure; torchtext fields, which "
+            "older versions store, are not supported"
+        )
     source, target = ({token: i for i, token in enumerate(tokens)} for tokens in sides)
     start = vocabularies.get("decoder_start_token") or START
     if missing := [token for token in (PAD, start, END) if token not in target]:
-        raise ValueError(f"the vocabulary of the target must have {', '.join(missing)}")
+        raise ValueError(f"the target vocabulary must contain {', '.join(missing)}")
     if source.get(PAD) != target[PAD]:
-        raise ValueError(f"{PAD} must have one id in both vocabularies: got {source.get(PAD)} and {target[PAD]}")
+        raise ValueError(f"{PAD} must have the same ID in both vocabularies: got {source.get(PAD)} and {target[PAD]}")
     return {"pad_id": target[PAD], "bos_id": target[start], "eos_id": target[END]}
 
 
 def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> TransformerConfig:
-    """Return the config; ties are those of the tensors.
+    """Return the config of a model. The tensors determine which embeddings are tied.
 
     Raises:
-        ValueError: A tensor that determines a size is missing, or the options describe no model.
+        ValueError: If a tensor that determines a size is missing, or the config is invalid.
     """
     source, target = (matrix(tensors, f"{prefix}.emb_luts.0.weight") for prefix in TABLES.values())
     output = matrix(tensors, "generator.weight")

@@ -1,7 +1,8 @@
-"""torch.nn.Transformer's state dict, inside a user's model: the names of the rest are the user's.
+"""State dicts of models that contain torch.nn.Transformer, in which the user has named the other parameters.
 
-A user declares in a TOML file (see ``state_dict``) how the embeddings and the output are called, and what no tensor
-shows: heads, order of norms, activation, positions, scale and special ids. Nothing of it is guessed.
+In a TOML file (see ``state_dict``), the user specifies the names of the embeddings and the output projection, and
+everything that the tensors do not show: number of heads, order of norms, activation, positions, embedding scale and
+special IDs. The import never guesses any of these values.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ ASKED = (
     *("pad_id", "bos_id", "eos_id"),
 )
 ASKED_OF_SINUSOIDS = ("position_layout", "position_timescale")
-FIRST = "encoder.layers.0.linear1.weight"  # in every such state dict
+FIRST = "encoder.layers.0.linear1.weight"  # every state dict of torch.nn.Transformer contains this name
 FORMS = {"output_proj.kernel": TRANSPOSED}
-OWN = (  # what is around torch.nn.Transformer, and has the user's names
+OWN = (  # parameters outside torch.nn.Transformer, which the user has named
     *("source_embedding.table", "target_embedding.table", "source_position.table", "target_position.table"),
     *(f"{side}_embedding_norm.{kind}" for side in ("source", "target") for kind in ("scale", "bias")),
     *("output_proj.kernel", "output_proj.bias"),
@@ -86,17 +87,18 @@ EXPRESSIBLE: dict[str, tuple[object, ...]] = {
 
 
 def recognises(path: Path) -> bool:
-    """Return False: no file tells which model it is, or what it computes."""
+    """Return False, because the names of the tensors do not determine the model."""
     return False
 
 
 def read(path: Path, options: ReadOptions) -> Imported:
-    """Read a model from a state dict and the file that names what torch.nn.Transformer does not.
+    """Read a model from a state dict and the user's TOML file.
 
     Raises:
-        OSError: A file cannot be read.
-        TypeError: A field that is given has the wrong type.
-        ValueError: A file is damaged or refused, something is not named or said, or the tensors do not fit together.
+        OSError: If a file cannot be read.
+        TypeError: If a field that the user specified has the wrong type.
+        ValueError: If a file is damaged or contains code, a required name or field is not specified, or the tensors
+            are inconsistent.
     """
     said = state_dict.read_names(options)
     tensors = state_dict.read_state(path, said.state)
@@ -104,7 +106,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
     if said.config["position_encoding"] == "sinusoidal":
         state_dict.needed_fields(said.config, ASKED_OF_SINUSOIDS, path.name)
     if unknown := sorted(set(said.names) - set(OWN)):
-        raise ValueError(f"[names] may name {', '.join(OWN)}: got {', '.join(unknown)}")
+        raise ValueError(f"[names] may only contain the keys {', '.join(OWN)}: got {', '.join(unknown)}")
     prefix = state_dict.prefix_of(tensors, FIRST, said.prefix)
     said = replace(said, prefix=prefix)
     split = _split(tensors, prefix)
@@ -128,21 +130,25 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
 
 def rows(said: UserNames) -> list[Row]:
-    """Return the table of names, the user's included."""
+    """Return the table of names, including the names that the user specified."""
     own = [Row(ours, theirs, FORMS.get(ours, AS_IS)) for ours, theirs in said.names.items()]
     return own + [row._replace(foreign=said.prefix + row.foreign) for row in NAMES]
 
 
 def config_of(tensors: Mapping[str, ndarray], said: UserNames) -> TransformerConfig:
-    """Return the config that tensors have, with what else is given of it; tables are tied where they are the same.
+    """Return the config, combining the sizes of the tensors with the fields that the user specified.
+
+    Embedding matrices and the output projection are tied if their tensors are equal.
 
     Raises:
-        TypeError: A field that is given has the wrong type.
-        ValueError: A tensor that determines a size is missing or not named, or what is given describes no model.
+        TypeError: If a field has the wrong type.
+        ValueError: If a tensor that determines a size is missing or not named, or the config is invalid.
     """
     names, p = said.names, said.prefix
     if missing := [name for name in ("source_embedding.table", "target_embedding.table") if name not in names]:
-        raise ValueError(f"[names] must name {', '.join(missing)}; the same name for both, if they are one table")
+        raise ValueError(
+            f"[names] must contain {', '.join(missing)}; if source and target share one embedding, give both its name"
+        )
     source, target = (matrix(tensors, names[f"{side}_embedding.table"]) for side in ("source", "target"))
     output = matrix(tensors, names["output_proj.kernel"]) if "output_proj.kernel" in names else target
     shown: dict[str, Any] = {
@@ -161,13 +167,13 @@ def config_of(tensors: Mapping[str, ndarray], said: UserNames) -> TransformerCon
     }
     if said.config["position_encoding"] == "learned":
         if missing := [name for name in POSITIONS if name not in names]:
-            raise ValueError(f"[names] must name {', '.join(missing)}")
+            raise ValueError(f"[names] must contain {', '.join(missing)} because the positions are learned")
         shown["max_length"] = len(matrix(tensors, names["source_position.table"]))
     return TransformerConfig.preset("torch", **{**shown, **said.config})
 
 
 def _copies(said: UserNames, config: TransformerConfig) -> list[str]:
-    """Return the user's names of tables that are stored once here."""
+    """Return the user's names of tensors that are copies of a tied parameter."""
     tied = {
         "all": ("target_embedding.table", "output_proj.kernel"),
         "target_output": ("output_proj.kernel",),
@@ -177,14 +183,14 @@ def _copies(said: UserNames, config: TransformerConfig) -> list[str]:
 
 
 def _split(tensors: Mapping[str, ndarray], prefix: str) -> dict[str, ndarray]:
-    """Return the tensors with every fused projection in three, learned positions as a matrix, and no norm unbiased."""
+    """Split fused projections, reshape learned positions to a matrix, and add zero biases to norms without a bias."""
     found: dict[str, ndarray] = {}
     for name, array in tensors.items():
         if ".in_proj_" in name:
             found |= three_projections(name, array)
         else:
             found[name] = array.reshape(-1, array.shape[-1]) if array.ndim == 3 else array
-    for name in [*found]:  # with bias=False, norms have none either
+    for name in [*found]:  # with bias=False, the norms of torch.nn.Transformer have no bias either
         path = name.removesuffix(".weight")
         if name.startswith(prefix) and path.rpartition(".")[2] in ("norm", "norm1", "norm2", "norm3"):
             found.setdefault(f"{path}.bias", np.zeros_like(found[name]))
@@ -192,11 +198,11 @@ def _split(tensors: Mapping[str, ndarray], prefix: str) -> dict[str, ndarray]:
 
 
 def write(model: Imported, folder: Path) -> None:
-    """Write ``model.safetensors``, a state dict with torch.nn.Transformer as ``transformer``, and ``names.toml``.
+    """Write ``model.safetensors``, in which torch.nn.Transformer has the prefix ``transformer``, and ``names.toml``.
 
     Raises:
-        OSError: A file cannot be written.
-        ValueError: torch.nn.Transformer does not compute such a model; the message says why.
+        OSError: If a file cannot be written.
+        ValueError: If torch.nn.Transformer does not support the model. The message gives the reason.
     """
     check_expressible(model.config, EXPRESSIBLE, "torch.nn.Transformer")
     config, shapes = model.config, model.weights
@@ -230,5 +236,5 @@ def write(model: Imported, folder: Path) -> None:
 
 
 def _torch_kind(name: str) -> str:
-    """Return what PyTorch calls the last part of a name."""
+    """Return the last part of a parameter's name in PyTorch, which is bias or weight."""
     return "bias" if name.endswith(".bias") else "weight"
