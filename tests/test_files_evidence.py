@@ -46,8 +46,8 @@ TRIED = (
     "no gradient through the input of a projection",
     "layer_norm_epsilon=1e-05",
     "a source mask that ends one token too early",
-    "weights of the layer before",
-    "kernels of the layer before",
+    "weights of the previous layer",
+    "kernels of the previous layer",
     "position_offset=1",
     "leaky ReLU with slope 0.01 for ReLU",
     "1 + scale for scale in the norm",
@@ -240,13 +240,13 @@ def test_cases_that_agree_do_not_refute_a_mistake_of_those_that_differ():
 @pytest.mark.parametrize(
     ("name", "parts", "words"),
     [
-        ("weights of the layer before", ["encoder.layers.1.feed_forward"], "encoder.layers.1.feed_forward"),
+        ("weights of the previous layer", ["encoder.layers.1.feed_forward"], "encoder.layers.1.feed_forward"),
         ("position_offset=1", ["target_position"], "the decoder"),
         ("leaky ReLU with slope 0.01 for ReLU", [], ""),
         ("1 + scale for scale in the norm", [], ""),
         ("weights rounded to bfloat16", [], ""),
         (SHIFTED, [], ""),
-        ("kernels of the layer before", ["decoder.layers.1.feed_forward"], "decoder.layers.1.feed_forward"),
+        ("kernels of the previous layer", ["decoder.layers.1.feed_forward"], "decoder.layers.1.feed_forward"),
         ("cross-attention to the embedded source", [], ""),
         (
             "no output projection",

@@ -222,7 +222,7 @@ def other_weights(folder):
         (set_field("left_out", value=None), ["manifest.json must contain 'left_out', a list: got None"]),
         (set_field("dtypes", value=["float64"]), ["has outputs in float32, which is not in"]),
         (set_field("config", "d_ff", value=41), ["must be equal to the config in manifest.json", "d_ff 40 and 41"]),
-        (lambda f: (f / "manifest.json").write_text("{"), ["manifest.json is no JSON"]),
+        (lambda f: (f / "manifest.json").write_text("{"), ["manifest.json is not valid JSON"]),
         (lambda f: (f / "manifest.json").write_text("[]"), ["must have the format"]),
         (lambda f: (f / "manifest.json").unlink(), ["does not contain golden vectors: there is no manifest.json"]),
         (shutil.rmtree, ["there is no directory"]),
