@@ -1,6 +1,6 @@
 """Comparison of a port's gradients, steps, and searches with its own forward pass, to find out which one is wrong.
 
-A search decides based on the logits of its prefixes, and ``forward`` returns the logits of the same prefixes. If
+A search chooses tokens based on the logits of its prefixes, and ``forward`` returns the logits of the same prefixes. If
 ``forward`` agrees with the reference but the search chooses different tokens, the search stores incorrect state between
 steps or follows a different rule.
 """

@@ -11,8 +11,8 @@ from reference_numpy.attention import merge_heads
 from transformer_parity.transformer.cases.case import Case
 from transformer_spec.config import TransformerConfig
 
-SAME = 1e-9  # relative error that float64 rounding stays below
-EQUAL = 1e-6  # relative tolerance for a measured factor to equal a number
+SAME = 1e-9  # relative tolerance for float64 rounding errors
+EQUAL = 1e-6  # relative tolerance for comparing a measured factor with a number
 
 
 def is_close(actual: ndarray, wanted: ndarray, far: float = SAME) -> bool:
@@ -90,5 +90,5 @@ def _counts(case: Case) -> dict[str, int]:
             found[f"{plural} tokens"] = int((case.inputs[name] != case.config.pad_id).sum())
     if "labels" in case.inputs:
         found["labels"] = int((case.inputs["labels"] != case.config.pad_id).sum())
-        found["tokens of the vocabulary"] = case.config.target_vocab_size
+        found["vocabulary entries"] = case.config.target_vocab_size
     return {words: n for words, n in found.items() if n > 1}

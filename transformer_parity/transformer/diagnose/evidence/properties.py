@@ -27,15 +27,15 @@ from transformer_parity.transformer.stages.training_stage import LOSS
 from transformer_spec.config import TransformerConfig
 
 SAME = {"float64": 1e-11, "float32": 1e-4}  # relative tolerance; rounding may depend on the batch shape
-SMALL = 2.0**-6  # relative error above which the cause is not rounding to any dtype
-LEAST_ROUNDING = {"float64": POLICY["float64"]["tap"], "float32": 0.0}  # relative error above float64's own rounding
-NOISE = 30.0  # factor above the rounding error at which an effect is not rounding
+SMALL = 2.0**-6  # relative error that no rounding to a dtype exceeds
+LEAST_ROUNDING = {"float64": POLICY["float64"]["tap"], "float32": 0.0}  # smaller relative errors are normal
+NOISE = 30.0  # effects that exceed the rounding error by this factor have a different cause
 LEAST = 1e-6  # smallest relative perturbation of weights, which are float32
 MIXED = "for example, due to a wrong mask, length, or position"
 CALLS = 20  # calls that detect, with near certainty, a dropout rate of 0.001 in one place
 REDRAWN = 0.3  # relative change of a rounding error under perturbed weights; other errors change far less
-ROUNDED_LOSS = 1e-6  # relative error that a different order of summation stays below, even after 20 steps
-SINGLE = 2.0**-16  # relative error that float32 stays below and that narrower dtypes exceed
+ROUNDED_LOSS = 1e-6  # relative tolerance for a different order of summation, even after 20 steps
+SINGLE = 2.0**-16  # relative error that only dtypes narrower than float32 exceed
 REMEDIES = {
     "jax": 'call jax.config.update("jax_enable_x64", True) before any array is created',
     "tensorflow": 'call keras.config.set_floatx("float64"), or pass dtype="float64" to every layer and tensor',
@@ -212,7 +212,7 @@ def _of_the_target(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, s
         return
     error = relative_error(output(loaded, {**sentence, "target_ids": other[:, :-1]}, config), usual)
     if not error <= same:
-        yield f"removing the last target token changes earlier logits (error {error:.0e}): they depend on its length"
+        yield f"removing the last target token changes earlier logits (error {error:.0e}): they depend on the length"
 
 
 def _of_padding(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:

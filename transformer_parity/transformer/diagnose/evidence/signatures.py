@@ -80,7 +80,7 @@ def places(actual: ndarray, wanted: ndarray, far: float = SAME) -> list[str]:
     for what, axis in axes.items():
         others = tuple(other for other in range(wrong.ndim) if other != axis)
         of_axis = np.asarray(wrong.any(axis=others))
-        if not np.array_equal(of_axis, doubtful.any(axis=others)):  # errors this small can be rounding anywhere
+        if not np.array_equal(of_axis, doubtful.any(axis=others)):  # errors this small may be due to rounding
             continue
         if of_axis.any() and not of_axis.all():
             listed = _shortened(np.flatnonzero(of_axis).tolist())
