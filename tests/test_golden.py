@@ -212,7 +212,7 @@ def other_weights(folder):
         (set_field("format", value="other"), ["must have the format 'transformer-parity golden vectors'"]),
         (
             set_field("cases", 0, "stage", value="logits"),
-            ["stage of case full/padded must be one of activations, gradients"],
+            ["must be one of activations, gradients"],
         ),
         (set_field("cases", 0, "inputs", "file", value="../a.safetensors"), ["must be inside the directory"]),
         (

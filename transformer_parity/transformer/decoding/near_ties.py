@@ -273,7 +273,7 @@ class _BeamFollower:
             self._doubt(n, margin, f"the beam {said} ID {where[-1]} after {_shortened(where[:-1])}")
 
     def _compare_stop(self, going_on: dict[Tokens, float], n: int, *, stops: bool) -> None:
-        """Check that the search stops when its rules require it, unless the result can't depend on it."""
+        """Check that the search doesn't stop too early or, if that can change the result, too late."""
         stop = self.plan.rules.stop
         length = n if stop == "current" else self.limit
         attainable = max(going_on.values(), default=-math.inf) / self._penalty(length)

@@ -133,7 +133,7 @@ class Investigation:
 
     Attributes:
         port: The port.
-        setting: The devices and dtypes to run it with.
+        setting: Dtypes, device, and precision to run it with.
         reference: Name from which the port can be loaded: a backend, or ``module:class``.
         folder: Directory in which to save the inputs of a wrong block; None saves nothing.
         progress: Callback that receives a description of the next step.

@@ -44,7 +44,7 @@ class Fate:
 
     Attributes:
         name: Canonical name of the weight. If the audit can't measure weights, the name of the input that the port
-            modified, or of the calls that differ.
+            modified, or ``two calls`` if they return different results.
         verdict: ``used`` if the port uses the weight in the correct place; ``unused``; ``transposed``; ``misplaced`` if
             the port uses it elsewhere; ``replaced`` by a different weight; left at its ``initial`` value; ``random`` if
             it differs after every load or call; ``hidden`` if it affects no tensor in the port or in the reference, for

@@ -123,7 +123,7 @@ class Trials:
         return replace(self, others=[(case, shown) for case, shown in self.others if shown is not None])
 
     def for_same_kind_of_search(self) -> Trials | None:
-        """Return trials with only the other cases of this kind of search, or None if greedy and beam search fail."""
+        """Return trials with only the other cases of this kind of search, or None if both kinds fail."""
 
         def is_beam(case: Case) -> bool:
             return case.options.beam_size is not None
