@@ -97,7 +97,7 @@ def _audit(port: Implementation, case: Case, placement: Placement, progress: Cal
     usual = _shown(loaded, case)
     changes = (first_change(usual, _shown(loaded, case), CHANGED[placement.dtype]) for _ in range(CALLS))
     if first := next(filter(None, changes), ""):
-        found = f"differ on the same input, first at {first}: dropout is on, or something else is random"
+        found = f"they differ on the same input, first at {first}: dropout is on, or something else is random"
         return [Fate("two calls", RANDOM, found)]
     taps = {name: np.asarray(value, np.float64) for name, value in usual.items() if name != OUTPUT}
     expected = run_reference(weights)
