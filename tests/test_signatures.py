@@ -65,11 +65,11 @@ def test_what_an_error_is_like(actual, wanted, said):
         (
             spoilt(STATES, (1, 2)),
             STATES,
-            ["of sentences 0 to 3, only 1 differs", "of positions 0 to 6, only 2 differs"],
+            ["among sentences 0 to 3, only 1 differs", "among positions 0 to 6, only 2 differs"],
         ),
-        (spoilt(HEADS, np.s_[:, 1]), HEADS, ["of heads 0 to 2, only 1 differs"]),
-        (spoilt(STATES, np.s_[:, 1:, ::2]), STATES, ["of positions 0 to 6, only 1, 2, 3, 4, 5, 6 differ"]),
-        (spoilt(STATES, np.s_[[0, 1, 3]]), STATES, ["of sentences 0 to 3, only 0, 1, 3 differ"]),
+        (spoilt(HEADS, np.s_[:, 1]), HEADS, ["among heads 0 to 2, only 1 differs"]),
+        (spoilt(STATES, np.s_[:, 1:, ::2]), STATES, ["among positions 0 to 6, only 1, 2, 3, 4, 5, 6 differ"]),
+        (spoilt(STATES, np.s_[[0, 1, 3]]), STATES, ["among sentences 0 to 3, only 0, 1, 3 differ"]),
         (spoilt(STATES, np.s_[:, :, 0]), STATES, []),
         (STATES[:, :1], STATES, []),
     ],
@@ -117,4 +117,4 @@ def test_keys_at_one_distance_from_their_queries_are_described():
 def test_an_error_as_small_as_rounding_has_no_places():
     actual = spoilt(spoilt(STATES, np.s_[1], 1e-7), np.s_[2], 1e-10)  # sentence 2 is wrong too
     assert not any("sentences" in where for where in places(actual, STATES))
-    assert places(spoilt(STATES, np.s_[1], 1e-7), STATES) == ["of sentences 0 to 3, only 1 differs"]
+    assert places(spoilt(STATES, np.s_[1], 1e-7), STATES) == ["among sentences 0 to 3, only 1 differs"]

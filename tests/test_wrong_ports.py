@@ -250,7 +250,8 @@ def test_what_follows_a_tap_of_another_meaning_is_inherited():
 def test_a_table_that_ends_is_noticed_in_a_long_sentence():
     (report,) = reports_of(Plain, "activations", mistake="a table of 512 positions")
     assert report.case == "full/longest/of_a_thousand_tokens"
-    assert "at source_embedding.output, of positions 0 to 1029, only 512, 513," in " ".join(report.diagnosis.signatures)
+    said = " ".join(report.diagnosis.signatures)
+    assert "at source_embedding.output, among positions 0 to 1029, only 512, 513," in said
 
 
 class LatePosition:
