@@ -46,22 +46,22 @@ def fates(mistake: str) -> dict[str, tuple[str, str]]:
 @pytest.mark.parametrize(
     ("mistake", "name", "verdict", "detail"),
     [
-        ("W_o transposed", f"{ATTENTION}.output_proj.kernel", TRANSPOSED, f"as {ATTENTION}.output shows"),
-        ("a square matrix transposed", f"{ATTENTION}.query_proj.kernel", TRANSPOSED, f"as {ATTENTION}.query shows"),
-        ("value bias missing", f"{ATTENTION}.value_proj.bias", INITIAL, "in its place is zero"),
-        ("key bias missing", f"{ATTENTION}.key_proj.bias", INITIAL, "in its place is zero"),
-        ("output bias missing", "output_proj.bias", INITIAL, "in its place is zero"),
+        ("W_o transposed", f"{ATTENTION}.output_proj.kernel", TRANSPOSED, f"detected at {ATTENTION}.output"),
+        ("a square matrix transposed", f"{ATTENTION}.query_proj.kernel", TRANSPOSED, f"detected at {ATTENTION}.query"),
+        ("value bias missing", f"{ATTENTION}.value_proj.bias", INITIAL, "the port uses zero instead"),
+        ("key bias missing", f"{ATTENTION}.key_proj.bias", INITIAL, "the port uses zero instead"),
+        ("output bias missing", "output_proj.bias", INITIAL, "the port uses zero instead"),
         (
             "one layer many times",
             "encoder.layers.1.feed_forward.inner_proj.kernel",
             REPLACED,
-            "in its place is encoder.layers.0.feed_forward.inner_proj.kernel",
+            "the port uses encoder.layers.0.feed_forward.inner_proj.kernel instead",
         ),
         (
             "W_q and W_k of cross-attention swapped",
             f"{CROSS}.query_proj.kernel",
             MISPLACED,
-            f"it acts first at {CROSS}.key, and should at {CROSS}.query",
+            f"a change to it first affects {CROSS}.key, but should first affect {CROSS}.query",
         ),
     ],
 )
@@ -106,13 +106,11 @@ def test_without_taps_a_key_bias_stays_hidden_and_what_is_unused_is_found():
     lost = "encoder.layers.1.feed_forward.output_proj.kernel"
     assert (found[lost].verdict, found[lost].detail) == (
         UNUSED,
-        "a change of it changes nothing; it should act first at output",
+        "a change to it has no effect; it should first affect output",
     )
     assert {fate.verdict for name, fate in found.items() if name not in {lost, *hidden}} == {USED}
     words = summary(found.values())
-    assert (
-        words == f"{len(found)} weights: {len(found) - 7} used, 6 hidden (they change nothing that is shown), 1 unused"
-    )
+    assert words == f"{len(found)} weights: {len(found) - 7} used, 6 hidden (they affect no compared tensor), 1 unused"
 
 
 class Forgetful(Blind):
@@ -142,10 +140,11 @@ def test_a_weight_that_is_not_given_and_dropout_that_is_on_are_random():
     found = audit(port, port_cases(port_config(port))[0], Placement("float64"))
     assert {fate.verdict for fate in found} == {RANDOM}
     assert f"{ATTENTION}.query_proj.kernel" in {fate.name for fate in found}
-    assert "encoder.layers.0.self_attention.output shows" in found[0].detail
+    assert "detected at encoder.layers.0.self_attention.output" in found[0].detail
     port = PluginPort(f"{__name__}:Dropping")
     (fate,) = audit(port, port_cases(port_config(port))[0], Placement("float64"))
-    assert str(fate.detail) == "differ on the same input, first at output: dropout is on, or something else is random"
+    said = "they differ on the same input, first at output: dropout is on, or something else is random"
+    assert str(fate.detail) == said
 
 
 def test_what_is_in_the_place_of_a_weight_is_a_hypothesis():
@@ -186,7 +185,7 @@ def test_a_port_that_writes_to_its_inputs_is_named(kind, name):
     before = {name: array.copy() for name, array in case.inputs.items()}
     found = audit(port, case, Placement("float64"))
     assert [(fate.name, fate.verdict) for fate in found] == [(name, OVERWRITTEN)]
-    assert summary(found) == f"{name} overwritten: no weight can be measured"
+    assert summary(found) == f"{name} overwritten, so no weight can be audited"
     assert all(np.array_equal(array, before[name]) for name, array in case.inputs.items())
 
 

@@ -79,7 +79,7 @@ WRONG = {
     "another token": (another_token, "sentence 1, token 3: "),
     "sentences in another order": (
         lambda found: SearchResult(found.nbest_ids[::-1], found.nbest_scores[::-1]),
-        "where the reference has",
+        "instead of",
     ),
     "scores off by a hundred eps": (
         lambda found: SearchResult(found.nbest_ids, found.nbest_scores * np.float32(1 + 100 * 2**-23)),
@@ -120,7 +120,7 @@ def test_a_near_tie_is_no_mistake():
     assert (found.ids == 5).all()
     found.nbest_ids[1, 0, 2] = 7
     near_ties = DecodeVerifier(SMALL, weights).verify(found, no_steps)
-    assert near_ties.startswith("1 near-tie; sentence 1, token 3: 7 where the reference has 5, margin 0.0e+00")
+    assert near_ties.startswith("1 near-tie; sentence 1, token 3: ID 7 instead of 5, margin 0.0e+00")
 
 
 @pytest.mark.parametrize("beam_size", [None, 3])
@@ -150,7 +150,7 @@ def test_a_beam_is_followed_by_its_steps():
     wrong = another_token(search())
     with pytest.raises(DisagreementError, match="repeating the search gave different tokens"):
         reference.verify(wrong, lambda: Decoded.by(search))
-    with pytest.raises(DisagreementError, match="is returned, and never was in the beam"):
+    with pytest.raises(DisagreementError, match="is returned, but was never in the beam"):
         reference.verify(wrong, lambda: replace(Decoded.by(search), result=wrong))
 
 

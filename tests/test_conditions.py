@@ -27,8 +27,8 @@ def said(stage, differs):
         (DECODE, lambda case: case.search.beam_size is None, "no beam"),
         (DECODE, lambda case: case.search.max_length > 12, "a max_length of at least 32"),
         (GRADIENTS, lambda case: len(case.inputs["labels"]) == 1, "a batch size of at most 1"),
-        (STEPS, lambda case: case.training.cooldown_steps, "a cool-down"),
-        (STEPS, lambda case: not case.training.cooldown_steps, "no cool-down"),
+        (STEPS, lambda case: case.training.cooldown_steps, "a cooldown"),
+        (STEPS, lambda case: not case.training.cooldown_steps, "no cooldown"),
         (STEPS, lambda case: case.training.clip_norm == 0.45, "a clip_norm of at most 0.45"),
         (
             DECODE,
@@ -45,7 +45,7 @@ def test_a_condition_that_only_cases_that_differ_meet_is_stated(stage, differs, 
 def test_a_single_case_that_differs_is_named_with_one_condition_or_none():
     """Two conditions tell any case from the others."""
     found = said(STEPS, lambda case: case.restart)
-    assert found == "only steps/port/changing_slices differs, the only case with a second start of training"
+    assert found == "only steps/port/changing_slices differs, the only case with a restart of training"
     assert said(DECODE, lambda case: case.name == "decode/port_beam") == ""
 
 

@@ -255,7 +255,7 @@ def test_padding_inside_a_greedy_hypothesis_is_reported_with_its_position():
     config, weights = lively()
     found = spoilt(found_by(load_reference(config, weights), GREEDY), pad_inside)
     doubts = follow_all(config, weights, found, GREEDY, "float64")
-    assert "sentence 0, token 3: padding inside a hypothesis" in summary(doubts)
+    assert "sentence 0, token 3: a hypothesis contains padding" in summary(doubts)
 
 
 def test_a_port_that_does_not_show_its_steps_is_not_excused():

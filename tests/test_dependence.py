@@ -117,7 +117,7 @@ def test_cases_without_padding_are_no_agreement(truth, copy, capsys):
     set_field("left_out", value=[{"case": "full/*", "reason": "no masks yet"}])(copy)
     assert compare(truth, copy, "--stage", "activations") == 3
     printed = " ".join(capsys.readouterr().out.split())
-    assert "MISSING numpy: activations: source_ids have no padding in any case that both sides hold" in printed
+    assert "MISSING numpy: activations: source_ids have no padding in any case that A and B both contain" in printed
 
 
 def test_what_parity_golden_writes_has_no_gaps(truth):
@@ -128,8 +128,8 @@ def test_what_parity_golden_writes_has_no_gaps(truth):
 def test_gaps_of_inputs_are_named(truth):
     folder = vectors.read(truth)
     changes = {
-        "have no two different sentences": lambda ids: np.repeat(ids[1:2] if len(ids) > 1 else ids, len(ids), axis=0),
-        "have no two different tokens": lambda ids: np.where(ids == 0, 0, 5),
+        "are equal in every case": lambda ids: np.repeat(ids[1:2] if len(ids) > 1 else ids, len(ids), axis=0),
+        "contain only one distinct token": lambda ids: np.where(ids == 0, 0, 5),
         "have no padding": lambda ids: np.where(ids == 0, 5, ids),
     }
     for words, change in changes.items():

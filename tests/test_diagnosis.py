@@ -83,8 +83,7 @@ def test_match_in_every_failing_case_is_likely_although_other_cases_agree():
     found = diagnose(BEAM, shown(early, BEAM), "it", known=list(early.parts), others=others)
     assert (found.confidence, found.hypotheses) == (LIKELY, (early.name,))
     assert found.sentence == (
-        "some cases agree; in those of decode that differ, "
-        f"it behaves like the reference with this change: {early.name}"
+        f"some decode cases agree; in those that differ, it behaves like the reference with this change: {early.name}"
     )
     # Without scores, a few tokens fit by chance.
     tokens = [(case, arrays and only_tokens(arrays)) for case, arrays in others]
@@ -100,7 +99,7 @@ def test_case_in_which_a_mistake_cannot_occur_does_not_refute_it():
     assert (found.confidence, found.hypotheses) == (EXACT, (each.name,))
 
 
-@pytest.mark.parametrize(("value", "where"), [("0.003", ""), ("0.2", ""), ("0.05", "not of biases and norms")])
+@pytest.mark.parametrize(("value", "where"), [("0.003", ""), ("0.2", ""), ("0.05", "except for biases and norms")])
 def test_decoupled_weight_decay_is_named_with_its_measured_coefficient(value, where):
     decay = Mistake("decay", "", decoupled(value, *([MATRICES] if where else [])))
     case = next(case for case in STEP_CASES if case.name == "steps/port")
@@ -118,7 +117,7 @@ def test_the_factor_of_an_embedding_is_measured_apart_from_the_positions():
     encoding = sinusoidal_encoding(truth[tap].shape[1], CONFIG.d_model)
     scaled = math.sqrt(CONFIG.d_k / CONFIG.d_model) * (truth[tap] - encoding) + encoding
     found = diagnose(case, {**truth, tap: scaled, "output": 1.5 * truth["output"]}, "it", known=[])
-    assert f"adds positions at {tap} are 0.57735 times as large as right" in found.sentence
+    assert f"adds positions at {tap}, its embeddings are 0.57735 times the correct ones" in found.sentence
     assert "sqrt(d_model / d_k)" in found.sentence
 
 
@@ -136,7 +135,7 @@ def test_positions_in_float32_are_evidence():
     found = diagnose(case, wrong, "it", known=[])
     assert (
         found.sentence
-        == f"the positions that it adds at {tap} are float32 numbers: compute angles and sines in float64"
+        == f"the position encoding that it adds at {tap} has only float32 precision: compute it in float64"
     )
     for other in (right[tap] * (1.0 + 1e-7), right[tap] - encoding):  # nothing that is added is float32 in the second
         wrong[tap] = other

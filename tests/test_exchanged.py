@@ -115,15 +115,15 @@ def test_an_exported_weight_in_another_form_is_described():
     reshaped = {**weights, name: weights[name].T.reshape(weights[name].shape)}
     found = returned_in_words(reshaped, weights, config)
     assert (
-        found
-        == f"in the exported {name}, the values are right, in other places: as after a reshape without a transpose"
+        found == f"in the exported {name}, the values are correct, but in different places, "
+        "as after a reshape without a transpose"
     )
     more = {one: array / 3.0 for one, array in weights.items()}
     rounded = {one: array.astype(np.float32) for one, array in more.items()}
     assert returned_in_words(rounded, more, config) == "exported weights are in float32 instead of float64"
     assert returned_in_words(weights, weights, config) == ""
     halves = {one: array.astype(np.float16).astype(np.float64) for one, array in weights.items()}
-    assert "every value is a number of float16" in returned_in_words(halves, weights, config)
+    assert "every value has only float16 precision" in returned_in_words(halves, weights, config)
     # Right values in another dtype are no difference, so the dtype isn't the cause of a wrong value.
     narrow = {one: array.astype(np.float32) for one, array in weights.items()}
     wide = {one: array.astype(np.float64) for one, array in narrow.items()}

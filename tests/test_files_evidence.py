@@ -46,8 +46,8 @@ TRIED = (
     "no gradient through the input of a projection",
     "layer_norm_epsilon=1e-05",
     "a source mask that ends one token too early",
-    "weights of the layer before",
-    "kernels of the layer before",
+    "weights of the previous layer",
+    "kernels of the previous layer",
     "position_offset=1",
     "leaky ReLU with slope 0.01 for ReLU",
     "1 + scale for scale in the norm",
@@ -109,7 +109,7 @@ def from_mistake(name, keep=lambda tap: True, *parts):
 def test_loss_in_bits_is_named_next_to_right_gradients():
     (report,) = reports(in_gradients(from_mistake("a loss in bits", lambda tap: tap == "loss")))
     assert (report.diagnosis.confidence, report.diagnosis.hypotheses) == (EXACT, ("a loss in bits",))
-    assert report.diagnosis.sentence.endswith("; only the loss differs: its gradient is right")
+    assert report.diagnosis.sentence.endswith("; only the loss differs, and its gradient is correct")
 
 
 def test_kullback_leibler_divergence_is_named():
@@ -121,7 +121,7 @@ def test_gradient_without_smoothing_is_named_next_to_a_right_loss():
     (report,) = reports(in_gradients(from_mistake("label smoothing missing", lambda tap: tap != "loss")))
     assert report.diagnosis.confidence == EXACT
     assert "label smoothing" in report.diagnosis.hypotheses[0]
-    assert report.diagnosis.sentence.endswith("; only the gradients differ: the loss is right")
+    assert report.diagnosis.sentence.endswith("; only the gradients differ, and the loss is correct")
     assert report.diagnosis.signatures == ()  # no convention of a config
 
 
@@ -145,9 +145,9 @@ def test_places_of_gradients_read_well():
         return {"at logits": wrong}
 
     (report,) = reports(in_gradients(change))
-    assert "in the gradient at logits, of positions 0 to" in said(report)
+    assert "in the gradient at logits, among positions 0 to" in said(report)
     assert "at at" not in said(report)
-    assert "the loss is right" in said(report)
+    assert "the loss is correct" in said(report)
 
 
 def test_patterns_and_factors_of_gradients_are_described():
@@ -167,7 +167,7 @@ def test_remedy_of_a_convention_names_the_files():
     (report,) = reports(files)
     remedy = report.diagnosis.signatures[0]
     assert (
-        "`parity golden --for module:Class --out A`, for a class with overrides = {'layer_norm_epsilon': 1e-05}"
+        "`parity golden --for module:Class --out A`, where the class sets overrides = {'layer_norm_epsilon': 1e-05}"
         in remedy
     )
     assert "declare it in the port" not in remedy
@@ -180,7 +180,7 @@ def test_files_of_float32_numbers_are_recognized():
         if "full" in name
     }
     (report,) = reports(files)
-    assert report.diagnosis.sentence.startswith("float64 was requested, and every value is a number of float32")
+    assert report.diagnosis.sentence.startswith("float64 was requested, but every value has only float32 precision")
 
 
 def test_steps_that_follow_from_wrong_gradients_are_not_diagnosed():
@@ -200,7 +200,7 @@ def test_only_gradients_are_called_fine_next_to_a_wrong_loss():
     console = Console(file=io.StringIO(), width=200)
     print_failure_report(console, report)
     assert "gradients\n" in console.file.getvalue()
-    assert "only the loss differs (1.5 times the right one)" in console.file.getvalue()
+    assert "only the loss differs (1.5 times the correct one)" in console.file.getvalue()
 
 
 def test_dropout_is_recognized_by_what_it_leaves():
@@ -208,12 +208,12 @@ def test_dropout_is_recognized_by_what_it_leaves():
     right = rng.normal(size=(4, 3, 7, 8))
     values = right * (rng.random(right.shape) > 0.2) / 0.8
     (found,) = signatures(values, right, CONFIG)
-    assert "values are 1.25 = 1 / (1 - 0.2) times what they should be" in found
-    assert found.endswith("the others are zero: as after dropout")
+    assert "values are 1.25 = 1 / (1 - 0.2) times the correct ones" in found
+    assert found.endswith("the others are zero, as after dropout")
     weights, value = rng.random((4, 3, 7, 6)), rng.normal(size=(4, 3, 6, 8))
     dropped = weights * (rng.random(weights.shape) > 0.1) / 0.9
     (found,) = signatures(dropped @ value, weights @ value, CONFIG)
-    assert "vectors are 1.11111 = 1 / (1 - 0.1) times what they should be, and the others are not" in found
+    assert "vectors are 1.11111 = 1 / (1 - 0.1) times the correct ones, and the others are not" in found
 
 
 def test_tokens_between_steps_are_compared_in_words():
@@ -224,7 +224,7 @@ def test_tokens_between_steps_are_compared_in_words():
     outputs = Outputs(case.name, "float64", {FILES: wrong})
     findings = Comparator("mine", Placements(("float64",)), Reference()).compare(case, outputs)
     (finding,) = [finding for finding in findings if finding.verdict == DIVERGES]
-    assert finding.words == f"2 of {len(truth[name])} sentences have different tokens, from token 5 on"
+    assert finding.words == f"2 of {len(truth[name])} sentences have different tokens, starting at token 5"
 
 
 def test_cases_that_agree_do_not_refute_a_mistake_of_those_that_differ():
@@ -241,13 +241,13 @@ def test_cases_that_agree_do_not_refute_a_mistake_of_those_that_differ():
 @pytest.mark.parametrize(
     ("name", "parts", "words"),
     [
-        ("weights of the layer before", ["encoder.layers.1.feed_forward"], "encoder.layers.1.feed_forward"),
+        ("weights of the previous layer", ["encoder.layers.1.feed_forward"], "encoder.layers.1.feed_forward"),
         ("position_offset=1", ["target_position"], "the decoder"),
         ("leaky ReLU with slope 0.01 for ReLU", [], ""),
         ("1 + scale for scale in the norm", [], ""),
         ("weights rounded to bfloat16", [], ""),
         (SHIFTED, [], ""),
-        ("kernels of the layer before", ["decoder.layers.1.feed_forward"], "decoder.layers.1.feed_forward"),
+        ("kernels of the previous layer", ["decoder.layers.1.feed_forward"], "decoder.layers.1.feed_forward"),
         ("cross-attention to the embedded source", [], ""),
         (
             "no output projection",

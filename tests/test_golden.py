@@ -55,7 +55,7 @@ def test_a_verbatim_copy_is_no_agreement(truth, tmp_path, capsys):
     result = tmp_path / "result.json"
     assert compare(truth, truth, "--json", result) == 3
     printed = capsys.readouterr().out
-    assert "SKIPPED   numpy: the bytes are A's own: nothing was computed" in printed
+    assert "SKIPPED   numpy: the bytes are equal to A's, so they were copied, not computed" in printed
     assert "INCOMPLETE" in printed
     document = json.loads(result.read_text())
     content = document["result"]
@@ -63,7 +63,9 @@ def test_a_verbatim_copy_is_no_agreement(truth, tmp_path, capsys):
     assert content["skipped"] > 10
     *missing, copied = content["missing"]
     assert [what.partition(": nothing")[0] for what in missing] == [f"numpy: {stage}" for stage in STAGES]
-    assert copied.startswith("numpy: 4,802 tensors in 56 outputs have the bytes of A's, such as float64 full/padded")
+    assert copied.startswith(
+        "numpy: 4,802 tensors in 56 outputs have the same bytes as in A, such as float64 full/padded"
+    )
     assert content["candidate"]["producers"] == ["numpy"]
 
 
@@ -158,7 +160,7 @@ def put(name, make):
             *(STEPS, "float64", "step 20 loss", scaled("step 20 loss", 1 + 1e-6), 1, "times the tolerance of 1.0e-10"),
             marks=pytest.mark.extended("diagnoses of 20 steps"),
         ),
-        (GREEDY, "float64", "tokens", put("tokens", lambda x: x[:, ::-1] + 1), 1, "where the reference has"),
+        (GREEDY, "float64", "tokens", put("tokens", lambda x: x[:, ::-1] + 1), 1, "instead of"),
         (GREEDY, "float64", "tokens", put("tokens", lambda x: x + 99), 1, "tokens must be in 0 to 36"),
         (GREEDY, "float64", "tokens", put("tokens", lambda x: x[:, :, :0]), 1, "must be of 1 to 12 tokens: got 0"),
         (GREEDY, "float64", "tokens", put("tokens", lambda x: x.astype("int32")), 1, "dtype must be int64"),
@@ -203,24 +205,27 @@ def other_weights(folder):
     ("damage", "says"),
     [
         (lambda f: (f / PADDED / "float64.safetensors").unlink(), ["lacks full/padded/float64.safetensors"]),
-        (truncate, ["full/padded/float64.safetensors is truncated or was altered: SHA-256 must be"]),
-        (flip, ["steps/port/float64.safetensors is truncated or was altered"]),
+        (truncate, ["full/padded/float64.safetensors is truncated or was modified: SHA-256 must be"]),
+        (flip, ["steps/port/float64.safetensors is truncated or was modified"]),
         (set_field("version", value=4), ["format version must be 2 or 3: got 4"]),
         (set_field("version", value=True), ["format version must be 2 or 3: got True"]),
         (set_field("format", value="other"), ["must have the format 'transformer-parity golden vectors'"]),
-        (set_field("cases", 0, "stage", value="logits"), ["must have a stage of activations, gradients"]),
-        (set_field("cases", 0, "inputs", "file", value="../a.safetensors"), ["must lie inside the folder"]),
+        (
+            set_field("cases", 0, "stage", value="logits"),
+            ["must be one of activations, gradients"],
+        ),
+        (set_field("cases", 0, "inputs", "file", value="../a.safetensors"), ["must be inside the directory"]),
         (
             set_field("cases", GREEDY, "search", "num_hypotheses", value=3),
             ["num_hypotheses of case", "must be 1: got 3"],
         ),
-        (set_field("left_out", value=None), ["manifest.json must hold 'left_out', a list: got None"]),
-        (set_field("dtypes", value=["float64"]), ["has outputs in float32, which is not among"]),
-        (set_field("config", "d_ff", value=41), ["of another config", "d_ff 40 and 41"]),
-        (lambda f: (f / "manifest.json").write_text("{"), ["manifest.json is no JSON"]),
+        (set_field("left_out", value=None), ["manifest.json must contain 'left_out', a list: got None"]),
+        (set_field("dtypes", value=["float64"]), ["has outputs in float32, which is not in"]),
+        (set_field("config", "d_ff", value=41), ["must be equal to the config in manifest.json", "d_ff 40 and 41"]),
+        (lambda f: (f / "manifest.json").write_text("{"), ["manifest.json is not valid JSON"]),
         (lambda f: (f / "manifest.json").write_text("[]"), ["must have the format"]),
-        (lambda f: (f / "manifest.json").unlink(), ["holds no golden vectors: there is no manifest.json"]),
-        (shutil.rmtree, ["there is no folder"]),
+        (lambda f: (f / "manifest.json").unlink(), ["does not contain golden vectors: there is no manifest.json"]),
+        (shutil.rmtree, ["there is no directory"]),
         (
             lambda f: edit(f, PADDED, "float64", put("logits", lambda x: x[..., :36].copy()), describe=False),
             ["full/padded/float64.safetensors", "logits must be float64 [4, 7, 37]: got float64 [4, 7, 36]"],
@@ -229,14 +234,14 @@ def other_weights(folder):
             lambda f: edit(f, PADDED, "float32", lambda tensors: tensors.pop("logits"), describe=False),
             ["full/padded/float32.safetensors", "missing logits"],
         ),
-        (other_weights, ["are not about the same: weights: source_embedding.table"]),
+        (other_weights, ["must have the same task, but differ in weights: source_embedding.table"]),
         (
             lambda f: edit(f, PADDED, "inputs", spoiled("source_ids", 5)),
-            ["are not about the same: inputs of full/padded: source_ids"],
+            ["must have the same task, but differ in inputs of full/padded: source_ids"],
         ),
         (
             set_field("cases", "decode/port_beam", "search", "beam_size", value=5),
-            ["are not about the same: search of decode/port_beam", "beam_size=4", "beam_size=5"],
+            ["must have the same task, but differ in search of decode/port_beam", "beam_size=4", "beam_size=5"],
         ),
     ],
 )
@@ -254,7 +259,7 @@ def test_a_missing_case_is_skipped_only_if_its_manifest_says_so(truth, copy, cap
     drop(copy, lambda name: name != STEPS)
     assert compare(truth, copy) == 3
     printed = capsys.readouterr().out
-    assert "FAILED    numpy float64 steps/port: the case is missing, and is not declared as left out" in printed
+    assert "FAILED    numpy float64 steps/port: the case is missing; compute it, or declare it in left_out" in printed
     assert "INCOMPLETE" in printed
     set_field("left_out", value=[{"case": "steps/*", "reason": "no optimizer yet"}])(copy)
     assert compare(truth, copy) == 0
@@ -262,10 +267,10 @@ def test_a_missing_case_is_skipped_only_if_its_manifest_says_so(truth, copy, cap
     assert "SKIPPED   numpy: no optimizer yet (steps/port)" in printed
     assert "1 skipped" in printed
     assert compare(copy, truth) == 0  # the other way round it is the truth that leaves it out
-    assert "A leaves it out: no optimizer yet" in capsys.readouterr().out
+    assert "A omits it: no optimizer yet" in capsys.readouterr().out
     set_field("left_out", value=[])(copy)
     assert compare(copy, truth) == 3
-    assert "there is no such case in A" in capsys.readouterr().out
+    assert "A has no such case" in capsys.readouterr().out
 
 
 def test_missing_tensors_are_skipped_only_if_the_manifest_says_so(truth, copy, capsys):
@@ -336,7 +341,7 @@ def test_a_truth_that_the_reference_does_not_compute_proves_nothing(
         edit(copy, case, dtype, change)
     assert compare(wrong, copy, "--stage", stage_of(case)) == 3
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"FAILED numpy {dtype} {case}: A is not what the reference computes: " in printed
+    assert f"FAILED numpy {dtype} {case}: A differs from the reference, so B was not compared: " in printed
     assert says in printed
 
 
@@ -375,7 +380,7 @@ def test_stages_that_are_not_asked_for_need_not_be_there(truth, copy, capsys):
     assert compare(truth, copy) == 3
     assert "MISSING   numpy: gradients: nothing was compared (inference only)" in capsys.readouterr().out
     assert compare(truth, copy, "--stage", "activations") == 0
-    assert "NOT TESTED: numpy: gradients (left out of --stage)" in capsys.readouterr().out
+    assert "NOT TESTED: numpy: gradients (not in --stage)" in capsys.readouterr().out
     assert compare(truth, copy, "--stage", "activations,decode") == 3
 
 
@@ -399,7 +404,7 @@ def test_a_search_in_float32_is_compared_with_the_reference(truth, copy, capsys)
     assert compare(truth, copy, "--stage", "decode") == 2
     edit(copy, GREEDY, "float32", put("tokens", lambda x: x[:, :, :-1].copy()))
     assert compare(truth, copy, "--stage", "decode") == 1  # which no rounding explains
-    assert "the hypothesis does not end where it should" in capsys.readouterr().out
+    assert "the hypothesis must end at its first EOS token or at the maximum length" in capsys.readouterr().out
 
 
 def test_what_a_does_not_hold_is_compared_all_the_same(truth, copy, capsys):
@@ -431,4 +436,4 @@ def test_a_near_tie_of_a_search_is_no_divergence(tmp_path, monkeypatch, capsys):
     assert compare(right, mine) == 0
     printed = capsys.readouterr().out
     assert f"NEAR-TIE  numpy float64 {GREEDY}: " in printed
-    assert "4 where the reference has 3, margin 0.0e+00" in printed
+    assert "ID 4 instead of 3, margin 0.0e+00" in printed

@@ -42,8 +42,8 @@ def test_one_own_tensor_in_each_case_is_no_agreement(truth, copy, tmp_path, caps
     result = tmp_path / "result.json"
     assert compare(truth, copy, "--json", result) == 3
     printed = " ".join(capsys.readouterr().out.split())
-    assert "tensors in 36 outputs have the bytes of A's, such as float64 full/padded" in printed
-    assert "compute them, or declare them in left_out; if your program does compute these bytes" in printed
+    assert "tensors in 36 outputs have the same bytes as in A, such as float64 full/padded" in printed
+    assert "compute them, or declare them in left_out. If your program really computes the same bytes" in printed
     assert json.loads(result.read_text())["result"]["comparisons"] <= 80
 
 
@@ -98,7 +98,7 @@ def test_copies_are_not_compared_and_own_tensors_are(truth, copy):
     edit(copy, PADDED, "float64", lambda mine: mine.update({OUTPUT: held(own)[OUTPUT], "logits": 2 * mine["logits"]}))
     findings = [one for one in findings_of(truth, copy) if (one.case, one.dtype) == (PADDED, "float64")]
     assert OUTPUT not in {finding.tap for finding in findings}
-    assert "1 tensors: the bytes are A's own: nothing was computed" in {
+    assert "1 tensors: the bytes are equal to A's, so they were copied, not computed" in {
         finding.detail for finding in findings if finding.verdict == SKIPPED
     }
     assert [finding.tap for finding in findings if finding.error > 1e-3] == ["logits"]

@@ -42,7 +42,7 @@ def test_what_is_written_is_what_the_reference_computes(truth):
     assert weights.keys() == folder.weights.keys()
     gradients = next(case for case in folder.cases if case.stage == "gradients")
     assert folder.tensors(gradients, "float64")["loss"].shape == ()
-    with pytest.raises(ValueError, match="holds no float32 tensors of gradients/padded"):
+    with pytest.raises(ValueError, match="has no float32 tensors of gradients/padded"):
         folder.tensors(gradients, "float32")
     steps = next(case for case in manifest_of(truth)["cases"] if case["name"] == STEPS)
     settings = next(case.settings for case in folder.cases if case.name == STEPS)
@@ -55,10 +55,10 @@ def test_one_dtype_alone(truth, copy, tmp_path, capsys):
     assert main(["golden", "--dtype", "float32", "--out", str(other)]) == 0
     assert compare(half, copy) == 0  # float32 too is compared with what the reference computes
     assert compare(truth, rounded(half)) == 0
-    assert "NOT TESTED: numpy: float32 (B holds none)" in capsys.readouterr().out
+    assert "NOT TESTED: numpy: float32 (not in B)" in capsys.readouterr().out
     assert compare(truth, rounded(other)) == 3  # there are no gradients in float32
     printed = capsys.readouterr().out
-    assert "NOT TESTED: numpy: float64 (B holds none)" in printed
+    assert "NOT TESTED: numpy: float64 (not in B)" in printed
     assert "MISSING   numpy: gradients: no such cases exist" in printed
     assert compare(truth, other, "--stage", "activations") == 0
 
@@ -83,9 +83,9 @@ def test_several_presets(tmp_path, capsys):
     assert "annotated/numpy: activations: no such cases exist" in capsys.readouterr().out
     shutil.rmtree(mine / "annotated")
     assert compare(out, mine) == 3
-    assert "both must hold the same models" in capsys.readouterr().err
+    assert "both must contain the same models" in capsys.readouterr().err
     assert compare(out, out / "annotated") == 3
-    assert "both must hold the same models" in capsys.readouterr().err
+    assert "both must contain the same models" in capsys.readouterr().err
     assert compare(out / "annotated", out / "paper_learned") == 3
     assert "config: norm_order pre and post" in capsys.readouterr().err
     assert main(["golden", "--preset", "paper_learned", "--dtype", "float64", "--out", str(out), "--force"]) == 0
@@ -163,22 +163,22 @@ def test_an_interruption_leaves_nothing_and_keeps_the_old(truth, tmp_path, monke
 def test_only_golden_vectors_are_replaced_and_only_on_demand(copy, tmp_path, capsys):
     write = ["golden", "--dtype", "float64", "--out"]
     assert main([*write, str(copy)]) == 3
-    assert "holds golden vectors already: --force replaces them" in capsys.readouterr().err
+    assert "already contains golden vectors: use --force to replace them" in capsys.readouterr().err
     assert vectors.read(copy).dtypes == ("float64", "float32")
     assert main([*write, str(copy), "--force"]) == 0
     assert vectors.read(copy).dtypes == ("float64",)
     (copy / "notes.txt").write_text("mine")
     for path in (copy, tmp_path):
         assert main([*write, str(path), "--force"]) == 3
-        assert "holds other things than golden vectors: it is left alone" in capsys.readouterr().err
+        assert "must be empty or contain only golden vectors: it has different files" in capsys.readouterr().err
     assert (copy / "notes.txt").read_text() == "mine"
     assert main([*write, str(copy / "notes.txt")]) == 3
     assert main([*write, str(tmp_path / "no" / "folder")]) == 3
-    assert "there is no folder" in capsys.readouterr().err
+    assert "there is no directory" in capsys.readouterr().err
     empty = tmp_path / "empty"
     empty.mkdir()
     assert compare(copy, empty) == 3
-    assert "holds no golden vectors" in capsys.readouterr().err
+    assert "does not contain golden vectors" in capsys.readouterr().err
     assert main([*write, str(empty)]) == 0
     assert sorted(child.name for child in tmp_path.iterdir()) == ["copy", "empty"]
 

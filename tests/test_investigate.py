@@ -253,7 +253,10 @@ def test_a_known_mistake_is_named(name):
 @pytest.mark.parametrize(
     ("convert", "name"),
     [
-        ({"query": "key", "key": "query"}, "query, key, value of all attention blocks taken from key, query, value"),
+        (
+            {"query": "key", "key": "query"},
+            "query, key, value weights of all attention blocks loaded from key, query, value",
+        ),
         (("query", "key", "value"), "query, key, value kernels of all attention blocks transposed"),
     ],
 )
@@ -301,7 +304,7 @@ def test_what_nobody_knows_is_unknown_or_looks_like_something():
     investigation = Investigation(Port(), setting, "it", view=view_of_case)
     (failure_report,) = investigation.failures(findings, kept, [CASE])
     assert failure_report.diagnosis.confidence == LIKELY
-    assert f"at {SCALE}, everything is 0.904105 times what it should be" in failure_report.diagnosis.sentence
+    assert f"at {SCALE}, all values are 0.904105 times the correct ones" in failure_report.diagnosis.sentence
     assert failure_report.view["ports"] == [failure_report.backend] == [Port().name]
     shown = {tap["name"]: tap["ports"][0]["verdict"] for tap in failure_report.view["taps"]}
     assert shown == {mark.name: mark.verdict for mark in failure_report.blame.marks}
@@ -310,7 +313,7 @@ def test_what_nobody_knows_is_unknown_or_looks_like_something():
 def test_a_correct_port_is_given_no_diagnosis():
     found = diagnose(CASE, tensors(numpy(), CASE), "it")
     assert (found.confidence, found.hypotheses) == (UNKNOWN, ())
-    assert found.sentence == "every number that it shows here is right"
+    assert found.sentence == "every value that it returned here matches the reference"
 
 
 def test_every_hypothesis_is_something_else_than_what_is_asked_for():
@@ -464,7 +467,7 @@ def test_a_likely_name_needs_no_description_of_its_error():
     (report,) = Investigation(Port(), Placements(("float64",)), "it").failures(findings, kept, [one, two])
     assert report.diagnosis.confidence == LIKELY
     assert report.diagnosis.sentence.endswith("it behaves like the reference with this change: scores over d_k")
-    assert not any("times what it should be" in words for words in report.diagnosis.signatures)
+    assert not any("times the correct ones" in words for words in report.diagnosis.signatures)
 
 
 class Withholding(Wrapped):
@@ -479,5 +482,7 @@ def test_missing_taps_are_named():
     cases = model_cases(port_config(port))[:1]
     findings = list(compare(cases, port, Placements(("float64",)), kept=kept))
     (report,) = Investigation(port, Placements(("float64",)), port.reference).failures(findings, kept, cases)
-    assert report.diagnosis.sentence.startswith(f"what is shown is not what was promised: missing {SCALE}")
-    assert report.diagnosis.sentence.endswith("every number that Withholding shows here is right")
+    assert report.diagnosis.sentence.startswith(
+        f"the port returned different tensors than it declared: missing {SCALE}"
+    )
+    assert report.diagnosis.sentence.endswith("every value that Withholding returned here matches the reference")

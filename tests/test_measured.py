@@ -34,7 +34,7 @@ def test_angles_of_positions_are_measured():
     channels = np.arange(CONFIG.d_model)
     found = diagnosed(encoding(channels) - encoding(channels // 2 * 2))
     assert found.confidence == LIKELY
-    assert found.sentence.endswith("with k = 0, 1, 2, 3, 4, 5, ... in place of 0, 0, 2, 2, 4, 4, ...")
+    assert found.sentence.endswith("where k = 0, 1, 2, 3, 4, 5, ... instead of 0, 0, 2, 2, 4, 4, ...")
 
 
 def test_positions_that_are_no_waves_have_no_angles():

@@ -30,7 +30,7 @@ def said(attention_bias, change):
     return other_kernel(f"{BLOCK}.query", alone, wanted, weights)
 
 
-@pytest.mark.parametrize(("bias", "words"), [(True, ", with the right bias"), (False, "")])
+@pytest.mark.parametrize(("bias", "words"), [(True, ", with the correct bias"), (False, "")])
 def test_the_kernel_of_another_projection_is_recognized(bias, words):
     """Query and key are exchanged, and their biases are not."""
     exchanged = {f"{BLOCK}.query_proj.kernel": f"{BLOCK}.key_proj.kernel"}
@@ -85,7 +85,7 @@ def test_the_kernel_and_bias_of_another_projection_are_recognized():
     block, wanted = f"{LAYER}.cross_attention", observed(TRUTH, case)
     actual = {**wanted, f"{block}.value": wanted[f"{block}.key"]}
     found = of_operands(f"{block}.value", actual, wanted, case.load_weights(), config)
-    assert found == f"the kernel and the bias are those of {block}.key_proj"
+    assert found == f"the projection uses the kernel and the bias of {block}.key_proj"
 
 
 def test_a_projection_that_reads_a_norm_of_a_tensor_is_recognized():
@@ -152,7 +152,7 @@ def test_heads_that_are_merged_in_another_order_are_recognized():
         return of_block(f"{block}.output", change)
 
     assert merged(lambda x: x.transpose(0, 2, 3, 1)).endswith(
-        f"{block}.context, channel by channel instead of head by head"
+        f"{block}.context, merged channel by channel instead of head by head"
     )
     assert merged(lambda x: x).endswith(f"reads {block}.context, reshaped without a transpose")
     assert merged(lambda x: x.transpose(0, 2, 1, 3)) == ""
@@ -193,10 +193,10 @@ def softmax(scores, axis=-1):
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        (lambda scores, allowed: softmax(np.where(allowed, scores, scores - 10.0)), "get -10 added"),
-        (lambda scores, allowed: softmax(np.where(allowed, scores, 1e-9)), "become 1e-09"),
-        (lambda scores, allowed: softmax(scores), "get 0 added: they are not masked"),
-        (lambda scores, allowed: softmax(scores - 1e-12 * ~allowed), "get 0 added: they are not masked"),
+        (lambda scores, allowed: softmax(np.where(allowed, scores, scores - 10.0)), "are shifted by -10"),
+        (lambda scores, allowed: softmax(np.where(allowed, scores, 1e-9)), "are set to 1e-09"),
+        (lambda scores, allowed: softmax(scores), "are shifted by 0: they are not masked"),
+        (lambda scores, allowed: softmax(scores - 1e-12 * ~allowed), "are shifted by 0: they are not masked"),
         (lambda scores, allowed: softmax(np.where(allowed, scores, scores - 1e9), -2), "the wrong axis"),
         (lambda scores, allowed: softmax(np.where(allowed, scores, -np.inf)), ""),
         (lambda scores, allowed: softmax(np.where(allowed, scores, 0.5 * scores)), ""),

@@ -57,7 +57,7 @@ def of_gradients(change, pattern):
         (lambda name: name.endswith(".kernel") and "cross_attention." in name, "all kernels of cross-attention"),
         (lambda name: name.endswith(".kernel") and "_attention." in name, "all kernels of attention"),
         (lambda name: name == "source_embedding.table", "source_embedding.table"),
-        (lambda name: name != "source_embedding.table", "all parameters but source_embedding.table"),
+        (lambda name: name != "source_embedding.table", "all parameters except source_embedding.table"),
     ],
 )
 def test_parameters_are_described_by_what_they_share(fits, words):
@@ -68,14 +68,14 @@ def test_parameters_are_described_by_what_they_share(fits, words):
     ("change", "pattern", "said"),
     [
         (np.zeros_like, "key_proj.kernel", "kernels of key projections is exactly zero: the backward pass stops"),
-        (lambda x: 2.5 * x, ".scale", "scales of norms is 2.5 times the right one"),
-        (np.negative, "_norm.bias", "is -1 times the right one"),
-        (np.transpose, "query_proj.kernel", "kernels of query projections is the transpose of the right one"),
+        (lambda x: 2.5 * x, ".scale", "scales of norms is 2.5 times the correct one"),
+        (np.negative, "_norm.bias", "is -1 times the correct one"),
+        (np.transpose, "query_proj.kernel", "kernels of query projections is the transpose of the correct one"),
         (lambda x: x + 1.0, "encoder.layers.0.", "the gradients of all"),
         (
             lambda x: x + 1.0,
             "_norm.scale",
-            "computes decoder.layers.1.feed_forward_norm.scale first of those that differ",
+            "of these, the backward pass computes decoder.layers.1.feed_forward_norm.scale first",
         ),
     ],
 )
@@ -86,7 +86,7 @@ def test_wrong_gradients_are_described(change, pattern, said):
 def test_a_wrong_loss_next_to_right_gradients_is_named():
     truth = observed_in("gradients/padded")
     (said,) = patterns(shown("gradients/padded", {"loss": truth["loss"] * 1.5}))
-    assert said.startswith("only the loss differs (1.5 times the right one): all ")
+    assert said.startswith("only the loss differs (1.5 times the correct one): all ")
 
 
 def test_the_first_wrong_step_and_the_weights_that_move_too_far_are_named():
@@ -102,7 +102,7 @@ def test_the_first_wrong_step_and_the_weights_that_move_too_far_are_named():
     said = patterns(shown("steps/port", changed))
     assert any("scales of norms moved 0.5 times as far" in words for words in said)
     losses = "the losses agree up to step 6 and differ from step 7 on"
-    assert f"{losses}, and weights differ after step 1 already" in said
+    assert f"{losses}, and weights already differ after step 1" in said
     only_losses = {name: value for name, value in changed.items() if name.endswith(" loss")}
     said = patterns(shown("steps/port", only_losses))
     assert f"{losses}: the update of step 6 is wrong, or the forward pass with the weights after it" in said
@@ -130,11 +130,11 @@ def test_returned_weights_are_not_taken_for_a_wrong_learning_rate():
             changed[name] = begun + 0.1 * (value - begun)
     assert first_step_in_words(case, {**truth, **changed}) == ""
     said = patterns(shown("steps/port", changed))
-    assert any(words.startswith("all 20 losses agree, so the training is right") for words in said)
+    assert any(words.startswith("all 20 losses agree, so training is correct") for words in said)
     losses = {name: value + 0.1 for name, value in truth.items() if name.endswith(" loss")}
     assert "0.1 times as far" in first_step_in_words(case, {**truth, **changed, **losses})
     few = {name: value for name, value in changed.items() if name.endswith(".scale")}
-    assert not any("training is right" in words for words in patterns(shown("steps/port", few)))
+    assert not any("training is correct" in words for words in patterns(shown("steps/port", few)))
 
 
 def test_a_factor_close_to_one_is_never_written_as_one():
@@ -160,9 +160,9 @@ def test_weights_that_went_through_float32_are_named():
     truth = observed_in("steps/port")
     changed = {name: value.astype(np.float32).astype(np.float64) for name, value in truth.items() if " weight " in name}
     said = patterns(shown("steps/port", changed))
-    assert said[0] == "every returned weight that differs is a number of float32"
+    assert said[0] == "every returned weight that differs has only float32 precision"
     shifted = {name: value + 1e-7 for name, value in changed.items()}
-    assert not any("number of float32" in words for words in patterns(shown("steps/port", shifted)))
+    assert not any("only float32 precision" in words for words in patterns(shown("steps/port", shifted)))
 
 
 def test_errors_of_the_size_of_rounding_to_float32_are_called_so():
@@ -175,13 +175,13 @@ def test_errors_of_the_size_of_rounding_to_float32_are_called_so():
             if name.startswith("of ")
         }
         words = patterns(shown("gradients/padded", changed))
-        assert any("has effects of this size" in one for one in words) == said
+        assert any("causes errors of this size" in one for one in words) == said
 
 
 def test_a_step_is_not_blamed_for_a_batch_of_another_size_or_a_second_start():
     for name, step, said in (
         ("steps/port/one_sentence", 2, "its batch has a different number of sentences"),
-        ("steps/port/changing_slices", 8, "training starts a second time after step 7"),
+        ("steps/port/changing_slices", 8, "training restarts after step 7"),
     ):
         losses = {key: value + 0.1 for key, value in observed_in(name).items() if key == f"step {step} loss"}
         assert any(said in words for words in patterns(shown(name, losses)))
@@ -199,7 +199,7 @@ def test_the_first_wrong_token_of_padded_sentences_is_named():
     tokens[padded, :, 3:] += 1
     (said,) = patterns(shown("decode/port_greedy", {"tokens": tokens}))
     assert said.startswith(
-        f"in decode/port_greedy, {padded.sum()} of 4 sentences have different tokens, each from token 4"
+        f"in decode/port_greedy, {padded.sum()} of 4 sentences have different tokens, each starting at token 4"
     )
     assert "exactly those" in said
     assert said.endswith("with padding in the source")
@@ -224,10 +224,10 @@ def test_weights_from_before_a_step_are_recognized(step, older, beginning, words
     found = dict(other_calls(case, DEFINITION.load(config, weights, Placement("float64"))))
     changed = {f"step {step} {name}": found[name] for name in ("logits", "tokens")}
     differing = Differing(case, tuple(changed), {**truth, **changed}, truth)
-    (said,) = [one for one in patterns(differing) if "computed with" in one]
+    (said,) = [one for one in patterns(differing) if "used the weights" in one]
     assert said.endswith(words)
     tokens = Differing(case, (f"step {step} tokens",), {**truth, f"step {step} tokens": found["tokens"]}, truth)
-    of_tokens = [one for one in patterns(tokens) if "computed with" in one]
+    of_tokens = [one for one in patterns(tokens) if "used the weights" in one]
     assert len(of_tokens) == (step == 1)  # after step 5, the tokens are the same
     assert all(one.endswith("the first step, or some of them") for one in of_tokens)
 
@@ -236,7 +236,7 @@ def test_losses_of_float32_are_recognized():
     truth = observed_in("gradients/padded")
     rounded = np.asarray(float(np.float32(truth["loss"])))
     said = patterns(shown("gradients/padded", {"loss": rounded}))
-    assert said[0] == "the loss is a number of float32: compute losses in the dtype of the model"
+    assert said[0] == "the loss has only float32 precision: compute losses in the dtype of the model"
     for other in (0.0, 2.5, float(rounded) * (1.0 + 1e-12)):
         assert "float32" not in patterns(shown("gradients/padded", {"loss": np.asarray(other)}))[0]
 
@@ -247,10 +247,10 @@ def test_labels_of_padding_that_count_are_found():
     padding = case.inputs["labels"] == CONFIG.pad_id
     changed = np.where(padding[..., None], 0.01, truth["at logits"])
     said = patterns(shown("gradients/padded", {"at logits": changed}))
-    assert f"{padding.sum()} of {padding.sum()} labels that are padding count in the loss" in " ".join(said)
-    assert "aims at" not in " ".join(said)
+    assert f"{padding.sum()} of {padding.sum()} padding labels contribute to the loss" in " ".join(said)
+    assert "target probabilities" not in " ".join(said)
     said = patterns(shown("gradients/padded", {"at logits": (1.0 + 1e-9) * truth["at logits"]}))
-    assert not any("aims at" in one or "count in the loss" in one for one in said)
+    assert not any("target probabilities" in one or "contribute to the loss" in one for one in said)
 
 
 def test_a_mean_over_padding_is_told_by_its_factor():
@@ -266,14 +266,16 @@ def test_the_probabilities_that_a_loss_aims_at_are_read_off_its_gradient():
     counted = labels != CONFIG.pad_id
     more = 0.01 * (np.arange(CONFIG.target_vocab_size) == labels[..., None])
     changed = np.where(counted[..., None], truth["at logits"] - (more - 0.002) / counted.sum(), truth["at logits"])
-    (said,) = (one for one in patterns(shown("gradients/padded", {"at logits": changed})) if "aims at" in one)
+    (said,) = (
+        one for one in patterns(shown("gradients/padded", {"at logits": changed})) if "target probabilities" in one
+    )
     share = CONFIG.label_smoothing / CONFIG.target_vocab_size
     right, each = (
         1.0 - CONFIG.label_smoothing + share,
         "for the label, {0:.6g} for padding, {0:.6g} for every other token",
     )
     assert said == (
-        f"the loss aims at a probability of {right + 0.008:.6g} {each.format(share - 0.002)}, "
+        f"the loss uses target probabilities of {right + 0.008:.6g} {each.format(share - 0.002)}, "
         f"instead of {right:.6g} {each.format(share)}"
     )
     prediction = truth["at logits"] * counted.sum() + np.where(labels[..., None] == np.arange(37), right, share)
@@ -281,11 +283,11 @@ def test_the_probabilities_that_a_loss_aims_at_are_read_off_its_gradient():
     (said,) = (
         one
         for one in patterns(shown("gradients/padded", {"at logits": truth["at logits"] + more / counted.sum()}))
-        if "aims at" in one
+        if "target probabilities" in one
     )
-    assert said.startswith(f"the loss aims at a probability of {right + 0.1 / 37:.6g} for the label, ")
+    assert said.startswith(f"the loss uses target probabilities of {right + 0.1 / 37:.6g} for the label, ")
     doubled = patterns(shown("gradients/padded", {"at logits": 2.0 * truth["at logits"]}))
-    assert not any("aims at" in one for one in doubled)
+    assert not any("target probabilities" in one for one in doubled)
 
 
 def test_nan_is_located():
@@ -308,7 +310,7 @@ def test_cases_that_agree_are_named():
         findings = [found(differs, DIVERGES), *(found(name, AGREES) for name in agree)]
         return " | ".join(among_cases(findings, CASES[differs], others))
 
-    assert said("decode/port_beam", "decode/port_greedy").endswith("only beam search differs: greedy search agrees")
+    assert said("decode/port_beam", "decode/port_greedy").endswith("only beam search differs, and greedy search agrees")
     assert "has the same shapes and agrees" in said("full/other_padding", "full/padded")
     assert said("full/longest", "full/padded") == ""
     assert said("gradients/padded", "gradients/one_token").endswith("these agree: gradients/one_token")
@@ -319,14 +321,14 @@ def test_a_factor_that_changes_is_no_learning_rate():
     case = CASES["steps/port"]
     other = replace(case, settings=replace(case.training, beta1=0.5))
     actual = tensors(DEFINITION.load(CONFIG, case.load_weights(), Placement("float64")), other)
-    assert "look at the learning rate" not in first_step_in_words(case, actual)
+    assert "check the learning rate" not in first_step_in_words(case, actual)
 
 
 def test_float32_everywhere_is_recognized_by_the_values():
     case, truth = CASES["full/padded"], observed_in("full/padded")
     rounded = {name: value.astype(np.float32).astype(np.float64) for name, value in truth.items()}
     assert only_float32(case, rounded, truth).startswith(
-        "float64 was requested, and every value is a number of float32"
+        "float64 was requested, but every value has only float32 precision"
     )
     assert only_float32(case, truth, truth) == ""
     assert only_float32(case, {**rounded, "output": truth["output"]}, truth) == ""

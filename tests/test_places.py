@@ -25,7 +25,7 @@ PRE = next(
     case for case in model_cases(tiny("paper_base", norm_order="pre", final_norm=True)) if case.stage == CASE.stage
 )
 SQUARE = next(case for case in model_cases(tiny("paper_base", d_k=None, d_v=None)) if case.stage == CASE.stage)
-SWAPPED = "query, key, value taken from key, query, value"
+SWAPPED = "query, key, value weights loaded from key, query, value"
 
 
 def usual(case):
@@ -61,7 +61,7 @@ MISTAKES = [
     (PRE, "final_norm=False", ["decoder.final_norm"], "the decoder"),
     (
         CASE,
-        f"{SWAPPED.replace(' taken', ' of all attention blocks taken')}",
+        f"{SWAPPED.replace(' loaded', ' of all attention blocks loaded')}",
         every(CASE, "decoder", "self_attention"),
         "decoder.layers.*.self_attention",
     ),

@@ -50,8 +50,8 @@ def test_the_reference_lacks_no_property():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (hide_last, "another token at source position 8 (the last) of sentence 0 changes no logits"),
-        (hide_second_of_target, "another token at target position 1 of sentence 0 changes no later logits"),
+        (hide_last, "replacing the token at source position 8 (the last) of sentence 0 changes no logits"),
+        (hide_second_of_target, "replacing the token at target position 1 of sentence 0 changes no later logits"),
     ],
 )
 def test_a_token_without_effect_is_found(change, words):

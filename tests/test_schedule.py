@@ -74,7 +74,7 @@ def test_rates_are_measured_across_a_second_start() -> None:
 def test_right_rates_before_the_first_wrong_one_are_not_listed() -> None:
     """The rate stays at its peak."""
     rates = [usual(min(step, 8)) for step in range(1, 21)]
-    words = f"its learning rate is right up to step 8, and {usual(8):.5g} in steps 8 to 20"
+    words = f"its learning rate is correct up to step 8, and {usual(8):.5g} in steps 8 to 20"
     assert schedule_in_words(CASE, rates) == words
 
 
@@ -100,7 +100,7 @@ def test_many_different_rates_may_be_another_bias_correction() -> None:
     rates = [usual(step) * (1.0 + 1.0 / (step + 1)) for step in range(1, 21)]
     words = schedule_in_words(CASE, rates)
     assert words.startswith(
-        "its steps are as long as with the rates settings.learning_rate(n, d_model) times 1.5 in step 1"
+        "its steps are as large as with the learning rates settings.learning_rate(n, d_model) times 1.5 in step 1"
     )
     assert words.endswith("...: the learning rate or a bias correction differs")
 

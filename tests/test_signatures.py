@@ -31,26 +31,26 @@ def spoilt(array, where, by=1.0):
 @pytest.mark.parametrize(
     ("actual", "wanted", "said"),
     [
-        (STATES * math.sqrt(24), STATES, "4.89898 times what it should be, which is sqrt(d_model)"),
-        (STATES / 8, STATES, "0.125 times what it should be, which is 1 / d_k"),
-        (-STATES, STATES, "-1 times what it should be"),
+        (STATES * math.sqrt(24), STATES, "4.89898 times the correct ones, a factor of sqrt(d_model)"),
+        (STATES / 8, STATES, "0.125 times the correct ones, a factor of 1 / d_k"),
+        (-STATES, STATES, "-1 times the correct ones"),
         (STATES - BIAS, STATES, "a.bias is missing"),
-        (STATES + BIAS, STATES, "a.bias is added once too often"),
+        (STATES + BIAS, STATES, "a.bias is added one time too many"),
         (STATES + 2.5, STATES, "the same vector is added at every position"),
         (HEADS[:, [2, 0, 1]], HEADS, "the heads are in the order [2, 0, 1]"),
         (HEADS[..., [1, 0, *range(2, 8)]], HEADS, "the last axis is permuted: 1, 0, 2, 3, 4, 5, 6, 7"),
         (STATES[:, ::-1], STATES, "the positions are in the order 6, 5, 4, 3, 2, 1, 0"),
-        (HEADS.swapaxes(1, 2).reshape(HEADS.shape), HEADS, "the values are right, in other places"),
-        (STATES.transpose(1, 0, 2), STATES, "the axes are in the order [1, 0, 2]: the values are right"),
+        (HEADS.swapaxes(1, 2).reshape(HEADS.shape), HEADS, "the values are correct, but in different places"),
+        (STATES.transpose(1, 0, 2), STATES, "the values are correct, but the axes are in the order [1, 0, 2]"),
         (STATES[:, :1], STATES, "the shape must be [4, 7, 24]: got [4, 1, 24]"),
         (spoilt(STATES, (2, 3, 4), math.nan), STATES, "1 of 672 values are NaN or infinite"),
-        (np.zeros_like(STATES), STATES, "everything is zero"),
-        (STATES.astype(np.float32), STATES, "every value is a number of float32"),
-        (STATES.astype(np.float16), STATES, "every value is a number of float16"),
-        (np.where(ALLOWED, HEADS @ HEADS.mT, -1e9), HEADS @ HEADS.mT, "values are -1e+09, and all others are right"),
-        (np.where(ALLOWED, HEADS @ HEADS.mT, -np.inf), HEADS @ HEADS.mT, "values are -inf, and all others are right"),
-        (softmax(HEADS), softmax(HEADS, ALLOWED), "252 keys that the mask forbids get weight"),
-        (softmax(HEADS, ALLOWED), softmax(HEADS), "252 keys that the mask allows get no weight"),
+        (np.zeros_like(STATES), STATES, "all values are zero"),
+        (STATES.astype(np.float32), STATES, "every value has only float32 precision"),
+        (STATES.astype(np.float16), STATES, "every value has only float16 precision"),
+        (np.where(ALLOWED, HEADS @ HEADS.mT, -1e9), HEADS @ HEADS.mT, "values are -1e+09, as if they were masked"),
+        (np.where(ALLOWED, HEADS @ HEADS.mT, -np.inf), HEADS @ HEADS.mT, "values are -inf, as if they were masked"),
+        (softmax(HEADS), softmax(HEADS, ALLOWED), "252 keys that the mask forbids get nonzero weight"),
+        (softmax(HEADS, ALLOWED), softmax(HEADS), "252 keys that the mask allows get zero weight"),
     ],
 )
 def test_what_an_error_is_like(actual, wanted, said):
@@ -65,11 +65,11 @@ def test_what_an_error_is_like(actual, wanted, said):
         (
             spoilt(STATES, (1, 2)),
             STATES,
-            ["of sentences 0 to 3, only 1 differs", "of positions 0 to 6, only 2 differs"],
+            ["among sentences 0 to 3, only 1 differs", "among positions 0 to 6, only 2 differs"],
         ),
-        (spoilt(HEADS, np.s_[:, 1]), HEADS, ["of heads 0 to 2, only 1 differs"]),
-        (spoilt(STATES, np.s_[:, 1:, ::2]), STATES, ["of positions 0 to 6, only 1, 2, 3, 4, 5, 6 differ"]),
-        (spoilt(STATES, np.s_[[0, 1, 3]]), STATES, ["of sentences 0 to 3, only 0, 1, 3 differ"]),
+        (spoilt(HEADS, np.s_[:, 1]), HEADS, ["among heads 0 to 2, only 1 differs"]),
+        (spoilt(STATES, np.s_[:, 1:, ::2]), STATES, ["among positions 0 to 6, only 1, 2, 3, 4, 5, 6 differ"]),
+        (spoilt(STATES, np.s_[[0, 1, 3]]), STATES, ["among sentences 0 to 3, only 0, 1, 3 differ"]),
         (spoilt(STATES, np.s_[:, :, 0]), STATES, []),
         (STATES[:, :1], STATES, []),
     ],
@@ -97,7 +97,7 @@ def test_without_evidence_nothing_is_named(actual, wanted):
 
 def test_of_sizes_that_are_equal_none_is_preferred():
     (found,) = signatures(STATES / math.sqrt(8), STATES, tiny(d_v=8))
-    assert found.endswith("which is 1 / sqrt(d_k) or 1 / sqrt(d_v)")
+    assert found.endswith("a factor of 1 / sqrt(d_k) or 1 / sqrt(d_v)")
 
 
 def test_what_is_right_or_shapeless_has_no_signature():
@@ -108,7 +108,7 @@ def test_what_is_right_or_shapeless_has_no_signature():
 def test_keys_at_one_distance_from_their_queries_are_described():
     own = softmax(HEADS, ALLOWED & ~np.eye(7, dtype=bool) | (np.arange(7) == 0))
     (said,) = [words for words in signatures(own, softmax(HEADS, ALLOWED), CONFIG) if "allows" in words]
-    assert said == "72 keys that the mask allows get no weight: each is the position of its query"
+    assert said == "72 keys that the mask allows get zero weight: each is at the position of its query"
     ahead = softmax(HEADS, ALLOWED | np.eye(7, k=1, dtype=bool))
     (said,) = [words for words in signatures(ahead, softmax(HEADS, ALLOWED), CONFIG) if "forbids" in words]
     assert said.endswith(": each is 1 position after its query")
@@ -117,4 +117,4 @@ def test_keys_at_one_distance_from_their_queries_are_described():
 def test_an_error_as_small_as_rounding_has_no_places():
     actual = spoilt(spoilt(STATES, np.s_[1], 1e-7), np.s_[2], 1e-10)  # sentence 2 is wrong too
     assert not any("sentences" in where for where in places(actual, STATES))
-    assert places(spoilt(STATES, np.s_[1], 1e-7), STATES) == ["of sentences 0 to 3, only 1 differs"]
+    assert places(spoilt(STATES, np.s_[1], 1e-7), STATES) == ["among sentences 0 to 3, only 1 differs"]

@@ -21,7 +21,7 @@ SETTING = Placements(("float64",))
             "MaskByShape",
             "activations",
             "full/other_padding",
-            "is right on a model that has just been loaded, and wrong",
+            "agrees on a newly loaded model, and differs",
         ),
         ("ForwardOfOldWeights", "steps", "steps/port", ""),
         ("ClipsBelowTheNorm", "steps", "steps/port/one_sentence", ""),

@@ -23,9 +23,9 @@ BIAS = "encoder.layers.0.feed_forward.output_proj.bias"
     ("change", "words"),
     [
         (lambda right: right - CASE.load_weights()[BIAS], f"{BIAS} is missing"),
-        (lambda right: 0.5 * right, "everything is 0.5 times what it should be"),
+        (lambda right: 0.5 * right, "all values are 0.5 times the correct ones"),
         (lambda right: right[..., ::-1], "the last axis is permuted"),
-        (lambda right: right.astype(np.float32).astype(float), "every value is a number of float32"),
+        (lambda right: right.astype(np.float32).astype(float), "every value has only float32 precision"),
     ],
 )
 def test_padding_does_not_hide_the_cause_of_an_error(change, words):

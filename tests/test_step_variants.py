@@ -135,7 +135,7 @@ CORRECTIONS = "settings.bias_corrections(self.step + 1)"
                 ("optimizer", M_HAT, "m_hat = m / (1 - settings.beta1**count)"),
                 ("optimizer", V_HAT, "v_hat = v / (1 - settings.beta2**count)"),
             ],
-            "a counter of the bias corrections that increases with every tensor and restarts in every step",
+            "a bias-correction counter that increases with every tensor and restarts in every step",
         ),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_near_tie_is_no_divergence(tmp_path, capfd, monkeypatch, port):
     code, report, _ = compare("float32", instead=7)
     assert code == 0, report
     assert report[0].endswith(": near-tie")
-    doubt = r"5 where the reference has 7, margin 1\.0e-09, rounding noise \d"
+    doubt = r"ID 5 instead of 7, margin 1\.0e-09, rounding noise \d"
     line = report[0].removeprefix("line ").partition(":")[0]
     assert re.match(rf"  numpy in \d near-ties?; sentence {line}, token \d+: {doubt}", report[4])
     assert report[-1].startswith(f"AGREE  numpy, {port.name} in float32, 9 lines: ")

@@ -375,9 +375,7 @@ def test_a_changed_input_is_named():
     port = PluginPort(f"{HERE}:KeepsItsInputs")
     found = list(compare(port_cases(port_config(port), [ACTIVATIONS])[:1], port, Placements(("float64",))))
     named = [finding for finding in found if finding.tap == "target_ids"]
-    assert [(finding.verdict, finding.detail) for finding in named] == [
-        (DIVERGES, "the port changes the array that it is given")
-    ]
+    assert [(finding.verdict, finding.detail) for finding in named] == [(DIVERGES, "the port modifies its input array")]
 
 
 def test_weights_in_bfloat16_may_come_back_as_float32_that_holds_them():

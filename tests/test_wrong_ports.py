@@ -158,13 +158,13 @@ class Plain(Port):
         return tap("logits", x @ table.T)
 
 
-SCALE = "at encoder.layers.0.self_attention.scores, everything is {} times what it should be"
+SCALE = "at encoder.layers.0.self_attention.scores, all values are {} times the correct ones"
 NORM_FIRST = "exactly like the reference with this change: norm before the sum, in every sub-layer"
 LATER, PADDING = "a later target token changes earlier logits", "of source sentence 1 changes its logits"
-LENGTH, BATCH = "they depend on length", "alone gives other logits than in its batch"
+LENGTH, BATCH = "they depend on the length", "has different logits in a separate batch"
 RANDOM = "two calls on the same input differ"
-FLOAT32, NARROW = "something is rounded to float32", "something is rounded to less than float32"
-SHOWN = "the output is right: of the taps, only encoder.layers.0.self_attention.scores and 5 more of this kind differ"
+FLOAT32, NARROW = "a value is rounded to float32", "a value is rounded to lower precision than float32"
+SHOWN = "the output is correct; the port differs only in encoder.layers.0.self_attention.scores and 5 more taps"
 # What is to be said first with all taps, with few, and with none; nothing where it is to stay unknown.
 SAID = {
     "no scale": ("scores not scaled",) * 3,
@@ -183,8 +183,8 @@ SAID = {
     "no mask in cross-attention": ("cross-attention without padding mask",) * 3,
     "masked after the softmax": (f"mask applied after the softmax|{LATER}",) * 3,
     "sees one further": ("a position (sees|attends to) the next one",) * 3,
-    "float32 softmax": ("every value is a number of float32", FLOAT32, FLOAT32),
-    "bfloat16 softmax": ("every value is a number of bfloat16", NARROW, NARROW),
+    "float32 softmax": ("every value has only float32 precision", FLOAT32, FLOAT32),
+    "bfloat16 softmax": ("every value has only bfloat16 precision", NARROW, NARROW),
     "leaky ReLU": ("exactly like the reference with this change: leaky ReLU with slope 0.01",) * 3,
     "a head twice": ("",) * 3,
     "norm before the sum": (NORM_FIRST,) * 3,
@@ -250,7 +250,8 @@ def test_what_follows_a_tap_of_another_meaning_is_inherited():
 def test_a_table_that_ends_is_noticed_in_a_long_sentence():
     (report,) = reports_of(Plain, "activations", mistake="a table of 512 positions")
     assert report.case == "full/longest/of_a_thousand_tokens"
-    assert "at source_embedding.output, of positions 0 to 1029, only 512, 513," in " ".join(report.diagnosis.signatures)
+    said = " ".join(report.diagnosis.signatures)
+    assert "at source_embedding.output, among positions 0 to 1029, only 512, 513," in said
 
 
 class LatePosition:
@@ -351,7 +352,9 @@ def test_two_mistakes_are_never_exactly_one(other):
     assert "exactly" not in found.sentence or " and " in found.sentence
 
 
-SEARCH = r"`forward` agrees with the reference on the tokens that it returns .* but the search does not follow it: "
+SEARCH = (
+    r"agrees with the reference on the tokens that the search returned .* but the search chooses different tokens: "
+)
 
 
 @pytest.mark.parametrize("mistakes", first_alone([("late positions",), ("padding", "late positions")], "two mistakes"))
@@ -359,14 +362,14 @@ def test_a_search_that_does_not_follow_its_own_forward_is_told_so(mistakes):
     (found,) = said_of_search(*mistakes)
     assert found.confidence == LIKELY
     said = " ".join((found.sentence, *found.signatures))
-    assert re.search(SEARCH + r"from token \d+ of sentence \d+ on", said), found
+    assert re.search(SEARCH + r"at token \d+ of sentence \d+, the search returns", said), found
     assert "no known rule" in said
 
 
 PLACES = r" in (the only such place|all \d+ such places)"
 FACTS = {
     "held tokens": rf"the token that `forward` prefers would repeat a token{PLACES}(;|$)",
-    "late ends": rf"`forward` would end the sentence{PLACES}, and the search ends none before token \d+$",
+    "late ends": rf"`forward` would end the sentence{PLACES}, but the search ends none before token \d+$",
 }
 
 
@@ -383,7 +386,7 @@ def test_a_search_that_follows_a_wrong_forward_is_not_to_blame():
     said = " ".join((found.sentence, *found.signatures))
     assert "`forward` itself differs from the reference" in said, found
     assert "--stage activations" in said
-    assert "does not follow" not in said
+    assert "chooses different tokens" not in said
 
 
 # --- Training ---
@@ -420,9 +423,9 @@ def said_of_schedule(schedule):
 @pytest.mark.parametrize(
     ("schedule", "name"),
     [
-        ("factor", "a learning rate that is 0.37 times as large"),
+        ("factor", "a learning rate multiplied by 0.37"),
         pytest.param(
-            *("warm-up", "a learning rate that warms up over 4000 steps, in place of 8"),
+            *("warm-up", "a learning rate that warms up over 4000 steps instead of 8"),
             marks=pytest.mark.extended("schedules"),
         ),
     ],
@@ -439,8 +442,8 @@ def test_a_schedule_that_is_not_known_shows_in_how_far_the_weights_move(monkeypa
     (found,) = said_of_schedule("cubic")
     said = " ".join((found.sentence, *found.signatures))
     assert found.confidence == LIKELY
-    assert "step 1 moves every weight the right way and " in said, found
-    assert "look at the learning rate, which is settings.learning_rate(step, d_model)" in said
+    assert "step 1 moves every weight in the right direction, but " in said, found
+    assert "check the learning rate, which must be settings.learning_rate(step, d_model)" in said
 
 
 @pytest.mark.parametrize(

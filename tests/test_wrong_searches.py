@@ -121,10 +121,10 @@ def test_the_plain_search_is_right():
 
 NAMES = first_alone(
     [
-        ("narrow beam", "a beam of 3 hypotheses at most"),
+        ("narrow beam", "a beam size of at most 3"),
         ("penalty of zero", "instead of 0"),
         ("capped penalty", "at most"),
-        ("limit", "a maximum length of at most the longest source's, plus 1"),
+        ("limit", "a maximum length of at most the longest source length plus 1"),
         ("tiled", "the memory tiled for the beam, in a search without a cache"),
         ("one is enough", "stops for all sentences as soon as one is done"),
     ],
@@ -152,7 +152,7 @@ def test_the_window_of_cached_steps_is_measured():
     case = next(case for case in port_cases(tiny("paper_base")) if case.name == "decode/many_greedy")
     window = Hypothesis((Mistake("", "", seen("np.arange(cache.length + 1) > cache.length - 7")),))
     found = diagnose(case, {"tokens": observed(window, case)["tokens"]}, "Wrong", known=[])
-    assert found.hypotheses == ("cached steps that see the last 7 positions only",)
+    assert found.hypotheses == ("cached steps that attend to only the last 7 positions",)
 
 
 def test_several_values_of_a_number_are_listed_with_the_roundest_as_the_hypothesis():

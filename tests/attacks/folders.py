@@ -184,7 +184,7 @@ vectors(
     "TruthLeavesOut",
     "A holds one case, and leaves out everything else that B holds: that is listed.",
     lambda a, b: (a.keep(PADDED), a.manifest.update(left_out=LATER)),
-    says="A leaves it out",
+    says="A omits it",
     expected=TOLERATED,
 )
 
@@ -230,7 +230,7 @@ written(
     "LinkToAFileOfA",
     "The float64 outputs of one case of B are a symbolic link to those of A.",
     link_one_file,
-    "A's own",
+    "equal to A's",
 )
 
 

@@ -202,7 +202,7 @@ hypotheses(
     "PaddingInside",
     "A token follows padding, as in a search that forgets which sentences have ended.",
     padding_inside,
-    says="token 2: padding inside a hypothesis",
+    says="token 2: a hypothesis contains padding",
 )
 hypotheses(
     "PaddedHypotheses",

@@ -1,1 +1,1 @@
-"""A port in a case, compared with the reference by the stage of the case."""
+"""Comparison of a port with the reference in a case, according to the stage of the case."""

@@ -1,6 +1,6 @@
-"""The comparator: the outputs of a case against what the reference yields, tensor by tensor.
+"""The comparator, which compares the outputs of a case with the reference, tensor by tensor.
 
-It is the only one: a port in this process, a port in another process and a folder of files are compared here.
+All comparisons use it: ports in this process, ports in other processes, and directories of golden vectors.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def compare(
     """Run every case on a port in every dtype, in this process, and yield each comparison.
 
     Args:
-        cases: What to run.
-        port: What to run it on.
-        setting: Dtypes, device and precision.
-        progress: Told what is about to run.
-        kept: Receives the tensors of each case in which something failed.
+        cases: The cases to run.
+        port: The port.
+        setting: Dtypes, device, and precision.
+        progress: Callback that receives a description of the next run.
+        kept: Dictionary that receives the tensors of each failing case.
     """
     by_name = {case.name: case for case in cases}
     placements = [setting.placement(dtype) for dtype in setting.dtypes]
@@ -45,12 +45,12 @@ def compare(
 
 
 class Comparator:
-    """Compares the outputs of one port with what the reference yields.
+    """Compares the outputs of one port with the outputs of the reference.
 
     Args:
-        backend: The name of the port.
-        setting: How it was run.
-        reference: What computes the truth.
+        backend: Name of the port.
+        setting: Dtypes, device, and precision that the port was run with.
+        reference: Object that computes the expected tensors.
     """
 
     def __init__(self, backend: str, setting: Placements, reference: Reference) -> None:
@@ -63,8 +63,8 @@ class Comparator:
 
         Args:
             case: The case that was run.
-            outputs: What came of it.
-            kept: Receives the tensors if something failed.
+            outputs: The outputs of the port.
+            kept: Dictionary that receives the tensors if a comparison fails.
         """
         for finding in self._findings(case, outputs):
             if kept is not None and finding.verdict not in (AGREES, SKIPPED):

@@ -1,7 +1,7 @@
 """The expected tensors of a case, computed by the float64 reference, and their tolerances.
 
-A tolerance in float32 follows from the baseline: the error that the reference itself makes in float32. The reference
-computes in the process that compares, and no port runs there (see docs/agreement.md).
+A float32 tolerance is derived from the baseline, which is the reference's own error in float32. The reference runs in
+the process that compares, and no port runs in this process (see docs/agreement.md).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from transformer_parity.transformer.stages.decode import SCORES
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.stage import Expected
 
-MODELS, TRUTHS = 3, 64  # that are kept
+MODELS, TRUTHS = 3, 64  # numbers of models and of expected results that are cached
 
 
 @dataclass
 class Reference:
-    """Computes what cases must yield, each once however many ports are compared.
+    """Computes the expected tensors of cases, once for all ports.
 
     Args:
-        ports: How many ports will ask for each case; after the last, it is forgotten.
+        ports: Number of ports that request each case. The result is discarded after the last request.
     """
 
     ports: int = 1
@@ -46,7 +46,7 @@ class Reference:
         """Return the expected tensors of a case.
 
         Raises:
-            NotFiniteError: The reference overflows in float64, or in float32 where that is the dtype.
+            NotFiniteError: If the reference overflows in float64, or in float32 if that is the dtype.
         """
         key = (_key(case, placement.dtype), placement)
         if key not in self._known:
@@ -63,7 +63,7 @@ class Reference:
         return found
 
     def digests(self, case: Case, dtype: str) -> Mapping[str, Digest]:
-        """Return the digests of the weights that must come back from a port."""
+        """Return the digests of the weights that a port must export."""
         key = (*_model_key(case, dtype), dtype)
         if key not in self._digests:
             weights = self._weights(case, dtype)
@@ -71,14 +71,14 @@ class Reference:
         return self._digests[key]
 
     def _weights(self, case: Case, working: str) -> Mapping[str, ndarray]:
-        """Return the weights that a port is given; those of the last model are kept."""
+        """Return the weights that are passed to a port. The weights of the last model are cached."""
         key = _model_key(case, working)
         if self._last is None or self._last[0] != key:
             self._last = (key, given(case.load_weights(), working))
         return self._last[1]
 
     def _compute(self, case: Case, placement: Placement) -> Expected:
-        with np.errstate(all="ignore"):  # what is not finite is reported by name
+        with np.errstate(all="ignore"):  # values that aren't finite are reported with their names
             exact = self._model(case, "float64", placement.dtype)
             rounded = self._model(case, "float32", placement.dtype) if placement.dtype == "float32" else None
             truth = self._truth(case, exact, placement.dtype)
@@ -94,10 +94,10 @@ class Reference:
             return Expected(truth, tolerances, exact, rounded)
 
     def _perturbed_tolerances(self, case: Case, placement: Placement, seed: int) -> dict[str, float]:
-        """Return the tolerances that follow from weights of which each is moved to a neighboring float32 number.
+        """Return tolerances derived from weights that are each perturbed to a neighboring float32 number.
 
-        The error of one run in float32 is a random number. If it happens to be small, it says little about the error
-        of other correct implementations.
+        The error of a single float32 run is a random number. If it happens to be small, it isn't representative of the
+        error of other correct implementations.
         """
         rng = np.random.default_rng(seed)
         weights = {}
@@ -112,9 +112,9 @@ class Reference:
         return STAGES[case.stage].tolerances(exact, rounded, placement)
 
     def _truth(self, case: Case, exact: LoadedPackage, dtype: str) -> Tensors:
-        """Return the outputs in float64, which are the same for float64 and float32."""
+        """Return the float64 outputs, which are the same for the working dtypes float64 and float32."""
         key = _key(case, dtype)
-        if STAGES[case.stage].trains:  # fewer steps in float32
+        if STAGES[case.stage].trains:  # training takes fewer steps in float32
             key = (key, dtype)
         if key not in self._truths:
             truth = _run(case, exact, dtype)
@@ -125,10 +125,10 @@ class Reference:
         return self._truths[key]
 
     def _model(self, case: Case, dtype: str, working: str) -> LoadedPackage:
-        """Return the reference in a dtype; only for bfloat16 are its weights rounded beforehand."""
+        """Return the reference in a dtype. Its weights are rounded beforehand only if the working dtype is bfloat16."""
         key = (*_model_key(case, working), dtype)
         trains = STAGES[case.stage].trains
-        if trains or key not in self._models:  # training changes a model
+        if trains or key not in self._models:  # training modifies a model, so it can't be cached
             model = DEFINITION.load(case.config, self._weights(case, working), Placement(dtype))
             if trains:
                 return model
@@ -139,7 +139,7 @@ class Reference:
 
 
 def _model_key(case: Case, dtype: str) -> tuple[Any, ...]:
-    """Return what tells one model from another: weights and inputs are rounded beforehand for bfloat16."""
+    """Return the cache key of a model, which includes whether its weights and inputs are rounded to bfloat16."""
     return *case.model, dtype == "bfloat16"
 
 
@@ -153,5 +153,5 @@ def _run(case: Case, model: LoadedPackage, dtype: str) -> Tensors:
 
 def _check_finite(found: Mapping[str, ndarray], dtype: str) -> None:
     for name, value in found.items():
-        if name != SCORES and not np.isfinite(value).all():  # -inf is the score of no hypothesis
+        if name != SCORES and not np.isfinite(value).all():  # a missing hypothesis has the score -inf
             raise NotFiniteError(f"the reference is not finite in {dtype} at {name}")

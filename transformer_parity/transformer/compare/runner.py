@@ -1,4 +1,4 @@
-"""Ports, run in their cases: each case by its stage, and cases of one model on one loaded port."""
+"""Functions that run ports on cases. Cases with the same model share a loaded port."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from transformer_parity.transformer.stages.registry import STAGES
 def run_cases(
     cases: Iterable[Case], port: Implementation, placements: Sequence[Placement], progress: Callable[[str], None]
 ) -> Iterator[Outputs]:
-    """Run every case on a port in every dtype; cases that share a config and weights run on one loaded model.
+    """Run every case on a port in every dtype. Cases with the same config and weights share a loaded model.
 
     Args:
-        cases: What to run.
-        port: What to run it on.
-        placements: One per dtype.
-        progress: Told what is about to run.
+        cases: The cases to run.
+        port: The port.
+        placements: One placement for each dtype.
+        progress: Callback that receives a description of the next run.
     """
     groups: dict[tuple[Any, ...], list[Case]] = {}
     for case in cases:
@@ -48,7 +48,7 @@ def _run_group(
     progress: Callable[[str], None],
 ) -> Iterator[Outputs]:
     loaded: LoadedPort | None = None
-    skips: list[tuple[str, str]] = []  # why nothing could be loaded
+    skips: list[tuple[str, str]] = []  # reasons why the port can't be loaded
     failures: list[tuple[str, str]] = []
     for case in cases:
         outputs = Outputs(case.name, placement.dtype)
@@ -74,20 +74,20 @@ def _run_group(
 
 
 def _variant(port: Implementation, case: Case) -> Implementation:
-    """Return the port that loads a case: a package without ``fast.py`` if the case computes with its formulas."""
+    """Return the port that loads a case. If the case requires the formulas, the package runs without ``fast.py``."""
     return replace(port, fast=False) if case.formulas and isinstance(port, PackagePort) else port
 
 
 def why_left_out(case: Case, port: object) -> str:
-    """Return why a port leaves a case, or the case that it varies, out; empty if it does not."""
+    """Return the reason why a port omits a case, or the case of which it is a variant; empty if it doesn't."""
     declared: Mapping[str, str] = getattr(port, "left_out", {})
     return next((str(why) for name, why in declared.items() if f"{case.name}/".startswith(f"{name}/")), "")
 
 
 def call_before(case: Case, loaded: LoadedPort, port: Implementation, placement: Placement) -> None:
-    """Make the calls that come before a case, on the same model, or on a second one if the weights differ.
+    """Make the calls that precede a case, on the same model, or on a second model if the weights differ.
 
-    Nothing is compared here: each of these calls is compared, or fails, in another case.
+    Their results are not compared, because each of these calls is also a separate case.
     """
     for earlier in case.before:
         with suppress(Exception):
@@ -111,10 +111,10 @@ def run_case(case: Case, loaded: LoadedPort, outputs: Outputs) -> None:
         outputs.attempt(path, run, described)
     for name, array in given(case.inputs, outputs.dtype).items():
         if array.tobytes() != inputs[name].tobytes():
-            outputs.problems.append(("run", name, "the port changes the array that it is given"))
+            outputs.problems.append(("run", name, "the port modifies its input array"))
 
 
 def tensors(loaded: Any, case: Case) -> Tensors:
-    """Return all tensors that a model yields in a case in float64, in the form in which they are diagnosed."""
+    """Return all float64 tensors of a model in a case, in the form that the diagnosis uses."""
     stage = STAGES[case.stage]
     return stage.diagnosed(case, stage.tensors(case, loaded))

@@ -1,1 +1,1 @@
-"""Searches, judged: near-ties between continuations, and the reference run on the prefixes that a port chose."""
+"""Evaluation of searches: near-ties between continuations, and the reference's scores for the prefixes of a port."""

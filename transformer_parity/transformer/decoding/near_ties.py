@@ -1,8 +1,9 @@
-"""Decoding, compared: the same tokens, or a decision that rounding may turn either way.
+"""Comparison of searches: the same tokens, or a decision in which rounding may choose either token.
 
-A search that returns another hypothesis has decided differently somewhere. It is followed step by step: the float64
-reference finds the best continuations of the port's own prefixes. Where the port kept a worse one, within the rounding
-noise that the reference itself shows in that dtype, it is a near-tie. Anything larger is a divergence.
+If a search returns a different hypothesis, it has made a different decision at some step. Each step is checked: the
+float64 reference finds the best continuations of the port's own prefixes. If the port kept a worse continuation, but
+the difference is within the rounding noise that the reference shows in the working dtype, the decision is a near-tie.
+Larger differences are divergences.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from transformer_spec.search import Search, SearchPlan
 
 @dataclass(frozen=True)
 class Doubt:
-    """A decision that the reference would have taken otherwise.
+    """A decision in which the reference would have chosen differently.
 
     Attributes:
-        sentence: The row of the batch.
-        step: After how many tokens; 0 where finished hypotheses were ranked.
-        margin: By how much the reference prefers its own choice: log-probability in nats, or score where hypotheses
-            are ranked.
-        noise: How much rounding may amount to here, likewise.
+        sentence: Row of the batch.
+        step: Number of the token; 0 if the decision ranks finished hypotheses.
+        margin: Amount by which the reference prefers its own choice, as a log-probability in nats, or as a score if the
+            decision ranks hypotheses.
+        noise: Largest margin that rounding can explain, in the same unit.
         what: The decision in words.
     """
 
@@ -45,18 +46,18 @@ class Doubt:
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether rounding explains it."""
+        """Whether rounding explains the decision."""
         return self.margin <= self.noise
 
     def __str__(self) -> str:
         where = f"sentence {self.sentence}" + (f", token {self.step}" if self.step else "")
-        if self.margin == math.inf:  # which is no matter of rounding
+        if self.margin == math.inf:  # rounding can't explain this decision
             return f"{where}: {self.what}"
         return f"{where}: {self.what}, margin {self.margin:.1e}, rounding noise {self.noise:.1e}"
 
 
 def score_tolerance(exact: ndarray, rounded: ndarray | None) -> float:
-    """Return the largest relative error allowed to scores, from the reference's in float64 and in the working dtype."""
+    """Return the largest relative error allowed for scores, given the reference's scores in two dtypes."""
     if rounded is None:
         return POLICY["decode"]["float64"]["score"]
     rule = POLICY["decode"]["float32"]
@@ -64,7 +65,7 @@ def score_tolerance(exact: ndarray, rounded: ndarray | None) -> float:
 
 
 def differing(ids: ndarray, expected: ndarray, pad_id: int) -> list[int]:
-    """Return the sentences of which two searches do not return the same hypotheses in the same order."""
+    """Return the sentences for which two searches return different hypotheses or a different order."""
     width = max(ids.shape[2], expected.shape[2])
     wide, wanted = (
         np.pad(array, ((0, 0), (0, 0), (0, width - array.shape[2])), constant_values=pad_id)
@@ -74,7 +75,7 @@ def differing(ids: ndarray, expected: ndarray, pad_id: int) -> list[int]:
 
 
 def summary(doubts: Sequence[Doubt]) -> str:
-    """Return the first decision that rounding does not explain, or else how many it does; empty if there is none."""
+    """Return the first decision that rounding doesn't explain, or the number of near-ties; empty if there are none."""
     if wrong := [doubt for doubt in doubts if not doubt.is_near_tie]:
         return str(wrong[0])
     if not doubts:
@@ -84,17 +85,17 @@ def summary(doubts: Sequence[Doubt]) -> str:
 
 
 def follow(scorer: PrefixScorer, sentence: int, found: Decoded, options: Search) -> list[Doubt]:
-    """Return every decision of a port's search of one sentence that the reference would have taken otherwise."""
+    """Return the decisions in a port's search of one sentence in which the reference would have chosen differently."""
     config, options = scorer.truth.config, options.of(sentence)
     plan = options.plan(config, (scorer.source != config.pad_id)[None])
     returned = [tokens_of(ids, config) for ids in found.result.nbest_ids[sentence]]
     for tokens in returned:
         if config.pad_id in tokens:
             step = tokens.index(config.pad_id) + 1
-            return [Doubt(sentence, step, math.inf, 0.0, f"padding inside a hypothesis: {tokens[step]} follows it")]
+            return [Doubt(sentence, step, math.inf, 0.0, f"a hypothesis contains padding before ID {tokens[step]}")]
     if options.beam_size is None:
         return _follow_greedy(scorer, sentence, returned[0], plan)
-    if found.result.nbest_scores is None:  # a port that is not asked for more than what came out of its beam
+    if found.result.nbest_scores is None:  # the port returns only the result of its search
         return _weigh(scorer, sentence, returned[0], options, int(plan.limits[0]))
     alive = [[tokens_of(ids, config) for ids in step[sentence]] for step in found.shown]
     alive = [[tokens for tokens in step if tokens] for step in alive]
@@ -109,25 +110,25 @@ def explain(
     expected: ndarray,
     options: Search,
 ) -> list[Doubt]:
-    """Return why a port does not return what the reference does, for every such sentence.
+    """Return the decisions that explain why a port's result differs, for each sentence in which it does.
 
     Args:
         truth: The reference in float64.
-        rounded: The reference in the working dtype; None where that is float64.
+        rounded: The reference in the working dtype; None if that is float64.
         source_ids: The sentences [B, S].
-        found: The result of the port.
-        expected: The hypotheses of the reference in float64, [B, N, L].
-        options: How was searched.
+        found: The port's result.
+        expected: The hypotheses of the float64 reference [B, N, L].
+        options: The search options.
     """
     doubts: list[Doubt] = []
-    if options.seed is not None:  # only in float64, where rounding decides nothing
+    if options.seed is not None:  # sampling is compared only in float64, where rounding doesn't affect the samples
         return [
-            Doubt(row, 0, math.inf, 0.0, "it draws other samples")
+            Doubt(row, 0, math.inf, 0.0, "it draws different samples")
             for row in differing(found.result.nbest_ids, expected, truth.config.pad_id)
         ]
     for row in differing(found.result.nbest_ids, expected, truth.config.pad_id):
         own = follow(PrefixScorer(truth, rounded, source_ids[row]), row, found, options)
-        doubts += own or [Doubt(row, 0, math.inf, 0.0, "it returns something else, and no decision explains it")]
+        doubts += own or [Doubt(row, 0, math.inf, 0.0, "its tokens differ, but none of its decisions explains that")]
     return doubts
 
 
@@ -138,20 +139,36 @@ def _follow_greedy(scorer: PrefixScorer, sentence: int, tokens: Tokens, plan: Se
         (best, total), *others = ways.best(2)
         if tokens[:n] != best:
             noise = ways.noise([best, tokens[:n], *(other for other, _ in others)])
-            said = f"{tokens[n - 1]} where the reference has {best[-1]}"
+            said = f"ID {tokens[n - 1]} instead of {best[-1]}"
             doubts.append(Doubt(sentence, n, total - ways.total(tokens[:n]), noise, said))
-            if doubts[-1].margin == math.inf:  # the search may not choose this token, so nothing can follow it
+            if doubts[-1].margin == math.inf:  # the search must not choose this token, so later steps can't be checked
                 return doubts
     if eos_id in tokens[:-1] or not (len(tokens) == limit or (tokens[-1:] == (eos_id,) and len(tokens) < limit)):
-        doubts.append(Doubt(sentence, len(tokens), math.inf, 0.0, "the hypothesis does not end where it should"))
+        doubts.append(
+            Doubt(
+                sentence,
+                len(tokens),
+                math.inf,
+                0.0,
+                "the hypothesis must end at its first EOS token or at the maximum length",
+            )
+        )
     return doubts
 
 
 def _weigh(scorer: PrefixScorer, sentence: int, tokens: Tokens, options: Search, limit: int) -> list[Doubt]:
-    """Compare the score of a hypothesis with that of the one which the reference returns."""
+    """Compare the score of a hypothesis with the score of the hypothesis that the reference returns."""
     truth, eos_id = scorer.truth, scorer.truth.config.eos_id
     if eos_id in tokens[:-1] or not tokens or (tokens[-1] != eos_id and len(tokens) != limit):
-        return [Doubt(sentence, len(tokens), math.inf, 0.0, "the hypothesis does not end where it should")]
+        return [
+            Doubt(
+                sentence,
+                len(tokens),
+                math.inf,
+                0.0,
+                "the hypothesis must end at its first EOS token or at the maximum length",
+            )
+        ]
     best = options.run(search, truth, scorer.source[None]).ids[0]
     candidates = [tokens, tokens_of(best, truth.config)]
     ids = np.full((1, 2, max(map(len, candidates))), truth.config.pad_id)
@@ -159,16 +176,18 @@ def _weigh(scorer: PrefixScorer, sentence: int, tokens: Tokens, options: Search,
         row[: len(candidate)] = candidate
     exact = score(truth, scorer.source[None], ids, options)
     if exact[0, 0] == -math.inf:
-        return [Doubt(sentence, 0, math.inf, 0.0, f"{_shortened(tokens)} is returned, and contains a forbidden token")]
+        return [Doubt(sentence, 0, math.inf, 0.0, f"{_shortened(tokens)} is returned, but contains a forbidden token")]
     usual = None if scorer.rounded is None else score(scorer.rounded, scorer.source[None], ids, options)
     noise = score_tolerance(exact, usual) * float(np.abs(exact).max())
     margin = float(exact[0, 1] - exact[0, 0])
-    what = "less" if margin > 0.0 else "more, so that it was not found by such a beam"
-    return [Doubt(sentence, 0, abs(margin), noise, f"{_shortened(tokens)} is returned, and scores {what}")]
+    what = "below" if margin > 0.0 else "too high for a beam of this size, above"
+    return [
+        Doubt(sentence, 0, abs(margin), noise, f"the score of {_shortened(tokens)} is {what} the reference's score")
+    ]
 
 
 class _BeamFollower:
-    """Goes through a beam search beside a port, always on from the port's own beam."""
+    """Runs a beam search step by step, and continues from the port's own beam after each step."""
 
     def __init__(self, scorer: PrefixScorer, sentence: int, plan: SearchPlan) -> None:
         self.scorer = scorer
@@ -176,19 +195,19 @@ class _BeamFollower:
         self.plan = plan
         self.limit = int(plan.limits[0])
         self.doubts: list[Doubt] = []
-        self.finished: dict[Tokens, float] = {}  # the score of each hypothesis that the port may have finished
-        self.inside: dict[Tokens, float] = {}  # by how many nats it is one of those; below zero: only by rounding
-        self.noise = 0.0  # the largest so far
+        self.finished: dict[Tokens, float] = {}  # scores of the hypotheses that the port may have finished
+        self.inside: dict[Tokens, float] = {}  # margins in nats by which they are in the pool; negative if by rounding
+        self.noise = 0.0  # largest rounding noise so far
 
     def follow(self, alive: Sequence[Sequence[Tokens]], returned: Sequence[Tokens]) -> list[Doubt]:
         beam: Sequence[Tokens] = [()]
-        for n, kept in enumerate([*alive, []], 1):  # behind the last step, nothing goes on
+        for n, kept in enumerate([*alive, []], 1):  # after the last step, no hypothesis continues
             if not beam or not all(doubt.is_near_tie for doubt in self.doubts):
                 break
             ways = self.scorer.continuations(beam, self.plan)
             best = ways.best(2 * self.plan.beam_size + 1)
             self.noise = max(self.noise, ways.noise([*kept, *(tokens for tokens, _ in best)]))
-            # What is left of a beam that shrinks is as many as went on.
+            # If the beam shrinks, its size is the number of hypotheses that continued.
             width = len(beam) if self.plan.rules.beam_shrinks and n > 1 else self.plan.beam_size
             last_in = best[min(width, len(best)) - 1][1]
             first_out = best[width][1] if len(best) > width else -math.inf
@@ -198,7 +217,7 @@ class _BeamFollower:
                 self._compare_beam(ways, going_on, kept, (last_in, first_out))
             self._compare_stop(going_on, n, stops=not kept)
             beam = kept
-        if all(doubt.is_near_tie for doubt in self.doubts):  # what a mistake led to is of no interest
+        if all(doubt.is_near_tie for doubt in self.doubts):  # the ranking after a wrong decision is irrelevant
             self._compare_ranking(returned)
         return self.doubts
 
@@ -206,22 +225,22 @@ class _BeamFollower:
         return float(self.plan.penalties[length])
 
     def _doubt(self, step: int, margin: float, what: str, length: int = 0) -> None:
-        """Note a decision; about scores, if the length of the hypothesis is given."""
+        """Record a decision. It is about scores if the length of the hypothesis is given."""
         noise = self.noise / (self._penalty(length) if length else 1.0)
         self.doubts.append(Doubt(self.sentence, step, margin, noise, what))
 
     def _going_on(self, ways: Continuations, within: Sequence[tuple[Tokens, float]]) -> dict[Tokens, float]:
-        """Return what goes on: the best that do not end, or those of them that are within the beam if it shrinks."""
+        """Return the hypotheses that continue: the best unfinished ones, limited to the beam if it shrinks."""
         if self.plan.rules.beam_shrinks:
             return {tokens: total for tokens, total in within if tokens[-1] != self.plan.eos_id}
         return dict(ways.best(self.plan.beam_size, but=self.plan.eos_id))
 
     def _finish(self, best: Sequence[tuple[Tokens, float]], edges: tuple[float, float], n: int) -> None:
-        """Note what ends here, if it is within the beam and the pool for certain or by rounding."""
+        """Record the hypotheses that end here if they are in the beam and the pool, for certain or by rounding."""
         last_in, first_out = edges
         ended = [(tokens, total) for tokens, total in best if tokens[-1] == self.plan.eos_id or n == self.limit]
         places, doubtful = len(ended), 0.0
-        if self.plan.rules.pool == "first":  # the pool may be full, and which ended before may be by rounding
+        if self.plan.rules.pool == "first":  # the pool may be full, depending on near-ties in earlier steps
             unsure = [abs(inside) for inside in self.inside.values() if abs(inside) <= self.noise]
             places, doubtful = self.plan.pool_size - len(self.inside), max(unsure, default=0.0)
             left = places + len(unsure)
@@ -241,36 +260,36 @@ class _BeamFollower:
         instead = [tokens for tokens in kept if tokens not in going_on]
         has_ended = any(tokens[-1] == self.plan.eos_id or n >= self.limit for tokens in instead)
         if has_ended or (len(kept) > len(going_on) and not shrinks):
-            self._doubt(n, math.inf, "the beam keeps what has ended")
+            self._doubt(n, math.inf, "the beam keeps a finished hypothesis")
         elif dropped or instead:
             better = max((going_on[tokens] for tokens in dropped), default=-math.inf)
             worse = min((ways.total(tokens) for tokens in instead), default=math.inf)
-            if shrinks:  # each is inside or outside by itself
+            if shrinks:  # whether a hypothesis is inside the beam doesn't depend on the others
                 margin = max(better - edges[1] if dropped else 0.0, edges[0] - worse)
             else:
                 margin = better - worse if instead else math.inf
             where = (dropped or instead)[0]
-            said = "lacks" if dropped else "has"
-            self._doubt(n, margin, f"the beam {said} {where[-1]} after {_shortened(where[:-1])}")
+            said = "lacks" if dropped else "contains"
+            self._doubt(n, margin, f"the beam {said} ID {where[-1]} after {_shortened(where[:-1])}")
 
     def _compare_stop(self, going_on: dict[Tokens, float], n: int, *, stops: bool) -> None:
-        """Check that the search stops where its rules say so: not before, nor after where that could matter."""
+        """Check that the search doesn't stop too early or, if that can change the result, too late."""
         stop = self.plan.rules.stop
         length = n if stop == "current" else self.limit
         attainable = max(going_on.values(), default=-math.inf) / self._penalty(length)
-        needed = -math.inf if stop == "first" else attainable  # of the last in the pool, so that the search stops
+        needed = -math.inf if stop == "first" else attainable  # worst score in the pool that makes the search stop
         worst = self._worst_of_pool(-math.inf if stops else self.noise)
         if stops and attainable > worst and not worst > needed:
-            self._doubt(n, attainable - worst, "the search stops, though a better hypothesis may come", length)
-        elif not stops and stop != "attainable":  # which finds the same when it goes on
+            self._doubt(n, attainable - worst, "the search stops although it could find a better hypothesis", length)
+        elif not stops and stop != "attainable":  # with this rule, continuing doesn't change the result
             if worst > needed:
-                self._doubt(n, worst - needed, "the search goes on, though it has found what it keeps", length)
+                self._doubt(n, worst - needed, "the search continues although its results are final", length)
             elif self._worst_of_pool(0.0) > needed:
                 closest = min(inside for inside in self.inside.values() if inside >= 0.0)
-                self._doubt(n, closest, "the search goes on, though it may have found what it keeps")
+                self._doubt(n, closest, "the search continues although its results may be final")
 
     def _worst_of_pool(self, least: float) -> float:
-        """Return the last score in the pool, by what has ended with so many nats to spare; -inf if it is not full."""
+        """Return the worst score in the pool of hypotheses with at least this margin; -inf if the pool isn't full."""
         scores = [score for tokens, score in self.finished.items() if self.inside[tokens] >= least]
         size = self.plan.pool_size
         return sorted(scores, reverse=True)[size - 1] if len(scores) >= size else -math.inf
@@ -279,25 +298,25 @@ class _BeamFollower:
         if len(set(returned)) < len(returned):
             self._doubt(0, math.inf, "a hypothesis is returned twice")
         if unknown := [tokens for tokens in returned if tokens not in self.finished]:
-            self._doubt(0, math.inf, f"{_shortened(unknown[0])} is returned, and never was in the beam")
+            self._doubt(0, math.inf, f"{_shortened(unknown[0])} is returned, but was never in the beam")
         if any(doubt.margin == math.inf for doubt in self.doubts):
             return
         for tokens in returned:
             if self.inside[tokens] < 0.0:
-                what = f"{_shortened(tokens)} ends, though not within the beam"
+                what = f"{_shortened(tokens)} is finished although it was outside the beam"
                 self._doubt(len(tokens), -self.inside[tokens], what)
         scores = [self.finished[tokens] for tokens in returned]
         worst = min(scores, default=-math.inf) if len(scores) == self.plan.num_hypotheses else -math.inf
         for tokens in self.finished.keys() - set(returned):
             better = self.finished[tokens] - worst
-            if self.inside[tokens] >= 0.0 < better:  # left out by its rank, or by the edge of the beam
+            if self.inside[tokens] >= 0.0 < better:  # omitted because of its rank, or at the edge of the beam
                 noise = self.noise / self._penalty(len(tokens))
                 margin = better if better <= noise else self.inside[tokens]
-                what = f"{_shortened(tokens)} is better, and is not returned"
+                what = f"{_shortened(tokens)} is better, but is not returned"
                 self._doubt(len(tokens), margin, what, len(tokens) * (better <= noise))
         for tokens, (first, second) in zip(returned, pairwise(scores), strict=False):
             if second > first:
-                self._doubt(0, second - first, "the hypotheses are not in the order of their scores", len(tokens))
+                self._doubt(0, second - first, "the hypotheses are not sorted by score", len(tokens))
 
 
 def _shortened(tokens: Tokens) -> str:

@@ -1,4 +1,4 @@
-"""The reference, asked about beginnings of hypotheses: what may come next, and how likely that is."""
+"""The reference's log-probabilities of all continuations of given prefixes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search, SearchPlan
 from transformer_spec.taps import Tap, no_tap
 
-Tokens = tuple[int, ...]  # a hypothesis or its beginning, without start symbol and padding
+Tokens = tuple[int, ...]  # a hypothesis or a prefix of one, without the BOS token and padding
 
 
 class InBfloat16(Transformer):
-    """The reference in float32, with every named value rounded to bfloat16: the noise that it shows in that dtype."""
+    """The float32 reference with every tap rounded to bfloat16, which shows the rounding noise in that dtype."""
 
     def _encode(self, source_ids: ndarray, source_mask: ndarray, tap: Tap = no_tap, rng: Any = None) -> ndarray:
         return super()._encode(source_ids, source_mask, _rounding(tap), rng)
@@ -41,23 +41,24 @@ class InBfloat16(Transformer):
 
 
 def _rounding(tap: Tap) -> Tap:
-    """Return a tap that passes values on as bfloat16 has them."""
+    """Return a tap that rounds values to bfloat16."""
     return lambda name, x: tap(name, rounded_to_bfloat16(x))
 
 
 def rounded_to_bfloat16(x: ndarray) -> ndarray:
-    """Return values as bfloat16 has them."""
+    """Return values rounded to bfloat16."""
     return x.astype("bfloat16").astype(x.dtype)
 
 
 class Continuations:
-    """Some prefixes, each with every next token.
+    """Prefixes and all of their continuations by one token.
 
     Args:
-        prefixes: P hypotheses that have not ended.
-        exact: The log-probabilities of the prefixes with each next token in float64, [P, V]; -inf for what may not be
-            said.
-        rounded: Likewise, in ``dtype``, the working dtype.
+        prefixes: P unfinished hypotheses.
+        exact: Log-probabilities of the prefixes followed by each next token, in float64 [P, V]; -inf for tokens that
+            the search must not choose.
+        rounded: The same log-probabilities in the working dtype.
+        dtype: The working dtype.
     """
 
     def __init__(self, prefixes: Sequence[Tokens], exact: ndarray, rounded: ndarray, dtype: str) -> None:
@@ -69,7 +70,7 @@ class Continuations:
         self._order = np.argsort(-exact, axis=None, kind="stable")
 
     def best(self, count: int, but: int | None = None) -> list[tuple[Tokens, float]]:
-        """Return the likeliest continuations, and how likely they are, but not those that end with some token."""
+        """Return the most likely continuations and their log-probabilities, without those that end in ``but``."""
         found: list[tuple[Tokens, float]] = []
         for index in self._order.tolist():
             row, token = divmod(index, self.exact.shape[1])
@@ -80,18 +81,18 @@ class Continuations:
         return found
 
     def total(self, tokens: Tokens) -> float:
-        """Return the log-probability of a continuation; -inf if it is none."""
+        """Return the log-probability of a continuation; -inf if it doesn't continue any of the prefixes."""
         row = self.rows.get(tokens[:-1])
         return -math.inf if row is None else float(self.exact[row, tokens[-1]])
 
     def noise(self, candidates: Iterable[Tokens]) -> float:
-        """Return how many nats rounding may amount to among some continuations: what the reference itself shows."""
+        """Return the rounding noise in nats for some continuations, derived from the reference's own error."""
         at = [(self.rows[tokens[:-1]], tokens[-1]) for tokens in candidates if tokens[:-1] in self.rows]
         exact = np.array([self.exact[place] for place in at if self.exact[place] > -math.inf])
         largest = np.abs(exact).max(initial=0.0)
         if self.dtype == "float64":
             return POLICY["decode"]["float64"]["tie"] * largest
-        if self.dtype == "bfloat16":  # so coarse that a few may be exact by chance
+        if self.dtype == "bfloat16":  # it is so coarse that a few values may be exact by chance
             rows = sorted({row for row, _ in at})
             is_allowed = np.isfinite(self.exact[rows])
             errors = self.rounded[rows][is_allowed] - self.exact[rows][is_allowed]
@@ -104,12 +105,12 @@ class Continuations:
 
 @dataclass
 class PrefixScorer:
-    """The reference, asked about the prefixes of one sentence.
+    """Computes the reference's log-probabilities for the prefixes of one sentence.
 
     Args:
         truth: The reference in float64.
-        rounded: Likewise, in the working dtype; None where that is float64.
-        source: The ids of the sentence, padded.
+        rounded: The reference in the working dtype; None if that is float64.
+        source: Token IDs of the sentence, padded.
     """
 
     truth: Transformer
@@ -118,7 +119,7 @@ class PrefixScorer:
     _memory: dict[int, ndarray] = field(default_factory=dict)
 
     def continuations(self, prefixes: Sequence[Tokens], plan: SearchPlan) -> Continuations:
-        """Return every way in which some prefixes of one length can go on in a search."""
+        """Return all continuations of prefixes of equal length in a search."""
         exact = self._totals(self.truth, prefixes, plan)
         rounded = exact if self.rounded is None else self._totals(self.rounded, prefixes, plan)
         dtype = "bfloat16" if isinstance(self.rounded, InBfloat16) else "float32"
@@ -136,12 +137,12 @@ class PrefixScorer:
 
 
 def searched_log_probabilities(logits: ndarray, ids: ndarray, plan: SearchPlan) -> ndarray:
-    """Return the log-probabilities [R, n, V] that a search goes by, from the logits of its first n tokens.
+    """Return the log-probabilities [R, n, V] that a search uses, given the logits of its first n tokens.
 
     Args:
-        logits: [R, n, V].
-        ids: What each row holds, [R, n - 1] or [R, n], without the start symbol.
-        plan: Of the search, for the sentences of the rows, or for the one sentence that all rows are about.
+        logits: Logits [R, n, V].
+        ids: Token IDs of each row [R, n - 1] or [R, n], without the BOS token.
+        plan: Plan of the search for the sentences of the rows, or for a single sentence that all rows share.
     """
     plan = plan.of(np.broadcast_to(np.arange(len(plan.limits)), len(logits)))
     ids = np.pad(ids, ((0, 0), (0, logits.shape[1] - ids.shape[1])))[:, None]
@@ -154,7 +155,7 @@ def searched_log_probabilities(logits: ndarray, ids: ndarray, plan: SearchPlan) 
 
 
 def tokens_of(ids: Iterable[int], config: TransformerConfig) -> Tokens:
-    """Return a hypothesis without the padding behind it; padding inside would be a mistake, and stays."""
+    """Return a hypothesis without trailing padding. Padding inside the hypothesis is an error, and is not removed."""
     tokens = [int(token) for token in ids]
     while tokens and tokens[-1] == config.pad_id:
         tokens.pop()
@@ -162,7 +163,7 @@ def tokens_of(ids: Iterable[int], config: TransformerConfig) -> Tokens:
 
 
 def score(model: Transformer, source_ids: ndarray, nbest_ids: ndarray, options: Search) -> ndarray:
-    """Return the scores that the reference gives hypotheses that are known, [B, N]; -inf where there is none."""
+    """Return the reference's scores for given hypotheses [B, N]; -inf for missing hypotheses."""
     config, (batch, count, length) = model.config, nbest_ids.shape
     plan = options.plan(config, source_ids != config.pad_id)
     labels = nbest_ids.reshape(batch * count, length)

@@ -1,8 +1,8 @@
-"""The search for a change of the reference that reproduces a port's numbers: a mistake, a convention, or a number.
+"""Search for a change to the reference that reproduces a port's numbers: a bug, a convention, or a different number.
 
-``diagnose`` runs the reference with each known mistake and convention, with numbers that are measured, and with several
-changes together. It returns the change that reproduces all numbers of the port, or else "unknown". The
-docstring of ``investigate`` lists all steps of a diagnosis.
+``diagnose`` runs the reference with each known bug and convention, with numbers that it measures in the port's
+tensors, and with multiple changes at once. It returns the change that reproduces all numbers of the port, or "unknown".
+The docstring of ``investigate`` lists all steps of a diagnosis.
 """
 
 from __future__ import annotations
@@ -43,30 +43,32 @@ Arrays = Mapping[str, ndarray]
 EXACT, LIKELY, UNKNOWN = "exact", "likely", "unknown"
 VARIANTS = {mistake.name for mistake in STEP_VARIANTS}
 EXACTLY, CHANGED = "behaves exactly like", "the reference with this change"
-PLACED = 1000  # attempts with one mistake at single places
-# What a tap shows by its name, where published code often has another value at hand.
+PLACED = 1000  # attempts with one bug in a single place
+# The value that a tap records. Published code often records a different one.
 MEANINGS = {
-    "_norm.output": "the norm's own output; in post-norm, of the sum",
-    ".scores": "scaled, and before the mask",
-    ".weights": "after the softmax, and before dropout",
-    ".inner": "after the activation",
+    "_norm.output": "the output of the norm (with post-norm, of the normalized residual sum)",
+    ".scores": "the scores after scaling and before the mask",
+    ".weights": "the weights after softmax and before dropout",
+    ".inner": "the hidden layer after the activation",
 }
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a port does, as far as its numbers show.
+    """The best explanation of a port's numbers.
 
     Attributes:
-        sentence: In words; of several statements, the one with the strongest evidence.
-        confidence: ``exact`` where a hypothesis reproduces every number, ``likely`` where something else was measured
-            that points to a cause, or ``unknown``.
-        hypotheses: Those that reproduce every number, or every case that differs; several if nothing tells them apart.
-        error: The largest relative error that the first of them leaves; infinite if there is none.
-        runner_up: The next best.
-        next_error: What it leaves, at the first tensor that it does not reproduce or in the last.
-        signatures: Further statements, each with its evidence, in the order of strength.
-        config: The fields of the config by which a port declares what it does; empty if it is a mistake.
+        sentence: The diagnosis in words. If there are multiple statements, the one with the strongest evidence.
+        confidence: ``exact`` if a hypothesis reproduces every number, ``likely`` if a different measurement points to a
+            cause, or ``unknown``.
+        hypotheses: Names of the hypotheses that reproduce every number, or every case that differs. There are multiple
+            names if these cases can't distinguish them.
+        error: Largest relative error that the first hypothesis leaves; infinite if there is none.
+        runner_up: Name of the next best hypothesis.
+        next_error: Relative error that the next best hypothesis leaves, at the first tensor that it doesn't reproduce
+            or at the last tensor.
+        signatures: Further statements with their evidence, the strongest first.
+        config: Config fields that declare the port's convention; empty if the difference is a bug.
     """
 
     sentence: str
@@ -78,7 +80,7 @@ class Diagnosis:
     signatures: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
 
-    to_dict = asdict  # the fields as plain values
+    to_dict = asdict  # returns the fields as plain values
 
 
 def diagnose(
@@ -91,30 +93,30 @@ def diagnose(
 ) -> Diagnosis:
     """Find the hypothesis that reproduces every tensor of a port.
 
-    If none does in activations, it omits the tensors of the kind that differs first, and then all except the output,
-    because a tap may show a different value than its name promises.
+    If no hypothesis reproduces all activations, the search is repeated without the taps of the kind that differs first,
+    and then with only the output, because a tap may record a different value than its name implies.
 
     Args:
-        case: What was run.
-        actual: What the port showed in float64, in the order of computation (see ``outputs.tensors``).
-        port: What to call it.
-        progress: Receives what is tried next.
-        known: The mistakes and conventions to try; None is all that are known.
-        others: Cases of the same model that an exact hypothesis has to reproduce too, with what the port showed there;
-            None where it agrees with the reference.
+        case: The case that the port ran.
+        actual: The port's float64 tensors, in the order of computation (see ``outputs.tensors``).
+        port: The port's name in messages.
+        progress: Callback that receives a description of the next search step.
+        known: The bugs and conventions to try; None tries all known ones.
+        others: Other cases of the same model, with the port's tensors, or None if the port agrees with the reference.
+            An exact hypothesis must reproduce these cases too.
     """
     known = hypotheses(case.config, case.stage) if known is None else known
     trials = Trials.of(case, actual, others)
     start = trials.run(TRUTH)
     if start is None or start.is_exact:
-        return Diagnosis(f"every number that {port} shows here is right", UNKNOWN)
-    # Learning rates, or another number of the optimizer, that explain this case of training.
+        return Diagnosis(f"every value that {port} returned here matches the reference", UNKNOWN)
+    # Learning rates or other optimizer numbers that explain this training case.
     deviation = schedule_in_words(case, measured_rates(case, actual))
     rates = rate_hypotheses(case, actual)
     measured = [*rates, *optimizer_hypotheses(case, actual)]
     known = [*known, *decay_hypotheses(case, actual), *search_hypotheses(case, actual)]
     known += wavelength_hypotheses(case, actual)
-    progress(f"{len(known) + len(measured)} hypotheses")
+    progress(f"{len(known) + len(measured)} candidate changes")
     places = tuple if deviation else partial(at_single_places, case, actual, known)
     if found := _apart_from_loss(trials, known, port, progress, places):
         return found
@@ -122,8 +124,8 @@ def diagnose(
         return found
     exact, tried = _search(trials, start, [*known, *measured], progress, places, together=False)
     if not exact and not deviation and (number := measured_number(trials)):
-        exact, deviation = [number], f"it has {number.hypothesis.name}"
-    # Each set of mistakes takes a training. If the rate is wrong, sets would only guess at the schedule.
+        exact, deviation = [number], f"it uses {number.hypothesis.name}"
+    # Each combination requires a training run. If the rate is wrong, combinations would only guess at the schedule.
     if not exact and not (rates or deviation):
         exact, several = _together(trials, start, tried, known, progress)
         tried += several
@@ -136,12 +138,12 @@ def diagnose(
         return found
     if pairs := _and_another(trials, exact, known, progress):
         return _exact(port, pairs, tried)
-    # Several mistakes together fit one case by chance. If only tokens are shown, a single mistake can too.
+    # Combinations can fit a single case by chance. If the port only returned tokens, a single bug can too.
     singles = [attempt for attempt in exact if len(attempt.hypothesis.parts) == 1 and trials.names != (TOKENS,)]
     sometimes = [one for one in singles if trials.differing_cases().holds_elsewhere(one.hypothesis)]
     if sometimes:
         name = sometimes[0].hypothesis.name
-        sentence = f"some cases agree; in those of {case.stage} that differ, {port} behaves like {CHANGED}: {name}"
+        sentence = f"some {case.stage} cases agree; in those that differ, {port} behaves like {CHANGED}: {name}"
         return Diagnosis(sentence, LIKELY, (name,), sometimes[0].worst)
     for positions_of in (float32_positions, embedding_factor, position_angles):
         if positions := positions_of(trials, trials.names[start.matched], port):
@@ -156,16 +158,16 @@ def _apart_from_loss(
     progress: Callable[[str], None],
     places: Callable[[], Sequence[tuple[Mistake, Place]]],
 ) -> Diagnosis | None:
-    """Search by the losses only if only they differ, and by the gradients only if the loss is right.
+    """Search using only the losses if only they differ, or using only the gradients if the loss is correct.
 
     Returns:
-        None if loss and gradients differ, or if that shows no more.
+        None if both the loss and the gradients differ, or if this search finds no explanation.
     """
     wrong, losses = set(trials.differing(TRUTH)), {name for name in trials.names if name.endswith(LOSS)}
     if losses and wrong <= losses:
-        rest, note = trials.without(set(trials.names) - losses), "; only the loss differs: its gradient is right"
+        rest, note = trials.without(set(trials.names) - losses), "; only the loss differs, and its gradient is correct"
     elif losses and wrong.isdisjoint(losses) and trials.case.stage == GRADIENTS:
-        rest, note = trials.without(losses), "; only the gradients differ: the loss is right"
+        rest, note = trials.without(losses), "; only the gradients differ, and the loss is correct"
     else:
         return None
     usual = rest.run(TRUTH)
@@ -178,16 +180,16 @@ def _apart_from_loss(
         return None
     if of_both:
         return _exact(port, of_both, tried)
-    return replace(_exact(port, confirmed, tried, note), config={})  # in one of the two, no config has this effect
+    return replace(_exact(port, confirmed, tried, note), config={})  # no config changes only the loss or its gradient
 
 
 def _named_in_search(
     trials: Trials, known: Sequence[Mistake], port: str, progress: Callable[[str], None]
 ) -> Diagnosis | None:
-    """Name one mistake or one number of a search: in all searches, or else only in greedy or beam search.
+    """Name one bug or one parameter of a search that explains all searches, or all greedy or all beam searches.
 
     Returns:
-        None if none explains the tokens, or if the case has no search.
+        None if no bug or parameter explains the tokens, or if the case has no search.
     """
     if trials.case.search is None:
         return None
@@ -197,7 +199,7 @@ def _named_in_search(
     confirmed = [[one for one in exact if some.holds_elsewhere(one.hypothesis)] for some in kinds]
     alike = EXACTLY
     if not any(confirmed):
-        progress("the numbers of a search")
+        progress("search parameters")
         confirmed, alike = list(fitting_parameters(trials, kinds)), "returns the same tokens as"
     for some, found in zip(kinds, confirmed, strict=True):
         if found and some is trials:
@@ -212,7 +214,7 @@ def _named_in_search(
 
 
 def reproducing_output(case: Case, actual: Arrays, known: Sequence[Mistake]) -> list[Hypothesis]:
-    """Return the single hypotheses that reproduce the output of a case, whatever they show at the taps."""
+    """Return the single hypotheses that reproduce the output of a case, regardless of their taps."""
     trials = Trials(case, actual, (), (OUTPUT,))
     attempts = [trials.run(Hypothesis((mistake,))) for mistake in known]
     return [attempt.hypothesis for attempt in attempts if attempt and attempt.is_exact]
@@ -227,14 +229,14 @@ def _search(
     *,
     together: bool = True,
 ) -> tuple[list[Attempt], list[Attempt]]:
-    """Return the hypotheses that reproduce every tensor, and all that were tried.
+    """Return the hypotheses that reproduce every tensor, and all attempts.
 
-    One mistake in the whole model is tried first, then one at a single place, and then several together.
+    The search first tries one bug in the whole model, then one bug in a single place, and then combinations.
     """
     singles = [attempt for mistake in known if (attempt := trials.run(Hypothesis((mistake,))))]
     exact, tried = [attempt for attempt in singles if attempt.is_exact], list(singles)
     if not exact:
-        progress("single places")
+        progress("bugs in single places")
         exact, somewhere = _first_exact(trials, places())
         tried += somewhere
     if not exact and together:
@@ -250,9 +252,9 @@ def _together(
     known: Sequence[Mistake],
     progress: Callable[[str], None],
 ) -> tuple[list[Attempt], list[Attempt]]:
-    """Return which several hypotheses at once reproduce every tensor, and all that were tried.
+    """Return the combinations of hypotheses that reproduce every tensor, and all attempts.
 
-    Variants of a step are too many to be tried in pairs.
+    Variants of an optimizer step are too numerous to try in pairs.
     """
     pairs = [mistake for mistake in known if mistake.name not in VARIANTS]
     singles = [one for one in tried if one.hypothesis.place is None and one.hypothesis.parts[0] in pairs]
@@ -265,7 +267,7 @@ def _together(
 
 
 def _first_exact(trials: Trials, places: Sequence[tuple[Mistake, Place]]) -> tuple[list[Attempt], list[Attempt]]:
-    """Return the mistakes at the largest places that reproduce every tensor, and all that were tried."""
+    """Return the bugs in the largest places that reproduce every tensor, and all attempts."""
     tried: list[Attempt] = []
     for _, same_size in itertools.groupby(places, lambda one: len(one[1].parts)):
         attempts = [found for mistake, place in same_size if (found := trials.run(Hypothesis((mistake,), place)))]
@@ -280,16 +282,16 @@ def _first_exact(trials: Trials, places: Sequence[tuple[Mistake, Place]]) -> tup
 def _and_another(
     trials: Trials, exact: Sequence[Attempt], known: Sequence[Mistake], progress: Callable[[str], None]
 ) -> list[Attempt]:
-    """Return which hypotheses with another one hold in every case, where the first alone holds in this one only."""
+    """Return pairs of hypotheses that hold in every case, for hypotheses that hold only in this case."""
     failing = [(case, shown) for case, shown in trials.others if shown is not None]
     for attempt in exact[:PROMISING]:
-        if len(attempt.hypothesis.parts) > 1:  # several together fit one case by chance
+        if len(attempt.hypothesis.parts) > 1:  # combinations can fit a single case by chance
             continue
         runs = ((one, Trials.of(*one).run(attempt.hypothesis)) for one in failing)
         there = next((one for one, run in runs if run is None or not run.is_exact), None)
         if there is None:
             continue
-        progress(f"{attempt.hypothesis.name} and another")
+        progress(f"{attempt.hypothesis.name} and a second change")
         elsewhere = Trials.of(*there)
         both = [
             Hypothesis((*attempt.hypothesis.parts, one))
@@ -306,16 +308,16 @@ def _and_another(
 def _by_fewer_tensors(
     trials: Trials, start: Attempt, known: Sequence[Mistake], port: str, progress: Callable[[str], None]
 ) -> Diagnosis | None:
-    """Search without the tensors of the kind that differs first, and then among single hypotheses by the output alone.
+    """Search without the taps of the kind that differs first, and then for single hypotheses using only the output.
 
     Returns:
-        None if that shows no more.
+        None if these searches find no explanation.
     """
     first = trials.names[start.matched]
     kind = next((ending for ending in MEANINGS if first.endswith(ending)), "")
     if OUTPUT not in (differing := trials.differing(TRUTH)) and trials.without(differing).holds_elsewhere(TRUTH):
-        meaning = f", which is to be {MEANINGS[kind]}" if kind else ""
-        return Diagnosis(f"the output is right: of the taps, only {_counted(differing)} differ{meaning}", LIKELY)
+        meaning = f", where the reference records {MEANINGS[kind]}" if kind else ""
+        return Diagnosis(f"the output is correct; the port differs only in {_counted(differing)}{meaning}", LIKELY)
     alike = [name for name in trials.names if kind and name.endswith(kind)]
     for left_out in (alike, [name for name in trials.names if name != OUTPUT]):
         rest = trials.without(left_out)
@@ -325,28 +327,31 @@ def _by_fewer_tensors(
         exact, tried = _search(rest, usual, known, progress, together=left_out is alike)
         confirmed = [attempt for attempt in exact if rest.holds_elsewhere(attempt.hypothesis)]
         if confirmed:
-            note = f"; {_counted(left_out)} are not compared: they may show other values than their names stand for"
+            note = (
+                f"; this ignores {_counted(left_out)}, because taps may record different values than their names imply"
+            )
             return _exact(port, confirmed, tried, note)
     return None
 
 
 def _counted(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more of this kind"
+    return f"tap {names[0]}" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more taps"
 
 
 def _exact(
     port: str, exact: Sequence[Attempt], tried: Sequence[Attempt], note: str = "", alike: str = EXACTLY
 ) -> Diagnosis:
-    """Name the hypotheses that reproduce every number, and the error of the next best one.
+    """Name the hypotheses that reproduce every number, and the error of the next best hypothesis.
 
-    If a convention does, mistakes at single places that are the same here are left out: it can be declared.
+    If a convention reproduces every number, equivalent bugs in single places are omitted because a convention can be
+    declared in the port.
     """
     runner_up = _best([attempt for attempt in tried if not attempt.is_exact])
     if any(all(map(is_convention, attempt.hypothesis.parts)) for attempt in exact):
         exact = [one for one in exact if one.hypothesis.place is None or all(map(is_convention, one.hypothesis.parts))]
     names = tuple(dict.fromkeys(attempt.hypothesis.name for attempt in exact))
     error = exact[0].worst
-    also = f", or {' or '.join(names[1:])}, which are the same here" if names[1:] else ""
+    also = f", or equivalently in these cases: {' or '.join(names[1:])}" if names[1:] else ""
     sentence = f"{port} {alike} {CHANGED}: {names[0]}{also} (error {error:.0e}"
     config = _convention(exact[0].hypothesis)
     if runner_up is None:
@@ -356,21 +361,21 @@ def _exact(
 
 
 def _convention(hypothesis: Hypothesis) -> dict[str, Any]:
-    """Return the fields of the config that declare what a port does; nothing if it is a mistake."""
+    """Return the config fields that declare the port's convention; empty if the hypothesis is a bug."""
     if hypothesis.place is not None or not all(map(is_convention, hypothesis.parts)):
         return {}
     return {name: value for part in hypothesis.parts for name, value in part.config.items()}
 
 
 def _unknown(tried: Sequence[Attempt], start: Attempt, in_order: bool) -> Diagnosis:
-    """Say that nothing reproduces the numbers; if each tensor follows from those before, also which come closest."""
+    """Report that nothing reproduces the numbers and, if the tensors are in order, which hypothesis comes closest."""
     runner_up = _best(tried)
     name, left = (runner_up.hypothesis.name, runner_up.worst) if runner_up else ("", math.inf)
-    sentence = "unknown: no known mistake or convention, nor several of them together, reproduces these numbers"
+    sentence = "unknown: no known bug or convention, and no combination of them, reproduces these numbers"
     further = max(tried, key=lambda attempt: attempt.matched, default=None)
     if in_order and further is not None and further.matched > start.matched:
         more = further.matched - start.matched
-        right = "one more tensor is right" if more == 1 else f"{more} more tensors are right"
+        right = "one more tensor is correct" if more == 1 else f"{more} more tensors are correct"
         sentence += f". With {further.hypothesis.name}, {right}"
     return Diagnosis(sentence, UNKNOWN, (), math.inf, name, left)
 

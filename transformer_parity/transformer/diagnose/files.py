@@ -1,4 +1,4 @@
-"""Failure reports on tensors from files, for which there is no port to run."""
+"""Failure reports on tensors from files, without a port to run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from transformer_parity.transformer.ports.registry import DEFINITION
 def investigate_files(
     findings: Sequence[Finding], cases: Sequence[Case], shown: Callable[[Case], Arrays], backend: str
 ) -> Iterator[FailureReport]:
-    """Yield a report on the first failure of each stage in float64; ``shown`` returns the tensors of a case."""
+    """Yield a report on the first float64 failure of each stage. ``shown`` returns the tensors of a case."""
     known = {case.name: case for case in cases}
     for finding in first_failures(findings, known):
         case = known[finding.case]
@@ -77,6 +77,6 @@ def _report_on_files(
 
 
 def _with_rate(found: Diagnosis, case: Case, actual: Arrays) -> Diagnosis:
-    """Add by which factor the first step is too long, if it is."""
+    """Add the factor by which the first step is too long, if it is."""
     rate = first_step_in_words(case, actual)
     return with_first(found, [rate]) if rate else found

@@ -1,27 +1,27 @@
-"""Failure reports: where a difference starts, its cause, and the inputs of that block on disk.
+"""Failure reports: the block that introduces a difference, its cause, and the saved inputs of that block.
 
-A diagnosis has the following steps. Each step that finds a cause with certainty ends it.
+A diagnosis has the following steps. A step that finds the cause with certainty ends the diagnosis.
 
-1. ``investigate`` (a port) or ``files`` (tensors from files) selects the first failure of each stage, and omits stages
-   that only follow from it.
-2. Only a port can be run again: ``investigate`` and ``evidence.properties`` test whether it writes to its inputs, is
-   random, has state between calls, or differs only without taps. ``evidence.properties`` recognizes float32 in the
-   tensors of both.
-3. ``diagnosis.diagnose`` looks for a change of the NumPy reference that reproduces every tensor of the case, and of the
-   other cases of the model:
-   a. the catalog and the conventions (``hypotheses``), with numbers read off the tensors (``measured.step``);
-   b. for searches, their numbers (``measured.search_parameters``);
-   c. a mistake in some blocks only (``hypotheses.places``);
-   d. for training, the learning rate of each step (``measured.schedule``) or a number of the optimizer
+1. ``investigate`` (for a port) or ``files`` (for tensors from files) selects the first failure of each stage. It omits
+   stages whose failures only follow from an earlier one.
+2. If there is a port to run, ``investigate`` and ``evidence.properties`` test whether it writes to its inputs, is
+   random, keeps state between calls, or differs only without taps. ``evidence.properties`` detects float32 values in
+   the tensors of ports and files.
+3. ``diagnosis.diagnose`` searches for a change to the NumPy reference that reproduces every tensor of the case, and of
+   the other cases of the model:
+   a. the bug catalog and the conventions (``hypotheses``), with numbers derived from the tensors (``measured.step``);
+   b. for searches, their parameters (``measured.search_parameters``);
+   c. a bug in only some blocks (``hypotheses.places``);
+   d. for training, the learning rate of each step (``measured.schedule``) or an optimizer setting
       (``measured.optimizer``);
-   e. two or three mistakes together (``hypotheses.several``);
-   f. for activations, a mistake that reproduces all tensors except taps of one kind, or only the output.
+   e. two or three bugs together (``hypotheses.several``);
+   f. for activations, a bug that reproduces all tensors except taps of one kind, or only the output.
    ``hypotheses.trials`` runs and caches the changed references.
 4. If no change is exact, statements describe the difference, the strongest first: NaN or infinity, exchanged names, the
-   port's own ``forward`` (``own_forward``) and its first step (``measured.step``), which tensors and cases differ. Most
-   statements come from the modules of ``evidence``.
-5. ``evidence.blame`` replays the case and finds the block that introduces the difference. ``statements`` describes its
-   error, and ``reproduce`` saves the inputs of the block.
+   port's own ``forward`` (``own_forward``) and its first step (``measured.step``), and which tensors and cases differ.
+   Most statements come from the modules in ``evidence``.
+5. ``evidence.blame`` replays the case and finds the block that introduces the difference. ``statements`` describes the
+   error of the block, and ``reproduce`` saves its inputs.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ class FailureReport:
     """The report on one failing case.
 
     Attributes:
-        backend: The port.
-        dtype: The working dtype.
-        case: The name of the case.
-        stage: What it compares.
-        blame: Where the difference starts; None where nothing can be replayed.
-        diagnosis: What the port does; None where nothing is wrong, and only its attention was asked for.
-        view: What the page shows of the case; None where it shows nothing.
-        folder: Where the inputs of the first wrong block are; None if they were not saved.
+        backend: Name of the port.
+        dtype: Working dtype.
+        case: Name of the case.
+        stage: Name of the stage that the case compares.
+        blame: The blocks that introduce or inherit the difference; None if nothing can be replayed.
+        diagnosis: The cause of the difference; None if the report only contains the attention of a case that agrees.
+        view: Data that the HTML page shows about the case; None if it shows nothing.
+        folder: Directory with the inputs of the first wrong block; None if they were not saved.
     """
 
     backend: str
@@ -109,13 +109,13 @@ class FailureReport:
 
     @property
     def relative_folder(self) -> Path | None:
-        """The folder, relative to the working directory if it is inside."""
+        """The directory, relative to the working directory if it is inside."""
         if self.folder is None or not self.folder.is_relative_to(Path.cwd()):
             return self.folder
         return self.folder.relative_to(Path.cwd())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the diagnosis, and what it is about, as plain values."""
+        """Return the diagnosis and the case that it describes as plain values."""
         found = self.diagnosis.to_dict() if self.diagnosis else {}
         return {
             "backend": self.backend,
@@ -129,16 +129,16 @@ class FailureReport:
 
 @dataclass(frozen=True)
 class Investigation:
-    """Reports on the failures of one port.
+    """The settings for failure reports on one port.
 
     Attributes:
         port: The port.
-        setting: How it is run.
-        reference: By what the port can be loaded again: the name of a backend, or ``module:class``.
-        folder: Where to save the inputs of a wrong block; None saves nothing.
-        progress: Receives what is done next.
-        suspect: A hypothesis beside those that are known.
-        view: Makes of the evidence what a page shows of it.
+        setting: Dtypes, device, and precision to run it with.
+        reference: Name from which the port can be loaded: a backend, or ``module:class``.
+        folder: Directory in which to save the inputs of a wrong block; None saves nothing.
+        progress: Callback that receives a description of the next step.
+        suspect: A hypothesis to try in addition to the known ones.
+        view: Function that turns the evidence into the data that the HTML page shows.
     """
 
     port: Implementation
@@ -150,20 +150,20 @@ class Investigation:
     view: Callable[[Evidence, Subject], dict[str, Any]] | None = None
 
     def failures(self, findings: Sequence[Finding], kept: Kept, cases: Sequence[Case]) -> Iterator[FailureReport]:
-        """Report on the first failure of each stage, of the whole model where there is one.
+        """Yield a report on the first failure of each stage, preferring cases that run the full model.
 
-        Once activations differ, what follows from them is of no interest: gradients, steps and searches are reported on
-        only where activations agree; precision only where float64 agrees.
+        Gradients, steps, and searches depend on activations, so their failures are only reported if activations agree.
+        Precision failures are only reported if float64 agrees.
 
         Args:
-            findings: All of this port.
-            kept: What it showed where it failed.
-            cases: What was compared.
+            findings: All findings about this port.
+            kept: The tensors of the port in failing cases.
+            cases: The cases that were compared.
         """
         known = {case.name: case for case in cases}
         compared = {f.case for f in findings if f.verdict in (AGREES, DIVERGES) and f.dtype == "float64"}
         for finding in first_failures(findings, known):
-            if finding.verdict == FAILED:  # an exception names itself
+            if finding.verdict == FAILED:  # the error message of the exception is in the finding
                 continue
             case = known[finding.case]
             self.progress(f"diagnosing {finding.dtype} {case.name}")
@@ -172,7 +172,7 @@ class Investigation:
                 for name, other in known.items()
                 if name in compared - {case.name} and shared(other) == shared(case) and not other.is_long
             ]
-            # A mistake that shows in a thousand tokens only is none of those that are known.
+            # The known bugs all show in short sequences, so none of them explains a case that needs 1,000 tokens.
             hypothetical = (
                 [] if case.is_long else hypotheses(case.config, case.stage, forward_agrees=forward_agrees(findings))
             )
@@ -192,8 +192,10 @@ class Investigation:
         dtype = finding.dtype
         unknown = Diagnosis(f"unknown: {finding.detail}" if finding.detail else "unknown", UNKNOWN)
         report = FailureReport(self.port.name, dtype, case.name, case.stage, None, unknown)
-        if finding.tap in case.inputs:  # which are no tensors of the port
-            return replace(report, diagnosis=Diagnosis(f"{finding.tap}: {finding.detail}; it must copy it", LIKELY))
+        if finding.tap in case.inputs:  # the finding is about an input that the port modified
+            return replace(
+                report, diagnosis=Diagnosis(f"{finding.tap}: {finding.detail}; copy the array first", LIKELY)
+            )
         if random := self._randomness(case, dtype):
             return replace(report, diagnosis=Diagnosis(random, LIKELY))
         if state := self._kept_state(case, shown, dtype):
@@ -239,11 +241,13 @@ class Investigation:
         known: Sequence[Mistake],
         differing: Differing,
     ) -> Diagnosis:
-        """Return the hypothesis that explains every tensor of float64, or else the strongest evidence."""
+        """Return the hypothesis that explains every float64 tensor, or the strongest evidence."""
         finding = findings[0]
         found = if_it_is_meant(diagnose(case, shown, self.port.name, self.progress, known, others), IN_PORT)
         if finding.tap != NAMES and not Trials.of(case, shown).differing(TRUTH):
-            found = Diagnosis(f"unknown: only {finding.tap} differs, by less than any known mistake", UNKNOWN)
+            found = Diagnosis(
+                f"unknown: only {finding.tap} differs, and by less than any known bug would cause", UNKNOWN
+            )
         if found.confidence == EXACT:
             return within_stage(found, case)
         if finding.tap == ROUND_TRIP and (exported := self._exported(case, finding.dtype)):
@@ -253,10 +257,10 @@ class Investigation:
 
     def _beside_forward(self, found: Diagnosis, shown: Sequence[tuple[Case, Arrays | None]]) -> Diagnosis:
         """Add evidence from the port's own ``forward`` and its first step, if gradients, steps or searches differ."""
-        with suppress(Exception):  # the report needs no port that can be run again
+        with suppress(Exception):  # if the port can't be rerun, the report is still valid
             if statement := beside_forward(self.port, self.setting.placement("float64"), shown):
                 return with_first(found, [statement])
-        with suppress(Exception):  # missing or infinite weights show no rate
+        with suppress(Exception):  # a rate can't be measured if weights are missing or infinite
             case, tensors = shown[0]
             if statement := first_step_in_words(case, tensors or {}):
                 return with_first(found, [statement])
@@ -269,11 +273,11 @@ class Investigation:
         others: Sequence[tuple[Case, Arrays | None]],
         known: Sequence[Mistake],
     ) -> Diagnosis:
-        """Return the hypothesis that explains the outputs without taps, or else that both ways differ."""
+        """Return the hypothesis that explains the outputs without taps, or that the two paths differ."""
         sentence = of_path(self._loaded(case, finding.dtype), case, finding.tolerance)
         if finding.dtype != "float64":
             return Diagnosis(sentence, LIKELY)
-        with suppress(Exception):  # if another case raises, the sentence remains
+        with suppress(Exception):  # if a different case raises, the sentence is still valid
             runs: list[tuple[Case, Arrays]] = []
             for one in (case, *(other for other, _ in others)):
                 inputs = given(one.inputs, "float64")
@@ -286,7 +290,7 @@ class Investigation:
         return Diagnosis(sentence, LIKELY)
 
     def _exported(self, case: Case, dtype: str) -> str:
-        """Say which exported weights have exchanged names, or how they changed; empty if that can't be told."""
+        """Return which exported weights have exchanged names, or how they changed; empty if it can't be determined."""
         with suppress(Exception):  # if the port can't be loaded, there are no weights to compare
             right = given(case.load_weights(), dtype)
             back = self._loaded(case, dtype).export()
@@ -295,7 +299,7 @@ class Investigation:
         return ""
 
     def _randomness(self, case: Case, dtype: str) -> str:
-        """Say whether two calls on the same input differ; empty if they do not, or where it cannot be told."""
+        """Return how two calls on the same input differ; empty if they don't, or if it can't be determined."""
         with suppress(Exception):
             if case.is_forward:
                 return is_random(self._loaded(case, dtype), case)
@@ -304,7 +308,7 @@ class Investigation:
         return ""
 
     def _kept_state(self, case: Case, shown: Arrays, dtype: str) -> str:
-        """Say that a case is right on a model that has just been loaded; empty if it is not, or cannot be run."""
+        """Report that a case agrees on a newly loaded model; empty if it doesn't agree, or can't be run."""
         if dtype != "float64" or STAGES[case.stage].trains:
             return ""
         with suppress(Exception):
@@ -314,15 +318,15 @@ class Investigation:
             if alone.names and attempt and attempt.is_exact and (usual := Trials.of(case, shown).run(TRUTH)):
                 earlier = ", ".join(f"{one.stage} of {one.name}" for one in case.before)
                 after = f"other calls, such as {earlier}" if earlier else "other calls"
-                kept = f"{case.name} is right on a model that has just been loaded, and wrong after {after}"
-                return "" if usual.is_exact else f"{kept}: something is kept from one call to the next"
+                kept = f"{case.name} agrees on a newly loaded model, and differs after {after}"
+                return "" if usual.is_exact else f"{kept}: your port keeps state from one call to the next"
         return ""
 
     def _measurements(self, case: Case, evidence: Evidence) -> list[str]:
-        """Return what other runs of the port show: whether it rounds, and which properties it lacks."""
+        """Return the results of further runs of the port: whether it rounds, and which properties it lacks."""
         placement = self.setting.placement(evidence.blame.dtype)
         rounded, noise = "", 0.0
-        with suppress(Exception):  # a port need not take other weights
+        with suppress(Exception):  # ports may reject modified weights
             rounded, noise = rounding(case, self.port, placement)
         return [*filter(None, [rounded]), *lacking(case, self.port, placement, noise)]
 
@@ -330,38 +334,38 @@ class Investigation:
         return blame(self._loaded(subject.case, subject.dtype), subject)
 
     def _loaded(self, case: Case, dtype: str) -> LoadedPort:
-        """Load the port, and make the calls that come before the case."""
+        """Load the port, and make the calls that precede the case."""
         placement = self.setting.placement(dtype)
         loaded = self.port.load(case.config, given(case.load_weights(), dtype), placement)
         call_before(case, loaded, self.port, placement)
         return loaded
 
     def _saved(self, evidence: Evidence, case: Case) -> Path | None:
-        """Save the inputs of the first wrong block, and return where they are."""
+        """Save the inputs of the first wrong block, and return their directory."""
         if self.folder is None or not evidence.blame.introduced:
             return None
         self.progress("saving the inputs of the first wrong block")
-        with suppress(Exception):  # where it cannot be saved, the rest of the report stands
+        with suppress(Exception):  # if saving fails, the rest of the report is still valid
             return reproduce.save(evidence, case, self.reference, self.folder)
         return None
 
 
 def shared(case: Case) -> tuple[object, ...]:
-    """Return what two cases have in common if one hypothesis has to hold in both, whatever their weights are."""
+    """Return the properties that two cases must share for one hypothesis to apply to both, regardless of weights."""
     fields = {name: value for name, value in case.config.to_dict().items() if not name.endswith("vocab_size")}
     return fields, case.block, case.stage
 
 
 def first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> list[Finding]:
-    """Return the first failure of each stage in float64, or else in float32.
+    """Return the first failure of each stage in float64, or in float32 if all of float64 agrees.
 
     If activations fail, it returns only their failure, because all others follow from it. It omits optimizer steps if
-    gradients fail, or if searches fail and only the searches between two steps differ.
+    gradients fail, or if searches fail and the steps differ only in the searches between them.
     """
     failures = [f for f in findings if f.verdict in (DIVERGES, IMPRECISE, FAILED) and f.case in cases]
     for dtype in ("float64", "float32"):
         first: dict[str, Finding] = {}
-        # Where all of the model is run, blame can tell its blocks apart.
+        # Cases with the full model come first because blame can locate the wrong block in them.
         for finding in sorted(failures, key=lambda f: (f.verdict == FAILED, cases[f.case].block != "")):
             if finding.dtype == dtype:
                 first.setdefault(cases[finding.case].stage, finding)

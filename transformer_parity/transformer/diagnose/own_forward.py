@@ -1,8 +1,8 @@
-"""The port's own forward beside its gradients, its steps and its searches: which of the two is wrong.
+"""Comparison of a port's gradients, steps, and searches with its own forward pass, to find out which one is wrong.
 
-A search decides by the logits of some prefixes, and ``forward`` yields the logits of those prefixes too. Where
-``forward`` agrees with the reference and the search decides otherwise, the search keeps something wrong between steps,
-or follows another rule.
+A search chooses tokens based on the logits of its prefixes, and ``forward`` returns the logits of the same prefixes. If
+``forward`` agrees with the reference but the search chooses different tokens, the search stores incorrect state between
+steps or follows a different rule.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from transformer_parity.transformer.ports.protocol import Implementation, Placem
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_spec.config import TransformerConfig
 
-ROUNDING = 1e-9  # nats, and relative: what rounding may turn in float64
-FIRST = "compare it first, with --stage activations"
-EMPTY = "at token 1, no previous token is cached yet"
+ROUNDING = 1e-9  # difference of logits, in nats and relative, that float64 rounding can cause
+FIRST = "compare activations first, using --stage activations"
+EMPTY = "at token 1, no previous token is cached yet, so a wrong cache is not the cause"
 FULL = (
-    "The first token of every sentence follows it, and no known rule (repeated n-grams, ends) explains the others: "
-    "compare the logits of the search with those of `forward`: they differ if the cache is wrong"
+    "The first token of every sentence agrees with `forward`, and no known rule (repeated n-grams, length limits) "
+    "explains the others. Compare the logits inside the search with the logits of `forward`: if they differ, the cache "
+    "is wrong"
 )
 
 
 def beside_forward(
     port: Implementation, placement: Placement, shown: Iterable[tuple[Case, Mapping[str, ndarray] | None]]
 ) -> str:
-    """Say whether ``forward`` is wrong in failing cases of a stage, or else whether a greedy search does not follow it.
+    """Report whether ``forward`` is wrong in failing cases, or whether greedy search chooses different tokens.
 
     Args:
-        port: The port, which is run again.
-        placement: Where, in float64.
-        shown: Cases of one stage, and the port's tensors; None where they agree with the reference's.
+        port: The port to rerun.
+        placement: The device to run it on, in float64.
+        shown: Cases of one stage with the port's tensors, or None if they agree with the reference's.
 
     Returns:
         A sentence with its evidence; empty if there is none.
@@ -62,23 +63,23 @@ def beside_forward(
         truth = output(DEFINITION.load(case.config, weights, Placement("float64")), inputs, case.config)
         error = distance("output", {"output": own}, {"output": truth})
         if error > SAME["float64"]:
-            where = case.name if ids is None else f"{case.name}, on the tokens that it returns"
+            where = case.name if ids is None else f"{case.name}, on the tokens that the search returned"
             return f"`forward` itself differs from the reference in {where} (error {error:.0e}): {FIRST}"
         if ids is not None and (found := _departure(case, own, ids)):
             return (
-                f"in {case.name}, `forward` agrees with the reference on the tokens that it returns "
-                f"(error {error:.0e}), but the search does not follow it: {found}"
+                f"in {case.name}, `forward` agrees with the reference on the tokens that the search returned "
+                f"(error {error:.0e}), but the search chooses different tokens: {found}"
             )
     return ""
 
 
 def _departure(case: Case, logits: ndarray, ids: ndarray) -> str:
-    """Say from which token on a greedy search does not follow logits [B, T, V]; empty if it does.
+    """Return the first token at which a greedy search differs from the given logits; empty if it agrees.
 
     Args:
-        case: What was searched.
-        logits: Those of the port's own ``forward`` on what it returned.
-        ids: What it returned [B, T].
+        case: A case with a greedy search.
+        logits: The logits of the port's own ``forward`` on the returned tokens [B, T, V].
+        ids: The returned tokens [B, T].
     """
     config = case.config
     plan = case.options.plan(config, case.inputs["source_ids"] != config.pad_id)
@@ -91,11 +92,12 @@ def _departure(case: Case, logits: ndarray, ids: ndarray) -> str:
     if not departs.any():
         return ""
     step = int(np.flatnonzero(departs.any(0))[0])
-    sentence = int(np.flatnonzero(departs[:, step])[0])  # of those that depart first
+    sentence = int(np.flatnonzero(departs[:, step])[0])  # the first of the sentences that differ at this step
     said, right = ids[sentence, step], best[sentence, step]
     found = (
-        f"from token {step + 1} of sentence {sentence} on, it has {_named(said, config)}, where `forward` prefers "
-        f"{_named(right, config)} by {behind[sentence, step]:.1e} ({departs.any(1).sum()} of {len(ids)} sentences)"
+        f"at token {step + 1} of sentence {sentence}, the search returns {_named(said, config)}, but `forward` prefers "
+        f"{_named(right, config)} by {behind[sentence, step]:.1e} ({departs.any(1).sum()} of {len(ids)} sentences "
+        "differ)"
     )
     if known := facts(case, ids, best, departs):
         return f"{found}: {'; '.join(known)}"
@@ -103,7 +105,7 @@ def _departure(case: Case, logits: ndarray, ids: ndarray) -> str:
 
 
 def _named(token: int, config: TransformerConfig) -> str:
-    """Return a token, with its role if it has one."""
+    """Return the name of a token, with its role if it is a special token."""
     roles = {config.pad_id: " (padding)", config.bos_id: " (BOS)", config.eos_id: " (EOS)"}
     return f"token {token}{roles.get(token, '')}"
 

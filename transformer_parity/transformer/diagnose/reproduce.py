@@ -1,8 +1,8 @@
-"""The first wrong block alone: its inputs, what it computed from them, and what it should have, in one folder.
+"""The first wrong block, saved to one directory: its inputs, the values that the port computed, and the correct values.
 
-``block.safetensors`` holds the arrays that the block reads (``inputs/...``), what the port computed from them
-(``actual``), what the reference computes (``expected``) and the batch (``batch/...``); ``model.safetensors`` has config
-and weights, ``about.json`` the rest. Any tool can read them.
+``block.safetensors`` contains the arrays that the block reads (``inputs/...``), the port's result (``actual``), the
+reference's result (``expected``), and the batch (``batch/...``). ``model.safetensors`` contains the config and the
+weights, and ``about.json`` everything else. Any tool can read these files.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ Arrays = Mapping[str, ndarray]
 
 @dataclass(frozen=True)
 class SavedBlock:
-    """Which block a folder holds.
+    """The description of a saved block.
 
     Attributes:
-        port: By what the port can be loaded: the name of a backend, or ``module:class``.
-        dtype: The working dtype.
+        port: Name from which the port can be loaded: a backend, or ``module:class``.
+        dtype: Working dtype.
         stage: ``activations`` or ``gradients``.
-        block: The path of what the case runs; empty for the whole model.
-        name: The tap, or the gradient, that is wrong.
-        replayed: What was run again to find it (see ``Blame``).
-        error: Its relative error.
+        block: Path of the component that the case runs; empty for the full model.
+        name: Name of the wrong tap or gradient.
+        replayed: The implementation that was rerun to locate the block (see ``Blame``).
+        error: Relative error of the tap or gradient.
     """
 
     port: str
@@ -63,9 +63,9 @@ class SavedBlock:
 
 
 def save(evidence: Evidence, case: Case, port: str, folder: Path) -> Path:
-    """Write the inputs of the first wrong block, and return the folder that they are in.
+    """Write the inputs of the first wrong block to a directory, and return its path.
 
-    A folder of the same port and case is replaced, as a whole.
+    An existing directory for the same port and case is replaced entirely.
     """
     blame = evidence.blame
     inputs, weights = (given(arrays, blame.dtype) for arrays in (case.inputs, case.load_weights()))
@@ -96,23 +96,23 @@ def save(evidence: Evidence, case: Case, port: str, folder: Path) -> Path:
 
 
 def snippet(folder: Path) -> str:
-    """Return the lines of Python that run the saved block alone."""
+    """Return the Python code that runs only the saved block."""
     saved = _about(folder)
     return f"""from transformer_parity.transformer.diagnose.reproduce import load, rerun
 
 block = load({str(folder)!r})  # {saved.name} of {saved.port}
-print({{name: array.shape for name, array in block.items()}})  # its inputs, "actual" and "expected"
-rerun({str(folder)!r})  # runs your port again on right inputs
+print({{name: array.shape for name, array in block.items()}})  # inputs, "actual", and "expected"
+rerun({str(folder)!r})  # reruns this block of your port on correct inputs
 """
 
 
 def load(folder: str | Path) -> dict[str, ndarray]:
-    """Return the arrays of the saved block: ``inputs/<tap>``, ``batch/<ids>``, ``actual`` and ``expected``."""
+    """Return the arrays of the saved block: ``inputs/<tap>``, ``batch/<ids>``, ``actual``, and ``expected``."""
     return load_file(Path(folder) / BLOCK)
 
 
 def rerun(folder: str | Path, show: Callable[[str], None] = print) -> float:
-    """Run the saved block of the port again, from right inputs, and return its relative error."""
+    """Rerun the saved block of the port on correct inputs, and return its relative error."""
     folder = Path(folder)
     saved = _about(folder)
     config, weights = load_weights(folder / MODEL)
@@ -139,7 +139,7 @@ def _about(folder: Path) -> SavedBlock:
 
 
 def _read_by_tap(saved: SavedBlock, truth: LoadedPackage, inputs: Arrays, evidence: Evidence) -> dict[str, ndarray]:
-    """Return what a block reads: the taps that make a difference to it."""
+    """Return the inputs of a block, which are the taps that affect its result."""
     read = {name: value for name, value in evidence.expected.items() if name != OUTPUT}
     if saved.replayed != "port":
         shown = {name: evidence.actual[name] for name in read if name in evidence.actual}
@@ -155,7 +155,7 @@ def _read_by_tap(saved: SavedBlock, truth: LoadedPackage, inputs: Arrays, eviden
 def _read_by_gradient(
     saved: SavedBlock, truth: LoadedPackage, inputs: Arrays, evidence: Evidence
 ) -> dict[str, ndarray]:
-    """Return what a block reads backwards: the gradients behind it, and the values of the forward pass."""
+    """Return the inputs of a block in the backward pass: later gradients, and values of the forward pass."""
     model, seen, name = truth.model, Recorder(), saved.name.partition(" ")[2]
     logits = model(inputs["source_ids"], inputs["target_ids"], tap=seen)
     tokens = max(int((inputs["labels"] != model.config.pad_id).sum()), 1)

@@ -1,4 +1,4 @@
-"""Statements that describe a difference and its evidence, the strongest first."""
+"""Statements about a difference and its evidence, sorted by the strength of the evidence."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from transformer_parity.transformer.diagnose.evidence.operands import of_operand
 from transformer_parity.transformer.diagnose.evidence.patterns import among_cases, not_finite, patterns
 from transformer_parity.transformer.diagnose.evidence.signatures import narrowed, places, signatures
 
-# How to declare what a port does if it is a convention.
+# Advice that is printed if the difference is a convention.
 IN_PORT = "fix it or, if it is intentional, declare it in the port: overrides = {!r}"
 IN_FILES = (
-    "fix it or, if it is intentional, write A for this convention, which is then in the config of its manifest: "
-    "`parity golden --for module:Class --out A`, for a class with overrides = {!r}"
+    "fix it or, if it is intentional, regenerate A with this convention, which `parity golden` stores in the manifest: "
+    "`parity golden --for module:Class --out A`, where the class sets overrides = {!r}"
 )
-FAR = {"float64": SAME, "float32": 1e-5}  # relative: more than rounding
+FAR = {"float64": SAME, "float32": 1e-5}  # relative errors that are larger than rounding
 
 
 def within_stage(found: Diagnosis, case: Case) -> Diagnosis:
-    """Say that an exact diagnosis of gradients is about gradients: training may differ in more than that."""
+    """Limit an exact diagnosis of gradients to gradients, because training may have further differences."""
     if found.confidence != EXACT or case.stage != GRADIENTS:
         return found
     return replace(found, sentence=f"in gradients, {found.sentence}")
 
 
 def of_names(found: Diagnosis, detail: str) -> Diagnosis:
-    """Say first that the port shows different tensors than it declared, if a detail says which."""
+    """Report first that the port returned different tensors than it declared, if ``detail`` lists them."""
     if not detail:
         return found
-    promise = f"what is shown is not what was promised: {detail}"
+    promise = f"the port returned different tensors than it declared: {detail}"
     if found.confidence == EXACT:
         return replace(found, signatures=(promise, *found.signatures))
-    return replace(found, sentence=f"{promise}. Besides, {found.sentence}")
+    return replace(found, sentence=f"{promise}. In addition, {found.sentence}")
 
 
 def of_error(evidence: Evidence, case: Case) -> list[str]:
@@ -56,9 +56,9 @@ def of_error(evidence: Evidence, case: Case) -> list[str]:
     config = case.config.in_decoder if "decoder." in name else case.config
     batch = case if name.startswith("of ") else None
     parts = _sentences(case, evidence.alone[name], evidence.wanted[name])
-    for alone, wanted in reversed(parts) if name.endswith(".weights") else parts:  # to count keys in all sentences
+    for alone, wanted in reversed(parts) if name.endswith(".weights") else parts:  # key counts include all sentences
         if found := signatures(alone, wanted, config, weights, FAR[dtype], batch):
-            # Gradients of sentences with padding may differ in another way, and these sentences are not counted.
+            # With padding, gradients can differ in a second way, so this statement only covers sentences without it.
             is_part = len(alone) < len(evidence.alone[name])
             part = f"{_at(name)}, in sentences without padding"
             is_told = [is_part and (name.startswith("at ") or words[0].isdigit()) for words in found]
@@ -67,7 +67,7 @@ def of_error(evidence: Evidence, case: Case) -> list[str]:
 
 
 def of_operand(evidence: Evidence, case: Case) -> list[str]:
-    """Return a statement about the operand of the first wrong block that explains its error, if there is one."""
+    """Return a statement about the operand of the first wrong block that explains its error, or an empty list."""
     name = evidence.blame.introduced[0]
     if name not in evidence.alone or name not in evidence.wanted:
         return []
@@ -77,7 +77,7 @@ def of_operand(evidence: Evidence, case: Case) -> list[str]:
 
 
 def of_rounding(evidence: Evidence, case: Case) -> list[str]:
-    """Return a statement that all values of the first wrong block are of a narrower dtype, if they are."""
+    """Return a statement that all values of the first wrong block have a narrower dtype, or an empty list."""
     name = evidence.blame.introduced[0]
     if name not in evidence.alone or name not in evidence.wanted:
         return []
@@ -87,7 +87,7 @@ def of_rounding(evidence: Evidence, case: Case) -> list[str]:
 
 
 def _sentences(case: Case, alone: ndarray, wanted: ndarray) -> list[tuple[ndarray, ndarray]]:
-    """Return both tensors at sentences without padding, and then whole: at padding, both have the same values."""
+    """Return both tensors, first limited to sentences without padding, and then in full. They are equal at padding."""
     ids = [array for name, array in case.inputs.items() if name in ("source_ids", "target_ids")]
     whole = np.all([(array != case.config.pad_id).all(1) for array in ids], 0) if ids else np.zeros(0, bool)
     if alone.shape != wanted.shape or wanted.shape[:1] != whole.shape or not whole.any() or whole.all():
@@ -102,20 +102,21 @@ def of_tensors(
     others: Sequence[tuple[Case, Arrays | None]],
     measured: Callable[[Diagnosis], Diagnosis],
 ) -> Diagnosis:
-    """Add statements about the tensors that differ to a diagnosis that is not exact.
+    """Add statements about the tensors that differ to a diagnosis that isn't exact.
 
     Args:
         found: The diagnosis.
-        differing: The case.
-        findings: About the stage of the case.
-        others: Other cases of the model, with the port's tensors; None where they agree with the reference's.
-        measured: Adds what is measured in gradients, steps and searches, which says more than patterns.
+        differing: The tensors of the case that differ.
+        findings: Findings about the stage of the case.
+        others: Other cases of the model, with the port's tensors, or None if they agree with the reference.
+        measured: Function that adds statements measured in gradients, steps, and searches, which are more specific
+            than patterns.
     """
     if nowhere := not_finite(differing):
         found = replace(found, sentence=nowhere, confidence=LIKELY)
     if names := exchanged_gradients(differing):
         return replace(found, sentence=names, confidence=LIKELY)
-    if differing.case.stage == ACTIVATIONS:  # the error of the first wrong block says more
+    if differing.case.stage == ACTIVATIONS:  # the error of the first wrong block is more specific
         return found
     return with_first(measured(found), [*patterns(differing), *among_cases(findings, differing.case, others)])
 
@@ -129,30 +130,30 @@ def of_place(
     findings: Sequence[Finding],
     others: Sequence[tuple[Case, Arrays | None]],
 ) -> Diagnosis:
-    """Add statements about the first wrong block, unless a hypothesis says more.
+    """Add statements about the first wrong block, unless a hypothesis already explains it.
 
-    Arguments as in ``of_tensors``, and ``errors``: what the error of that block is like.
+    The function has the same arguments as ``of_tensors``, and ``errors``, the statements about the error of that block.
     """
     if not evidence.blame.introduced or found.confidence == EXACT or found.hypotheses:
         return found
     found = with_statements(found, errors, evidence)
     if case.stage != ACTIVATIONS or differing is None:
         return found
-    # In activations, patterns have many causes.
+    # In activations, a pattern can have many causes, so it never becomes the diagnosis.
     return replace(found, signatures=(*found.signatures, *patterns(differing), *among_cases(findings, case, others)))
 
 
 def with_statements(found: Diagnosis, statements: Sequence[str], evidence: Evidence) -> Diagnosis:
     """Add statements to a diagnosis, followed by the places that are wrong.
 
-    If no hypothesis was found, the first statement becomes the diagnosis. A place never does.
+    If there is no hypothesis, the first statement becomes the diagnosis. A place never does.
     """
     found = with_first(found, statements, evidence.blame.dtype)
     return replace(found, signatures=(*found.signatures, *wrong_places(evidence)))
 
 
 def wrong_places(evidence: Evidence | None) -> list[str]:
-    """Return which sentences, heads and positions are wrong at the first place of introduction, if others are right."""
+    """Return the sentences, heads, and positions that are wrong in the first wrong block, unless all are wrong."""
     if evidence is None or not evidence.blame.introduced:
         return []
     name, far = evidence.blame.introduced[0], FAR[evidence.blame.dtype]
@@ -162,21 +163,21 @@ def wrong_places(evidence: Evidence | None) -> list[str]:
 
 
 def _at(name: str) -> str:
-    """Return a tap, or the name of a gradient, as the place of a statement."""
+    """Return the prefix of a statement that locates it at a tap or in a gradient."""
     return f"in the gradient {name}" if name.startswith(("at ", "of ")) else f"at {name}"
 
 
 def if_it_is_meant(found: Diagnosis, remedy: str) -> Diagnosis:
-    """Add how to declare what a port does, if it is a convention."""
+    """Add advice on how to declare the port's convention, if the diagnosis is a convention."""
     return replace(found, signatures=(remedy.format(found.config), *found.signatures)) if found.config else found
 
 
 def with_first(found: Diagnosis, statements: Sequence[str], dtype: str = "float64") -> Diagnosis:
-    """Add statements: if no hypothesis was found, the first one becomes the diagnosis."""
+    """Add statements. If there is no hypothesis, the first statement becomes the diagnosis."""
     if found.confidence == UNKNOWN and statements:
         first, *rest = statements
         closer = [found.sentence.partition(". ")[2]] if ". With " in found.sentence else []
-        sentence = f"no known mistake fits; {first}"
+        sentence = f"no known bug matches; {first}"
         if dtype == "float32":
             sentence = f"{first}: if float64 agrees, only precision is lost"
         found, statements = replace(found, sentence=sentence, confidence=LIKELY), [*rest, *closer]

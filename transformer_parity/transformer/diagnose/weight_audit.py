@@ -1,7 +1,7 @@
-"""The weight audit: where each weight that a port was given is used, measured from the outside.
+"""The weight audit, which treats a port as a black box and measures how the port uses each weight.
 
-Each weight in turn is disturbed, and the port loaded and run again: where its numbers change first is where the weight
-is used. No name or layout inside of the port has to be known.
+The audit perturbs one weight at a time, and reloads and reruns the port. The first tensor that changes shows where the
+port uses this weight. The audit doesn't depend on names or layouts inside the port.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ USED, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL, HIDDEN, RANDOM, OVERWRIT
     "overwritten",
 )
 WRONG = (OVERWRITTEN, RANDOM, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL)
-CHANGED = {"float64": 1e-11, "float32": 1e-5}  # relative: more than rounding
+CHANGED = {"float64": 1e-11, "float32": 1e-5}  # relative changes that are larger than rounding
 Weights = Mapping[str, ndarray]
 
 
 @dataclass(frozen=True)
 class Fate:
-    """Where one weight is used.
+    """The result of the audit for one weight.
 
     Attributes:
-        name: Its canonical name; or what was overwritten, or is random, where that leaves nothing to be measured.
-        verdict: ``used`` where it belongs; ``unused``; ``transposed``; ``misplaced``, used somewhere else;
-            ``replaced`` by another weight; left at its ``initial`` value; ``random``, another one at every load or
-            call; ``hidden``: it changes nothing that the port shows, and would not in the reference either, as key
-            biases change no logits; or ``overwritten``: no weight, but an input that the port writes to.
-        detail: Where it is used, or what is in its place.
-        instead: What is in its place: another weight, ``zero`` or ``one``; its own name if it is transposed.
+        name: Canonical name of the weight. If the audit can't measure weights, the name of the input that the port
+            modified, or ``two calls`` if they return different results.
+        verdict: ``used`` if the port uses the weight in the correct place; ``unused``; ``transposed``; ``misplaced`` if
+            the port uses it elsewhere; ``replaced`` by a different weight; left at its ``initial`` value; ``random`` if
+            it differs after every load or call; ``hidden`` if it affects no tensor in the port or in the reference, for
+            example a key bias that affects no logits; or ``overwritten`` for an input that the port modifies.
+        detail: The tensor that the weight affects, or the value that the port uses instead.
+        instead: The replacement: a different weight, ``zero``, or ``one``; the weight's own name if it is transposed.
     """
 
     name: str
@@ -57,28 +58,28 @@ class Fate:
     detail: str = ""
     instead: str = ""
 
-    to_dict = asdict  # the fields as plain values
+    to_dict = asdict  # returns the fields as plain values
 
 
 class _OverwrittenError(Exception):
-    """The port writes to its inputs."""
+    """Raised if the port modifies its inputs."""
 
 
 def audit(
     port: Implementation, case: Case, placement: Placement, progress: Callable[[str], None] = lambda text: None
 ) -> list[Fate]:
-    """Return where every weight of a port is used.
+    """Return the place in which a port uses each weight.
 
     Args:
-        port: What to audit.
-        case: A full model, and what it is run on.
-        placement: In which dtype, and where.
-        progress: Receives the weight that is disturbed next.
+        port: The port to audit.
+        case: A case that runs the full model.
+        placement: The dtype and device to run it with.
+        progress: Callback that receives the name of the next weight.
     """
     try:
         return _audit(port, case, placement, progress)
     except _OverwrittenError as error:
-        return [Fate(str(error), OVERWRITTEN, "forward() writes to its own input; copy the array first")]
+        return [Fate(str(error), OVERWRITTEN, "forward() modifies its input; copy the array first")]
 
 
 def _audit(port: Implementation, case: Case, placement: Placement, progress: Callable[[str], None]) -> list[Fate]:
@@ -88,7 +89,7 @@ def _audit(port: Implementation, case: Case, placement: Placement, progress: Cal
         return _shown(port.load(case.config, changed, placement), case)
 
     def run_reference(changed: Weights) -> dict[str, ndarray]:
-        """Let the reference go on from what the port has at each tap, so that only one block is compared at a time."""
+        """Run the reference on the port's value at each tap, so that every block is compared separately."""
         found = _shown(Hypothesis(()).load(case.config, changed), case, taps)
         return {name: value for name, value in found.items() if name in usual}
 
@@ -96,7 +97,7 @@ def _audit(port: Implementation, case: Case, placement: Placement, progress: Cal
     usual = _shown(loaded, case)
     changes = (first_change(usual, _shown(loaded, case), CHANGED[placement.dtype]) for _ in range(CALLS))
     if first := next(filter(None, changes), ""):
-        found = f"differ on the same input, first at {first}: dropout is on, or something else is random"
+        found = f"they differ on the same input, first at {first}: dropout is on, or something else is random"
         return [Fate("two calls", RANDOM, found)]
     taps = {name: np.asarray(value, np.float64) for name, value in usual.items() if name != OUTPUT}
     expected = run_reference(weights)
@@ -106,9 +107,9 @@ def _audit(port: Implementation, case: Case, placement: Placement, progress: Cal
             for name, weight in weights.items()
             if first_change(expected, run_reference({**weights, name: _disturbed(weight)}), CHANGED["float64"]) == first
         ]
-        found = f"it changes at every load: it is not set from the given weights, as {first} shows"
+        found = f"it differs after every load, so it is not set from the given weights (detected at {first})"
         return [
-            Fate(name, RANDOM, f"{found}{'' if len(reads) == 1 else ' (it, or another that is read there)'}")
+            Fate(name, RANDOM, f"{found}{'' if len(reads) == 1 else '; other weights used there may be the cause'}")
             for name in reads
         ]
     fates = []
@@ -122,30 +123,30 @@ def _audit(port: Implementation, case: Case, placement: Placement, progress: Cal
         elif not here:
             fates.append(_fate_of_the_unused(name, weights, there, usual, run_reference))
         elif not there:
-            fates.append(Fate(name, USED, f"it acts at {here}, and would change nothing in the reference"))
+            fates.append(Fate(name, USED, f"it affects {here}, but it would affect nothing in the reference"))
         else:
-            fates.append(Fate(name, MISPLACED, f"it acts first at {here}, and should at {there}"))
+            fates.append(Fate(name, MISPLACED, f"a change to it first affects {here}, but should first affect {there}"))
     return fates
 
 
 def first_change(before: Mapping[str, ndarray], after: Mapping[str, ndarray], least: float) -> str:
-    """Return the first tensor that changes by more than ``least``, relative to itself; empty if none does."""
+    """Return the first tensor that changes by more than ``least``, relative to its size; empty if none does."""
     return next((name for name in before if not distance(name, after, before) <= least), "")
 
 
 def summary(fates: Iterable[Fate]) -> str:
-    """Return one line: how many weights there are, and how many of them are wrong in which way."""
+    """Return one line with the number of weights, and the number of weights for each verdict."""
     fates = list(fates)
     if fates and fates[0].verdict == OVERWRITTEN:
-        return f"{fates[0].name} overwritten: no weight can be measured"
+        return f"{fates[0].name} overwritten, so no weight can be audited"
     counts = {verdict: sum(fate.verdict == verdict for fate in fates) for verdict in (USED, HIDDEN, *WRONG)}
-    words = {HIDDEN: "hidden (they change nothing that is shown)"}
+    words = {HIDDEN: "hidden (they affect no compared tensor)"}
     said = [f"{count} {words.get(verdict, verdict)}" for verdict, count in counts.items() if count]
     return f"{len(fates)} weights: {', '.join(said)}"
 
 
 def as_mistake(fates: Iterable[Fate]) -> Mistake | None:
-    """Return what stands in the place of weights, where that was found, as one hypothesis."""
+    """Return a hypothesis with all replacements of weights that the audit found; None if it found none."""
     known = [fate for fate in fates if fate.instead]
     if not known:
         return None
@@ -163,18 +164,18 @@ def as_mistake(fates: Iterable[Fate]) -> Mistake | None:
         return changed
 
     words = ", ".join(f"{fate.name} {fate.verdict}" for fate in known[:3]) + (", ..." if len(known) > 3 else "")
-    return Mistake(f"the weights as the audit found them ({words})", "", convert=convert)
+    return Mistake(f"the weights that the audit found ({words})", "", convert=convert)
 
 
 def _shown(loaded: LoadedPort, case: Case, taps: Weights | None = None) -> dict[str, ndarray]:
-    """Run on copies of the inputs: NumPy refuses to write to them, and a framework that shares memory may do so.
+    """Run on copies of the inputs, because frameworks may share their memory and overwrite them.
 
     Raises:
-        _OverwrittenError: Its message is the name of an input.
+        _OverwrittenError: If the port modifies an input. The message is the name of the input.
     """
     inputs = given(case.inputs, "float64")
     try:
-        with np.errstate(all="ignore"):  # what a mistake left may overflow
+        with np.errstate(all="ignore"):  # a bug may cause overflows
             result = loaded.run(case.block, inputs, taps=True, given=taps)
     except ValueError as error:
         if "read-only" not in str(error):
@@ -199,15 +200,15 @@ def _fate_in_place(
     expected: Mapping[str, ndarray],
     run_reference: Callable[[Weights], dict[str, ndarray]],
 ) -> Fate:
-    """Return the fate of a weight that is used where it belongs: it may be transposed."""
+    """Return the fate of a weight that is used in the correct place, but may be transposed."""
     weight = weights[name]
     if not tap:
-        return Fate(name, HIDDEN, "it changes nothing that is shown")
+        return Fate(name, HIDDEN, "it affects no compared tensor")
     square = weight.ndim == 2 and weight.shape[0] == weight.shape[1]
     if square and distance(tap, usual, expected) > SAME:
         turned = run_reference({**weights, name: np.ascontiguousarray(weight.T)})
         if distance(tap, usual, turned) <= SAME:
-            return Fate(name, TRANSPOSED, f"as {tap} shows", name)
+            return Fate(name, TRANSPOSED, f"detected at {tap}", name)
     return Fate(name, USED, tap)
 
 
@@ -218,16 +219,16 @@ def _fate_of_the_unused(
     usual: Mapping[str, ndarray],
     run_reference: Callable[[Weights], dict[str, ndarray]],
 ) -> Fate:
-    """Find what is in the place of a weight that nothing depends on."""
+    """Find the value that the port uses instead of a weight that has no effect."""
     for other, instead in _candidates(name, weights):
         if distance(tap, usual, run_reference(instead)) <= SAME:
             verdict = INITIAL if other in ("zero", "one") else REPLACED
-            return Fate(name, verdict, f"in its place is {other}", other)
-    return Fate(name, UNUSED, f"a change of it changes nothing; it should act first at {tap}")
+            return Fate(name, verdict, f"the port uses {other} instead", other)
+    return Fate(name, UNUSED, f"a change to it has no effect; it should first affect {tap}")
 
 
 def _candidates(name: str, weights: Weights) -> Iterator[tuple[str, Weights]]:
-    """Yield what may be in the place of a weight, and all weights as they would be then."""
+    """Yield possible replacements for a weight, each with all weights after the replacement."""
     weight, kind = weights[name], name.rpartition(".")[2]
     if weight.ndim == 1:
         yield "zero", {**weights, name: np.zeros_like(weight)}

@@ -1,1 +1,1 @@
-"""Golden vectors: the outputs of a model as files, written, read and compared."""
+"""Golden vectors: the outputs of a model in files, with functions to write, read, and compare them."""

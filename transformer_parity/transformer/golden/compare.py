@@ -1,7 +1,7 @@
-"""Compare two folders of golden vectors.
+"""Compare two directories of golden vectors.
 
-A defines what is computed: config, weights, inputs and cases. The NumPy reference computes it again, and both folders
-are compared with that: A is not taken on trust.
+Directory A defines the task: config, weights, inputs, and cases. The NumPy reference recomputes every case, and both
+directories are compared with its results, so A can't hide its own errors.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from transformer_parity.transformer.stages.registry import STAGES
 from transformer_spec.checks import some
 
 Progress = Callable[[str], None]
-COPIED = "the bytes are A's own: nothing was computed"
+COPIED = "the bytes are equal to A's, so they were copied, not computed"
 
 
 def outputs(case: Case, dtype: str, folder: GoldenFolder) -> Outputs:
-    """Return what a folder holds of a case, as the outputs of a port that runs.
+    """Return the tensors of a case in a directory, in the form in which a port returns its outputs.
 
     Args:
         case: The case.
-        dtype: The working dtype.
-        folder: Golden vectors that hold it.
+        dtype: Working dtype.
+        folder: Golden vectors that contain the case.
     """
     found = Outputs(case.name, dtype, {FILES: folder.tensors(case, dtype)})
     if (tokens := found.paths[FILES].get(TOKENS)) is not None and tokens.dtype.name != "int64":
@@ -54,13 +54,13 @@ def outputs(case: Case, dtype: str, folder: GoldenFolder) -> Outputs:
 
 @dataclass(frozen=True)
 class FolderPair:
-    """Two folders about one model.
+    """Two directories with the golden vectors of one model.
 
     Attributes:
-        name: The name of the model, empty where there is only one.
-        truth: A, which defines what is computed.
-        candidate: B, which is compared.
-        stages: What was asked for.
+        name: Name of the model; empty if there is only one model.
+        truth: Directory A, which defines the task.
+        candidate: Directory B, which is compared.
+        stages: Names of the requested stages.
     """
 
     name: str
@@ -70,22 +70,22 @@ class FolderPair:
 
     @property
     def backend(self) -> str:
-        """The name under which B is listed: its producer, and the model where there are several."""
+        """The name of B in reports: its producer, prefixed with the model's name if there are multiple models."""
         return f"{self.name}/{self.candidate.producer}" if self.name else self.candidate.producer
 
     @cached_property
     def cases(self) -> list[Case]:
-        """The cases of A in the stages that were asked for."""
+        """The cases of A in the requested stages."""
         return in_stages(self.truth.cases, self.stages)
 
     @cached_property
     def copied(self) -> dict[tuple[str, str], list[str]]:
-        """The names of the tensors of B that are copies of A's, by case and dtype."""
+        """The names of B's tensors that are copies of A's, by case and dtype."""
         return find_copies(self.truth, self.candidate, self.cases)
 
     @property
     def asked(self) -> Coverage:
-        """What has to be compared: each stage of A, in the dtypes of B."""
+        """The comparisons that are required for a verdict: each stage of A, in the dtypes of B."""
         dtypes = self.candidate.dtypes
         planned = Counter((case.stage, d) for case in self.cases for d in dtypes if self.truth.holds(case, d))
         held = tuple(dict.fromkeys(case.stage for case in self.cases))
@@ -95,40 +95,40 @@ class FolderPair:
 
     @property
     def not_tested(self) -> list[str]:
-        """The dtypes that A holds and B does not, and the stages that were not asked for."""
+        """The dtypes that only A contains, and the stages that were not requested."""
         label = f"{self.backend}: "
-        left = [f"{label}{dtype} (B holds none)" for dtype in self.truth.dtypes if dtype not in self.candidate.dtypes]
+        left = [f"{label}{dtype} (not in B)" for dtype in self.truth.dtypes if dtype not in self.candidate.dtypes]
         held = dict.fromkeys(case.stage for case in self.truth.cases)
-        return left + [f"{label}{name} (left out of --stage)" for name in held if name not in self.stages]
+        return left + [f"{label}{name} (not in --stage)" for name in held if name not in self.stages]
 
 
 def read_pairs(truth: Path, candidate: Path, stages: Sequence[str] = tuple(STAGES)) -> list[FolderPair]:
-    """Read both sides, one folder each or several of the same names.
+    """Read both sides, which each contain one model or multiple models with the same names.
 
     Raises:
-        OSError: There are no golden vectors, or a file cannot be read.
-        ValueError: A file is not as its manifest describes it, or the two sides are not about the same models.
+        OSError: If there are no golden vectors, or a file can't be read.
+        ValueError: If a file doesn't match its manifest, or the two sides don't contain the same models.
     """
     ours, theirs = vectors.find(truth), vectors.find(candidate)
     if ours.keys() != theirs.keys():
         held = [", ".join(filter(None, found)) or "golden vectors of one model" for found in (ours, theirs)]
-        raise ValueError(f"both must hold the same models: {truth} holds {held[0]}, and {candidate} holds {held[1]}")
+        raise ValueError(f"both must contain the same models: {truth} has {held[0]}, and {candidate} has {held[1]}")
     return [FolderPair(name, vectors.read(ours[name]), vectors.read(theirs[name]), tuple(stages)) for name in ours]
 
 
 def compare_folders(pair: FolderPair, progress: Progress = lambda text: None) -> Iterator[Finding]:
-    """Compare every tensor of B with what the reference computes from A's weights and inputs.
+    """Compare every tensor of B with the results of the reference for A's weights and inputs.
 
     Args:
-        pair: The two folders.
-        progress: Told what is about to be computed.
+        pair: The two directories.
+        progress: Callback that receives a description of the next comparison.
 
     Raises:
-        ValueError: They are not about the same model and inputs.
+        ValueError: If the two directories don't have the same model and inputs.
     """
     truth, candidate = pair.truth, pair.candidate
     if problems := vectors.differences(truth, candidate):
-        raise ValueError(f"{truth.path} and {candidate.path} are not about the same: {some(problems)}")
+        raise ValueError(f"{truth.path} and {candidate.path} must have the same task, but differ in {some(problems)}")
     reference = Reference(ports=2)
     for case in pair.cases:
         for dtype in DTYPES:
@@ -141,9 +141,9 @@ def compare_folders(pair: FolderPair, progress: Progress = lambda text: None) ->
             for dtype in case.dtypes:
                 author = case.author(pair.backend, dtype)
                 if why := truth.why_not(case, dtype):
-                    yield author.skipped(FILES, f"A leaves it out: {why}")
+                    yield author.skipped(FILES, f"A omits it: {why}")
                 else:
-                    yield author.failed(FILES, "there is no such case in A")
+                    yield author.failed(FILES, "A has no such case")
 
 
 def _compare_case(pair: FolderPair, case: Case, dtype: str, reference: Reference) -> Iterator[Finding]:
@@ -152,7 +152,7 @@ def _compare_case(pair: FolderPair, case: Case, dtype: str, reference: Reference
     if not candidate.holds(case, dtype):
         if truth.holds(case, dtype) and dtype in candidate.dtypes:
             why = candidate.why_not(case, dtype)
-            unsaid = "the case is missing, and is not declared as left out"
+            unsaid = "the case is missing; compute it, or declare it in left_out"
             yield author.skipped(FILES, why) if why else author.failed(FILES, unsaid)
         return
     setting = Placements((dtype,))
@@ -162,7 +162,7 @@ def _compare_case(pair: FolderPair, case: Case, dtype: str, reference: Reference
         if wrong is not None:
             what = wrong.detail or f"error {wrong.error:.1e}, tolerance {wrong.tolerance:.1e}"
             where = f"{wrong.tap}: " if wrong.tap else ""
-            yield author.failed(FILES, f"A is not what the reference computes: {where}{what}")
+            yield author.failed(FILES, f"A differs from the reference, so B was not compared: {where}{what}")
             return
     of_candidate = outputs(case, dtype, candidate)
     if copied := pair.copied.get((case.name, dtype)):
@@ -172,13 +172,13 @@ def _compare_case(pair: FolderPair, case: Case, dtype: str, reference: Reference
             return
         of_candidate.paths[FILES] = computed
         of_candidate.absent += [(name, COPIED) for name in copied]
-    if truth.holds(case, dtype):  # what A leaves out need not be in B
-        of_candidate.absent += [(name, f"A leaves it out: {why}") for name, why in outputs(case, dtype, truth).absent]
+    if truth.holds(case, dtype):  # B doesn't need to contain the tensors that A omits
+        of_candidate.absent += [(name, f"A omits it: {why}") for name, why in outputs(case, dtype, truth).absent]
     yield from Comparator(pair.backend, setting, reference).compare(case, of_candidate)
 
 
 def investigate(pair: FolderPair, findings: Sequence[Finding]) -> list[FailureReport]:
-    """Return where a difference was introduced and what explains it, by the tensors of B alone."""
+    """Return reports on where differences are introduced and their causes, derived only from B's tensors."""
     candidate, prefix = pair.candidate, f"{pair.name}/" if pair.name else ""
 
     def shown(case: Case) -> dict[str, ndarray]:

@@ -1,8 +1,9 @@
-"""Copies: tensors of B that have the bits of A's.
+"""Copies: tensors of B that have the same bits as A's.
 
-Two programs round differently somewhere, and every number that is computed from a rounded one then differs in its last
-bits. Between any two of our five implementations, 5% of the numbers of a tensor are equal bit by bit, and never more
-than half of them. So a tensor with nearly all bits of A's was not computed, unless it is exact by nature.
+Two programs always round differently somewhere, and then all numbers computed from these results differ in their last
+bits. Between any two of our five implementations, 5% of the numbers in a tensor are bit-identical, and never more than
+half. If nearly all bits of a tensor are equal to A's, B did not compute it. Tensors that all programs compute exactly
+are excluded (see ``EXACT``).
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from numpy import ndarray
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.golden.vectors import DTYPES, Arrays, GoldenFolder
 
-MANY = 32  # numbers of a tensor that is judged by itself
-FEW = 8  # numbers of all smaller tensors of a stage, which are judged together
-NEARLY_ALL = 0.9  # a fraction of these numbers
-# Tensors that several programs compute from the same bits by the same few operations. A first step of Adam moves each
-# weight by the learning rate, whatever the gradient.
+MANY = 32  # smallest size of a tensor that is judged separately
+FEW = 8  # smallest total size of the smaller tensors of a stage, which are judged together
+NEARLY_ALL = 0.9  # fraction of equal numbers above which a tensor is a copy
+# Tensors that different programs compute from the same bits with the same few operations. The first step of Adam moves
+# each weight by the learning rate, regardless of the gradient.
 EXACT = (
     "source_embedding.*",
     "target_embedding.*",
@@ -30,24 +31,24 @@ EXACT = (
     "decoder.layers.0.cross_attention.query",
     "step 1 weight *",
 )
-MOVED = 0.1  # the change of a weight by training, relative to the weight, above which rounding shows in its bits
-Place = tuple[str, str]  # the name of a case, and a dtype
+MOVED = 0.1  # relative change of a weight by training, above which rounding shows in its bits
+Place = tuple[str, str]  # name of a case, and a dtype
 
 
 def find_copies(truth: GoldenFolder, candidate: GoldenFolder, cases: Iterable[Case]) -> dict[Place, list[str]]:
     """Return the names of the tensors of B that are copies of A's, by case and dtype.
 
-    If a case has one, every tensor of the case that equals A's is listed, among them those that are exact by nature.
+    If a case contains a copy, every tensor of the case that equals A's is listed, including the tensors in ``EXACT``.
 
     Args:
-        truth: A.
-        candidate: B.
+        truth: Directory A.
+        candidate: Directory B.
         cases: The cases that are compared.
     """
     places = [(case, dtype) for case in cases for dtype in DTYPES]
     places = [(case, dtype) for case, dtype in places if truth.holds(case, dtype) and candidate.holds(case, dtype)]
     copied, is_own = set(), False
-    small: defaultdict[Place, list[tuple[Place, ndarray]]] = defaultdict(list)  # by stage and dtype
+    small: defaultdict[Place, list[tuple[Place, ndarray]]] = defaultdict(list)  # key: stage and dtype
     for case, dtype in places:
         ours, theirs = truth.tensors(case, dtype), candidate.tensors(case, dtype)
         for name in theirs:
@@ -70,7 +71,7 @@ def find_copies(truth: GoldenFolder, candidate: GoldenFolder, cases: Iterable[Ca
 
 
 def _equal_numbers(name: str, ours: Arrays, theirs: Arrays, weights: Arrays) -> ndarray:
-    """Return for each number of a tensor that is rounded in some way whether it equals A's."""
+    """Return whether each number equals A's, for all numbers of a tensor that are subject to rounding."""
     mine, nothing = theirs[name], np.zeros(0, bool)
     if mine.dtype.kind != "f" or any(fnmatchcase(name, pattern) for pattern in EXACT):
         return nothing
@@ -79,7 +80,7 @@ def _equal_numbers(name: str, ours: Arrays, theirs: Arrays, weights: Arrays) -> 
         rounded &= np.abs(mine - initial) > MOVED * np.abs(mine)
     if name not in ours or (ours[name].dtype, ours[name].shape) != (mine.dtype, mine.shape):
         return np.zeros(rounded.sum(), bool)
-    numbers, first = np.unique(mine[rounded], return_index=True)  # a mask, or one key, makes many of them one
+    numbers, first = np.unique(mine[rounded], return_index=True)  # a mask, or a single key, repeats the same number
     return ours[name][rounded][first] == numbers
 
 
@@ -92,11 +93,11 @@ def _equal_tensors(ours: Arrays, theirs: Arrays) -> list[str]:
 
 
 def copies_in_words(copied: Mapping[Place, list[str]]) -> str:
-    """Return a sentence that names some copies, and says how to get rid of them."""
+    """Return a sentence that names some of the copies and explains how to remove them."""
     (case, dtype), names = next(iter(copied.items()))
     number = sum(map(len, copied.values()))
     return (
-        f"{number:,} tensors in {len(copied)} outputs have the bytes of A's, such as {dtype} {case} "
-        f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}: compute them, or declare them in left_out; "
-        "if your program does compute these bytes, write A with another --backend"
+        f"{number:,} tensors in {len(copied)} outputs have the same bytes as in A, such as {dtype} {case} "
+        f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}: compute them, or declare them in left_out. "
+        "If your program really computes the same bytes, regenerate A with a different --backend"
     )

@@ -1,4 +1,4 @@
-"""Whether golden vectors can prove anything: A's model and inputs must tell a right program from a wrong one."""
+"""Check that golden vectors can detect errors: A's model and inputs must distinguish a correct program from others."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from transformer_parity.transformer.golden.vectors import DTYPES, GoldenFolder
 from transformer_parity.transformer.stages.decode import TOKENS
 
 IDS = ("source_ids", "target_ids", "labels")
-# By stage, the tensors of which B must hold half: the results, not only tensors that every program computes alike.
+# Tensors of each stage of which B must contain half. These are results, because all programs may agree in the others.
 RESULTS = {ACTIVATIONS: OUTPUT, GRADIENTS: "of *", STEPS: "step * loss", DECODE: TOKENS}
 
 
 def gaps(truth: GoldenFolder, candidate: GoldenFolder, cases: Sequence[Case]) -> Iterator[str]:
-    """Yield the reasons why a wrong program could agree.
+    """Yield the reasons why an incorrect program could agree.
 
     Args:
-        truth: A, which defines the model and the inputs.
-        candidate: B. Cases that it omits are not compared.
-        cases: The cases that are compared, of all stages.
+        truth: Directory A, which defines the model and the inputs.
+        candidate: Directory B. Cases that it omits are not compared.
+        cases: The compared cases of all stages.
     """
     if why := why_nothing_shows(truth.config, truth.weights):
         yield f"A: {why}"
@@ -41,7 +41,7 @@ def gaps(truth: GoldenFolder, candidate: GoldenFolder, cases: Sequence[Case]) ->
 
 
 def _has_results(case: Case, truth: GoldenFolder, candidate: GoldenFolder) -> bool:
-    """Return whether B holds at least half of the results of a case in one dtype."""
+    """Return whether B contains at least half of the results of a case in one dtype."""
     for dtype in DTYPES:
         if truth.holds(case, dtype) and candidate.holds(case, dtype):
             names = [name for name in truth.tensors(case, dtype) if fnmatchcase(name, RESULTS[case.stage])]
@@ -53,18 +53,18 @@ def _has_results(case: Case, truth: GoldenFolder, candidate: GoldenFolder) -> bo
 
 def _gaps_of_ids(name: str, arrays: Sequence[np.ndarray], pad_id: int) -> Iterator[str]:
     if not any((ids == pad_id).any() for ids in arrays):
-        yield f"{name} have no padding in any case that both sides hold"
+        yield f"{name} have no padding in any case that A and B both contain"
     if not any((ids != ids[:1]).any() for ids in arrays):
-        yield f"{name} have no two different sentences in any case that both sides hold"
+        yield f"all rows of {name} are equal in every case that A and B both contain"
     if len(np.unique(np.concatenate([ids[ids != pad_id] for ids in arrays]))) < 2:
-        yield f"{name} have no two different tokens in the cases that both sides hold"
+        yield f"{name} contain only one distinct token in the cases that A and B both contain"
 
 
 def _gaps_of_results(truth: GoldenFolder, cases: Sequence[Case]) -> Iterator[str]:
     held = [(case, truth.tensors(case, dtype)) for case in cases for dtype in DTYPES if truth.holds(case, dtype)]
     found = [tensors[TOKENS] for case, tensors in held if case.stage == DECODE and TOKENS in tensors]
     if found and not any((tokens != tokens[:1]).any() for tokens in found):
-        yield f"{DECODE}: every search returns the same hypothesis for each of its sentences"
+        yield f"{DECODE}: every search returns the same tokens for all of its sentences"
     if found and not any(tokens.shape[-1] > 1 for tokens in found):
         yield f"{DECODE}: no search returns more than one token"
     for case, tensors in held:

@@ -1,4 +1,4 @@
-"""Run a port on the cases of a folder of golden vectors."""
+"""Run a port on the cases of golden vectors."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from transformer_spec.config import DropoutRates, TransformerConfig
 from transformer_spec.presets import IMPLEMENTATIONS
 
 Progress = Callable[[str], None]
-PRESETS = ("paper_base", "paper_learned", *IMPLEMENTATIONS)  # the others differ from these in sizes and rates
+PRESETS = ("paper_base", "paper_learned", *IMPLEMENTATIONS)  # other presets differ from these only in sizes and rates
 NO_DROPOUT = DropoutRates(embedding=0.0, residual=0.0)
 
 
 def words(entry: LeftOut) -> str:
-    """Return what is left out, and why, in one line."""
+    """Return one line that describes the omitted tensors and the reason."""
     what = " ".join(part for part in (entry.dtype, entry.case) if part != "*") or "everything"
     if entry.tensors != ("*",):
         what += f", {entry.tensors[0] if len(entry.tensors) == 1 else f'{len(entry.tensors)} tensors'}"
@@ -38,12 +38,12 @@ def words(entry: LeftOut) -> str:
 
 
 def golden_cases(config: TransformerConfig) -> list[Case]:
-    """Return the cases of ports, without dropout in their config and without inputs that a search does not use.
+    """Return the cases of ports, without dropout in their config and without inputs that a search doesn't use.
 
-    Files have no order of calls: a case with calls before it is a batch like others, and is omitted if an earlier one
-    has the same model and shapes. The large vocabulary and the longest sentence are omitted too, because they are
-    larger than all else, and gradients of loud logits, because the bytes of a saturated softmax are equal in all
-    programs.
+    Files have no order of calls. Therefore, a case with preceding calls is treated like any other batch, and is omitted
+    if an earlier case has the same model and shapes. The cases with the large vocabulary and the longest sentence are
+    also omitted because of their size. Gradients of large logits are omitted because the bytes of a saturated softmax
+    are equal in all programs.
     """
     config = config.replace(dropout=NO_DROPOUT)
     found: dict[object, Case] = {}
@@ -59,7 +59,7 @@ def golden_cases(config: TransformerConfig) -> list[Case]:
 
 
 def describe(port: PackagePort | PluginPort, dtypes: Sequence[str], device: str) -> dict[str, Any]:
-    """Return what computes, after a check that it can do so here."""
+    """Return a description of the port and the machine, after checking that the port can run here."""
     if isinstance(port, PluginPort):
         return {"name": port.name, "versions": port.describe(), "machine": describe_machine()}
     package = port.import_package()
@@ -71,11 +71,11 @@ def describe(port: PackagePort | PluginPort, dtypes: Sequence[str], device: str)
 def compute(
     port: PackagePort | PluginPort, cases: Sequence[Case], dtypes: Sequence[str], device: str, advance: Progress
 ) -> tuple[list[tuple[Case, dict[str, Tensors]]], list[LeftOut]]:
-    """Run all cases; return the tensors of each by dtype, and what the port does not offer.
+    """Run all cases, and return their tensors by dtype and the entries for tensors that the port can't compute.
 
     Raises:
-        RuntimeError: A case ended with an exception, or the port changed its inputs.
-        TypeError: The tokens of a search are no integers.
+        RuntimeError: If a case raises an exception, or the port modifies its inputs.
+        TypeError: If the tokens of a search aren't integers.
     """
     known = {case.name: case for case in cases}
     left_out: list[LeftOut] = []
@@ -95,7 +95,7 @@ def compute(
 
 
 def _tensors(port: str, case: Case, outputs: Outputs) -> Tensors:
-    """Return what is written of a case, in the order of computation."""
+    """Return the tensors of a case to write, in the order of computation."""
     problems = [why for _, why in outputs.failures] + [f"{name}: {why}" for _, name, why in outputs.problems]
     if problems:
         raise RuntimeError(f"{port}, {outputs.dtype} {case.name}: {problems[0]}")
@@ -104,4 +104,4 @@ def _tensors(port: str, case: Case, outputs: Outputs) -> Tensors:
         if tensors[TOKENS].dtype.kind not in "iu":
             raise TypeError(f"{port}: tokens must be integers: got {tensors[TOKENS].dtype}")
         tensors = {**tensors, TOKENS: tensors[TOKENS].astype(np.int64)}
-    return {name: value for name, value in tensors.items() if name != WHOLE}  # which is the others together
+    return {name: value for name, value in tensors.items() if name != WHOLE}  # redundant: all other tensors combined

@@ -1,7 +1,7 @@
-"""Golden vectors: what one small model computes, in files that any language can read and write.
+"""Golden vectors: the results of a small model, in files that any language can read and write.
 
-A folder holds a model's weights and inputs, and every tensor that was computed from them; its manifest names each file
-and each tensor. ``docs/golden.md`` describes the format. Nothing in it is ever executed, and no framework is needed.
+A directory contains a model's weights and inputs, and every tensor that was computed from them. Its manifest lists each
+file and each tensor. ``docs/golden.md`` describes the format. Reading it requires no framework and executes no code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformer_spec.training_config import TrainingConfig
 
 FORMAT = "transformer-parity golden vectors"
 VERSION = 3
-KNOWN_VERSIONS = (2, VERSION)  # version 2 has one file of weights, and steps that take all rows
+KNOWN_VERSIONS = (2, VERSION)  # version 2 has a single weight file, and every step uses all rows
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 DTYPES = ("float64", "float32")
@@ -39,7 +39,7 @@ Arrays = Mapping[str, ndarray]
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What a folder does not hold, and why; in names, ``*`` stands for any characters."""
+    """Tensors that a directory omits, and the reason. In names, ``*`` matches any characters."""
 
     case: str
     reason: str
@@ -47,7 +47,7 @@ class LeftOut:
     dtype: str = "*"
 
     def covers(self, case: str, dtype: str) -> bool:
-        """Whether it is about a case, in a dtype."""
+        """Whether the entry applies to a case in a dtype."""
         return fnmatchcase(case, self.case) and fnmatchcase(dtype, self.dtype)
 
 
@@ -56,13 +56,13 @@ class GoldenFolder:
     """Golden vectors that were read and checked.
 
     Attributes:
-        path: Where they lie.
-        producer: What computed them.
-        config: What model.
-        weights: Its parameters by canonical name.
-        cases: What it was run on; ``dtypes`` of each are those in which something was computed.
-        dtypes: All dtypes of the folder.
-        left_out: What is not there, and why.
+        path: Directory that contains the files.
+        producer: Name of the program that computed the tensors.
+        config: Config of the model.
+        weights: Parameters of the model, by canonical name.
+        cases: The cases. ``case.dtypes`` contains the dtypes in which the case was computed.
+        dtypes: All dtypes in the directory.
+        left_out: The omitted tensors, with the reasons.
     """
 
     path: Path
@@ -75,62 +75,62 @@ class GoldenFolder:
     _computed: Mapping[tuple[str, str], dict[str, ndarray]] = field(repr=False)
 
     def tensors(self, case: Case, dtype: str) -> dict[str, ndarray]:
-        """Return what was computed in a case, in the order of computation.
+        """Return the tensors of a case, in the order of computation.
 
         Raises:
-            ValueError: The folder holds nothing of it.
+            ValueError: If the directory doesn't contain the case in this dtype.
         """
         if (case.name, dtype) not in self._computed:
-            raise ValueError(f"{self.path} holds no {dtype} tensors of {case.name}")
+            raise ValueError(f"{self.path} has no {dtype} tensors of {case.name}")
         return dict(self._computed[case.name, dtype])
 
     def holds(self, case: Case, dtype: str) -> bool:
-        """Whether anything was computed in a case, in a dtype."""
+        """Whether the directory contains tensors of a case in a dtype."""
         return (case.name, dtype) in self._computed
 
     def why_not(self, case: Case, dtype: str) -> str | None:
-        """Return why a case is left out as a whole; None if no entry covers it."""
+        """Return the reason why a case is omitted entirely; None if no entry covers it."""
         whole = (entry for entry in self.left_out if "*" in entry.tensors)
         return next((entry.reason for entry in whole if entry.covers(case.name, dtype)), None)
 
 
 def sha256(content: bytes) -> str:
-    """Return the hash of a file as hexadecimal digits."""
+    """Return the SHA-256 hash of a file as hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()
 
 
 def find(path: str | Path) -> dict[str, Path]:
-    """Return the golden vectors at a path by name: the folder itself under the empty name, or those inside it.
+    """Return the golden vectors at a path: the directory itself under the empty name, or its subdirectories by name.
 
     Raises:
-        OSError: There are none.
+        OSError: If there are no golden vectors.
     """
     path = Path(path)
     if not path.is_dir():
-        raise FileNotFoundError(f"there is no folder {path}")
+        raise FileNotFoundError(f"there is no directory {path}")
     if (path / MANIFEST).is_file():
         return {"": path}
     inside = {child.name: child for child in sorted(path.iterdir()) if (child / MANIFEST).is_file()}
     if not inside:
-        raise FileNotFoundError(f"{path} holds no golden vectors: there is no {MANIFEST}")
+        raise FileNotFoundError(f"{path} does not contain golden vectors: there is no {MANIFEST}")
     return inside
 
 
 def read(path: str | Path) -> GoldenFolder:
-    """Read golden vectors, every file checked against the manifest.
+    """Read golden vectors, and check every file against the manifest.
 
     Raises:
-        OSError: There are none, or a file is missing or cannot be read.
-        ValueError: A file is truncated or altered, contradicts the manifest, or is of another version; the message
-            names it.
+        OSError: If there are no golden vectors, or a file is missing or can't be read.
+        ValueError: If a file is truncated or modified, contradicts the manifest, or has an unsupported version. The
+            message contains the name of the file.
     """
     path = Path(path)
     if not (path / MANIFEST).is_file():
-        raise FileNotFoundError(f"{path} holds no golden vectors: there is no {MANIFEST}")
+        raise FileNotFoundError(f"{path} does not contain golden vectors: there is no {MANIFEST}")
     try:
         return _read(path)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} holds no usable golden vectors: {error}") from error
+        raise ValueError(f"{path} does not contain valid golden vectors: {error}") from error
 
 
 def _read(path: Path) -> GoldenFolder:
@@ -140,15 +140,15 @@ def _read(path: Path) -> GoldenFolder:
     _, weights = load_weights(weights_file)
     dtypes = tuple(_entry(manifest, "dtypes", list))
     if not dtypes or any(dtype not in DTYPES for dtype in dtypes):
-        raise ValueError(f"dtypes must be of {', '.join(DTYPES)}: got {list(dtypes)}")
+        raise ValueError(f"dtypes must be a list of {' or '.join(DTYPES)}: got {list(dtypes)}")
     cases: list[Case] = []
     computed: dict[tuple[str, str], dict[str, ndarray]] = {}
     for fields in _entry(manifest, "cases", list):
         case = _read_case(path, fields, config, weights_file)
         if any(case.name == other.name for other in cases):
-            raise ValueError(f"case {case.name} is there twice")
+            raise ValueError(f"case {case.name} must not be listed twice")
         if unknown := [dtype for dtype in case.dtypes if dtype not in dtypes]:
-            raise ValueError(f"case {case.name} has outputs in {unknown[0]}, which is not among the folder's dtypes")
+            raise ValueError(f"case {case.name} has outputs in {unknown[0]}, which is not in the manifest's dtypes")
         cases.append(case)
         computed |= {(case.name, dtype): _read_file(path, record) for dtype, record in fields["outputs"].items()}
     return GoldenFolder(
@@ -167,7 +167,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        raise ValueError(f"{MANIFEST} is no JSON: {error}") from error
+        raise ValueError(f"{MANIFEST} is not valid JSON: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{MANIFEST} must have the format {FORMAT!r}")
     version = manifest.get("version")
@@ -177,11 +177,11 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read_weights(path: Path, record: dict[str, Any], config: TransformerConfig) -> Path:
-    """Check a file of weights, and return its path."""
+    """Check a weight file, and return its path."""
     _read_file(path, record)
     weights_file = path / record["file"]
     if difference := differing_fields(load_weights(weights_file)[0], config):
-        raise ValueError(f"{weights_file.name} is of another config than {MANIFEST}: {difference}")
+        raise ValueError(f"the config in {weights_file.name} must be equal to the config in {MANIFEST}: {difference}")
     return weights_file
 
 
@@ -189,10 +189,10 @@ def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, we
     name = printable(_entry(fields, "name", str))
     stage = _entry(fields, "stage", str)
     if stage not in STAGES:
-        raise ValueError(f"case {name} must have a stage of {', '.join(STAGES)}: got {stage!r}")
+        raise ValueError(f"stage of case {name} must be one of {', '.join(STAGES)}: got {stage!r}")
     kind = STAGES[stage]
     search = Search.from_dict(_entry(fields, "search", dict)) if kind.searches else None
-    if search is not None and search.num_hypotheses != 1:  # a difference among further ones could not be explained
+    if search is not None and search.num_hypotheses != 1:  # differences in further hypotheses can't be explained
         raise ValueError(f"num_hypotheses of case {name} must be 1: got {search.num_hypotheses}")
     if "weights" in fields:
         weights_file = _read_weights(path, _entry(fields, "weights", dict), config)
@@ -232,20 +232,20 @@ def _read_left_out(fields: dict[str, Any]) -> LeftOut:
 
 
 def _read_file(path: Path, record: dict[str, Any]) -> dict[str, ndarray]:
-    """Read one file, and refuse it unless it is what the manifest says."""
+    """Read a file, and raise an error unless it matches the manifest."""
     file = _entry(record, "file", str)
     inside = PurePosixPath(file)
     if inside.is_absolute() or ".." in inside.parts or "\\" in file or ":" in file:
-        raise ValueError(f"file {file!r} must lie inside the folder")
+        raise ValueError(f"file {file!r} must be inside the directory of the manifest")
     if not (path / file).is_file():
-        raise FileNotFoundError(f"{path} lacks {file}, which its {MANIFEST} names")
+        raise FileNotFoundError(f"{path} lacks {file}, which is listed in its {MANIFEST}")
     content = (path / file).read_bytes()
     if (found := sha256(content)) != (needed := _entry(record, "sha256", str)):
-        raise ValueError(f"{file} is truncated or was altered: SHA-256 must be {needed}: got {found}")
+        raise ValueError(f"{file} is truncated or was modified: SHA-256 must be {needed}: got {found}")
     try:
         tensors = safetensors.numpy.load(content)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is no safetensors file: {error}") from error
+        raise ValueError(f"{file} is not a safetensors file: {error}") from error
     described = {_entry(tensor, "name", str): tensor for tensor in _entry(record, "tensors", list)}
     problems = [f"missing {name}" for name in described if name not in tensors]
     problems += [f"unexpected {name}" for name in tensors if name not in described]
@@ -254,9 +254,9 @@ def _read_file(path: Path, record: dict[str, Any]) -> dict[str, ndarray]:
         if name in tensors and (found := f"{tensors[name].dtype.name} {list(tensors[name].shape)}") != needed:
             problems.append(f"{name} must be {needed}: got {found}")
     if len(described) < len(record["tensors"]):
-        problems.append("a tensor is named twice")
+        problems.append("a tensor is listed twice")
     if problems:
-        raise ValueError(f"{file} is not as {MANIFEST} describes it: {some(problems)}")
+        raise ValueError(f"{file} does not match {MANIFEST}: {some(problems)}")
     for array in tensors.values():
         array.setflags(write=False)
     return {name: tensors[name] for name in described}
@@ -265,12 +265,12 @@ def _read_file(path: Path, record: dict[str, Any]) -> dict[str, ndarray]:
 def _entry(fields: Any, name: str, kind: type) -> Any:
     value = fields.get(name) if isinstance(fields, dict) else fields
     if not isinstance(value, kind):
-        raise ValueError(f"{MANIFEST} must hold {name!r}, {KINDS[kind]}: got {value!r:.80}")
+        raise ValueError(f"{MANIFEST} must contain {name!r}, {KINDS[kind]}: got {value!r:.80}")
     return value
 
 
 def differences(first: GoldenFolder, second: GoldenFolder) -> list[str]:
-    """Return in what two folders are not about the same: config, weights, or the inputs of cases that both hold."""
+    """Return the differences between two tasks: config, weights, and the inputs of cases in both directories."""
     if fields := differing_fields(first.config, second.config):
         return [f"config: {fields}"]
     found = []
@@ -297,7 +297,7 @@ def _differing_case(first: Case, second: Case) -> list[str]:
 
 
 def differing_fields(first: TransformerConfig, second: TransformerConfig) -> str:
-    """Return the fields in which two configs differ, with both values; empty if there are none."""
+    """Return the fields in which two configs differ, with both values; empty if they are equal."""
     ours, theirs = first.to_dict(), second.to_dict()
     return ", ".join(f"{name} {ours[name]} and {theirs[name]}" for name in ours if ours[name] != theirs[name])
 

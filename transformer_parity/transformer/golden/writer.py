@@ -1,4 +1,4 @@
-"""Write golden vectors: a whole folder, or nothing."""
+"""Write golden vectors, either completely or not at all."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def write(
     dtypes: Sequence[str],
     left_out: Iterable[LeftOut] = (),
 ) -> None:
-    """Write golden vectors into an empty folder; see ``replaced`` for one that is never half written.
+    """Write golden vectors into an empty directory. Use ``replaced`` to avoid an incomplete directory after an error.
 
     Args:
-        path: The folder.
-        producer: What computed them: ``name``, and what else is worth knowing.
-        config: What model.
-        weights: Its parameters by canonical name; those of cases with different weights have their own files.
+        path: The directory.
+        producer: Description of the program that computed the tensors: its ``name``, and any other information.
+        config: Config of the model.
+        weights: Parameters of the model, by canonical name. Cases with different weights have separate files.
         computed: The tensors of each case, by dtype and name, in the order of computation.
-        dtypes: Those that the folder is about.
-        left_out: What is not there, and why.
+        dtypes: The dtypes of the directory.
+        left_out: The omitted tensors, with the reasons.
 
     Raises:
-        OSError: A file cannot be written.
-        ValueError: The weights are not those of the config.
+        OSError: If a file can't be written.
+        ValueError: If the weights don't match the config.
     """
     files = _Weights(path, config)
     manifest = {
@@ -62,20 +62,20 @@ def write(
         "left_out": [asdict(entry) for entry in left_out],
     }
     text = json.dumps(manifest, indent=1, allow_nan=False)
-    # One line for each tensor; a line break within a JSON string would be written as \n.
+    # Write one line for each tensor. A line break inside a JSON string would be escaped as \n.
     text = re.sub(r"\{[^{}]*\}|\[[^][{}]*\]", lambda match: re.sub(r"\n *", " ", match[0]), text)
     (path / MANIFEST).write_text(text + "\n", "utf-8")
 
 
 class _Weights:
-    """The files of weights in a directory: one for each model, and the first under the name ``WEIGHTS``."""
+    """The weight files in a directory: one for each model; the first is named ``WEIGHTS``."""
 
     def __init__(self, path: Path, config: TransformerConfig) -> None:
         self.path, self.config = path, config
         self.records: list[tuple[Arrays, dict[str, Any]]] = []
 
     def saved(self, weights: Arrays) -> dict[str, Any]:
-        """Return the description of the file with these weights, which is written unless it exists."""
+        """Return the manifest entry of the file with these weights, and write the file unless it exists."""
         for known, record in self.records:
             if all(np.array_equal(array, known[name]) for name, array in weights.items()):
                 return record
@@ -124,25 +124,25 @@ def _describe(path: Path, file: str, tensors: Arrays) -> dict[str, Any]:
 
 @contextmanager
 def replaced(path: str | Path, *, force: bool = False) -> Iterator[Path]:
-    """Yield a folder to write into, which becomes ``path`` at the end, and vanishes if anything fails.
+    """Yield a temporary directory that becomes ``path`` at the end, and is deleted if an error occurs.
 
     Args:
-        path: What is to be written; an empty folder may stand there.
-        force: Replace golden vectors that are there already. Nothing else is ever replaced.
+        path: The directory to write. It may exist if it is empty.
+        force: Whether to replace existing golden vectors. Other files are never replaced.
 
     Raises:
-        OSError: Something stands there that must not be replaced, or the folder cannot be written.
+        OSError: If ``path`` must not be replaced, or the directory can't be written.
     """
     path = Path(os.path.realpath(path))
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent}")
+        raise FileNotFoundError(f"there is no directory {path.parent}")
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file")
     if path.is_dir() and any(path.iterdir()):
         if not _is_ours(path):
-            raise FileExistsError(f"{path} is not empty, and holds other things than golden vectors: it is left alone")
+            raise FileExistsError(f"{path} must be empty or contain only golden vectors: it has different files")
         if not force:
-            raise FileExistsError(f"{path} holds golden vectors already: --force replaces them")
+            raise FileExistsError(f"{path} already contains golden vectors: use --force to replace them")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir()
     with removed_afterwards(temporary):
@@ -151,7 +151,7 @@ def replaced(path: str | Path, *, force: bool = False) -> Iterator[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a folder holds golden vectors, or folders of them, and nothing else."""
+    """Whether a directory contains only golden vectors, or only directories of golden vectors."""
     if not (path / MANIFEST).is_file():
         return path.is_dir() and all(map(_is_ours, path.iterdir())) and any(path.iterdir())
     try:
@@ -164,7 +164,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _swap(temporary: Path, path: Path) -> None:
-    """Put a finished folder into its place; whatever fails, the old one is there again."""
+    """Move a finished directory to its path. If an error occurs, the old directory is restored."""
     old = temporary.with_suffix(".old")
     if path.exists():
         path.rename(old)

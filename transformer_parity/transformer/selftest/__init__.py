@@ -1,1 +1,1 @@
-"""A test of the checker: inject every known bug into every port, and see whether it is caught, located and named."""
+"""Mutation test of the checker: inject every known bug into every port, and check that it is found and diagnosed."""

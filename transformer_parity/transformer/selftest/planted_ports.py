@@ -1,4 +1,4 @@
-"""A port with one known mistake in it."""
+"""Ports with an injected bug."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from transformer_spec.config import TransformerConfig
 
 
 class ConvertedModel:
-    """A model whose weights are converted on the way in, and again on the way out; all else is the model's own."""
+    """A model that converts its weights when they are loaded and when they are exported."""
 
     def __init__(self, loaded: LoadedPort, convert: Callable[[Weights], Weights]) -> None:
         self.loaded = loaded
         self.convert = convert
 
     def export(self) -> dict[str, ndarray]:
-        """Return every parameter by its canonical name, as it was given."""
+        """Return every parameter by its canonical name, converted back."""
         return dict(self.convert(self.loaded.export()))
 
     def __getattr__(self, name: str) -> Any:
@@ -33,31 +33,31 @@ class ConvertedModel:
 
 @dataclass(frozen=True)
 class PlantedPort:
-    """A port with one mistake in it."""
+    """A port with an injected bug."""
 
     name: str
     port: PackagePort
     mistake: Mistake
 
     def load(self, config: TransformerConfig, weights: Weights, placement: Placement) -> Any:
-        """Build a model, perhaps of another config than the given one, or of weights that are mixed up."""
+        """Build a model, possibly with a different config or with converted weights, depending on the bug."""
         loaded = self.port.load(config.replace(**self.mistake.config), self.mistake.convert(weights), placement)
         return ConvertedModel(loaded, self.mistake.convert)
 
     def import_package(self) -> Any:
-        """Return the package with the mistake in it."""
+        """Return the package that contains the bug."""
         return self.port.import_package()
 
 
 def planted(mistake: Mistake, backend: str) -> PlantedPort:
-    """Return one of our four ports with a mistake in it; the port itself stays as it is.
+    """Return one of the four packages' ports with an injected bug. The port itself is not modified.
 
     Raises:
-        MissingFrameworkError: The framework is not installed.
-        ValueError: A text that the mistake replaces does not occur once in the package.
+        MissingFrameworkError: If the framework is not installed.
+        ValueError: If a text that the bug replaces does not occur exactly once in the package.
     """
     port = PORTS[backend]
     port.import_package()
     package = edited_package(port.package, tuple(mistake.edits[backend]))
-    fast = port.name != "numpy"  # the catalog edits formulas of the reference, and what users run of the others
+    fast = port.name != "numpy"  # bugs edit the reference's formulas, and the fast path of other packages
     return PlantedPort(backend, replace(port, package=package.__name__, fast=fast), mistake)

@@ -1,8 +1,9 @@
-"""A test of the comparison itself: every known mistake is planted in a port, and must be caught, located and named.
+"""Mutation test of the comparison: inject every known bug into a port, and check that it is caught, located, and named.
 
-Caught: the comparison fails. Located: the first tap that fails is where the mistake is, and the replay of every block
-introduces the difference there. Named: of all hypotheses, the diagnosis chooses the one that was planted. Some mistakes
-have no name: an exception, a shape, a NaN, a missing tap, and rounding.
+- Caught: the comparison fails.
+- Located: the first failing tap is where the bug is, and the replay of every block reports the same tap.
+- Named: the diagnosis chooses the injected bug from all hypotheses. Some bugs can't be named: exceptions, wrong shapes,
+  NaN, missing taps, and rounding.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE
 
 @dataclass(frozen=True)
 class Trial:
-    """The result for one mistake in one port.
+    """The result for one bug in one port.
 
     Attributes:
-        backend: The port.
-        part: What the mistake is about.
-        mistake: Its name.
+        backend: Name of the port.
+        part: Part of the bug catalog.
+        mistake: Name of the bug.
         caught: Whether the comparison fails.
-        located: Whether the first failure is where the mistake is, in the comparison and in the replay.
-        named: Whether the diagnosis names it; None where it has no name.
+        located: Whether the first failure is where the bug is, in the comparison and in the replay.
+        named: Whether the diagnosis names the bug; None if it can't be named.
         said: The detail of the first failure, or the sentence of the diagnosis.
     """
 
@@ -56,15 +57,15 @@ class Trial:
     named: bool | None
     said: str
 
-    to_dict = asdict  # the fields as plain values
+    to_dict = asdict  # returns the fields as plain values
 
 
 class PartDone:
-    """A process has tried a whole part of the catalogue."""
+    """Message that a process has finished a part of the bug catalog."""
 
 
 def try_out(backend: str, part: str, mistake: Mistake) -> Trial:
-    """Plant one mistake in one port, compare that port with the reference, and diagnose it."""
+    """Inject a bug into a port, compare the port with the reference, and diagnose it."""
     case = _case(backend, part, mistake)
     kept: Kept = {}
     port = planted(mistake, backend)
@@ -82,20 +83,20 @@ def try_out(backend: str, part: str, mistake: Mistake) -> Trial:
 
 
 def has_a_name(mistake: Mistake, backend: str) -> bool:
-    """Whether numbers tell a mistake from all others: it changes them in float64, with taps on, and in NumPy too."""
+    """Whether numbers identify a bug: it must change them in float64, with taps, and in NumPy."""
     if backend in mistake.own_numbers:
         return False
     return mistake.dtype == "float64" and mistake.path != "run" and "numpy" in mistake.edits and bool(mistake.at)
 
 
 def where_it_is(failures: list[Finding], mistake: Mistake) -> bool:
-    """Whether the first failure is where a mistake is, and every failure has the verdict of the mistake."""
+    """Whether the first failure is where the bug is, and all failures have the expected verdict."""
     rest = list(failures)
     if mistake.announced:
         announcement = rest.pop(0)
         if announcement.verdict != DIVERGES or not announcement.detail.startswith(mistake.announced):
             return False
-    if rest and rest[0].tap == WHOLE:  # which has no place
+    if rest and rest[0].tap == WHOLE:  # this combination of all tensors doesn't identify a place
         del rest[0]
     if not mistake.at and mistake.path != "run":
         return not rest
@@ -107,7 +108,7 @@ def where_it_is(failures: list[Finding], mistake: Mistake) -> bool:
 
 
 def _blamed(case: Case, mistake: Mistake, failures: list[Finding], shown: Mapping[str, Any]) -> bool:
-    """Whether the replay of every block locates the mistake, too; true where there is nothing to replay."""
+    """Whether the replay of every block also locates the bug; True if there is nothing to replay."""
     if case.stage not in REPLAYED or mistake.dtype != "float64" or mistake.path != "taps":
         return True
     if not mistake.at or mistake.at == LOSS or not shown:
@@ -119,16 +120,16 @@ def _blamed(case: Case, mistake: Mistake, failures: list[Finding], shown: Mappin
 
 def _case(backend: str, part: str, mistake: Mistake) -> Case:
     case = training.CASES.get(mistake.case, training.GRADIENTS) if part == "gradient" else cases()[mistake.case]
-    if part in TRAINING:  # no more steps than the mistake needs
+    if part in TRAINING:  # run only as many steps as the bug requires
         case = replace(case, snapshots=(1,) if mistake.at.startswith("step 1") else (1, 2))
-    slow = backend != "torch" and mistake.path != "fast"  # compiling takes long
+    slow = backend != "torch" and mistake.path != "fast"  # these backends take long to compile
     return replace(case, fast=False) if slow else case
 
 
 @contextmanager
 def _settled(backend: str, part: str, mistake: Mistake) -> Iterator[None]:
-    """Compile nothing that the mistake does not need."""
-    # Where taps are on, TensorFlow compiles only searches and steps.
+    """Disable compilation that the bug doesn't require."""
+    # With taps, TensorFlow compiles only searches and steps.
     if part in TRAINING or part == "decoding" or (backend == "jax" and mistake.path != "fast"):
         with interpreted(backend):
             yield
@@ -137,7 +138,7 @@ def _settled(backend: str, part: str, mistake: Mistake) -> Iterator[None]:
 
 
 def _is_named(found: Diagnosis, case: Case, mistake: Mistake) -> bool:
-    """Whether a diagnosis names a mistake: by its own name, or by that of a convention with the same content."""
+    """Whether a diagnosis names a bug, either by its own name or by an equivalent convention."""
     known = hypotheses(case.config, case.stage)
     names = {mistake.name, *(other.name for other in known if content(other) == content(mistake))}
     return found.confidence == EXACT and not names.isdisjoint(found.hypotheses)
@@ -150,29 +151,29 @@ def _first(failures: list[Finding]) -> str:
     return first.detail or f"{first.tap}: error {first.error:.1e}"
 
 
-WORK = "transformer_parity.transformer.selftest.trials:work"  # what a process runs
-EACH = 2.5 * 2**30  # bytes of memory for a process, which imports every framework
+WORK = "transformer_parity.transformer.selftest.trials:work"  # function that a process runs
+EACH = 2.5 * 2**30  # bytes of memory for each process, which imports every framework
 
 
 def number_of_processes(jobs: int) -> int:
-    """Return how many processes share so many jobs: as many as there are processors and memory for."""
+    """Return the number of processes for some jobs, limited by the number of processors and the free memory."""
     return max(1, min(jobs, processors(), int(free_bytes() / EACH)))
 
 
 def all_trials(backends: Sequence[str], chosen: Sequence[str], timeout: float = SILENCE) -> Iterator[Trial]:
-    """Yield what becomes of each mistake in each backend, as it is done.
+    """Yield the result of each bug in each backend when it is available.
 
     Args:
         backends: Names of the ports.
-        chosen: Parts of the catalogue.
-        timeout: As in ``processes.run_all``.
+        chosen: Parts of the bug catalog.
+        timeout: Seconds without a message after which a process is stopped, as in ``processes.run_all``.
 
     Raises:
-        ChildEndedError: A process has ended in the middle of a part, or was silent for too long.
+        ChildEndedError: If a process ends before it finishes its part, or times out.
     """
     jobs = sorted(
         ((backend, part) for backend in backends for part in chosen),
-        key=lambda job: (job[0] == "torch", -len(parts()[job[1]])),  # the longest first
+        key=lambda job: (job[0] == "torch", -len(parts()[job[1]])),  # start the longest jobs first
     )
     with Children({"OMP_NUM_THREADS": "1", **os.environ}) as children:
         running: dict[Child, tuple[str, str]] = {}
@@ -195,9 +196,9 @@ def all_trials(backends: Sequence[str], chosen: Sequence[str], timeout: float = 
 
 
 def work(parent: Parent) -> None:
-    """Receive which ports there are, and then which part of the catalogue to try in which of them, again and again."""
+    """Receive the names of the ports, and then repeatedly a port and a part of the bug catalog to test."""
     backends = parent.receive()
-    for name in PORTS:  # in the order in which they bear one another
+    for name in PORTS:  # this import order avoids conflicts between the frameworks
         if name in backends:
             PORTS[name].import_package()
     while True:

@@ -1,4 +1,4 @@
-"""Running models one operation at a time: for a mistake that is run once, compiling takes longer than running."""
+"""Run models one operation at a time, because compiling a model for a single run takes longer than running it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interpreted(backend: str) -> Iterator[None]:
-    """Run the models of a backend one operation at a time."""
+    """Run the models of a backend one operation at a time inside a ``with`` statement."""
     if backend == "jax":
         import jax
 

@@ -1,1 +1,1 @@
-"""Evidence in the tensors that differ: the first wrong place, patterns of tensors and cases, and simple relations."""
+"""Evidence in the tensors that differ: the first wrong block, patterns of tensors and cases, and simple relations."""

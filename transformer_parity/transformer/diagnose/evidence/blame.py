@@ -1,7 +1,7 @@
-"""Blame: at which tensor of a case a difference starts, forwards by its taps and backwards by its gradients.
+"""Blame: find the tap of the forward pass, or the gradient of the backward pass, that introduces a difference.
 
-In the forward pass, blocks of the port or of the reference are rerun (see ``engine.localization``). In the backward
-pass, only the reference is rerun: it continues from the port's gradient at each tap.
+For the forward pass, blocks of the port or of the reference are rerun (see ``engine.localization``). For the backward
+pass, only the reference is rerun, starting from the port's gradient at each tap.
 """
 
 from __future__ import annotations
@@ -45,23 +45,24 @@ from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE, training_error
 from transformer_spec.taps import Recorder
 
-HIDDEN = 1e-6  # smallest weight of hidden keys: the weights of a query add up to one
+HIDDEN = 1e-6  # smallest total weight of hidden keys; the weights of a query must add up to one
 REPLAYED = (ACTIVATIONS, GRADIENTS)  # stages whose blocks can be rerun
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is run again: a case of one port in one dtype, and the reference of the same weights.
+    """A case to rerun, and the reference with the same weights.
 
     Attributes:
-        case: A full model's case of the stage ``activations`` or ``gradients``.
-        backend: The port's name.
-        dtype: The working dtype.
-        inputs: What it is run on.
+        case: A case of the stage ``activations`` or ``gradients``.
+        backend: Name of the port.
+        dtype: Working dtype.
+        inputs: Inputs of the case, in the working dtype.
         truth: The reference in float64.
-        same_dtype: The reference in float32, where that is the working dtype: its own rounding is the baseline.
-        own: The port's tensors.
-        unread: The values that a run returns at positions that nothing reads, for tensors that are not given.
+        same_dtype: The reference in float32, whose rounding error is the baseline; None if the working dtype is
+            float64.
+        own: The port's tensors, which are used at positions that nothing reads.
+        unread: Values that a run returns at positions that nothing reads, for tensors that are not given.
     """
 
     case: Case
@@ -95,8 +96,8 @@ class Subject:
     def run(self, loaded: LoadedPort, given: Arrays) -> Tensors:
         """Return the tensors of a run that continues with given values at some taps.
 
-        Where nothing reads a value, such as at padding, the run continues with the port's value, because a wrong port
-        may read it. There, the given value is returned.
+        The run uses the port's values at positions that nothing should read, such as padding, because a wrong port may
+        read them. In the result, the given values replace them.
         """
         fed = Read.of(self.case, given).combine(given, self.own)
         result = loaded.run(self.case.block, self.inputs, taps=True, given=fed)
@@ -104,27 +105,27 @@ class Subject:
         return Read.of(self.case, tensors).combine(tensors, {**self.unread, **given})
 
     def with_own(self, own: Arrays, truth: Arrays) -> Subject:
-        """Return the subject with the tensors of the port, and of the reference for positions that nothing reads."""
+        """Return the subject with the port's tensors, and with the reference's tensors for positions nothing reads."""
         return replace(self, own={name: _harmless(name, value) for name, value in own.items()}, unread=truth)
 
 
 def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
-    """Return for every tap of a case, or for every gradient, whether its difference was introduced there.
+    """Return, for every tap or gradient of a case, whether its difference was introduced there.
 
     Args:
         loaded: The port.
-        subject: What it is run on, and the reference.
+        subject: The case and the reference.
 
     Raises:
-        ValueError: There is nothing to replay in such a case.
+        ValueError: If the stage of the case can't be replayed.
     """
     if subject.case.stage not in REPLAYED:
-        raise ValueError(f"blocks can be replayed for activations and gradients: got {subject.case.stage}")
+        raise ValueError(f"stage must be activations or gradients to replay blocks: got {subject.case.stage}")
     if STAGES[subject.case.stage].has_loss:
         return _replay_backward(gradients(loaded, subject.inputs), subject)
     is_ours = not isinstance(
         loaded, LoadedPlugin
-    )  # our packages continue with the value that a tap returns; a test shows it
+    )  # our packages continue with the value that a tap returns, which a test verifies
     own, truth = subject.run(loaded, {}), subject.run(subject.truth, {})
     subject, read = subject.with_own(own, truth), Read.of(subject.case, truth)
 
@@ -135,16 +136,16 @@ def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
 
 
 def _harmless(name: str, value: ndarray) -> ndarray:
-    """Return a tensor with zeros in place of NaN and infinity; scores keep -inf, because it masks a key."""
+    """Return a tensor with zeros instead of NaN and infinity; scores keep -inf because it masks a key."""
     hides = np.isneginf(value) & name.endswith(".scores")
     return np.where(np.isfinite(value) | hides, value, 0.0)
 
 
 def _without_hidden_keys(evidence: Evidence) -> Evidence:
-    """Return the evidence without contexts of wrong weights that don't add up to one.
+    """Return the evidence without contexts whose weights don't add up to one.
 
-    Then a port pads its keys further than it shows. A rerun has no correct weights for hidden keys, so that the context
-    is wrong after a rerun too.
+    Such weights mean that the port pads its keys without recording the added keys. A rerun doesn't have the correct
+    weights for these keys, so the context stays wrong even if it only inherits the difference.
     """
     marks = []
     for mark in evidence.blame.marks:
@@ -158,7 +159,7 @@ def _without_hidden_keys(evidence: Evidence) -> Evidence:
 
 
 def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) -> Evidence:
-    """Return the same for float64 tensors from files."""
+    """Return the same evidence as ``blame`` for float64 tensors from files."""
     subject = Subject(case, backend, "float64", case.inputs, truth)
     if STAGES[case.stage].has_loss:
         return _replay_backward(actual, subject)
@@ -171,13 +172,13 @@ def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) 
 
 
 def explained_by(evidence: Evidence, variants: Iterable[LoadedPackage], subject: Subject) -> Evidence:
-    """Return the evidence without the places where a variant of the reference only inherits a difference."""
+    """Return the evidence without blocks in which a variant of the reference only inherits a difference."""
     subject = replace(subject, unread=evidence.expected)
     return without_consequences(evidence, (partial(subject.run, variant) for variant in variants), distance)
 
 
 def _goes_on(rerun: Rerun, actual: Arrays, given: Arrays) -> bool:
-    """Whether a port continues with the value that every tap returns."""
+    """Whether a port continues with the value that each tap returns."""
     for name, value in given.items():
         found = rerun({name: 1.5 * np.asarray(value, np.float64) + 0.25})
         if all(same_bits(found[other], actual[other]) for other in actual):
@@ -186,7 +187,7 @@ def _goes_on(rerun: Rerun, actual: Arrays, given: Arrays) -> bool:
 
 
 def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
-    """Let the reference's backward pass go on from the port's gradient at every tap."""
+    """Run the reference's backward pass from the port's gradient at every tap."""
     truth, inputs = subject.truth, subject.inputs
     everything = gradients(truth, inputs)
     actual = Read.of(subject.case, everything).combine(actual, everything)
@@ -207,7 +208,7 @@ def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
     wanted = {name: found.get(name.partition(" ")[2], value) for name, value in expected.items()}
     wanted = Read.of(subject.case, everything).combine(wanted, actual)
     names = [name for name in expected if name not in (LOSS, WHOLE)]
-    wanted[WHOLE] = everything[WHOLE]  # the measure of what should be zero
+    wanted[WHOLE] = everything[WHOLE]  # the scale for gradients that must be zero
     replay = subject.replay
     evidence = replay.marked(
         Evidence(replay.about, actual, expected, actual, wanted),
@@ -219,14 +220,14 @@ def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
     if (given and not starts_at_padding) or len(evidence.blame.introduced) < 2:
         return evidence
     marks = evidence.blame.marks
-    if given:  # such a gradient passes the port's values at padding, which are unknown: later gradients aren't judged
+    if given:  # at padding, later gradients depend on port values that are unknown, so they can't be judged
         first = evidence.blame.introduced[0]
         marks = tuple(mark for mark in marks if mark.verdict == FINE or mark.name == first)
-    else:  # all may follow from one gradient, or from the loss
+    else:  # all of them may follow from a single gradient, or from the loss
         marks = tuple(replace(mark, verdict=INHERITED) if mark.verdict == INTRODUCED else mark for mark in marks)
     return replace(evidence, blame=replace(evidence.blame, marks=marks))
 
 
 def distance(name: str, actual: Arrays, expected: Arrays) -> float:
-    """Return how far apart two tensors are; infinite where their shapes, or their NaNs, are not the same."""
+    """Return the distance between two tensors; infinite if their shapes or their NaNs differ."""
     return apart(name, actual, expected, training_error)

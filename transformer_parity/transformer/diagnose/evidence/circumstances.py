@@ -1,4 +1,4 @@
-"""The conditions under which a port differs: cases that differ meet them, and cases that agree do not."""
+"""Conditions under which a port differs: cases that differ satisfy them, and cases that agree don't."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from transformer_parity.transformer.cases.case import DECODE, Case
 
-EVIDENCE = 3  # cases that agree, and do not meet a condition
-EXACTLY = ("a batch size", "a beam_size", "a length_penalty")  # numbers of which one value may matter
+EVIDENCE = 3  # required number of cases that agree and don't satisfy a condition
+EXACTLY = ("a batch size", "a beam_size", "a length_penalty")  # sizes for which a single value can be a condition
 
 
 def circumstances(differ: Sequence[Case], agree: Sequence[Case]) -> str:
-    """Say under which conditions cases differ; empty if no conditions tell them from those that agree.
+    """Return the conditions under which cases differ; empty if no condition separates them from cases that agree.
 
     Args:
         differ: Cases of one stage that differ.
-        agree: The cases of this stage that agree.
+        agree: Cases of the same stage that agree.
     """
     if not differ or len(agree) < EVIDENCE:
         return ""
@@ -28,7 +28,7 @@ def circumstances(differ: Sequence[Case], agree: Sequence[Case]) -> str:
         if len(differ) == 1:
             return f"only {differ[0].name} differs, the only case with {words}"
         return f"exactly the cases with {words} differ"
-    if len(differ) == 1:  # one case and two conditions may be a coincidence
+    if len(differ) == 1:  # a single case can satisfy two conditions by coincidence
         return ""
     if second := [other for other, left in _shared(differ, rest) if not left]:
         return f"exactly the cases with {words} and {second[0]} differ"
@@ -39,7 +39,7 @@ def circumstances(differ: Sequence[Case], agree: Sequence[Case]) -> str:
 
 
 def _shared(differ: Sequence[Case], agree: Sequence[Case]) -> Iterator[tuple[str, list[Case]]]:
-    """Yield each condition that all cases that differ meet, and which of the others meet it."""
+    """Yield each condition that all differing cases satisfy, with the agreeing cases that also satisfy it."""
     for fact in sorted(set.union(*map(_facts, (*differ, *agree)))):
         if all(fact in _facts(case) for case in differ):
             yield fact, [case for case in agree if fact in _facts(case)]
@@ -78,13 +78,13 @@ def _facts(case: Case) -> set[str]:
         "rows without labels": "labels" in inputs and (inputs["labels"] == pad_id).all(1).any(),
         "a beam": case.search is not None and case.search.beam_size is not None,
         "large weights": case.magnitude not in ("usual", "ending"),
-        "a cool-down": trains and case.training.cooldown_steps > 0,
-        "betas unlike the paper's": trains and (case.training.beta1, case.training.beta2) != (0.9, 0.98),
+        "a cooldown": trains and case.training.cooldown_steps > 0,
+        "betas other than the paper's": trains and (case.training.beta1, case.training.beta2) != (0.9, 0.98),
         "batches of different sizes": len(set(case.rows)) > 1,
         "calls of other methods between steps": bool(case.calls),
-        "a second start of training": bool(case.restart),
+        "a restart of training": bool(case.restart),
     }
     for earlier in case.before:
-        other_stage = f"a run of {earlier.stage} before" if earlier.stage != case.stage else "a different batch before"
-        found["a run of a different model before" if earlier.model != case.model else other_stage] = True
+        other_stage = f"a previous run of {earlier.stage}" if earlier.stage != case.stage else "a previous batch"
+        found["a previous run of a different model" if earlier.model != case.model else other_stage] = True
     return {words for words, holds in found.items() if holds}

@@ -1,4 +1,4 @@
-"""Closeness: whether float64 tensors are equal except for rounding, and which size their factor is equal to."""
+"""Tests whether float64 tensors are equal up to rounding, and which model or batch size equals their factor."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from reference_numpy.attention import merge_heads
 from transformer_parity.transformer.cases.case import Case
 from transformer_spec.config import TransformerConfig
 
-SAME = 1e-9  # relative error that rounding in float64 stays below
-EQUAL = 1e-6  # relative: a measured factor is equal to a number
+SAME = 1e-9  # relative tolerance for float64 rounding errors
+EQUAL = 1e-6  # relative tolerance for comparing a measured factor with a number
 
 
 def is_close(actual: ndarray, wanted: ndarray, far: float = SAME) -> bool:
-    """Whether every element is right, with errors relative to the largest element."""
+    """Whether every element is correct, with errors relative to the largest element."""
     if actual.shape != wanted.shape:
         return False
     largest = max(float(np.abs(wanted).max(initial=0.0)), 1e-300)
@@ -24,27 +24,27 @@ def is_close(actual: ndarray, wanted: ndarray, far: float = SAME) -> bool:
 
 
 def best_factor(actual: ndarray, wanted: ndarray) -> float:
-    """Return the factor by which ``wanted`` comes closest to ``actual``, in the sense of least squares."""
+    """Return the factor for which ``factor * wanted`` is closest to ``actual`` (least squares)."""
     return float(np.vdot(wanted, actual) / max(np.vdot(wanted, wanted), 1e-300))
 
 
 def written(factor: float) -> str:
-    """Return a factor with enough digits to tell it from one."""
+    """Return a factor with enough digits to distinguish it from one."""
     return next(text for digits in (6, 9, 12, 17) if (text := f"{factor:.{digits}g}") != "1" or digits == 17)
 
 
 def without_heads(array: ndarray) -> ndarray:
-    """Return [B, H, L, d] as [B, L, H * d], and any other array as it is."""
+    """Return [B, H, L, d] as [B, L, H * d], and any other array unchanged."""
     return merge_heads(array) if array.ndim == 4 else array
 
 
 def factor_in_words(ratio: float, config: TransformerConfig, case: Case | None = None) -> str:
-    """Return which numbers a factor is equal to, several if they are equal here; empty if there is none.
+    """Return the model or batch sizes that equal a factor, possibly several; empty if there are none.
 
     Args:
         ratio: The factor.
-        config: The sizes of the model, or of its decoder.
-        case: The batch; None if the factor can't come from it.
+        config: Config of the model, or of its decoder.
+        case: The batch; None if the factor can't depend on it.
     """
     equal = [
         wording
@@ -61,7 +61,7 @@ def factor_in_words(ratio: float, config: TransformerConfig, case: Case | None =
         for words, n in counts.items()
         if labels and _is_same(ratio, labels / n)
     ]
-    return f", which is {' or '.join(equal)}" if equal else ""
+    return f", a factor of {' or '.join(equal)}" if equal else ""
 
 
 def _is_same(ratio: float, number: float) -> bool:
@@ -82,7 +82,7 @@ def _sizes(config: TransformerConfig) -> dict[str, float]:
 
 
 def _counts(case: Case) -> dict[str, int]:
-    """Return the counts of a batch: positions include padding, tokens and labels don't."""
+    """Return the sizes of a batch. Positions include padding; tokens and labels don't."""
     found = {"sentences": len(case.inputs["source_ids"])}
     for name, plural in (("source_ids", "source"), ("target_ids", "target")):
         if name in case.inputs:
@@ -90,5 +90,5 @@ def _counts(case: Case) -> dict[str, int]:
             found[f"{plural} tokens"] = int((case.inputs[name] != case.config.pad_id).sum())
     if "labels" in case.inputs:
         found["labels"] = int((case.inputs["labels"] != case.config.pad_id).sum())
-        found["tokens of the vocabulary"] = case.config.target_vocab_size
+        found["vocabulary entries"] = case.config.target_vocab_size
     return {words: n for words, n in found.items() if n > 1}

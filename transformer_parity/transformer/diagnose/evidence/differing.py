@@ -1,4 +1,4 @@
-"""The tensors of a case that differ, and words for groups of them."""
+"""The tensors of a case that differ, and descriptions of groups of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformer_parity.transformer.diagnose.evidence.closeness import SAME, bes
 from transformer_parity.transformer.stages.training_stage import WHOLE, is_noise
 
 PROJECTIONS = ("query", "key", "value", "inner", "output")
-KINDS = {  # the end of a parameter's name, in words
+KINDS = {  # pattern for the end of a parameter's name, by the description of the parameters
     "parameters": "",
     "biases and norms (all 1-D parameters)": r"\.(bias|scale)",
     "biases": r"\.bias",
@@ -28,7 +28,7 @@ KINDS = {  # the end of a parameter's name, in words
     **{f"kernels of {kind} projections": rf"\.{kind}_proj\.kernel" for kind in PROJECTIONS},
     **{f"{kind} projections": rf"\.{kind}_proj\.\w+" for kind in PROJECTIONS},
 }
-PLACES = {  # the beginning of a parameter's name, in words
+PLACES = {  # pattern for the beginning of a parameter's name, by the description of the place
     "": "",
     " of the encoder": r"encoder\.",
     " of the decoder": r"decoder\.",
@@ -42,13 +42,13 @@ PLACES = {  # the beginning of a parameter's name, in words
 
 @dataclass(frozen=True)
 class Differing:
-    """A case that differs.
+    """The tensors of a case, and which of them differ.
 
     Attributes:
         case: The case.
-        wrong: The names of the tensors that differ and have the right shape, in the order of computation.
-        actual: The tensors of the port.
-        truth: The tensors of the reference.
+        wrong: Names of the tensors that differ and have the correct shape, in the order of computation.
+        actual: The port's tensors.
+        truth: The reference's tensors.
     """
 
     case: Case
@@ -58,31 +58,31 @@ class Differing:
 
     @classmethod
     def of(cls, case: Case, findings: Sequence[Finding], actual: Arrays, truth: Arrays) -> Differing:
-        """Return a case with the names of the tensors that differ according to the findings of its stage."""
+        """Return a case with the tensors that differ according to the findings of its stage."""
         differs = {f.tap for f in findings if f.case == case.name and f.verdict == DIVERGES}
         comparable = [name for name in truth if name in actual and np.shape(actual[name]) == np.shape(truth[name])]
         return cls(case, tuple(name for name in comparable if name in differs and name != WHOLE), actual, truth)
 
     @cached_property
     def right(self) -> list[str]:
-        """The names of the tensors that agree."""
+        """Names of the tensors that agree."""
         names = [name for name in self.truth if name in self.actual and name not in self.wrong and name != WHOLE]
         return [name for name in names if name not in self.misshapen]
 
     @cached_property
     def misshapen(self) -> list[str]:
-        """The names of the tensors that have another shape."""
+        """Names of the tensors with a different shape."""
         names = [name for name in self.truth if name in self.actual]
         return [name for name in names if np.shape(self.actual[name]) != np.shape(self.truth[name])]
 
     def group(self, names: Sequence[str], prefix: str) -> str:
-        """Describe parameters among all that are compared, where their tensors have a prefix in their names."""
+        """Describe a group of compared parameters, whose tensor names start with ``prefix``."""
         every = [name for name in (*self.wrong, *self.right) if name.startswith(prefix)]
         return described([name.removeprefix(prefix) for name in names], [name.removeprefix(prefix) for name in every])
 
 
 def described(names: Sequence[str], every: Sequence[str]) -> str:
-    """Describe parameters in words that fit them and no others of ``every``, or else list the first ones."""
+    """Return a description of parameters that excludes all others in ``every``, or the first names if there is none."""
     some, rest = ({name for name in several if not is_noise(name)} for several in (names, every))
     layers = sorted({found[0] for name in rest if (found := re.match(r"(encoder|decoder)\.layers\.\d+\.", name))})
     places = {**PLACES, **{f" of {layer.rstrip('.')}": re.escape(layer) for layer in layers}}
@@ -91,26 +91,26 @@ def described(names: Sequence[str], every: Sequence[str]) -> str:
         if len(some) > 1 and fits == some:
             return f"all {kind}{place}"
         if len(rest - some) > 1 and rest - fits == some:
-            return f"all parameters but {kind}{place}"
+            return f"all parameters except {kind}{place}"
     if len(some) > 1 and len(rest - some) == 1:
-        return f"all parameters but {next(iter(rest - some))}"
+        return f"all parameters except {next(iter(rest - some))}"
     return listed(sorted(some, key=list(names).index))
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first three names, and the number of further names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def differ(names: Sequence[str]) -> str:
-    """Return the verb for one tensor or several."""
+    """Return the verb for one or multiple tensors."""
     return "differs" if len(names) == 1 else "differ"
 
 
 def factor_between(actual: ndarray, truth: ndarray, same: float = SAME) -> float:
     """Return the factor between two tensors; NaN if there is none."""
     factor = best_factor(actual, truth)
-    # The error is a factor if the factor leaves little of it.
+    # The error is explained by the factor only if the factor removes nearly all of it.
     left = np.linalg.norm(actual - factor * truth)
     return factor if left <= min(same, 0.01 * abs(factor - 1.0)) * np.linalg.norm(truth) else np.nan
 
@@ -118,14 +118,14 @@ def factor_between(actual: ndarray, truth: ndarray, same: float = SAME) -> float
 def by_factor(
     shown: Differing, factors: dict[str, float], prefix: str, sentence: str, batch: Case | None = None
 ) -> str:
-    """State the factors of all wrong tensors, if there are at most three different ones.
+    """Describe the factors of all wrong tensors, if there are at most three different factors.
 
     Args:
         shown: The case.
         factors: The factor of each tensor.
-        prefix: The beginning of all names.
-        sentence: The sentence about each factor, with its placeholders.
-        batch: The case if a factor can be a number of its batch, as an average; else None.
+        prefix: Prefix of all tensor names.
+        sentence: Template of a sentence about one group of parameters and its factor.
+        batch: The case if a factor can depend on batch sizes, for example due to averaging; otherwise None.
     """
     values = {name: float(written(factor)) for name, factor in factors.items()}
     different = dict.fromkeys(values.values())

@@ -1,4 +1,4 @@
-"""Gradients and weights that a port returns under other names, and weights that it exports in another form."""
+"""Gradients and weights that a port returns under the wrong names, and weights that it exports incorrectly."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from transformer_parity.transformer.diagnose.evidence.signatures import narrowed
 from transformer_spec.config import TransformerConfig
 
 Arrays = Mapping[str, ndarray]
-LISTED = 3  # places in a sentence
-ENOUGH = 2  # different numbers in a tensor, without which equality with another one is no evidence
+LISTED = 3  # number of places in a sentence
+ENOUGH = 2  # number of different values that a tensor must contain for equality to be evidence
 
 
 def exchanged(actual: Arrays, right: Arrays, what: str, wrong: Callable[[str], bool]) -> str:
-    """Say which tensors have exchanged names; empty if that doesn't explain all wrong tensors.
+    """Report which tensors have exchanged names; empty if that doesn't explain all wrong tensors.
 
     Args:
-        actual: The port's tensors, by the names of parameters.
-        right: The reference's.
-        what: What they are: ``gradient`` or ``exported weight``.
-        wrong: Whether the tensor of a name is wrong.
+        actual: The port's tensors, by parameter name.
+        right: The reference's tensors, by parameter name.
+        what: The kind of tensors, ``gradient`` or ``exported weight``.
+        wrong: Function that returns whether the tensor with a name is wrong.
     """
     if actual.keys() != right.keys():
         return ""
@@ -48,7 +48,7 @@ def exchanged(actual: Arrays, right: Arrays, what: str, wrong: Callable[[str], b
             for turn in turned
             if source != name and is_same(name, source, array.T if turn else array)
         ]
-        # If several sources fit, as zeros do, a parameter of the same block is the likeliest.
+        # If multiple sources are equal, for example zeros, a parameter of the same block is the most likely.
         sources[name] = max(found, key=lambda other: len(_shared(name, other)), default="")
         if not sources[name]:
             return ""
@@ -59,7 +59,7 @@ def exchanged(actual: Arrays, right: Arrays, what: str, wrong: Callable[[str], b
 
 
 def exchanged_gradients(differing: Differing) -> str:
-    """Say which gradients of parameters have exchanged names; empty if that doesn't explain all wrong tensors."""
+    """Report which parameter gradients have exchanged names; empty if that doesn't explain all wrong tensors."""
     if (
         differing.case.stage != GRADIENTS
         or differing.misshapen
@@ -74,12 +74,12 @@ def exchanged_gradients(differing: Differing) -> str:
 
 
 def returned_in_words(back: Arrays, given: Arrays, config: TransformerConfig) -> str:
-    """Say which weights a port exports wrongly, and what is wrong with the first; empty if that can't be told.
+    """Report which weights a port exports incorrectly, and how the first one differs; empty if there is no pattern.
 
     Args:
-        back: The exported weights, by the names of parameters.
-        given: The weights that the port was given.
-        config: The config of the model.
+        back: The exported weights, by parameter name.
+        given: The weights that were passed to the port, by parameter name.
+        config: Config of the model.
     """
     known = [name for name in given if name in back]
     wrong = [name for name in known if not np.array_equal(back[name], given[name])]
@@ -98,13 +98,13 @@ def returned_in_words(back: Arrays, given: Arrays, config: TransformerConfig) ->
 
 
 def _shared(name: str, other: str) -> str:
-    """Return the path of the part of the model that holds both parameters."""
+    """Return the path of the smallest component that contains both parameters."""
     both = zip(name.split(".")[:-1], other.split(".")[:-1], strict=False)
     return ".".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both))
 
 
 def _in_words(sources: Mapping[str, str], what: str) -> str:
-    """Return which tensors a port returns under other names; an exchange in several places is described once."""
+    """Describe the exchanged tensors. An exchange that occurs in multiple places is described once."""
     places: dict[str, list[str]] = {}
     done = set()
     for name, source in sources.items():

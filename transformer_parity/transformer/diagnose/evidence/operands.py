@@ -1,4 +1,4 @@
-"""Wrong operands of a block: the kernel or input of a projection, terms of a sum, masked scores of a softmax."""
+"""Wrong operands of a block: the kernel or input of a projection, the terms of a sum, or the scores of a softmax."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from transformer_parity.engine.comparison import Arrays
 from transformer_parity.transformer.diagnose.evidence.closeness import SAME, is_close, without_heads, written
 from transformer_spec.config import TransformerConfig
 
-SAME_SCORE = 1e-6  # absolute: rounding of a score that is computed as the logarithm of its softmax
+SAME_SCORE = 1e-6  # absolute rounding error of a score computed as the logarithm of an attention weight
 SUBLAYERS = ("self_attention", "cross_attention", "feed_forward")
 
 
 def of_operands(
     name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
 ) -> str:
-    """Return a sentence about another kernel, input, term, axis or mask of a block; empty if none explains its error.
+    """Describe the wrong kernel, input, term, axis, or mask of a block; empty if none explains its error.
 
     Args:
-        name: The first wrong tap.
+        name: Name of the first wrong tap.
         alone: The port's tensors, each computed from correct inputs.
         wanted: The correct tensors for the same inputs.
         weights: The parameters.
-        config: The config of the model.
+        config: Config of the model.
     """
     return (
         other_kernel(name, alone, wanted, weights)
@@ -42,7 +42,7 @@ def of_operands(
 
 
 def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:
-    """Return a sentence about the parameter that replaces the kernel of a projection; empty if there is none."""
+    """Describe the parameter that replaces the kernel of a projection; empty if there is none."""
     own = f"{name}_proj"
     if f"{own}.kernel" not in weights or np.shape(alone[name]) != wanted[name].shape:
         return ""
@@ -50,7 +50,7 @@ def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str,
     actual, right = without_heads(alone[name]), without_heads(wanted[name])
     states = [state for state in map(without_heads, wanted.values()) if state.shape == (*right.shape[:2], len(kernel))]
     read = next((state for state in states if is_close(state @ kernel + bias, right)), None)
-    wrong = (actual != right).any(-1)  # padding has the reference's values
+    wrong = (actual != right).any(-1)  # padding contains the reference's values
     for other, value in weights.items() if read is not None and wrong.any() else ():
         turned = {other: value, f"the transpose of {other}": value.T}
         for words, matrix in turned.items():
@@ -59,24 +59,24 @@ def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str,
                 and words != f"{own}.kernel"
                 and is_close((read @ matrix + bias)[wrong], actual[wrong])
             ):
-                return f"the kernel is {words}, with the right bias" if bias.ndim else f"the kernel is {words}"
+                return f"the kernel is {words}, with the correct bias" if bias.ndim else f"the kernel is {words}"
         other_bias = weights.get(f"{other.removesuffix('.kernel')}.bias", np.zeros(()))
         both = value.shape == kernel.shape and other_bias.shape == bias.shape == kernel.shape[1:]
         if both and other != f"{own}.kernel" and is_close((read @ value + other_bias)[wrong], actual[wrong]):
-            return f"the kernel and the bias are those of {other.removesuffix('.kernel')}"
+            return f"the projection uses the kernel and the bias of {other.removesuffix('.kernel')}"
     return ""
 
 
 def other_input(
     name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
 ) -> str:
-    """Return a sentence about the tensor that a projection reads instead of its input; empty if there is none."""
+    """Describe the tensor that a projection reads instead of its input; empty if there is none."""
     kernel, bias = (weights.get(f"{name}_proj.{kind}", np.zeros(())) for kind in ("kernel", "bias"))
     if not kernel.ndim or np.shape(alone[name]) != wanted[name].shape:
         return ""
     activation = ACTIVATIONS[config.activation] if name.endswith(".inner") else lambda x: x
     actual, right = without_heads(alone[name]), without_heads(wanted[name])
-    wrong = (actual != right).any(-1)  # padding has the reference's values
+    wrong = (actual != right).any(-1)  # padding contains the reference's values
     if wrong.sum() < 2:
         return ""
     layer = re.sub(r"(\w+\.layers\.\d+\.|).*", r"\1", name)
@@ -92,12 +92,12 @@ def other_input(
 
 
 def other_terms(name: str, alone: Arrays, wanted: Arrays) -> str:
-    """Return a sentence about wrong factors in a layer's output, which is a sum in pre-norm; empty if that isn't it."""
+    """Describe wrong factors in a layer's output, which is a sum with pre-norm; empty if they don't explain it."""
     layer = name.removesuffix(".output")
     terms = {one: array for one, array in _terms(layer, wanted) if array.shape == wanted[name].shape}
     if alone[name].shape != wanted[name].shape or not is_close(sum(terms.values(), np.zeros(())), wanted[name]):
         return ""
-    wrong = (alone[name] != wanted[name]).any(-1)  # padding has the reference's values
+    wrong = (alone[name] != wanted[name]).any(-1)  # padding contains the reference's values
     rows = np.stack([array[wrong].ravel() for array in terms.values()], axis=-1)
     if len(rows) <= 2 * len(terms):
         return ""
@@ -113,31 +113,31 @@ def other_terms(name: str, alone: Arrays, wanted: Arrays) -> str:
 
 
 def other_softmax(name: str, alone: Arrays, wanted: Arrays) -> str:
-    """Return a sentence about the axis of a softmax, or about the scores that it masks; empty if that isn't it."""
+    """Describe the wrong axis of a softmax, or the scores that it fails to mask; empty if they don't explain it."""
     scores = np.asarray(wanted.get(f"{name.removesuffix('.weights')}.scores", ()), np.float64)
     if not name.endswith(".weights") or not np.shape(alone[name]) == wanted[name].shape == scores.shape:
         return ""
     actual, right = (np.asarray(array, np.float64) for array in (alone[name], wanted[name]))
-    whole = (actual != right).any(-1).all((1, 2))  # padding has the reference's values
+    whole = (actual != right).any(-1).all((1, 2))  # padding contains the reference's values
     sums, of_keys = actual[whole].sum(-1), actual[whole].sum(-2)
     if whole.any() and not is_close(sums, np.ones_like(sums)) and is_close(of_keys, np.where(of_keys > 0.5, 1.0, 0.0)):
-        return "the weights add up to 1 over the queries instead of the keys: the softmax has the wrong axis"
+        return "the weights add up to 1 over the queries instead of the keys: the softmax uses the wrong axis"
     allowed = (right > 0.0) & (actual > 0.0)
     forbidden = (right == 0.0) & (actual > 0.0) & allowed.any(-1, keepdims=True)
     if forbidden.sum() < 2 or (right[actual == 0.0] > 0.0).any():
         return ""
-    with np.errstate(divide="ignore", invalid="ignore"):  # a weight may be zero, and a query may have no key
+    with np.errstate(divide="ignore", invalid="ignore"):  # a weight may be zero, and a query may have no keys
         logs = np.log(actual)
-        shifts = logs - scores  # the same at all keys of a query, if the softmax reads these scores
+        shifts = logs - scores  # equal for all keys of a query if the softmax reads these scores
         shift = np.where(allowed, shifts, -np.inf).max(-1, keepdims=True)
         to_add, to_set = shifts - shift, logs - shift
     if np.abs(np.where(allowed, to_add, 0.0)).max() > SAME_SCORE:
         return ""
-    for found, words in ((to_add[forbidden], "get {} added"), (to_set[forbidden], "become {}")):
+    for found, words in ((to_add[forbidden], "are shifted by {}"), (to_set[forbidden], "are set to {}")):
         if np.ptp(found) <= SAME_SCORE:
             value = round(float(np.median(found)), 9) + 0.0  # no -0
             return f"the scores of the {len(found)} keys that the mask forbids {words.format(f'{value:g}')}" + (
-                ": they are not masked" if words.startswith("get") and value == 0.0 else ""
+                ": they are not masked" if words.startswith("are shifted") and value == 0.0 else ""
             )
     return ""
 
@@ -145,11 +145,11 @@ def other_softmax(name: str, alone: Arrays, wanted: Arrays) -> str:
 def other_normed(
     name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
 ) -> str:
-    """Return a sentence about the tensors that a norm reads instead of its input; empty if there are none."""
+    """Describe the tensors that a norm reads instead of its input; empty if there are none."""
     norm, layer = name.removesuffix(".output"), name.rpartition(".")[0].rpartition(".")[0]
     if not name.endswith("_norm.output") or f"{norm}.scale" not in weights or alone[name].shape != wanted[name].shape:
         return ""
-    wrong = (alone[name] != wanted[name]).any(-1)  # padding has the reference's values
+    wrong = (alone[name] != wanted[name]).any(-1)  # padding contains the reference's values
     read = [
         one
         for one in list(wanted)[: list(wanted).index(name)]
@@ -168,12 +168,12 @@ def other_normed(
 
 
 def other_affine(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:
-    """Return a sentence about the parameters that a norm takes as its scale and bias; empty if there are none."""
+    """Describe the parameters that a norm uses as its scale and bias; empty if there are none."""
     norm = name.removesuffix(".output")
     norm = norm if f"{norm}.scale" in weights else f"{norm}.final_norm"
     if f"{norm}.scale" not in weights or alone[name].shape != wanted[name].shape:
         return ""
-    wrong = (alone[name] != wanted[name]).any(-1)  # padding has the reference's values
+    wrong = (alone[name] != wanted[name]).any(-1)  # padding contains the reference's values
     scale, bias = weights[f"{norm}.scale"], weights[f"{norm}.bias"]
     if wrong.sum() < 3 or not scale.all():
         return ""
@@ -209,7 +209,7 @@ def _terms(layer: str, tensors: Arrays) -> Iterator[tuple[str, ndarray]]:
 
 
 def _rows(array: ndarray) -> ndarray:
-    """Return an array [B, L, ...] as [B, L, N]."""
+    """Return an array [B, L, ...] reshaped to [B, L, N]."""
     return array.reshape(*array.shape[:2], -1)
 
 
@@ -220,7 +220,7 @@ def _states(name: str, tensors: Arrays) -> Iterator[tuple[str, ndarray]]:
         array = np.asarray(tensors[other], np.float64)
         yield other, without_heads(array)
         if array.ndim == 4 and name.startswith(other.rpartition(".")[0]):
-            yield f"{other}, channel by channel instead of head by head", _rows(array.transpose(0, 2, 3, 1))
+            yield f"{other}, merged channel by channel instead of head by head", _rows(array.transpose(0, 2, 3, 1))
             yield f"{other}, reshaped without a transpose", _rows(array.reshape(array.shape[0], array.shape[2], -1))
     parts = name.split(".layers.")
     if len(parts) < 2:

@@ -1,7 +1,8 @@
-"""Patterns: which tensors of a case differ, how, and from which step on, where other tensors are right.
+"""Patterns: which tensors of a case differ, how, and from which step on, while other tensors agree.
 
-Each function states one pattern in a sentence, or returns an empty string. A pattern is read off the comparison and the
-two sets of tensors; it names a cause only if nothing else leaves it.
+Each function describes one pattern in a sentence, or returns an empty string. Patterns are derived from the findings
+and from the tensors of the port and the reference. A sentence names a cause only if no other cause leaves the same
+pattern.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from transformer_parity.transformer.diagnose.evidence.steps import (
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_parity.transformer.stages.training_stage import LOSS, is_noise
 
-LEAST_OF_FLOAT32, MOST_OF_FLOAT32 = 1e-9, 1e-6  # relative errors of losses and gradients after rounding to float32
+LEAST_OF_FLOAT32, MOST_OF_FLOAT32 = 1e-9, 1e-6  # relative errors of losses and gradients that float32 rounding causes
 
 
 def not_finite(shown: Differing) -> str:
-    """Find the first tensor with NaN or infinite values."""
+    """Report the first tensor with NaN or infinite values."""
     for name in shown.actual:
         value = np.asarray(shown.actual[name])
         if value.dtype.kind == "f" and name in shown.wrong and not np.isfinite(value).all():
@@ -48,44 +49,44 @@ def not_finite(shown: Differing) -> str:
             counts = " and ".join(f"{number} {kind}" for kind, number in numbers.items() if number)
             where = f", the first at index {first}" if value.ndim else ""
             tensor = f"the gradient {name}" if name.startswith(("of ", "at ")) else name
-            return f"{tensor}: {counts} of {value.size} values{where}. Look for it before anything else"
+            return f"{tensor}: {counts} of {value.size} values{where}. Fix this before anything else"
     return ""
 
 
 def rounded_losses(shown: Differing) -> str:
-    """Find losses that are numbers of float32, which no loss of float64 is by chance."""
+    """Report losses with only float32 precision, which float64 losses don't have by chance."""
     losses = [name for name in shown.wrong if name.endswith(LOSS)]
     if not losses or any(float(np.float32(shown.actual[name])) != float(shown.actual[name]) for name in losses):
         return ""
-    if any(float(np.float16(shown.actual[name])) == float(shown.actual[name]) for name in losses):  # such as zero
+    if any(float(np.float16(shown.actual[name])) == float(shown.actual[name]) for name in losses):  # for example, zero
         return ""
-    which = "the loss is a number" if len(losses) == 1 else f"all {len(losses)} losses that differ are numbers"
-    return f"{which} of float32: compute losses in the dtype of the model"
+    which = "the loss has" if len(losses) == 1 else f"all {len(losses)} losses that differ have"
+    return f"{which} only float32 precision: compute losses in the dtype of the model"
 
 
 def only_the_loss(shown: Differing) -> str:
-    """Find a wrong loss next to right gradients."""
+    """Report a wrong loss with correct gradients."""
     if shown.case.stage == GRADIENTS and shown.wrong == (LOSS,) and not shown.misshapen:
         ratio = float(shown.actual[LOSS] / shown.truth[LOSS])
         known = factor_in_words(ratio, shown.case.config, shown.case)
         return (
-            f"only the loss differs ({ratio:.12g} times the right one{known}): all {len(shown.right)} gradients agree"
+            f"only the loss differs ({ratio:.12g} times the correct one{known}): all {len(shown.right)} gradients agree"
         )
     return ""
 
 
 def right_loss(shown: Differing) -> str:
-    """Say that the loss is right although gradients differ."""
+    """Report that the loss is correct although gradients differ."""
     if shown.case.stage == GRADIENTS and shown.wrong and LOSS in shown.right:
-        return "the loss is right: only gradients differ"
+        return "the loss is correct, and only gradients differ"
     return ""
 
 
 def targets(shown: Differing) -> str:
-    """Read off the gradient of the logits which probabilities the loss aims at.
+    """Derive the target probabilities of the loss from the gradient of the logits.
 
-    The gradient is prediction minus target if the target's probabilities sum to one, and sum times prediction minus
-    target otherwise.
+    The gradient is ``prediction - target`` if the target's probabilities sum to one. Otherwise, it is
+    ``total * prediction - target``.
     """
     case, name = shown.case, "at logits"
     if case.stage != GRADIENTS or name not in shown.wrong or shown.actual[name].shape != shown.truth[name].shape:
@@ -102,7 +103,7 @@ def targets(shown: Differing) -> str:
     rows = np.stack([np.ones(others.sum()), prediction[others]], axis=-1)
     _, total = np.linalg.lstsq(rows, actual[others], rcond=None)[0]
     found = total * prediction - actual
-    if not 0.5 < total < 1.5:  # a factor of the loss
+    if not 0.5 < total < 1.5:  # the loss is scaled, which is not a matter of the target
         return ""
     if any(np.ptp(found[group]) > SAME for group in groups.values()):
         return ""
@@ -110,11 +111,11 @@ def targets(shown: Differing) -> str:
         ", ".join(f"{round(float(np.median(one[group])), 12):.6g} for {what}" for what, group in groups.items())
         for one in (found, right)
     )
-    return f"the loss aims at a probability of {words}, instead of {instead}" if words != instead else ""
+    return f"the loss uses target probabilities of {words}, instead of {instead}" if words != instead else ""
 
 
 def labels_of_padding(shown: Differing) -> str:
-    """Find labels that are padding and still have a gradient."""
+    """Report padding labels that contribute to the gradient."""
     case, name = shown.case, "at logits"
     if case.stage != GRADIENTS or name not in shown.wrong or shown.actual[name].shape != shown.truth[name].shape:
         return ""
@@ -122,11 +123,11 @@ def labels_of_padding(shown: Differing) -> str:
     counted = np.asarray(shown.actual[name])[padding].any(-1)
     if not counted.any():
         return ""
-    return f"{counted.sum()} of {len(counted)} labels that are padding count in the loss: the gradient there isn't zero"
+    return f"{counted.sum()} of {len(counted)} padding labels contribute to the loss: the gradient there is not zero"
 
 
 def zero_gradients(shown: Differing) -> str:
-    """Find gradients that are exactly zero."""
+    """Report gradients that are exactly zero."""
     zero = [name for name in _parameters(shown) if not shown.actual[name].any() and shown.truth[name].any()]
     if not zero:
         return ""
@@ -135,31 +136,31 @@ def zero_gradients(shown: Differing) -> str:
 
 
 def transformed_gradients(shown: Differing) -> str:
-    """Find wrong gradients that are all a multiple, or the transpose, of the right ones."""
+    """Report wrong gradients that are all multiples or transposes of the correct gradients."""
     names = _parameters(shown)
     if not names:
         return ""
     if all(_is_transposed(shown.actual[name], shown.truth[name]) for name in names):
-        return f"the gradient of {shown.group(names, 'of ')} is the transpose of the right one"
+        return f"the gradient of {shown.group(names, 'of ')} is the transpose of the correct one"
     factors = {name: factor_between(shown.actual[name], shown.truth[name]) for name in names}
-    return by_factor(shown, factors, "of ", "the gradient of {group} is {factor} times the right one", shown.case)
+    return by_factor(shown, factors, "of ", "the gradient of {group} is {factor} times the correct one", shown.case)
 
 
 def wrong_parameters(shown: Differing) -> str:
-    """Say which gradients differ, and with post-norm also which of them the backward pass computes first."""
+    """Report which gradients differ and, with post-norm, which of them the backward pass computes first."""
     names = [name for name in _parameters(shown) if not is_noise(name)]
     agree = [name for name in shown.right if name.startswith("of ") and not is_noise(name)]
     if not names or not agree:
         return ""
     which = "gradient" if len(names) == 1 else "gradients"
     sentence = f"the {which} of {shown.group(names, 'of ')} {differ(names)}, and {len(agree)} agree"
-    if shown.case.config.norm_order != "post":  # the names are then in another order
+    if shown.case.config.norm_order != "post":  # the tensors are not in the order of the backward pass
         return sentence
-    return f"{sentence}; the backward pass computes {names[0].removeprefix('of ')} first of those that differ"
+    return f"{sentence}; of these, the backward pass computes {names[0].removeprefix('of ')} first"
 
 
 def as_small_as_rounding(shown: Differing) -> str:
-    """Say that losses and gradients of float64 are wrong by no more than rounding to float32 would leave."""
+    """Report that the errors of float64 losses and gradients are not larger than the rounding to float32."""
     if shown.case.stage != GRADIENTS or not shown.wrong:
         return ""
     errors = [
@@ -170,15 +171,15 @@ def as_small_as_rounding(shown: Differing) -> str:
     if not np.isfinite(errors).all() or not LEAST_OF_FLOAT32 < max(errors, default=0.0) < MOST_OF_FLOAT32:
         return ""
     size = f"the largest relative error of losses and gradients is about {max(errors):.0e}"
-    return f"{size}: rounding to float32, or a small constant such as an epsilon, has effects of this size"
+    return f"{size}: rounding to float32, or a small constant such as an epsilon, causes errors of this size"
 
 
 def first_wrong_token(shown: Differing) -> str:
-    """Say in which sentences, and from which token on, a search returns different tokens."""
+    """Report the sentences in which a search returns different tokens, and the first such token."""
     if shown.case.stage != DECODE or TOKENS not in shown.wrong or TOKENS not in shown.actual:
         return ""
     mine, theirs = shown.actual[TOKENS], shown.truth[TOKENS]
-    if mine.shape != theirs.shape or mine.ndim != 3 or np.array_equal(mine, theirs):  # then the steps are wrong
+    if mine.shape != theirs.shape or mine.ndim != 3 or np.array_equal(mine, theirs):  # only the scores differ
         return ""
     differ = (mine != theirs).any(1)  # [B, L]
     rows = differ.any(1)
@@ -187,13 +188,13 @@ def first_wrong_token(shown: Differing) -> str:
     first = differ.argmax(1)[rows]
     sentence = f"in {shown.case.name}, {rows.sum()} of {len(rows)} sentences have different tokens"
     each = "each " if first.min() == first.max() and rows.sum() > 1 else ""
-    sentence += f", {each}from token {first.min() + 1} on"
+    sentence += f", {each}starting at token {first.min() + 1}"
     padded = (shown.case.inputs["source_ids"] == shown.case.config.pad_id).any(1)
     return sentence + _padded_only(rows, padded, "source")
 
 
 def wrong_sentences(shown: Differing) -> str:
-    """Say whether exactly the sentences that are padded differ."""
+    """Report whether exactly the padded sentences differ."""
     output = shown.actual.get("output")
     if shown.case.stage != ACTIVATIONS or output is None or output.shape != shown.truth["output"].shape:
         return ""
@@ -232,7 +233,7 @@ def patterns(shown: Differing) -> list[str]:
 
 
 def among_cases(findings: Sequence[Finding], case: Case, others: Sequence[tuple[Case, Arrays | None]]) -> Iterator[str]:
-    """Yield a sentence about the cases of a stage that agree, if there are any."""
+    """Yield sentences that compare the differing cases of a stage with the agreeing cases, if there are any."""
     differ = {f.case for f in findings if f.verdict == DIVERGES and f.dtype == "float64"}
     agree = sorted({f.case for f in findings if f.verdict == AGREES} - differ)
     if not agree:
@@ -249,7 +250,7 @@ def among_cases(findings: Sequence[Finding], case: Case, others: Sequence[tuple[
     if case.stage == DECODE and case.options.beam_size is not None:
         known = [other for other, _ in others if other.name in agree]
         if len(known) == len(agree) and all(other.options.beam_size is None for other in known):
-            yield "only beam search differs: greedy search agrees"
+            yield "only beam search differs, and greedy search agrees"
 
 
 def _shapes(case: Case) -> list[tuple[int, ...]]:
@@ -257,13 +258,13 @@ def _shapes(case: Case) -> list[tuple[int, ...]]:
 
 
 def _parameters(shown: Differing) -> list[str]:
-    """Return the wrong gradients of parameters of the right shape, in the order of the backward pass."""
+    """Return the wrong gradients of parameters that have the correct shape, in the order of the backward pass."""
     names = [name for name in shown.wrong if name.startswith("of ") and name in shown.actual]
     return [name for name in names if shown.actual[name].shape == shown.truth[name].shape]
 
 
 def _padded_only(rows: ndarray, padded: ndarray, side: str) -> str:
-    """Say that all wrong sentences are padded, and that no sentence without padding is wrong."""
+    """Report that all wrong sentences are padded, and whether all padded sentences are wrong."""
     if not rows.any() or padded.all() or not padded[rows].all():
         return ""
     every = "exactly those" if np.array_equal(rows, padded) else "all of them"

@@ -1,8 +1,8 @@
-"""Properties of every correct model, measured on a port: on what an error of unknown cause depends.
+"""Properties of every correct model, measured on a port whose error has an unknown cause.
 
-The port is run on inputs that leave the reference's numbers as they are: twice, a sentence alone, without its padding,
-with another last token, with weights that are slightly disturbed. Each statement is what such a run shows, and not a
-guess from the size of an error.
+The port is rerun on inputs that don't change the reference's results: on the same input twice, on a single sentence,
+without padding, with a different last token, and with slightly perturbed weights. Each statement describes the result
+of such a run, and is never a guess based on the size of an error.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from transformer_parity.transformer.stages.padding import Read, before_padding
 from transformer_parity.transformer.stages.training_stage import LOSS
 from transformer_spec.config import TransformerConfig
 
-SAME = {"float64": 1e-11, "float32": 1e-4}  # relative: another shape of a batch may round in another way
-SMALL = 2.0**-6  # relative: what rounding to any of the dtypes leaves is less
-LEAST_ROUNDING = {"float64": POLICY["float64"]["tap"], "float32": 0.0}  # relative: a smaller error is float64's own
-NOISE = 30.0  # times the error of rounding: an effect of that size is more than rounding
-LEAST = 1e-6  # relative: by how much weights, which come in float32, are disturbed at least
-MIXED = "for example, it is attended to, counted, or moved"
-CALLS = 20  # of which one at least differs, where a dropout of 0.001 is left on in one place
-REDRAWN = 0.3  # of an error, that changes with the weights at random; of any other, as little as the weights
-ROUNDED_LOSS = 1e-6  # relative: sums in another order leave less, after 20 steps too
-SINGLE = 2.0**-16  # relative: float32 leaves less, the narrower dtypes leave more
+SAME = {"float64": 1e-11, "float32": 1e-4}  # relative tolerance; rounding may depend on the batch shape
+SMALL = 2.0**-6  # relative error that no rounding to a dtype exceeds
+LEAST_ROUNDING = {"float64": POLICY["float64"]["tap"], "float32": 0.0}  # smaller relative errors are normal
+NOISE = 30.0  # effects that exceed the rounding error by this factor have a different cause
+LEAST = 1e-6  # smallest relative perturbation of weights, which are float32
+MIXED = "for example, due to a wrong mask, length, or position"
+CALLS = 20  # calls that detect, with near certainty, a dropout rate of 0.001 in one place
+REDRAWN = 0.3  # relative change of a rounding error under perturbed weights; other errors change far less
+ROUNDED_LOSS = 1e-6  # relative tolerance for a different order of summation, even after 20 steps
+SINGLE = 2.0**-16  # relative error that only dtypes narrower than float32 exceed
 REMEDIES = {
     "jax": 'call jax.config.update("jax_enable_x64", True) before any array is created',
     "tensorflow": 'call keras.config.set_floatx("float64"), or pass dtype="float64" to every layer and tensor',
@@ -46,45 +46,45 @@ Ids = Mapping[str, ndarray]
 
 @dataclass(frozen=True)
 class _Runs:
-    """Runs of one port and the reference, in one dtype, on variants of a case."""
+    """Runs of one port and the reference on variants of a case, in a single dtype."""
 
     case: Case
     port: Implementation
     placement: Placement
 
     def load(self, weights: Mapping[str, ndarray]) -> LoadedPort:
-        """Return the port with some weights."""
+        """Return the port with the given weights."""
         return self.port.load(self.case.config, given(weights, self.placement.dtype), self.placement)
 
     def error(self, weights: Mapping[str, ndarray]) -> tuple[ndarray, ndarray]:
-        """Return the difference between the outputs of the port and of the reference, and the latter."""
+        """Return the error of the port's output, and the output of the reference."""
         truth = DEFINITION.load(self.case.config, weights, Placement("float64"))
         expected = output(truth, self.case.inputs, self.case.config)
         return output(self.load(weights), self.case.inputs, self.case.config) - expected, expected
 
 
 def lacking(case: Case, port: Implementation, placement: Placement, noise: float = 0.0) -> list[str]:
-    """Return which properties of a correct model a port lacks, those first that explain others.
+    """Return the properties of a correct model that a port lacks, those that explain others first.
 
     Args:
-        case: A full model's case, run on source and target ids.
+        case: A case that runs the full model on source and target IDs.
         port: The port.
-        placement: In which dtype, and where.
-        noise: The relative error of the port, if it is one of rounding: no effect of that size shows a property.
+        placement: The dtype and device to run it with.
+        noise: The relative error of the port if it is a rounding error. Effects of this size are ignored.
 
     Returns:
-        A sentence each; none if the port has all of them, or where such a case cannot show it.
+        A sentence for each property; empty if the port has all of them, or if this case can't detect them.
     """
     if case.block or case.inputs.keys() != {"source_ids", "target_ids"} or placement.dtype not in SAME:
         return []
-    if case.is_long:  # a run for each token would take minutes
+    if case.is_long:  # running it once for each token would take minutes
         return []
     found: list[str] = []
-    with suppress(Exception):  # a port need not run on other shapes than those of the case
+    with suppress(Exception):  # a port may support only the shapes of the case
         loaded = _Runs(case, port, placement).load(case.load_weights())
         if random := is_random(loaded, case):
             return [random]
-        if not np.isfinite(output(loaded, case.inputs, case.config)).all():  # NaN differs from everything
+        if not np.isfinite(output(loaded, case.inputs, case.config)).all():  # comparisons with NaN always fail
             return []
         for test in (_of_the_batch, _of_the_target, _of_padding, _of_tokens):
             with suppress(Exception):
@@ -93,28 +93,28 @@ def lacking(case: Case, port: Implementation, placement: Placement, noise: float
 
 
 def output(loaded: LoadedPort, inputs: Ids, config: TransformerConfig) -> ndarray:
-    """Return the logits, computed from copies of the inputs, and zero at the padding that ends a target."""
+    """Return the logits, computed from copies of the inputs, with zeros at padding at the end of a target."""
     found = np.asarray(loaded.run("", given(inputs, "float64"), taps=True).output, np.float64)
     read = before_padding(inputs["target_ids"], config.pad_id)
     return np.where(read[:, :, None], found, 0.0)
 
 
 def of_path(loaded: LoadedPort, case: Case, tolerance: float) -> str:
-    """Say whether the same input gives another output without taps than with them."""
+    """Return how the output without taps differs from the output with taps."""
     fast, explicit = (loaded.run(case.block, given(case.inputs, "float64"), taps=taps).output for taps in (False, True))
     error = distance("output", {"output": fast}, {"output": explicit})
     if error <= tolerance / 2:
-        return "the difference is not reproduced: an earlier run caused it, for example by writing to an input"
+        return "the difference did not occur in a rerun: an earlier call caused it, for example by modifying an input"
     paths = f"the output without taps differs from the output with taps (error {error:.0e})"
     if fast.dtype == np.float64 and fast.size >= ENOUGH and is_of(fast, "float32"):
-        return f"{paths}: without taps, every value is a number of float32"
+        return f"{paths}: without taps, every value has only float32 precision"
     if fast.dtype == np.float64 and LEAST_ROUNDING["float64"] < error < SINGLE:
-        return f"{paths}: as small as rounding to float32, which may happen in one of the two"
-    return f"{paths}: they are computed in two ways, for example by fused attention, or in compiled code"
+        return f"{paths}: the difference is as small as float32 rounding, which may occur in one of the two paths"
+    return f"{paths}: the two paths run different code, for example fused attention or a compiled function"
 
 
 def is_random(loaded: LoadedPort, case: Case) -> str:
-    """Say whether calls on the same input differ; empty if they do not."""
+    """Report that calls on the same input differ; empty if they don't."""
     once = output(loaded, case.inputs, case.config)
     calls = (output(loaded, case.inputs, case.config) for _ in range(1 if case.is_long else CALLS))
     again = next((other for other in calls if not np.array_equal(once, other, equal_nan=True)), None)
@@ -125,39 +125,39 @@ def is_random(loaded: LoadedPort, case: Case) -> str:
 
 
 def has_random_loss(runs: Sequence[Mapping[str, ndarray]]) -> str:
-    """Say whether the losses of two runs on the same input differ; empty if they do not."""
+    """Report that the losses of two runs on the same input differ; empty if they don't."""
     once, again = runs
     errors = [distance(name, again, once) for name in once if name.endswith(LOSS)]
     if not max(errors, default=0.0) > ROUNDED_LOSS:
         return ""
     error = f"error {max(errors):.0e}"
-    causes = "dropout is on, something else is random, or something is kept from one run to the next"
+    causes = "dropout is on, something else is random, or state is kept between runs"
     return f"the losses of two runs on the same input differ ({error}): {causes}"
 
 
 def remedy() -> str:
-    """Return how to compute in float64, in the frameworks that are imported here."""
+    """Return how to compute in float64, for the frameworks that are imported in this process."""
     ways = [way for module, way in REMEDIES.items() if module in sys.modules]
     return f": {' or '.join(ways)}" if ways else ""
 
 
 def only_float32(case: Case, shown: Mapping[str, ndarray], truth: Mapping[str, ndarray]) -> str:
-    """Say whether all outputs are numbers of float32, although float64 was requested; empty if they are not."""
+    """Report that all outputs have only float32 precision although float64 was requested; empty if they don't."""
     names = [name for name in shown if name in truth and truth[name].size >= ENOUGH and truth[name].dtype == np.float64]
     read = Read.of(case, truth).combine(
         {name: shown[name] for name in names}, {name: 0.0 * truth[name] for name in names}
     )
     if not names or not all(np.isfinite(value).all() and is_of(value, "float32") for value in read.values()):
         return ""
-    if all(is_of(value, "float16") for value in read.values()):  # such as zeros
+    if all(is_of(value, "float16") for value in read.values()):  # for example, zeros
         return ""
-    return f"float64 was requested, and every value is a number of float32{remedy()}"
+    return f"float64 was requested, but every value has only float32 precision{remedy()}"
 
 
 def rounding(case: Case, port: Implementation, placement: Placement) -> tuple[str, float]:
-    """Say whether an error is one of rounding, and how large it is; empty if it is not, or if it cannot be told.
+    """Report whether an error is a rounding error, and its size; empty if it isn't, or if it can't be determined.
 
-    All weights are disturbed a little: an error of rounding is then another one, any other error nearly the same.
+    The weights are perturbed slightly, which changes a rounding error randomly, but hardly affects any other error.
     """
     if case.block or placement.dtype not in SAME:
         return "", 0.0
@@ -178,26 +178,26 @@ def rounding(case: Case, port: Implementation, placement: Placement) -> tuple[st
     kind = (
         "to float32, for example by a cast or a constant"
         if size < SINGLE
-        else "to less than float32, such as TensorFloat32, float16 or bfloat16"
+        else "to lower precision than float32, such as TensorFloat32, float16, or bfloat16"
     )
     if placement.dtype == "float32" and size < SINGLE:
-        kind = "more often, or in another order, than the reference"
-    return f"the error ({size:.0e}) changes at random with the weights: something is rounded {kind}", size
+        kind = "more often than in the reference, or in a different order"
+    return f"the error ({size:.0e}) changes randomly with the weights: a value is rounded {kind}", size
 
 
 def _of_the_batch(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:
-    """Run each sentence alone."""
+    """Run each sentence in a separate batch."""
     whole, alone = output(loaded, inputs, config), []
     for row in range(len(whole)) if len(whole) > 1 else ():
         sentence = {name: ids[row : row + 1] for name, ids in inputs.items()}
         alone.append((relative_error(output(loaded, sentence, config)[0], whole[row]), row))
     error, row = max(alone, default=(0.0, 0))
     if not error <= same:
-        yield f"sentence {row} alone gives other logits than in its batch (error {error:.0e}): others affect it"
+        yield f"sentence {row} has different logits in a separate batch (error {error:.0e}): other sentences affect it"
 
 
 def _of_the_target(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:
-    """Put another token in the last place of a target, and then none."""
+    """Replace the last token of a target, and then remove it."""
     rows = np.flatnonzero((inputs["target_ids"] != config.pad_id).all(1))[:1]
     if not len(rows) or inputs["target_ids"].shape[1] < 2:
         return
@@ -212,11 +212,11 @@ def _of_the_target(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, s
         return
     error = relative_error(output(loaded, {**sentence, "target_ids": other[:, :-1]}, config), usual)
     if not error <= same:
-        yield f"a target without its last token has other logits before it (error {error:.0e}): they depend on length"
+        yield f"removing the last target token changes earlier logits (error {error:.0e}): they depend on the length"
 
 
 def _of_padding(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:
-    """Cut off what is behind each source sentence."""
+    """Remove the padding of each source sentence."""
     found = []
     for row, ids in enumerate(inputs["source_ids"]):
         length = int((ids != config.pad_id).sum())
@@ -230,8 +230,8 @@ def _of_padding(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same
 
 
 def _of_tokens(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:
-    """Replace each token of a sentence without padding: the logits must change, and later ones for a target token."""
-    if same > min(SAME.values()) and same not in SAME.values():  # rounding may hide an effect
+    """Replace each token of a sentence without padding, which must change the logits that depend on it."""
+    if same > min(SAME.values()) and same not in SAME.values():  # rounding may hide the effect of a token
         return
     whole = [(inputs[f"{side}_ids"] != config.pad_id).all(1) for side in ("source", "target")]
     for row in np.flatnonzero(whole[0] & whole[1])[:1]:
@@ -252,4 +252,4 @@ def _of_tokens(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same:
                     f"{side} position{'s' * (len(unseen) > 1)} {', '.join(map(str, unseen))}{last} of sentence {row}"
                 )
                 effect = "no logits" if side == "source" else "no later logits"
-                yield f"another token at {which} changes {effect}: it is not attended to"
+                yield f"replacing the token at {which} changes {effect}: the model does not attend to it"

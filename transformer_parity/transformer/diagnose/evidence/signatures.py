@@ -1,9 +1,10 @@
-"""Signatures: what the error of one block is like, where no hypothesis explains it.
+"""Signatures: characteristics of one block's error, for errors that no hypothesis explains.
 
-Each is read off two tensors: what a block computed from right inputs, and what it should have. Each states what was
-found in them, and nothing that other mistakes would leave too: an error of some size, or in some places, has many
-causes, so that places are facts of their own (see ``places``). Axes are those of the taps: sentences first; heads
-second, where there are four; positions before the last.
+Each signature compares two tensors: the result of a block that was computed from correct inputs, and the correct
+result. It describes an observation that few bugs leave. An error of some size or in some places can have many
+causes, so ``places`` reports places separately. Tensors have the same axes as their taps: the first axis
+contains sentences, the second axis contains heads if there are four axes, and the second to last axis contains
+positions.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from transformer_parity.transformer.diagnose.evidence.closeness import (
 )
 from transformer_spec.config import TransformerConfig
 
-ENOUGH = 8  # numbers, from which on a pattern in them is no accident
+ENOUGH = 8  # smallest number of values in which a pattern is not a coincidence
 NARROW = ("bfloat16", "float16", "float32")
-LEAST_DOUBTFUL = 1e-3  # a fraction of the smallest error that makes an element wrong; smaller errors are rounding
+LEAST_DOUBTFUL = 1e-3  # errors below this fraction of the smallest relevant error are certainly rounding
 SMALLEST_RATE = 0.005  # smallest dropout rate that is recognized
-LEAST = 0.02  # smallest fraction of values or vectors that dropout drops, or keeps
+LEAST = 0.02  # smallest fraction of values or vectors that must be dropped, and that must be kept
 
 
 def signatures(
@@ -40,15 +41,15 @@ def signatures(
     far: float = SAME,
     case: Case | None = None,
 ) -> list[str]:
-    """Return what the error of a tensor is like, the most telling first; none if nothing stands out.
+    """Return descriptions of a tensor's error, the most specific first; empty if it has no recognizable pattern.
 
     Args:
-        actual: What the port computed.
-        wanted: What it should be.
-        config: The model's.
-        weights: The model's, to recognise a vector that is added or missing.
-        far: The relative error from which on an element counts as wrong.
-        case: The batch, to recognize its sizes in a factor; None if no sum over the batch is in the tensor.
+        actual: The port's result.
+        wanted: The correct result.
+        config: Config of the model.
+        weights: Weights of the model, used to recognize a vector that is added or missing.
+        far: Smallest relative error of a wrong element.
+        case: The batch, used to recognize its sizes in a factor; None if the tensor is not a sum over the batch.
     """
     if actual.shape != wanted.shape:
         return [_shape(actual, wanted)]
@@ -65,7 +66,7 @@ def signatures(
 
 
 def places(actual: ndarray, wanted: ndarray, far: float = SAME) -> list[str]:
-    """Return which sentences, heads and positions of a tensor are wrong, where others are right."""
+    """Return the sentences, heads, and positions of a tensor that are wrong, if others are correct."""
     if actual.shape != wanted.shape or actual.ndim < 3:
         return []
     wrong, doubtful = (
@@ -79,11 +80,11 @@ def places(actual: ndarray, wanted: ndarray, far: float = SAME) -> list[str]:
     for what, axis in axes.items():
         others = tuple(other for other in range(wrong.ndim) if other != axis)
         of_axis = np.asarray(wrong.any(axis=others))
-        if not np.array_equal(of_axis, doubtful.any(axis=others)):  # an error as small as rounding may be anywhere
+        if not np.array_equal(of_axis, doubtful.any(axis=others)):  # errors this small may be due to rounding
             continue
         if of_axis.any() and not of_axis.all():
             listed = _shortened(np.flatnonzero(of_axis).tolist())
-            found.append(f"of {what} 0 to {len(of_axis) - 1}, only {listed} differ{'s' * int(of_axis.sum() == 1)}")
+            found.append(f"among {what} 0 to {len(of_axis) - 1}, only {listed} differ{'s' * int(of_axis.sum() == 1)}")
     return found
 
 
@@ -93,56 +94,56 @@ def _wrong(actual: ndarray, wanted: ndarray, far: float) -> ndarray:
 
 
 def _filled(actual: ndarray, wanted: ndarray, far: float) -> str:
-    """Find one value, far below all others, in place of some: what masked scores are filled with."""
+    """Report a single value, far below all others, that replaces some elements, as masking does in scores."""
     wrong = _wrong(actual, wanted, far)
     values = np.unique(actual[wrong])
     if len(values) != 1 or wrong.sum() < ENOUGH or wrong.all() or not values[0] < -10.0 * np.abs(wanted).max():
         return ""
-    return f"{int(wrong.sum())} values are {values[0]:g}, and all others are right: as behind a mask"
+    return f"{int(wrong.sum())} values are {values[0]:g}, as if they were masked, and all others are correct"
 
 
 def _masked(actual: ndarray, wanted: ndarray) -> Iterator[str]:
-    """Compare where attention weights [B, H, L, M] are zero."""
+    """Report differences in which attention weights [B, H, L, M] are zero."""
     sums = wanted.sum(-1)
     if wanted.ndim != 4 or (wanted < 0.0).any() or not np.all((sums == 0.0) | (np.abs(sums - 1.0) < 1e-6)):
         return
     forbidden, hidden = (wanted == 0.0) & (actual != 0.0), (wanted > 1e-30) & (actual == 0.0)
     if forbidden.any():
         most = f"up to {actual[forbidden].max():.2g}"
-        yield f"{int(forbidden.sum())} keys that the mask forbids get weight, {most}{_offset_of(forbidden)}"
+        yield f"{int(forbidden.sum())} keys that the mask forbids get nonzero weight, {most}{_offset_of(forbidden)}"
     if hidden.any():
-        yield f"{int(hidden.sum())} keys that the mask allows get no weight{_offset_of(hidden)}"
+        yield f"{int(hidden.sum())} keys that the mask allows get zero weight{_offset_of(hidden)}"
 
 
 def _offset_of(keys: ndarray) -> str:
-    """Return the distance of some keys [B, H, L, L] from their queries in words; empty if distances differ."""
+    """Return the distance of keys [B, H, L, L] from their queries in words; empty if distances differ."""
     _, _, query, key = np.nonzero(keys)
     offsets = np.unique(key - query)
     if keys.shape[2] != keys.shape[3] or len(offsets) != 1:
         return ""
     if not offsets[0]:
-        return ": each is the position of its query"
+        return ": each is at the position of its query"
     side = "after" if offsets[0] > 0 else "before"
     return f": each is {abs(offsets[0])} position{'s' * int(abs(offsets[0]) > 1)} {side} its query"
 
 
 def narrowed(actual: ndarray, wanted: ndarray) -> str:
-    """Find values that are all of a narrower dtype, where they should not be; empty if there are none."""
+    """Report a tensor with the precision of a narrower dtype than it should have; empty if it doesn't."""
     if actual.shape != wanted.shape:
         return ""
-    # Zeros and rounding noise are numbers of any dtype.
+    # Zeros and rounding noise can be represented in any dtype.
     telling = np.abs(actual) > SAME * np.abs(wanted).max(initial=0.0, where=np.isfinite(wanted))
     if telling.sum() < ENOUGH or not np.isfinite(actual).all():
         return ""
     with np.errstate(over="ignore"):
         for dtype in NARROW:
             if np.dtype(dtype).itemsize < actual.dtype.itemsize and is_of(actual, dtype) and not is_of(wanted, dtype):
-                return f"every value is a number of {dtype}: it is rounded to {dtype} here"
+                return f"every value has only {dtype} precision: the port rounds to {dtype} here"
     return ""
 
 
 def is_of(array: ndarray, dtype: str) -> bool:
-    """Whether every value of an array is a number of a dtype."""
+    """Whether every value of an array is exactly representable in a dtype."""
     return bool(np.array_equal(array.astype(dtype).astype(array.dtype), array))
 
 
@@ -151,12 +152,12 @@ def _shape(actual: ndarray, wanted: ndarray) -> str:
         for axes in itertools.permutations(range(wanted.ndim)):
             turned = wanted.transpose(axes)
             if turned.shape == actual.shape and np.allclose(actual, turned, rtol=1e-9, atol=0.0):
-                return f"the axes are in the order {list(axes)}: the values are right"
+                return f"the values are correct, but the axes are in the order {list(axes)}"
     return f"the shape must be {list(wanted.shape)}: got {list(actual.shape)}"
 
 
 def _dropped(actual: ndarray, wanted: ndarray, far: float) -> Iterator[str]:
-    """Find what dropout leaves: zeros, or sums that lack some terms; it scales up all others."""
+    """Report the effects of dropout: zeros, or sums that lack some terms, while all other values are scaled up."""
     for width, words in ((1, "values"), (actual.shape[-1], "vectors")):
         values, right = actual.reshape(-1, width), wanted.reshape(-1, width)
         size = np.abs(right).max(-1)
@@ -166,18 +167,18 @@ def _dropped(actual: ndarray, wanted: ndarray, far: float) -> Iterator[str]:
         rate = 1.0 - 1.0 / factor
         if rate < SMALLEST_RATE or min(scaled.sum(), len(others)) < max(ENOUGH, LEAST * len(values)):
             continue
-        if abs(rate - round(rate, 3)) > 1e-6:  # another cause
+        if abs(rate - round(rate, 3)) > 1e-6:  # dropout rates are round numbers, so this has a different cause
             continue
         if words == "values" and others.any():
             continue
-        left = "zero: as after dropout" if words == "values" else "not: as sums of values after dropout"
+        left = "zero, as after dropout" if words == "values" else "not, as in sums of values after dropout"
         count = f"{int(scaled.sum())} of {len(values)} {words}"
-        yield f"{count} are {factor:.6g} = 1 / (1 - {rate:.3g}) times what they should be, and the others are {left}"
+        yield f"{count} are {factor:.6g} = 1 / (1 - {rate:.3g}) times the correct ones, and the others are {left}"
         return
 
 
 def _scaled_up(values: ndarray, right: ndarray, noise: float) -> tuple[float, ndarray]:
-    """Return a factor above one that many vectors [N, width] have in common, and which have it; else 1 and none."""
+    """Return a factor above one that many vectors [N, width] share, and which vectors share it; or 1 and none."""
     size = np.square(right).sum(-1)
     factors = (values * right).sum(-1) / size
     is_multiple = np.abs(values - factors[:, None] * right).max(-1) <= noise
@@ -189,18 +190,18 @@ def _scaled_up(values: ndarray, right: ndarray, noise: float) -> tuple[float, nd
 def _factor(
     actual: ndarray, wanted: ndarray, far: float, config: TransformerConfig, case: Case | None
 ) -> Iterator[str]:
-    """Find a constant factor."""
+    """Report a constant factor."""
     if not actual.any():
-        yield "everything is zero"
+        yield "all values are zero"
         return
     large = np.abs(wanted) > 1e-3 * np.abs(wanted).max()
     ratio = float(np.median(actual[large] / wanted[large])) if large.any() else 1.0
     if abs(ratio - 1.0) > far and is_close(actual, ratio * wanted, far):
-        yield f"everything is {written(ratio)} times what it should be{factor_in_words(ratio, config, case)}"
+        yield f"all values are {written(ratio)} times the correct ones{factor_in_words(ratio, config, case)}"
 
 
 def _offset(actual: ndarray, wanted: ndarray, far: float, weights: Mapping[str, ndarray]) -> Iterator[str]:
-    """Find a vector that is added everywhere, or missing."""
+    """Report a vector that is added at every position, or missing."""
     difference = actual - wanted
     if difference.ndim < 2 or difference.shape[-1] == difference.size:
         return
@@ -210,7 +211,7 @@ def _offset(actual: ndarray, wanted: ndarray, far: float, weights: Mapping[str, 
         return
     for parameter, value in weights.items():
         if value.shape == vector.shape:
-            for sign, word in ((1.0, "added once too often"), (-1.0, "missing")):
+            for sign, word in ((1.0, "added one time too many"), (-1.0, "missing")):
                 if is_close(vector, sign * value.astype(np.float64), max(far, 1e-6)):
                     yield f"{parameter} is {word}"
                     return
@@ -218,7 +219,7 @@ def _offset(actual: ndarray, wanted: ndarray, far: float, weights: Mapping[str, 
 
 
 def _permuted(actual: ndarray, wanted: ndarray, far: float) -> Iterator[str]:
-    """Find the right values in the wrong places."""
+    """Report correct values in the wrong places."""
     if actual.ndim == 4 and actual.shape[1] > 1 and (order := _matching(actual, wanted, 1, far)):
         yield f"the heads are in the order {order}"
     elif order := _matching(actual, wanted, actual.ndim - 1, far):
@@ -226,11 +227,11 @@ def _permuted(actual: ndarray, wanted: ndarray, far: float) -> Iterator[str]:
     elif actual.ndim >= 3 and (order := _matching(actual, wanted, actual.ndim - 2, far)):
         yield f"the positions are in the order {_shortened(order)}"
     elif is_close(np.sort(actual, axis=None), np.sort(wanted, axis=None), far):
-        yield "the values are right, in other places: as after a reshape without a transpose"
+        yield "the values are correct, but in different places, as after a reshape without a transpose"
 
 
 def _matching(actual: ndarray, wanted: ndarray, axis: int, far: float) -> list[int]:
-    """Return the permutation along an axis that makes both the same; none if that is the identity, or there is none."""
+    """Return the permutation along an axis that makes the tensors equal; empty if there is none, or no change."""
     mine, theirs = (np.moveaxis(array, axis, 0).reshape(array.shape[axis], -1) for array in (actual, wanted))
     if len(mine) > 512:
         return []

@@ -1,4 +1,4 @@
-"""Patterns of training: which losses and weights differ, from which step on, and which old weights a method reads."""
+"""Patterns of training: which losses and weights differ, from which step on, and which methods use old weights."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.steps import SNAPSHOTS, other_calls
 from transformer_parity.transformer.stages.training_stage import LOSS, is_noise
 
-LEAST_OF_A_MOVE = 0.01  # of how far weights move in a step: a wrong move of this size changes the next loss
+LEAST_OF_A_MOVE = 0.01  # fraction of a step's weight change; a wrong change of this size affects the next loss
 METHODS = {"logits": "`forward`", "tokens": "`generate`"}
-PARTS = {  # beginnings of the names of parameters, in words
+PARTS = {  # prefixes of parameter names, by the description of the parameters
     "all parameters": ("",),
     "the encoder": ("source_embedding.", "encoder."),
     "the layers of the encoder": ("encoder.",),
@@ -34,17 +34,17 @@ PARTS = {  # beginnings of the names of parameters, in words
 
 
 def rounded_weights(shown: Differing) -> str:
-    """Find weights after a step of float64 that are numbers of float32."""
+    """Report float64 weights with only float32 precision after a step."""
     names = [name for name in shown.wrong if shown.case.stage == STEPS and " weight " in name]
     if not names or not all(is_of(shown.actual[name], "float32") for name in names):
         return ""
     if all(is_of(shown.truth[name], "float32") for name in names):
         return ""
-    return "every returned weight that differs is a number of float32"
+    return "every returned weight that differs has only float32 precision"
 
 
 def right_losses(shown: Differing) -> str:
-    """Find training whose losses are all right although no weight after its first step is."""
+    """Report training with correct losses although no weight after its first step is correct."""
     prefix = f"step {SNAPSHOTS[0]} weight "
     losses = [name for name in shown.right if name.endswith(f" {LOSS}")]
     if shown.case.stage != STEPS or not losses or any(name.endswith(f" {LOSS}") for name in shown.wrong):
@@ -58,45 +58,45 @@ def right_losses(shown: Differing) -> str:
     if not np.linalg.norm(wrong) > LEAST_OF_A_MOVE * np.linalg.norm(moved):
         return ""
     return (
-        f"all {len(losses)} losses agree, so the training is right: the weights that are returned after a step are not "
-        "those that the next step uses"
+        f"all {len(losses)} losses agree, so training is correct, but the weights that are returned after a step are "
+        "not those that the next step uses"
     )
 
 
 def first_wrong_step(shown: Differing) -> str:
-    """Find the step from which on losses differ."""
+    """Report the first step at which losses differ."""
     wrong = [int(name.split()[1]) for name in shown.wrong if shown.case.stage == STEPS and name.endswith(f" {LOSS}")]
     first, restart = min(wrong, default=0), shown.case.restart
     moved = [int(name.split()[1]) for name in shown.wrong if " weight " in name]
     if first > 1:
         sentence = f"the losses agree up to step {first - 1} and differ from step {first} on"
         if min(moved, default=first) < first - 1:
-            return f"{sentence}, and weights differ after step {min(moved)} already"
+            return f"{sentence}, and weights already differ after step {min(moved)}"
         if restart and first - restart in (1, 2):
-            return f"{sentence}; training starts a second time after step {restart}, with a new optimizer"
-        if shown.case.rows:  # then the next batch may be wrong as well
+            return f"{sentence}; training restarts after step {restart} with a new optimizer"
+        if shown.case.rows:  # the port may also mishandle the next batch, because its size differs
             return (
                 f"{sentence}: its batch has a different number of sentences, or the update of step {first - 1} is wrong"
             )
         if first - 1 in shown.case.calls:
             return f"{sentence}: the update of step {first - 1}, or a method that is called after it, is wrong"
         return f"{sentence}: the update of step {first - 1} is wrong, or the forward pass with the weights after it"
-    return "the loss differs before the first update" if first else ""
+    return "the loss already differs in step 1, before the first update" if first else ""
 
 
 def only_between_steps(shown: Differing) -> str:
-    """Find training that is right while other methods called between two steps are wrong."""
+    """Report training that is correct while methods called between two steps return wrong results."""
     results = [name for name in shown.wrong if name.endswith((" logits", " gradient between steps", " tokens"))]
     if shown.case.stage != STEPS or not results or len(results) < len(shown.wrong):
         return ""
     cause = stale_weights(shown.case, shown.actual, shown.truth) or (
         "for example, they use weights from before the last update, or the model is still in training mode"
     )
-    return f"all losses and weights agree, and only the results of other methods between two steps differ: {cause}"
+    return f"all losses and weights agree, and only the results of methods called between steps differ: {cause}"
 
 
 def moved_weights(shown: Differing) -> str:
-    """Compare how far weights have moved, after the first steps whose weights differ."""
+    """Report how far weights have moved, after the first snapshot in which weights differ."""
     if shown.case.stage != STEPS:
         return ""
     start = shown.case.load_weights()
@@ -123,10 +123,10 @@ def moved_weights(shown: Differing) -> str:
 
 
 def stale_weights(case: Case, actual: Arrays, truth: Arrays) -> str:
-    """Say with which weights of an earlier step a method's wrong results are right; empty if with none.
+    """Report which earlier weights explain the wrong results of a method; empty if none do.
 
     Args:
-        case: A case of training, with calls of other methods between steps.
+        case: A training case that calls other methods between steps.
         actual: The port's tensors.
         truth: The reference's tensors.
     """
@@ -150,13 +150,13 @@ def stale_weights(case: Case, actual: Arrays, truth: Arrays) -> str:
                 since = f"after step {older}" if older else "before the first step"
                 or_some = (
                     ", or some of them" if all(name.endswith(" tokens") for name in wrong) else ""
-                )  # tokens tell less
-                return f"after step {step}, {methods} computed with the weights that {part} had {since}{or_some}"
+                )  # tokens are less specific than logits
+                return f"after step {step}, {methods} used the weights that {part} had {since}{or_some}"
     return ""
 
 
 def _reproduces(case: Case, step: int, weights: Mapping[str, ndarray], wanted: Arrays) -> bool:
-    """Whether the reference with some weights has the results that a port showed after a step."""
+    """Whether the reference with the given weights has the same results after a step as the port."""
     loaded = DEFINITION.load(case.config, weights, Placement("float64"))
     found = {f"step {step} {name}": array for name, array in other_calls(case, loaded)}
     return all(relative_error(array, found[name]) <= SAME for name, array in wanted.items())

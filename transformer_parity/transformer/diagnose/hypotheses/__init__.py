@@ -1,1 +1,1 @@
-"""Hypotheses about a port: mistakes and conventions, their places and combinations, and how they are tried."""
+"""Hypotheses about a port: bugs and conventions, their places and combinations, and the code that tries them."""

@@ -1,7 +1,7 @@
-"""Hypotheses: what a port might be doing instead, each as a reference that does just that.
+"""Hypotheses: candidate explanations of a port's behavior, each of which is a modified reference.
 
-A hypothesis is a set of mistakes from the catalogue, or of published conventions, planted in the NumPy reference. The
-one that reproduces a port's numbers, all of them, says what the port does.
+A hypothesis is a set of bugs from the bug catalog, or of published conventions, injected into the NumPy reference. If
+it reproduces all of a port's numbers, it describes what the port does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from transformer_spec.names import parameter_shapes
 from transformer_spec.presets import IMPLEMENTATIONS
 
 EPSILONS = (1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-12)  # defaults of published layer norms
-# What a preset says about the mathematics; its sizes, rates, ids and tied tables are not in doubt.
+# The preset fields that define the math. Hypotheses don't change sizes, dropout rates, IDs, or tied embeddings.
 MATHEMATICS = (
     "norm_order",
     "final_norm",
@@ -56,34 +56,34 @@ MATHEMATICS = (
     "activation",
     "label_smoothing_kind",
 )
-SWITCHED = ("final_norm", "embedding_norm", "skip_first_self_attention", "scale_embedding")  # on or off
-Renames = Mapping[str, str | Callable[[re.Match[str]], str]]  # patterns in names, with their replacements
+SWITCHED = ("final_norm", "embedding_norm", "skip_first_self_attention", "scale_embedding")  # boolean fields
+Renames = Mapping[str, str | Callable[[re.Match[str]], str]]  # maps patterns in parameter names to their replacements
 LOSS_FIELDS = ("label_smoothing", "label_smoothing_kind")
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """Some mistakes or conventions at once, in the whole model or at one place."""
+    """A set of bugs or conventions, in the whole model or in a single place."""
 
     parts: tuple[Mistake, ...]
     place: Place | None = None
 
     @property
     def name(self) -> str:
-        """Say it in words."""
+        """Return the name of the hypothesis in words."""
         names = " and ".join(part.name for part in self.parts)
         return names if self.place is None else f"{names}, in {self.place.words} only"
 
     @property
     def content(self) -> Any:
-        """Return what tells it from all others."""
+        """Return a key that is equal only for hypotheses with the same effect."""
         return (*map(content, self.parts), self.place and self.place.parts)
 
     def load(self, config: TransformerConfig, weights: Mapping[str, ndarray]) -> LoadedPackage:
-        """Return a float64 reference that does as the hypothesis says.
+        """Return a float64 reference that behaves according to the hypothesis.
 
         Raises:
-            ValueError: The parts contradict each other, or describe no model.
+            ValueError: If the parts contradict each other, or don't define a model.
         """
         usual = None if self.place is None else DEFINITION.load(config, weights, Placement("float64"))
         for part in self.parts:
@@ -99,13 +99,13 @@ class Hypothesis:
 
 
 def hypotheses(config: TransformerConfig, stage: str, *, forward_agrees: bool = False) -> list[Mistake]:
-    """Return every known mistake and every convention that a port of this config may follow instead.
+    """Return every known bug and every convention that a port of this config may follow instead.
 
     Args:
-        config: What the port should do.
-        stage: The name of a stage: mistakes of training cannot show in activations.
-        forward_agrees: Whether the port's activations agree with the reference's. This excludes all mistakes of the
-            forward pass, except of parts that only a search calls.
+        config: The config that the port was given.
+        stage: Name of the stage. For example, training bugs are omitted for activations.
+        forward_agrees: Whether the port's activations agree with the reference's. This excludes all bugs of the
+            forward pass, except in parts that only a search calls.
     """
     if forward_agrees:
         found = [one for one in conventions(config, stage) if one.config.keys() <= {*LOSS_FIELDS}]
@@ -119,7 +119,7 @@ def hypotheses(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
         parts = [*FORWARD.values(), EVERYWHERE, UNPLANTED, *STRUCTURE.values()]
     if STAGES[stage].has_loss:
         parts += [*TRAINING.values(), LOSSES]
-    if stage == GRADIENTS:  # with optimizer steps, each hypothesis takes a training
+    if stage == GRADIENTS:  # with optimizer steps, each hypothesis requires a training run
         parts += [BACKWARD_BLOCKS, BACKWARD_PATHS]
     if STAGES[stage].trains:
         parts.append(STEP_VARIANTS)
@@ -135,10 +135,10 @@ def hypotheses(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
 
 
 def conventions(config: TransformerConfig, stage: str) -> list[Mistake]:
-    """Return every other value of each field of the config that is a convention, and every preset's own set of them."""
+    """Return the alternative values of each config field that is a convention, and the full set of every preset."""
     fields: list[dict[str, Any]] = []
     for name, choices in CHOICES.items():
-        if name in ("tie_embeddings", "position_encoding"):  # which are a matter of parameters
+        if name in ("tie_embeddings", "position_encoding"):  # these change which parameters exist
             continue
         if name in LOSS_FIELDS and not STAGES[stage].has_loss:
             continue
@@ -163,31 +163,31 @@ def conventions(config: TransformerConfig, stage: str) -> list[Mistake]:
 
 @cache
 def mixed_up_weights(as_wide: bool) -> list[Mistake]:
-    """Return what converters do to the kernels of every attention block: turn some, or take them for each other.
+    """Return typical bugs of weight converters: transposed or permuted kernels in all attention blocks.
 
     Args:
-        as_wide: Whether values are as wide as queries and keys, so that they can be taken for each other.
+        as_wide: Whether values are as wide as queries and keys, so that their kernels can be permuted.
     """
     every = ("query", "key", "value", "output")
-    families = [*((name,) for name in every[:3]), every[:3], every]  # the output's alone is in the catalogue
+    families = [*((name,) for name in every[:3]), every[:3], every]  # the bug catalog covers the output kernel
     found = [
         Mistake(f"{', '.join(names)} kernels of all attention blocks transposed", "", convert=partial(_turned, names))
         for names in families
     ]
     for order in permutations(every[:3]):
         if order != every[:3] and (as_wide or order[2] == "value"):
-            words = f"{', '.join(every[:3])} of all attention blocks taken from {', '.join(order)}"
+            words = f"{', '.join(every[:3])} weights of all attention blocks loaded from {', '.join(order)}"
             found.append(Mistake(words, "", convert=partial(_reordered, dict(zip(every, order, strict=False)))))
     return found
 
 
 @cache
 def misplaced_weights(pad_id: int) -> list[Mistake]:
-    """Return mistakes with weights of layers, norms and attention blocks in the wrong place, rounded, or at zero."""
+    """Return bugs that load the weights of layers, norms, or attention blocks into the wrong place or change them."""
     others: dict[str, Renames] = {
         **{
-            f"{what} of the layer {where}": {rf"\.layers\.(\d+)\.(?=.*{end})": partial(_other_layer, step)}
-            for where, step in (("before", -1), ("after", 1))
+            f"{what} of the {where} layer": {rf"\.layers\.(\d+)\.(?=.*{end})": partial(_other_layer, step)}
+            for where, step in (("previous", -1), ("next", 1))
             for what, end in (("weights", ""), ("kernels", r"\.kernel$"))
         },
         **{
@@ -206,7 +206,7 @@ def misplaced_weights(pad_id: int) -> list[Mistake]:
     found = [Mistake(name, "", convert=partial(_from_other_names, changes)) for name, changes in others.items()]
     for dtype, (what, least) in product(("bfloat16", "float16"), (("weights", 0), ("matrices", 2))):
         found.append(Mistake(f"{what} rounded to {dtype}", "", convert=partial(_rounded, dtype, least)))
-    return [*found, Mistake("zeros as the embedding of padding", "", convert=partial(_without_row, pad_id))]
+    return [*found, Mistake("a zero embedding for padding", "", convert=partial(_without_row, pad_id))]
 
 
 def _other_layer(step: int, found: re.Match[str]) -> str:
@@ -249,7 +249,7 @@ def _reordered(order: Mapping[str, str], weights: Mapping[str, ndarray]) -> dict
 
 
 def is_convention(mistake: Mistake) -> bool:
-    """Whether it is nothing but another config."""
+    """Whether a bug only changes the config."""
     return bool(mistake.config) and not mistake.edits.get("numpy") and mistake.convert is dict
 
 
@@ -258,7 +258,7 @@ def _words(fields: Mapping[str, Any]) -> str:
 
 
 def _changes(mistake: Mistake, config: TransformerConfig) -> bool:
-    """Whether a mistake that is a config, or none at all, is anything else than what is asked for."""
+    """Whether a bug has an effect: a bug that only sets config fields must differ from the given config."""
     return bool(
         mistake.edits["numpy"]
         or mistake.convert is not dict
@@ -267,12 +267,12 @@ def _changes(mistake: Mistake, config: TransformerConfig) -> bool:
 
 
 def content(mistake: Mistake) -> Any:
-    """Return what a mistake changes in the reference, whatever it is called."""
+    """Return the changes that a bug makes to the reference, regardless of its name."""
     return (repr(sorted(mistake.config.items())), tuple(mistake.edits.get("numpy", ())), mistake.convert)
 
 
 def _fitted(weights: Mapping[str, ndarray], config: TransformerConfig) -> dict[str, ndarray]:
-    """Return the weights of another config: what is new does nothing, what is gone is dropped."""
+    """Return weights for a different config: added norms and biases have no effect, and unused weights are dropped."""
     shapes = parameter_shapes(config)
     fitted = {}
     for name, shape in shapes.items():

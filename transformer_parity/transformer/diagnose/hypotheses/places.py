@@ -1,7 +1,7 @@
-"""Places: the parts of the model that a known mistake is limited to, such as one layer or one kind of attention.
+"""Places: the parts of the model to which a known bug can be limited, such as one layer or one kind of attention.
 
-A mistake edits a class, so that it shows in every part of that class. To limit it, the parts of one place in the
-unedited model are replaced with the same parts of the edited model.
+A bug edits a class, so it affects every instance of that class. To limit the bug to one place, the parts in that place
+of the unedited model are replaced with the corresponding parts of the edited model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.names import find, parameter_shapes, tap_shapes
 
 SUBLAYERS = ("self_attention", "cross_attention", "feed_forward")
-# Which parts a mistake changes, by the module that it edits or the field of the config that it replaces.
+# Patterns of the parts that a bug changes, by the module that it edits or the config field that it replaces.
 CHANGED = {
     "attention": r"_attention$",
     "feed_forward": r"\.feed_forward$",
@@ -45,23 +45,24 @@ CHANGED = {
     "decoder": r"^decoder\.layers\.\d+$",
     "norm_order": r"\.layers\.\d+$",
 }
-WHOLE_MODEL = re.compile(r",? (in every sub-layer.*|of all attention blocks)")  # in the name of a mistake
+# The part of a bug's name that is removed if the bug is limited to a single place.
+WHOLE_MODEL = re.compile(r",? (in every sub-layer.*|of all attention blocks)")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Some parts of a model.
+    """A set of parts of a model.
 
     Attributes:
-        words: What to call them.
-        parts: Their attribute paths.
+        words: Name of the place in messages.
+        parts: Attribute paths of the parts.
     """
 
     words: str
     parts: tuple[str, ...]
 
     def replace(self, model: Any, edited: Any) -> None:
-        """Replace the parts of a model with the same parts of another one."""
+        """Replace the parts of a model with the corresponding parts of an edited model."""
         for path in self.parts:
             owner, _, name = path.rpartition(".")
             holder = find(model, owner) if owner else model
@@ -73,7 +74,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _Atom:
-    """The smallest thing that a mistake can be limited to: a part, or a sub-layer's residual connection in a layer."""
+    """The smallest unit to which a bug can be limited: a part, or the residual connection of a sub-layer."""
 
     shown: str
     part: str
@@ -83,14 +84,14 @@ class _Atom:
 def at_single_places(
     case: Case, actual: Mapping[str, ndarray], known: Sequence[Mistake]
 ) -> list[tuple[Mistake, Place]]:
-    """Return each known mistake at each single place that it can be limited to, larger places first.
+    """Return each known bug at each single place to which it can be limited, larger places first.
 
-    If taps are shown, only places that introduce a difference are possible.
+    If the port returned taps, only places that introduce a difference are included.
 
     Args:
-        case: The case that was run.
+        case: The case that the port ran.
         actual: The port's tensors.
-        known: The known mistakes.
+        known: The known bugs.
     """
     if case.block or case.stage not in REPLAYED:
         return []
@@ -108,13 +109,13 @@ def at_single_places(
 def placed(
     mistake: Mistake, config: TransformerConfig, weights: Mapping[str, ndarray], introduced: Sequence[range]
 ) -> Iterator[tuple[Mistake, Place]]:
-    """Yield a mistake at each place that it can be limited to, larger places first.
+    """Yield a bug at each place to which it can be limited, larger places first.
 
     Args:
-        mistake: The mistake, which changes several parts.
-        config: The model.
-        weights: The model's weights, to find those that a conversion changes.
-        introduced: The taps at which a difference is introduced (see ``intervals``); empty if they are unknown.
+        mistake: A bug that changes multiple parts.
+        config: Config of the model.
+        weights: Weights of the model, used to find the weights that the bug converts.
+        introduced: Ranges of taps at which a difference is introduced (see ``intervals``); empty if they are unknown.
     """
     atoms = _atoms(mistake, config, weights)
     if len(atoms) < 2:
@@ -124,7 +125,7 @@ def placed(
     for words, some in _groups(atoms, [atom for atom in atoms if _meets(spans[atom], introduced)]):
         if not all(_meets(spans[atom], introduced) for atom in some):
             continue
-        # Later differences may follow from the first one, if a block reads what the comparison leaves out.
+        # Later differences may follow from the first one if a block reads values that are not compared.
         if not any(_meets(spans[atom], introduced[:1]) for atom in some):
             continue
         edits = tuple(dict.fromkeys(edit for atom in some for edit in atom.edits))
@@ -133,12 +134,12 @@ def placed(
 
 
 def intervals(introduced: Sequence[str], shown: Sequence[str], config: TransformerConfig) -> list[range]:
-    """Return the taps at which each difference may have been introduced: from the shown tap before it on.
+    """Return the range of taps at which each difference may have been introduced, from the preceding recorded tap on.
 
     Args:
-        introduced: The shown taps at which a difference was introduced; the output is one of them.
-        shown: All taps that are shown.
-        config: The model.
+        introduced: Recorded taps at which a difference was introduced; may include the output.
+        shown: All taps that the port recorded.
+        config: Config of the model.
     """
     taps = [*tap_shapes(config, 1, 1, 1), OUTPUT]
     known = sorted(taps.index(name) for name in shown if name in taps)
@@ -150,10 +151,10 @@ def intervals(introduced: Sequence[str], shown: Sequence[str], config: Transform
 
 
 def _atoms(mistake: Mistake, config: TransformerConfig, weights: Mapping[str, ndarray]) -> list[_Atom]:
-    """Return everything that a mistake can be limited to; nothing if it is at one place already."""
+    """Return all units to which a bug can be limited; empty if it already affects only one place."""
     edits = tuple(mistake.edits.get("numpy", ()))
     parts = list(_parts(config))
-    if mistake in EVERYWHERE:  # one edit for each sub-layer
+    if mistake in EVERYWHERE:  # these bugs have one edit for each sub-layer
         return [
             _Atom(f"{part}.{name}", part, (edit,))
             for edit in edits
@@ -167,7 +168,7 @@ def _atoms(mistake: Mistake, config: TransformerConfig, weights: Mapping[str, nd
     changed = [part for part in (*parts, *smaller) if any(_changes(source, part) for source in sources)]
     try:
         converted = mistake.convert(weights)
-    except Exception:  # the conversion does not go with this model
+    except Exception:  # the conversion doesn't support this model
         return []
     kept = {name for name, weight in weights.items() if converted[name] is weight}
     names = [name for name in weights if name not in kept and not np.array_equal(weights[name], converted[name])]
@@ -193,7 +194,7 @@ def _changes(source: str, part: str) -> bool:
 
 
 def _parts(config: TransformerConfig) -> Iterator[str]:
-    """Yield the attribute path of each part that a mistake may be limited to, in the order of computation."""
+    """Yield the attribute path of each part to which a bug may be limited, in the order of computation."""
     owners = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(config))
     for side, stack in (("source", "encoder"), ("target", "decoder")):
         yield from (f"{side}_embedding", f"{side}_position", f"{side}_embedding_norm")
@@ -208,7 +209,7 @@ def _parts(config: TransformerConfig) -> Iterator[str]:
 
 
 def _groups(atoms: Sequence[_Atom], possible: Sequence[_Atom]) -> Iterator[tuple[str, tuple[_Atom, ...]]]:
-    """Yield groups of atoms with their names: sides, kinds, single ones, layers, and then all that are possible."""
+    """Yield named groups of atoms: encoder and decoder, kinds, single atoms, layers, and then all possible atoms."""
     shown = [atom.shown for atom in atoms]
     layers = dict.fromkeys(found[0] for name in shown if (found := re.match(r"\w+\.layers\.\d+(?=\.)", name)))
     patterns = {"the encoder": "(encoder[.]|source_).*", "the decoder": "(decoder[.]|target_).*"}
@@ -229,7 +230,7 @@ def _groups(atoms: Sequence[_Atom], possible: Sequence[_Atom]) -> Iterator[tuple
 
 
 def _span(part: str, taps: Sequence[str]) -> range:
-    """Return the taps that a part computes; of a part without a tap, the first tap that depends on it."""
+    """Return the taps that a part computes, or the first tap that depends on it if it computes none."""
     own = [i for i, tap in enumerate(taps) if tap.startswith(f"{part}.")]
     if not own:
         stack, _, name = part.partition(".")
@@ -239,5 +240,5 @@ def _span(part: str, taps: Sequence[str]) -> range:
 
 
 def _meets(span: range, introduced: Sequence[range]) -> bool:
-    """Whether a part computes a tap at which a difference may have been introduced; True if nothing is known."""
+    """Whether a part computes a tap at which a difference may have been introduced; True if these are unknown."""
     return not introduced or any(span.start < one.stop and one.start < span.stop for one in introduced)

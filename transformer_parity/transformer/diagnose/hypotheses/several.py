@@ -1,4 +1,4 @@
-"""Several mistakes together: the search for sets of hypotheses that reproduce what no single one does."""
+"""Search for combinations of bugs that reproduce a port's numbers if no single bug does."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from transformer_parity.transformer.diagnose.hypotheses.trials import Attempt, T
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_spec.config import TransformerConfig
 
-DEPTH = 3  # mistakes at once
-PROMISING = 6  # hypotheses that are tried together with every other
-BEAM = 4  # sets of hypotheses that are changed further in cases without taps
-ATTEMPTS = 1000  # changed sets of hypotheses; a hundred take a second
+DEPTH = 3  # largest number of bugs in a combination
+PROMISING = 6  # number of hypotheses that are combined with every other one
+BEAM = 4  # number of combinations that are changed further in cases without taps
+ATTEMPTS = 1000  # number of changed combinations to try; 100 take about a second
 
 
 def combinations(
@@ -24,16 +24,16 @@ def combinations(
     known: Sequence[Mistake],
     progress: Callable[[str], None],
 ) -> Iterator[list[Attempt]]:
-    """Yield the attempts with several hypotheses at once, as long as each one makes more tensors right."""
+    """Yield attempts with combined hypotheses, as long as each added hypothesis makes more tensors correct."""
     frontier = _promising(singles, start.matched)
-    if not frontier and start.of <= 2:  # published ports differ in conventions: these come first
+    if not frontier and start.of <= 2:  # published ports mostly differ in conventions, so try these first
         for some in ([mistake for mistake in known if is_convention(mistake)], known):
             yield from _closer(trials, singles, some, known, progress)
         return
     for _ in range(DEPTH - 1):
         grown: list[Attempt] = []
         for attempt in frontier:
-            progress(f"{attempt.hypothesis.name} and another")
+            progress(f"{attempt.hypothesis.name} and a second change")
             attempts = [
                 found
                 for mistake in known
@@ -54,10 +54,10 @@ def _closer(
     known: Sequence[Mistake],
     progress: Callable[[str], None],
 ) -> Iterator[list[Attempt]]:
-    """Yield the attempts with every change of the closest hypotheses, for cases without taps.
+    """Yield attempts with every change to the closest hypotheses, for cases without taps.
 
-    Even if something else is wrong too, a right hypothesis mostly leaves a smaller error than a wrong one. A change is
-    one mistake more, or another convention, the config's own among them.
+    Even if there is a second bug, a correct hypothesis usually leaves a smaller error than a wrong one. A change adds
+    one bug or sets a convention, which includes setting it back to the value in the config.
     """
     fields = sorted({name for mistake in known if is_convention(mistake) for name in mistake.config})
     own = [Mistake("", "", config={name: getattr(trials.case.config, name)}) for name in fields]
@@ -68,7 +68,7 @@ def _closer(
         best = beam[0].worst
         grown: list[Attempt] = []
         for attempt in beam:
-            progress(f"{attempt.hypothesis.name} and another")
+            progress(f"{attempt.hypothesis.name} and a second change")
             for mistake in (*some, *own):
                 parts = _changed(attempt.hypothesis.parts, mistake, known, trials.case.config)
                 if not parts or _names(parts) in seen or left <= 0:
@@ -85,7 +85,7 @@ def _closer(
 
 
 def _without_idle(trials: Trials, attempt: Attempt) -> list[Attempt]:
-    """Return an exact attempt without the parts that change nothing."""
+    """Return an exact attempt without the parts that have no effect."""
     for part in attempt.hypothesis.parts:
         fewer = Hypothesis(tuple(other for other in attempt.hypothesis.parts if other is not part))
         if (found := trials.run(fewer)) and found.is_exact:
@@ -100,7 +100,7 @@ def _names(parts: Sequence[Mistake]) -> frozenset[str]:
 def _changed(
     parts: Sequence[Mistake], mistake: Mistake, known: Sequence[Mistake], config: TransformerConfig
 ) -> tuple[Mistake, ...]:
-    """Return some hypotheses with one more, whose fields of the config replace theirs."""
+    """Return the parts plus one more, whose config fields replace theirs."""
     others = [part for part in parts if not is_convention(part)]
     fields: dict[str, Any] = {}
     for part in (*parts, mistake):
@@ -110,7 +110,9 @@ def _changed(
         others.append(mistake)
     fields = {name: value for name, value in fields.items() if value != getattr(config, name)}
     named = []
-    for one in sorted(filter(is_convention, known), key=lambda one: -len(one.config)):  # presets first
+    for one in sorted(
+        filter(is_convention, known), key=lambda one: -len(one.config)
+    ):  # presets set the most fields, so they are tried first
         if one.config.items() <= fields.items():
             named.append(one)
             fields = {name: value for name, value in fields.items() if name not in one.config}
@@ -118,7 +120,7 @@ def _changed(
 
 
 def _promising(attempts: Sequence[Attempt], matched: int) -> list[Attempt]:
-    """Return the attempts that make more tensors right than that, the best first, one for each result."""
+    """Return the attempts that match more than ``matched`` tensors, the best first, and one attempt for each result."""
     best: dict[tuple[int, float], Attempt] = {}
     for attempt in sorted(attempts, key=lambda attempt: (-attempt.matched, len(attempt.hypothesis.parts))):
         if attempt.matched > matched:
@@ -127,12 +129,12 @@ def _promising(attempts: Sequence[Attempt], matched: int) -> list[Attempt]:
 
 
 def clash(parts: Sequence[Mistake], other: Mistake) -> bool:
-    """Whether two say something about the same field, or are the same."""
+    """Whether any part is the same bug as ``other`` or sets one of the same config fields."""
     return any(part is other or part.config.keys() & other.config.keys() for part in parts)
 
 
 def simplest(exact: Sequence[Attempt]) -> list[Attempt]:
-    """Return those with the fewest parts, each set of parts once."""
+    """Return the attempts with the fewest parts, and each set of parts only once."""
     fewest = min((len(attempt.hypothesis.parts) for attempt in exact), default=0)
     found: dict[frozenset[str], Attempt] = {}
     for attempt in exact:

@@ -1,4 +1,4 @@
-"""Trials: the reference under a hypothesis, compared with the tensors of a port."""
+"""Trials: runs of the reference under a hypothesis, compared with the tensors of a port."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_parity.transformer.stages.training_stage import WHOLE
 
 Arrays = Mapping[str, ndarray]
-OBSERVATIONS = 400  # results of hypotheses, kept in memory: some hundred kilobytes each
-BEGINNINGS = (1, 3)  # numbers of steps: the second loss shows the first update, and the third shows the moments
+OBSERVATIONS = 400  # number of results kept in memory; each takes a few hundred kilobytes
+BEGINNINGS = (1, 3)  # numbers of steps: the second loss depends on the first update, the third on Adam's moments
 TRUTH = Hypothesis(())
 
 
@@ -30,10 +30,10 @@ class Attempt:
     """The result of one hypothesis.
 
     Attributes:
-        hypothesis: What was tried.
-        matched: How many tensors are right before the first that is not.
-        of: How many there are.
-        worst: The largest relative error: of all where all are right, or else of the first wrong one and the last.
+        hypothesis: The hypothesis that was tried.
+        matched: Number of tensors that match before the first one that doesn't.
+        of: Number of tensors that were compared.
+        worst: Largest relative error in all tensors if all match; otherwise, in the first wrong tensor and the last.
     """
 
     hypothesis: Hypothesis
@@ -43,19 +43,19 @@ class Attempt:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every tensor is right."""
+        """Whether every tensor matches."""
         return self.matched == self.of
 
 
 @dataclass(frozen=True)
 class Trials:
-    """A case, what a port showed of it in float64, and its other cases.
+    """The float64 tensors of a port in one case and in other cases of the same model.
 
     Attributes:
-        case: What was run.
+        case: The case that the port ran.
         actual: The port's tensors, in the order of computation.
-        others: Cases of the same model, with the port's tensors; None where they agree with the reference's.
-        names: Which tensors are compared, in this case and in the others.
+        others: Other cases of the same model, with the port's tensors, or None if they agree with the reference.
+        names: Names of the tensors to compare, in this case and in the others.
     """
 
     case: Case
@@ -65,15 +65,15 @@ class Trials:
 
     @classmethod
     def of(cls, case: Case, actual: Arrays, others: Sequence[tuple[Case, Arrays | None]] = ()) -> Trials:
-        """Compare all that the port shows."""
+        """Return trials that compare all tensors of the port."""
         return cls(case, _read(case, actual), others, tuple(name for name in actual if name != WHOLE))
 
     def without(self, names: Collection[str]) -> Trials:
-        """Return the same without some of the tensors."""
+        """Return trials that ignore the given tensors."""
         return replace(self, names=tuple(name for name in self.names if name not in names))
 
     def run(self, hypothesis: Hypothesis) -> Attempt | None:
-        """Return how well a hypothesis does; None where it cannot be, or describes no model."""
+        """Return the result of a hypothesis; None if it can't be loaded or doesn't define a model."""
         names = self.names
         for case in (*_beginnings(self.case), self.case):
             found = observed(hypothesis, case)
@@ -82,13 +82,13 @@ class Trials:
             compared = names if case is self.case else [name for name in names if name in found]
             attempt = self._compared(hypothesis, found, compared)
             if not attempt.is_exact:
-                # A beginning has no results of other calls between two steps. They follow from its other tensors.
+                # A shorter run lacks the results of calls between steps. They follow from its other tensors.
                 missing = next((number for number, name in enumerate(names) if name not in compared), len(names))
                 return replace(attempt, matched=min(missing, names.index(compared[attempt.matched])), of=len(names))
         return attempt
 
     def _compared(self, hypothesis: Hypothesis, found: Arrays, names: Sequence[str]) -> Attempt:
-        """Compare some tensors with the tensors of a hypothesis."""
+        """Compare the given tensors with the results of a hypothesis."""
         tolerance, worst = STAGES[self.case.stage].reproduces, 0.0
         for matched, name in enumerate(names):
             worst = max(worst, error := distance(name, self.actual, found))
@@ -98,17 +98,17 @@ class Trials:
         return Attempt(hypothesis, len(names), len(names), worst)
 
     def differing(self, hypothesis: Hypothesis) -> list[str]:
-        """Return which tensors a hypothesis does not reproduce; none where it describes no model."""
+        """Return the tensors that a hypothesis doesn't reproduce; all of them if it doesn't define a model."""
         found = observed(hypothesis, self.case) or {}
         return [
             name for name in self.names if not distance(name, self.actual, found) <= STAGES[self.case.stage].reproduces
         ]
 
     def holds_elsewhere(self, hypothesis: Hypothesis) -> bool:
-        """Whether a hypothesis computes in the other cases what the port does there, as far as the port shows it."""
+        """Whether a hypothesis reproduces the port's tensors in the other cases."""
         for case, shown in self.others:
             found, usual = observed(hypothesis, case), observed(TRUTH, case)
-            if found is None and shown is None:  # for example, clipping in a case without a limit
+            if found is None and shown is None:  # for example, a clipping bug in a case without a clip norm
                 continue
             actual = usual if shown is None else _read(case, shown)
             if found is None or actual is None:
@@ -119,11 +119,11 @@ class Trials:
         return True
 
     def differing_cases(self) -> Trials:
-        """Return the same with only the other cases in which the port differs."""
+        """Return trials that include only the other cases in which the port differs."""
         return replace(self, others=[(case, shown) for case, shown in self.others if shown is not None])
 
     def for_same_kind_of_search(self) -> Trials | None:
-        """Return the same with only the other cases of the kind of search, greedy or beam; None if both kinds fail."""
+        """Return trials with only the other cases of this kind of search, or None if both kinds fail."""
 
         def is_beam(case: Case) -> bool:
             return case.options.beam_size is not None
@@ -134,7 +134,7 @@ class Trials:
 
 
 def _beginnings(case: Case) -> Iterator[Case]:
-    """Yield shorter runs of a case of training, in which most hypotheses are refuted."""
+    """Yield shorter runs of a training case, because they refute most hypotheses."""
     last = (case.snapshots or SNAPSHOTS)[-1]
     for steps in BEGINNINGS if STAGES[case.stage].trains else ():
         if steps < last and not case.rewind:
@@ -142,9 +142,9 @@ def _beginnings(case: Case) -> Iterator[Case]:
 
 
 def observed(hypothesis: Hypothesis, case: Case) -> Arrays | None:
-    """Return what the reference computes under a hypothesis; None where it cannot be, or describes no model.
+    """Return the tensors of the reference under a hypothesis; None if it can't be loaded or doesn't define a model.
 
-    Kept for the next port that fails in the same case.
+    Results are cached for the next port that fails in the same case.
     """
     task = (case.name, case.compares_padding, repr(case.model), repr(case.settings), repr(case.search), case.snapshots)
     key = (*task, hypothesis.content)
@@ -155,14 +155,14 @@ def observed(hypothesis: Hypothesis, case: Case) -> Arrays | None:
             with np.errstate(all="ignore"):
                 found = tensors(hypothesis.load(case.config, case.load_weights()), case)
             _OBSERVED[key] = _read(case, found) if hypothesis.parts else found
-        except Exception:  # the mistake does not go with this model
+        except Exception:  # the bug doesn't support this model
             _OBSERVED[key] = None
     _OBSERVED.move_to_end(key)
     return _OBSERVED[key]
 
 
 def _read(case: Case, arrays: Arrays) -> Arrays:
-    """Return tensors with the reference's values at the positions that the model doesn't read."""
+    """Return tensors in which positions that the model doesn't read have the reference's values."""
     usual = observed(TRUTH, case)
     return arrays if usual is None else Read.of(case, usual).combine(arrays, usual)
 

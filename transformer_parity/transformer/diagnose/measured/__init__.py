@@ -1,1 +1,1 @@
-"""Numbers that are measured from a port instead of searched for: rates, moments, and the limits of searches."""
+"""Numbers measured in a port's tensors instead of searched for: rates, optimizer settings, and search parameters."""

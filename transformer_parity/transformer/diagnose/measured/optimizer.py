@@ -1,4 +1,4 @@
-"""Numbers of an optimizer, measured: which betas, epsilon or clip norm it has, and how far each tensor moves."""
+"""Measurement of optimizer settings (betas, epsilon, and clip norm) and of how far each tensor moves."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from transformer_parity.transformer.stages.steps import train
 from transformer_parity.transformer.stages.training_stage import LOSS, is_noise
 
 Arrays = Mapping[str, ndarray]
-BETAS = {"beta1": (0.9, 0.95, 0.85, 0.5), "beta2": (0.98, 0.99, 0.999, 0.95)}  # of published recipes
-EPSILONS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-9, 1e-10, 1e-12, 1e-16)  # the catalog contains 1e-8
-CLOSE = 1e-3  # relative: more than epsilon changes, and less than a step more changes a correction
-GROUPS = 3  # different factors that one sentence can list
+BETAS = {"beta1": (0.9, 0.95, 0.85, 0.5), "beta2": (0.98, 0.99, 0.999, 0.95)}  # from published recipes
+EPSILONS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-9, 1e-10, 1e-12, 1e-16)  # the bug catalog contains 1e-8
+CLOSE = 1e-3  # relative tolerance: above the effect of epsilon, and below the effect of one more step on a correction
+GROUPS = 3  # number of different factors that one sentence can list
 COUNTED = 200  # largest value of a step counter that is recognized
-RANGES = {  # logarithms: of a number, of 1 - beta, or of the fraction of the first norm that clipping leaves
+RANGES = {  # logarithms of the value, of 1 - beta, or of the clip norm divided by the first gradient norm
     "beta2": (math.log(1e-4), math.log(0.999)),
     "beta1": (math.log(1e-3), math.log(0.9999)),
     "epsilon": (math.log(1e-14), math.log(1.0)),
     "clip_norm": (math.log(1e-6), math.log(1.0)),
 }
 GRID, BISECTIONS, ROOTS = 10, 40, 2
-SOLVED = 1e-15  # relative error of a loss at which its root is found
-MOST = 12  # digits of a measured number
+SOLVED = 1e-15  # relative error of a loss at which the solver stops
+MOST = 12  # significant digits of a measured number
 
 
 def optimizer_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
-    """Return common settings, and the steps of single tensors as the first weights that are shown have them."""
+    """Return common settings, and per-tensor steps that explain the first weights that the port returned."""
     if case.settings is None:
         return []
     return [*_common_settings(case), *_by_tensor(case, shown)]
 
 
 def _common_settings(case: Case) -> Iterator[Mistake]:
-    """Yield settings that ports write into their code instead of those that are given."""
+    """Yield settings that ports often hard-code instead of using the given ones."""
     given = case.training
     betas = [{"beta1": one, "beta2": two} for one, two in product(*BETAS.values())]
     betas += [{name: value} for name, values in BETAS.items() for value in values]
@@ -60,7 +60,7 @@ def _common_settings(case: Case) -> Iterator[Mistake]:
 
 
 def _by_tensor(case: Case, shown: Arrays) -> Iterator[Mistake]:
-    """Yield hypotheses about tensors that move farther than others, less far, or not at all."""
+    """Yield hypotheses about tensors that move farther or less far than other tensors, or not at all."""
     usual, start = observed(TRUTH, case) or {}, case.load_weights()
     names = [name for name in start if not is_noise(name)]
     taps = {name: f"step 1 weight {name}" for name in names}
@@ -80,7 +80,7 @@ def _by_tensor(case: Case, shown: Arrays) -> Iterator[Mistake]:
         return
     factors = {name: best_factor(moved[name], x) for name, x in right.items()}
     far = {name: np.linalg.norm(moved[name] - factors[name] * x) for name, x in right.items()}
-    least = {name: 1e-15 * np.linalg.norm(start[name]) for name in names}  # the rounding of weights that move little
+    least = {name: 1e-15 * np.linalg.norm(start[name]) for name in names}  # rounding of weights that barely move
     if all(far[name] <= SAME * np.linalg.norm(right[name]) + least[name] for name in names):
         other = {name: factor for name, factor in factors.items() if abs(factor - 1.0) > 1e-7}
         if other and len(other) < len(names):
@@ -89,7 +89,7 @@ def _by_tensor(case: Case, shown: Arrays) -> Iterator[Mistake]:
 
 
 def _multiplied(factors: Mapping[str, float], every: list[str]) -> Iterator[Mistake]:
-    """Yield steps of some tensors multiplied by a factor each, zero for tensors that are never updated."""
+    """Yield bugs that multiply the steps of some tensors by a factor, which is zero for tensors that never move."""
     rounded = {name: float(f"{factor:.6g}") for name, factor in factors.items()}
     groups = {value: [name for name in rounded if rounded[name] == value] for value in rounded.values()}
     if len(groups) > GROUPS:
@@ -101,7 +101,7 @@ def _multiplied(factors: Mapping[str, float], every: list[str]) -> Iterator[Mist
     ]
     literal = repr(rounded).replace("{", "{{").replace("}", "}}")
     yield Mistake(" and ".join(words), "", formulas(theta=f"theta -= {literal}.get(name, 1.0) * step"))
-    if groups.keys() == {0.0}:  # a missing gradient changes the norm too, and with it clipping
+    if groups.keys() == {0.0}:  # a missing gradient also changes the gradient norm, and therefore clipping
         line = f"gradient = {{name: g * (name not in {list(rounded)!r}) for name, g in gradient.items()}}"
         yield Mistake(f"{of_group[0.0]} without a gradient in training", "", of_gradient(line))
 
@@ -112,7 +112,7 @@ def _median_ratio(moved: ndarray, right: ndarray) -> float:
 
 
 def _counters(case: Case, ratios: Mapping[str, float]) -> Iterator[Mistake]:
-    """Yield bias corrections with a different step for each tensor, as the first step shows."""
+    """Yield bias corrections with a different step for each tensor, as measured in the first step."""
     beta1, beta2 = case.training.beta1, case.training.beta2
     steps = np.arange(1, COUNTED)
     of_steps = (1.0 - beta1) / (1.0 - beta1**steps) * np.sqrt((1.0 - beta2**steps) / (1.0 - beta2))
@@ -134,19 +134,20 @@ def _counters(case: Case, ratios: Mapping[str, float]) -> Iterator[Mistake]:
     }.items():
         count = f"{T}\nt = {step} + {literal}.get(name, 1)"
         yield Mistake(
-            f"a counter of the bias corrections that increases with every tensor and {words}",
+            f"a bias-correction counter that increases with every tensor and {words}",
             "",
             formulas(m_hat=f"{count}\nm_hat = m / (1.0 - beta1**t)", v_hat="v_hat = v / (1.0 - beta2**t)"),
         )
 
 
 def measured_number(trials: Trials) -> Attempt | None:
-    """Return the one setting of the optimizer that explains every tensor of a case; None if there is none.
+    """Return a single optimizer setting that explains every tensor of a case; None if there is none.
 
-    In one case, a larger epsilon may do what a smaller clip norm does: one that holds in all cases is preferred.
+    In a single case, a larger epsilon can have the same effect as a smaller clip norm. A setting that holds in all
+    cases is preferred.
 
     Args:
-        trials: A case of training, with the port's tensors.
+        trials: A training case with the port's tensors.
     """
     case = trials.case
     if case.settings is None or case.restart or not any(" weight " in name for name in trials.names):
@@ -159,7 +160,7 @@ def measured_number(trials: Trials) -> Attempt | None:
 
 
 def _fitted(trials: Trials, name: str, step: int) -> Iterator[Attempt]:
-    """Yield values of a setting that lead to the port's loss in a step, if they explain all other tensors."""
+    """Yield values of a setting that lead to the port's loss in a step, if they also explain all other tensors."""
     case, truth, loss = trials.case, observed(TRUTH, trials.case) or {}, f"step {step} {LOSS}"
     norm = float(truth["step 1 norm of the gradient"])
 
@@ -179,9 +180,9 @@ def _fitted(trials: Trials, name: str, step: int) -> Iterator[Attempt]:
 
 
 def _confirmed(trials: Trials, name: str, value: float) -> Attempt | None:
-    """Return a measured number in as few digits as explain every tensor; None if it does not explain them.
+    """Return a measured number with the fewest digits that explain every tensor; None if it doesn't explain them.
 
-    If several hypotheses contain the number, one that holds in all other cases is preferred.
+    If multiple hypotheses contain the number, one that holds in all other cases is preferred.
     """
     usual = getattr(trials.case.training, name)
 
@@ -198,18 +199,18 @@ def _confirmed(trials: Trials, name: str, value: float) -> Attempt | None:
 
     if not explains(MOST):
         return None
-    shortest = rounded(next(filter(explains, range(1, MOST + 1))))  # without the error of the measurement
+    shortest = rounded(next(filter(explains, range(1, MOST + 1))))  # removes the measurement error
     choices = [instead_of_usual(shortest), *_of_clipping(name, shortest, usual)]
     return trials.run(next((one for one in choices if trials.holds_elsewhere(one)), choices[0]))
 
 
 def _of_clipping(name: str, value: float, usual: float) -> Iterator[Hypothesis]:
-    """Yield hypotheses of another clip norm where clipping is on: the same one, or a multiple."""
+    """Yield hypotheses that change the clip norm only if clipping is on: to a constant or to a multiple."""
     value, multiple = (float(f"{number:.10g}") for number in (value, value / usual))
     for words, other in (
         {
             f"a clip norm of {value:g}, if clipping is on": repr(value),
-            f"a clip norm that is {multiple:g} times as large": f"settings.clip_norm * {multiple!r}",
+            f"a clip norm multiplied by {multiple:g}": f"settings.clip_norm * {multiple!r}",
         }.items()
         if name == "clip_norm"
         else ()
@@ -220,7 +221,7 @@ def _of_clipping(name: str, value: float, usual: float) -> Iterator[Hypothesis]:
 
 
 def _roots(missed: Callable[[float], float], low: float, high: float, tolerance: float) -> Iterator[float]:
-    """Yield some points where a function changes its sign, by regula falsi with halved ends (Illinois)."""
+    """Yield points where a function changes its sign, using regula falsi with the Illinois modification."""
     grid = np.linspace(low, high, GRID).tolist()
     values = [missed(u) for u in grid]
     brackets = [i for i in range(GRID - 1) if values[i] * values[i + 1] < 0.0]

@@ -1,8 +1,8 @@
-"""The learning rate of each step of a port, measured.
+"""Measurement of a port's learning rate in each step.
 
-The direction of an Adam step does not depend on its learning rate. The weights after a step therefore show its rate,
-or if they are not shown, the loss of the next step does. The rates explain a port only if the reference, trained with
-these rates, reproduces all its losses and weights.
+The direction of an Adam step doesn't depend on its learning rate, so the weights after a step determine its rate. If
+the port doesn't return these weights, the loss of the next step determines it. The rates explain a port only if the
+reference, trained with these rates, reproduces all of its losses and weights.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from transformer_parity.transformer.stages.steps import shifted
 from transformer_spec.names import find
 
 Arrays = Mapping[str, ndarray]
-FITTED = 1e-8  # relative error of losses and weights that rounding of the measured rates stays below
-SOLVED = 1e-14  # relative error of a loss at which its rate is found
+FITTED = 1e-8  # relative tolerance for losses and weights that the measured rates reproduce
+SOLVED = 1e-14  # relative error of a loss at which the solver stops
 TRIES = 40  # iterations of the secant method
-FLOAT32 = 1e-6  # relative: rates that only rounding distinguishes
-LISTED = 5  # rates, or factors, in a sentence
+FLOAT32 = 1e-6  # relative difference below which two rates are equal up to rounding
+LISTED = 5  # number of rates or factors in a sentence
 
 
 def measured_rates(case: Case, shown: Arrays) -> list[float]:
-    """Return the learning rate of each step; nothing if rates do not explain every loss and every weight.
+    """Return the learning rate of each step; empty if no rates explain every loss and every weight.
 
-    Two rates may lead to the same loss. The one near the rate of the step before is tried first, then the one near the
-    same multiple of the schedule, and then the one near the schedule.
+    Two rates can lead to the same loss. The search first tries a rate near the rate of the previous step, then one near
+    the same multiple of the schedule, and then one near the schedule.
 
     Args:
-        case: A case of training.
+        case: A training case.
         shown: The port's tensors.
     """
     later_weights = [name for name in shown if " weight " in name and not name.startswith("step 1 ")]
@@ -60,7 +60,7 @@ def measured_rates(case: Case, shown: Arrays) -> list[float]:
 
 
 def _fitted(case: Case, shown: Arrays, usual: Sequence[float], guess: Callable[[list[float]], float]) -> list[float]:
-    """Return the rate of each step, each found near a guess from the rates before; nothing if none fits."""
+    """Return the rate of each step, each found near a guess based on earlier rates; empty if none is consistent."""
     weights = case.load_weights()
     model = Transformer.from_weights(case.config, weights, "float64")
     trainer, parameters = Trainer(model, case.training), {name: find(model, name) for name in weights}
@@ -93,7 +93,7 @@ def _fitted(case: Case, shown: Arrays, usual: Sequence[float], guess: Callable[[
             return []
         move(factor)
         if any(
-            not np.linalg.norm(parameters[name] - array) <= FITTED * np.linalg.norm(array)  # NaN too
+            not np.linalg.norm(parameters[name] - array) <= FITTED * np.linalg.norm(array)  # also true for NaN
             for name, array in after.items()
         ):
             return []
@@ -102,7 +102,7 @@ def _fitted(case: Case, shown: Arrays, usual: Sequence[float], guess: Callable[[
 
 
 def _projected(moved: Arrays, moves: Arrays) -> float:
-    """Return by which factor all weights moved farther than in some moves."""
+    """Return the factor by which all weights moved farther than in the given moves."""
     ours, theirs = (np.concatenate([np.ravel(one[name]) for name in moved]) for one in (moves, moved))
     return best_factor(theirs, ours) if ours.any() and ours.shape == theirs.shape else math.nan
 
@@ -114,7 +114,7 @@ def _loss(model: Transformer, batch: Arrays) -> float:
 
 
 def _solved(missed: Callable[[float], float], start: float, tolerance: float) -> float:
-    """Return where a function is zero, by the secant method; NaN if it finds no zero."""
+    """Return a zero of a function, found by the secant method; NaN if it doesn't converge."""
     one, other = start, start + 0.01
     at_one, at_other = missed(one), missed(other)
     for _ in range(TRIES):
@@ -128,17 +128,17 @@ def _solved(missed: Callable[[float], float], start: float, tolerance: float) ->
 
 
 def _usual(case: Case, step: int, factor: int = 1, shift: int = 0) -> float:
-    """Return the learning rate of step ``factor * n + shift``, for n = step; a second start counts from 1."""
+    """Return the learning rate of step ``factor * n + shift``, for n = step. After a restart, n counts from 1."""
     n = step - case.restart if case.restart and step > case.restart else step
     number = factor * n + shift
     return case.training.learning_rate(number, case.config.d_model) if number > 0 else 0.0
 
 
 def schedule_in_words(case: Case, rates: Sequence[float]) -> str:
-    """Return a sentence about measured learning rates, with as few numbers as possible; empty without rates.
+    """Describe measured learning rates with as few numbers as possible; empty without rates.
 
     Args:
-        case: The case of training.
+        case: The training case.
         rates: The rate of each step.
     """
     if not rates:
@@ -150,7 +150,7 @@ def schedule_in_words(case: Case, rates: Sequence[float]) -> str:
     for words, (factor, shift) in numbers.items():
         expected = [_usual(case, step, factor, shift) for step in range(1, len(rates) + 1)]
         if np.allclose(rates, expected, FLOAT32, rounding):
-            # If the rates are right, something else differs.
+            # If the rates are correct, something else causes the difference.
             return "" if words == "n" else f"step n uses settings.learning_rate({words}, d_model)"
     factors = [rate / _usual(case, step) for step, rate in enumerate(rates, 1)]
     by_factor, by_rate = _runs(factors), _runs(rates)
@@ -158,17 +158,17 @@ def schedule_in_words(case: Case, rates: Sequence[float]) -> str:
     if len(by_rate) < len(by_factor):
         first = next(step for step, factor in enumerate(factors, 1) if not math.isclose(factor, 1.0, rel_tol=FLOAT32))
         runs = [run for run in by_rate if run[2] >= first] if len(by_rate) > LISTED else by_rate
-        words, right = _listed(runs), f"right up to step {first - 1}, and " if runs != by_rate else ""
+        words, right = _listed(runs), f"correct up to step {first - 1}, and " if runs != by_rate else ""
     else:
         runs, words = by_factor, f"settings.learning_rate(n, d_model) times {_listed(by_factor)}"
     if len(runs) > LISTED:  # a wrong bias correction has the same effect
-        steps = f"its steps are {right}as long as with the rates {words}"
+        steps = f"its steps are {right}as large as with the learning rates {words}"
         return f"{steps}: the learning rate or a bias correction differs"
     return f"its learning rate is {right}{words}"
 
 
 def _runs(values: Sequence[float]) -> list[tuple[str, int, int]]:
-    """Return each value in digits that float32 does not change, with its first and its last step."""
+    """Return each value, with as many digits as float32 distinguishes, and its first and last step."""
     steps = enumerate((f"{value if abs(value) > FLOAT32 * max(values) else 0:.5g}" for value in values), 1)
     runs = [(value, [step for step, _ in some]) for value, some in groupby(steps, key=lambda one: one[1])]
     return [(value, some[0], some[-1]) for value, some in runs]

@@ -1,4 +1,4 @@
-"""What the tokens of a search show by themselves: the shortest sentence, and the penalty of what is repeated."""
+"""Search rules measured directly in the returned tokens: a minimum length and a repetition penalty."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_spec.config import TransformerConfig
 
-LISTED = 3  # the catalog contains minimum lengths up to this one
+LISTED = 3  # the bug catalog contains minimum lengths up to this value
 PENALTIES = [round(1.0 + hundredths / 100, 2) for hundredths in range(1, 201)]
-IN_PLACE = {  # what a repetition penalty changes: an expression
+IN_PLACE = {  # expressions for the scores to which a repetition penalty applies, by their name
     "logits": "False",
     "log-probabilities": "True",
     "logits, or log-probabilities in beam search": "ids.shape[1] > 1",  # as in Hugging Face
@@ -28,7 +28,7 @@ IN_PLACE = {  # what a repetition penalty changes: an expression
 
 
 def returned(case: Case, shown: Mapping[str, ndarray]) -> ndarray | None:
-    """Return the first hypothesis of each sentence [B, T], padded; None if no tokens are shown.
+    """Return the best hypothesis of each sentence [B, T], padded; None if the port returned no tokens.
 
     Args:
         case: A case with a search.
@@ -36,23 +36,23 @@ def returned(case: Case, shown: Mapping[str, ndarray]) -> ndarray | None:
     """
     if case.search is None or TOKENS not in shown or shown[TOKENS].ndim != 3:
         return None
-    ids = shown[TOKENS][:, 0].astype(np.int64) - 1  # -1 behind the last
-    if ids.max(initial=0) >= case.config.target_vocab_size:  # which no decoder can read
+    ids = shown[TOKENS][:, 0].astype(np.int64) - 1  # -1 after the last token
+    if ids.max(initial=0) >= case.config.target_vocab_size:  # the decoder would reject such an ID
         return None
     return np.where(ids < 0, case.config.pad_id, ids)
 
 
 def read_before(case: Case, ids: ndarray) -> ndarray:
-    """Return what the decoder reads before each token [B, T]: a start symbol, and the tokens before it."""
+    """Return the decoder input before each token [B, T]: the BOS token, followed by the preceding tokens."""
     plan = case.options.plan(case.config, case.inputs["source_ids"] != case.config.pad_id)
     return np.concatenate([np.full((len(ids), 1), plan.start_id), ids[:, :-1]], 1)
 
 
 def search_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]:
-    """Return the minimum length and the repetition penalties that the tokens show; nothing if they show none.
+    """Return the minimum length and the repetition penalties that explain the tokens; empty if there are none.
 
     Args:
-        case: The case, with a search.
+        case: A case with a search.
         shown: The port's tensors.
     """
     ids = returned(case, shown)
@@ -76,12 +76,12 @@ def search_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]
 
 
 def _fitted_penalty(case: Case, ids: ndarray, scores: ndarray) -> float | None:
-    """Return the roundest penalty under which a greedy search would return some tokens; None if there is none.
+    """Return the shortest decimal number with which a greedy search returns the given tokens; None if there is none.
 
     Args:
-        case: The case.
-        ids: The tokens [B, T].
-        scores: Those of every next token [B, T, V].
+        case: A case with a greedy search.
+        ids: The returned tokens [B, T].
+        scores: The scores of every next token [B, T, V].
     """
     config = case.config
     plan = case.options.plan(config, case.inputs["source_ids"] != config.pad_id)
@@ -100,19 +100,19 @@ def _fitted_penalty(case: Case, ids: ndarray, scores: ndarray) -> float | None:
 
 
 def before_the_end(ids: ndarray, config: TransformerConfig) -> ndarray:
-    """Return where ids hold a token, the end symbol included [B, T]: what comes after the first is of no interest."""
+    """Return a mask [B, T] of the tokens up to and including the first EOS; later tokens don't matter."""
     ended = np.isin(ids, (config.pad_id, config.eos_id)).cumsum(1)
     return (ended == 0) | ((ended == 1) & (ids == config.eos_id))
 
 
 def facts(case: Case, ids: ndarray, best: ndarray, departs: ndarray) -> list[str]:
-    """Say which rule of other searches holds in every place where a greedy search does not follow ``forward``.
+    """Return known search rules that hold at every token at which a greedy search differs from ``forward``.
 
     Args:
-        case: The case.
+        case: A case with a greedy search.
         ids: The tokens that the search returned [B, T].
         best: The tokens that ``forward`` prefers [B, T].
-        departs: Where the search departs from it: once in a sentence at most [B, T].
+        departs: Mask of the first token in each sentence at which the search differs from ``forward`` [B, T].
     """
     config, places = case.config, np.argwhere(departs).tolist()
     counts = before_the_end(ids, config)
@@ -127,7 +127,7 @@ def facts(case: Case, ids: ndarray, best: ndarray, departs: ndarray) -> list[str
         if all(repeats(sentence, n, best[sentence, n], size) for sentence, n in places):
             said = f"the token that `forward` prefers would repeat a {words} {everywhere}"
             if not any(repeats(sentence, n, ids[sentence, n], size) for sentence, n in np.argwhere(counts).tolist()):
-                found = [f"{said}, and no sentence that the search returns repeats one"]
+                found = [f"{said}, and no returned sentence repeats one"]
                 break
             if size == 1:
                 found = [said]
@@ -137,5 +137,5 @@ def facts(case: Case, ids: ndarray, best: ndarray, departs: ndarray) -> list[str
         found.append(f"the search ends the sentence {everywhere}{', at the maximum length' if at_limit else ''}")
     if all(best[place] == config.eos_id for place in map(tuple, places)):
         shortest = counts.sum(1).min()
-        found.append(f"`forward` would end the sentence {everywhere}, and the search ends none before token {shortest}")
+        found.append(f"`forward` would end the sentence {everywhere}, but the search ends none before token {shortest}")
     return found

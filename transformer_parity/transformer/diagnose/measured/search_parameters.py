@@ -1,4 +1,4 @@
-"""Numbers of a search that a port may have replaced: the size of its beam, its penalty, its limits, and its window."""
+"""Search parameters that a port may have replaced: beam size, length penalty, maximum length, and attention window."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from transformer_parity.transformer.mistakes.mistake import Edits, Mistake
 from transformer_parity.transformer.mistakes.search import penalised, planned
 from transformer_parity.transformer.mistakes.unplanted.search import seen
 
-WIDEST = 10  # hypotheses of a beam whose size is a constant
+WIDEST = 10  # largest constant beam size to try
 ALPHAS = [tenths / 10 for tenths in range(1, 21)]
 PENALTIES = {"gnmt": "((5.0 + {n}) / 6.0) ** {alpha}", "power": "(1.0 * {n}) ** {alpha}"}
 LENGTHS = {
-    "n without the end symbol": "__import__('numpy').maximum(n - 1, 1)",
-    "n with the start symbol": "(n + 1)",
+    "where n excludes the EOS token": "__import__('numpy').maximum(n - 1, 1)",
+    "where n includes the BOS token": "(n + 1)",
 }
 MOST = "__import__('numpy').minimum(plan.limits, {})"
 PADDED, SOURCES = "source_mask.shape[1]", "source_mask.sum(1)"
@@ -30,18 +30,18 @@ PADDED, SOURCES = "source_mask.shape[1]", "source_mask.sum(1)"
 
 @dataclass(frozen=True)
 class Parameter:
-    """A number of a search that a port may have replaced.
+    """A search parameter that a port may have replaced.
 
     Attributes:
-        words: The name of the mistake, with braces for the number.
-        edits: The edits of the reference for each value, in rising order of the values.
+        words: Name of the bug, with braces for the value.
+        edits: Edits of the reference for each value, in ascending order of the values.
     """
 
     words: str
     edits: Mapping[Any, Edits]
 
     def named(self, values: Sequence[float]) -> Mistake:
-        """Return the mistake of all values that are the same here, with the roundest one's edits."""
+        """Return a bug named after all values that are equivalent here, with the edits of the shortest value."""
         every = list(self.edits)
         first, last = every.index(values[0]), every.index(values[-1])
         is_range = len(values) > 2 and last - first + 1 == len(values)
@@ -50,11 +50,11 @@ class Parameter:
 
 
 def fitting_parameters(trials: Trials, kinds: Sequence[Trials]) -> Iterator[list[Attempt]]:
-    """Yield, for each selection of other cases, one hypothesis for each number that explains what a port returned.
+    """Yield, for each selection of other cases, the parameters that explain the tokens that the port returned.
 
     Args:
-        trials: A case of a search.
-        kinds: The same case, with the other cases that a hypothesis has to reproduce.
+        trials: A case with a search.
+        kinds: The same case, each with a selection of other cases that a hypothesis must reproduce.
     """
     exact = [
         (parameter, {value: one for value in parameter.edits if (one := _reproduced(trials, parameter, value))})
@@ -75,7 +75,7 @@ def _reproduced(trials: Trials, parameter: Parameter, value: float) -> Attempt |
 
 
 def parameters(case: Case, shown: Mapping[str, ndarray]) -> list[Parameter]:
-    """Return every number that may be wrong in a search, with the values that its tokens leave possible."""
+    """Return every search parameter that may be wrong, with the values that are consistent with the tokens."""
     ids = returned(case, shown)
     if ids is None:
         return []
@@ -90,11 +90,11 @@ def _beams(size: int) -> Iterator[Parameter]:
         return planned(f"plan = plan if search.beam_size is None else plan._replace(beam_size={expression})")
 
     capped = {value: sized(f"min(plan.beam_size, {value})") for value in range(2, size)}
-    yield Parameter("a beam of {} hypotheses at most", capped)
+    yield Parameter("a beam size of at most {}", capped)
     fixed = {value: sized(f"{value}") for value in range(2, WIDEST + 1) if value != size}
-    yield Parameter("a beam of {} hypotheses, regardless of beam_size", fixed)
-    yield Parameter("a beam of {} times its size", {value: sized(f"{value} * plan.beam_size") for value in (2, 3)})
-    yield Parameter("a beam wider by {}", {value: sized(f"plan.beam_size + {value}") for value in (1, 2)})
+    yield Parameter("a beam size of {}, regardless of beam_size", fixed)
+    yield Parameter("a beam size of {} * beam_size", {value: sized(f"{value} * plan.beam_size") for value in (2, 3)})
+    yield Parameter("a beam size of beam_size + {}", {value: sized(f"plan.beam_size + {value}") for value in (1, 2)})
 
 
 def _penalties(alpha: float) -> Iterator[Parameter]:
@@ -114,7 +114,7 @@ def _penalties(alpha: float) -> Iterator[Parameter]:
 
 
 def limited(limits: str) -> Edits:
-    """Return edits that replace the maximum lengths of a search by an expression."""
+    """Return edits that replace the maximum lengths of a search with an expression."""
     return planned(
         f"limits = __import__('numpy').maximum({limits}, 1)",
         "plan = plan._replace(limits=limits, penalties=search._penalties(int(limits.max())))",
@@ -127,8 +127,8 @@ def _limits(case: Case, ids: ndarray) -> Iterator[Parameter]:
     padded, limit = is_source.shape[1], int(case.options.plan(config, is_source).limits.max())
     lengths = (ids != config.pad_id).sum(1)
     longest, is_cut = int(lengths.max(initial=1)), ~(ids == config.eos_id).any(1)
-    yield Parameter("a maximum length greater by {}", {1: limited("plan.limits + 1"), 2: limited("plan.limits + 2")})
-    yield Parameter("a maximum length less by {}", {1: limited("plan.limits - 1"), 2: limited("plan.limits - 2")})
+    yield Parameter("a maximum length larger by {}", {1: limited("plan.limits + 1"), 2: limited("plan.limits + 2")})
+    yield Parameter("a maximum length smaller by {}", {1: limited("plan.limits - 1"), 2: limited("plan.limits - 2")})
     if longest == limit:
         return
     bound = "at most " if longest < limit else ""
@@ -136,21 +136,21 @@ def _limits(case: Case, ids: ndarray) -> Iterator[Parameter]:
     yield Parameter(f"a maximum length of {bound}{{}}", {longest: limited(most.format(longest))})
     more = longest - padded
     yield Parameter(
-        f"a maximum length of {bound}the longest source's, plus {{}}",
+        f"a maximum length of {bound}the longest source length plus {{}}",
         {more: limited(most.format(f"{PADDED} + {more}"))},
     )
     each = np.unique((lengths - is_source.sum(1))[is_cut & (lengths != limit)]).tolist()
     if len(each) == 1:
         own = {each[0]: limited(most.format(f"{SOURCES} + {each[0]}"))}
-        yield Parameter(f"a maximum length of {bound}each source's, plus {{}}", own)
+        yield Parameter(f"a maximum length of {bound}the length of each source plus {{}}", own)
     if longest % padded == 0:
         times = longest // padded
         many = {times: limited(most.format(f"{times} * {PADDED}"))}
-        yield Parameter(f"a maximum length of {bound}{{}} times the longest source's", many)
+        yield Parameter(f"a maximum length of {bound}{{}} times the longest source length", many)
 
 
 def _window(case: Case, ids: ndarray) -> Parameter:
-    """Return the windows of self-attention: greedy search shows by its first wrong token that they are no longer."""
+    """Return the attention windows to try. The first wrong token of a greedy search limits their size."""
     last = ids.shape[1]
     usual = observed(TRUTH, case)
     expected = None if usual is None else returned(case, usual)
@@ -158,4 +158,4 @@ def _window(case: Case, ids: ndarray) -> Parameter:
         last = int(np.argmax((expected != ids).any(0)))
     inside = "np.arange(cache.length + 1) > cache.length - {}"
     sizes = {size: seen(inside.format(size)) for size in range(1, last + 1)}
-    return Parameter("cached steps that see the last {} positions only", sizes)
+    return Parameter("cached steps that attend to only the last {} positions", sizes)

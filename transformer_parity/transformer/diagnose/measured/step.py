@@ -1,9 +1,9 @@
-"""Numbers that a port's tensors show without a search: learning rate, weight decay, wavelengths and positions.
+"""Numbers measured directly in a port's tensors: learning rate, weight decay, wavelengths, and position encodings.
 
-Adam's first step doesn't depend on the size of a gradient. If every weight moves the right way and too far by one
-factor, the learning rate of that step is wrong by this factor. Unlike ``schedule``, which measures every rate and names
-none of its causes, this module names a constant rate, a factor, and a different warm-up. It also measures the first
-step of a port in which something besides the rates is wrong.
+Adam's first step doesn't depend on the scale of the gradient. If every weight moves in the right direction, but too far
+by the same factor, the learning rate of that step is wrong by this factor. ``schedule`` measures the rate of every step
+without naming a cause. In contrast, this module recognizes a constant rate, a constant factor, and a different warmup.
+It also measures the first step of ports that differ in more than the rates.
 """
 
 from __future__ import annotations
@@ -32,62 +32,62 @@ from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_spec.config import TransformerConfig
 
 Arrays = Mapping[str, ndarray]
-SURE = 1e-4  # relative: a change of a weight this far from rounding in float64
-ROUNDED = 1e-6  # relative: rates of float32 are off by less
-SCHEDULE = "look at the learning rate, which is settings.learning_rate(step, d_model)"
+SURE = 1e-4  # relative residual of a measured factor; float64 rounding leaves far less
+ROUNDED = 1e-6  # relative tolerance for rates that a port computes in float32
+SCHEDULE = "check the learning rate, which must be settings.learning_rate(step, d_model)"
 RATE, FIRST_RATE = (f"settings.learning_rate({step}, config.d_model)" for step in ("n", "1"))
-DECAYED = 1e-6  # relative: rounding of a small difference between weights leaves less
-ANGLE = 1e-3  # the largest error of a sine whose angle is computed in float32, at 10,000 positions
-ADDED = 1e-14  # relative: rounding of a sum in float64 leaves less, and numbers of float32 are 1e-8 apart
-ANGLES = 6  # channels whose angles are listed
-DIGITS = 12  # of a factor that is measured: rounding leaves so many
+DECAYED = 1e-6  # relative tolerance for small differences between weights, which rounding affects most
+ANGLE = 1e-3  # largest error of a sine whose angle is computed in float32, at 10,000 positions
+ADDED = 1e-14  # relative rounding error of a float64 sum; float32 numbers are 1e-8 apart
+ANGLES = 6  # number of channels whose angles are listed
+DIGITS = 12  # significant digits of a measured factor; rounding affects later digits
 
 
 def rate_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
-    """Return which schedules would yield the rate of the first step; none where it is right, or cannot be measured."""
+    """Return the schedules that yield the rate of the first step; empty if it is correct, or can't be measured."""
     factor = _move_factors(case, shown)[0]
     if not math.isfinite(factor) or factor <= 0.0 or abs(factor - 1.0) <= ROUNDED:
         return []
     settings = case.training
     first = factor * settings.learning_rate(1, case.config.d_model)
     found = {
-        f"{RATE} * {factor:.{DIGITS}g}": f"a learning rate that is {factor:.6g} times as large",
+        f"{RATE} * {factor:.{DIGITS}g}": f"a learning rate multiplied by {factor:.6g}",
         f"{FIRST_RATE} * {factor:.{DIGITS}g}": f"a constant learning rate of {first:.6g}",
     }
     warmup = settings.warmup_steps * factor ** (-2.0 / 3.0)
     if round(warmup) >= 1 and math.isclose(warmup, round(warmup), rel_tol=1e-6):
         other = f"type(settings)(**{{**vars(settings), 'warmup_steps': {round(warmup)}}})"
-        words = f"a learning rate that warms up over {round(warmup)} steps, in place of {settings.warmup_steps}"
+        words = f"a learning rate that warms up over {round(warmup)} steps instead of {settings.warmup_steps}"
         found[RATE.replace("settings", other)] = words
     return [Mistake(name, "", rate(new)) for new, name in found.items()]
 
 
 def first_step_in_words(case: Case, shown: Arrays) -> str:
-    """Say by which factor the first step is too long; empty if it is not, or if that cannot be measured."""
+    """Return by which factor the first step is too long; empty if its length is correct or can't be measured."""
     first, *later = _move_factors(case, shown)
     if not math.isfinite(first) or abs(first - 1.0) <= ROUNDED or first <= 0.0 or _losses_agree(case, shown):
         return ""
-    factor = f"step 1 moves every weight the right way and {written(first)} times as far as it should"
+    factor = f"step 1 moves every weight in the right direction, but {written(first)} times as far as the reference"
     if any(abs(moved - first) > 0.005 for moved in later):
-        listed = ", ".join(f"{moved:.2g} after {step}" for step, moved in zip(SNAPSHOTS[1:], later, strict=True))
+        listed = ", ".join(f"{moved:.2g} times after {step}" for step, moved in zip(SNAPSHOTS[1:], later, strict=True))
         factor += f" (about {listed} steps)"
-    cause = "the factor is different in later steps"
+    cause = "the factor differs in later steps"
     if all(math.isclose(moved, first, rel_tol=0.2) for moved in later):
         cause = SCHEDULE
     return f"in {case.name}, {factor}: {cause}"
 
 
 def _losses_agree(case: Case, shown: Arrays) -> bool:
-    """Whether all losses are right: then the weights that are shown are not those that are trained."""
+    """Whether all losses are correct. If so, the returned weights are not the weights that are trained."""
     usual = observed(TRUTH, case) or {}
     names = [name for name in usual if name.endswith(" loss") and name in shown]
     return bool(names) and all(math.isclose(shown[name], usual[name], rel_tol=SAME) for name in names)
 
 
 def _move_factors(case: Case, shown: Arrays) -> list[float]:
-    """Return how many times as far as they should the weights have moved, after each of some steps.
+    """Return the factor by which the weights moved too far, after each snapshot step.
 
-    The first is NaN where it is not the same for all weights; the others are means.
+    The first factor is NaN if it isn't the same for all weights. Later factors are means over the weights.
     """
     usual, start = observed(TRUTH, case) or {}, case.load_weights() if case.settings is not None else {}
     found = []
@@ -102,7 +102,7 @@ def _move_factors(case: Case, shown: Arrays) -> list[float]:
         )
         factor = best_factor(actual, expected)
         weights = np.concatenate([np.ravel(usual[tap]) for tap in names.values()])
-        rounding = np.finfo(np.float64).eps * np.linalg.norm(weights)  # of weights that move little
+        rounding = np.finfo(np.float64).eps * np.linalg.norm(weights)  # matters for weights that barely move
         far = np.linalg.norm(actual - factor * expected)
         same = far <= max(SAME * np.linalg.norm(actual), rounding) and far < SURE * np.linalg.norm(actual)
         found.append(factor if same or step > 1 else math.nan)
@@ -110,14 +110,14 @@ def _move_factors(case: Case, shown: Arrays) -> list[float]:
 
 
 def decay_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]:
-    """Return weight decay with the coefficient that the first step shows; nothing if it shows none.
+    """Return weight decay with the coefficient measured in the first step; empty if there is none.
 
     Args:
-        case: The case, with optimizer steps.
+        case: A case with optimizer steps.
         shown: The port's tensors.
     """
     usual = (observed(TRUTH, case) or {}) if case.settings is not None else {}
-    parts: dict[bool, list[float]] = {True: [], False: []}  # whether a parameter is a matrix
+    parts: dict[bool, list[float]] = {True: [], False: []}  # True for matrices, False for vectors
     for name, array in case.load_weights().items() if usual else ():
         tap, weight = f"step 1 weight {name}", array.astype(np.float64)
         if tap not in shown or tap not in usual or shown[tap].shape != weight.shape:
@@ -132,19 +132,19 @@ def decay_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]:
         return []
     where, but_which = "1.0", ""
     if np.allclose(parts[False], 0.0, 0.0, 1e-3 * part):
-        where, but_which = MATRICES, ", not of biases and norms"
+        where, but_which = MATRICES, ", except for biases and norms"
     elif not np.allclose(parts[False], part, 1e-3, 0.0):
         return []
     value = f"{part / case.training.learning_rate(1, case.config.d_model):.6g}"
     per_step = f"weight decay of {part:.6g} per step, regardless of the learning rate{but_which}"
     found = [Mistake(per_step, "", reduced_by(f"{part:.6g}", where))]
-    if value != "0.01":  # the catalog contains this value
+    if value != "0.01":  # the bug catalog contains this value
         found.append(Mistake(f"decoupled weight decay of {value}{but_which}", "", decoupled(value, where)))
     return found
 
 
 def wavelength_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
-    """Return the base of the wavelengths that the second position of the source shows; nothing if it shows none."""
+    """Return the wavelength base measured at the second source position; empty if there is none."""
     tap, usual, m = "source_embedding.output", observed(TRUTH, case) or {}, case.config.d_model // 2
     if case.stage != ACTIVATIONS or tap not in usual or tap not in shown or shown[tap].shape != usual[tap].shape:
         return []
@@ -174,7 +174,7 @@ def _encoding(config: TransformerConfig, length: int) -> ndarray:
 
 
 def float32_positions(trials: Trials, first: str, port: str) -> str:
-    """Say whether the position encoding consists of float32 numbers; empty if it doesn't, or if it can't be told."""
+    """Report a position encoding with only float32 precision; empty if there is none, or if it can't be determined."""
     config, usual = trials.case.config, observed(TRUTH, trials.case)
     if not first.endswith("_embedding.output") or usual is None or not _adds_sines(config):
         return ""
@@ -182,34 +182,32 @@ def float32_positions(trials: Trials, first: str, port: str) -> str:
     if actual.shape != wanted.shape or not np.abs(actual - wanted).max() <= ANGLE:
         return ""
     added = actual - wanted + _encoding(config, wanted.shape[1])
-    rounded = np.where(actual == wanted, added, added.astype(np.float32))  # padding has the reference's values
+    rounded = np.where(actual == wanted, added, added.astype(np.float32))  # padding contains the reference's values
     if not np.abs(added - rounded).max() <= ADDED * np.abs(wanted).max():
         return ""
-    return f"the positions that {port} adds at {first} are float32 numbers: compute angles and sines in float64"
+    return f"the position encoding that {port} adds at {first} has only float32 precision: compute it in float64"
 
 
 def embedding_factor(trials: Trials, first: str, port: str) -> str:
-    """Return a sentence about the factor of the embeddings, apart from the positions; empty if they have none."""
+    """Report a wrong factor of the embeddings, measured separately from the positions; empty if there is none."""
     config, usual = trials.case.config, observed(TRUTH, trials.case)
     if not first.endswith("_embedding.output") or usual is None or not _adds_sines(config):
         return ""
     actual, wanted = trials.actual[first], usual[first]
     if actual.shape != wanted.shape:
         return ""
-    differs = (actual != wanted).any(-1)  # padding has the reference's values
+    differs = (actual != wanted).any(-1)  # padding contains the reference's values
     encoding = np.broadcast_to(_encoding(config, wanted.shape[1]), wanted.shape)[differs]
     embedded, right = actual[differs] - encoding, wanted[differs] - encoding
     ratio = best_factor(embedded, right)
     if not is_close(embedded, ratio * right):
         return ""
     words = factor_in_words(ratio, config)
-    return (
-        f"the embeddings to which {port} adds positions at {first} are {written(ratio)} times as large as right{words}"
-    )
+    return f"before {port} adds positions at {first}, its embeddings are {written(ratio)} times the correct ones{words}"
 
 
 def position_angles(trials: Trials, first: str, port: str) -> str:
-    """Return a sentence about the angles of the position encoding; empty if it has no sines and cosines."""
+    """Report wrong angles of the position encoding; empty if it doesn't consist of sines and cosines."""
     config, usual, case = trials.case.config, observed(TRUTH, trials.case), trials.case
     side = first.partition("_")[0]
     if not first.endswith("_embedding.output") or usual is None or not _adds_sines(config) or config.position_offset:
@@ -230,7 +228,7 @@ def position_angles(trials: Trials, first: str, port: str) -> str:
         return ""
     exponents, usually = (np.abs((-np.log(one) / np.log(10000.0) * config.d_model).round(6)) for one in (angles, right))
     listed, instead = (", ".join(f"{exponent:.3g}" for exponent in one[:ANGLES]) for one in (exponents, usually))
-    found = f"the positions n that {port} adds at {first} have the angles n / 10000^(k / d_model)"
-    if np.ptp(exponents - usually) < 1e-6:  # positions that are multiplied have other causes
+    found = f"for position n, {port} adds sines and cosines at {first} with the angles n / 10000^(k / d_model)"
+    if np.ptp(exponents - usually) < 1e-6:  # angles that are all scaled by one factor have different causes
         return ""
-    return f"{found}, with k = {listed}, ... in place of {instead}, ..."
+    return f"{found}, where k = {listed}, ... instead of {instead}, ..."
