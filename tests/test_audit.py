@@ -193,10 +193,10 @@ def test_a_port_that_writes_to_its_inputs_is_named(kind, name):
 @pytest.mark.parametrize(
     ("reference", "hint"),
     [
-        ("package/sub/port.py:X", "name a module, with dots and without .py: package.sub.port:X"),
-        ("./port.py:X", "name a module, with dots and without .py: port:X"),
-        ("/folder/port.py:X", "name a module, run in /folder: port:X"),
-        ("no_such_module.py:X", "name a module, with dots and without .py: no_such_module:X"),
+        ("package/sub/port.py:X", "use a module name, with dots and without .py: package.sub.port:X"),
+        ("./port.py:X", "use a module name, with dots and without .py: port:X"),
+        ("/folder/port.py:X", "use a module name and run in /folder: port:X"),
+        ("no_such_module.py:X", "use a module name, with dots and without .py: no_such_module:X"),
         ("json.port:X", f"'json' was imported from {json.__file__}"),
         ("json:X", f"module 'json' has no 'X'; 'json' was imported from {json.__file__}"),
     ],

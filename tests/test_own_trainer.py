@@ -267,7 +267,7 @@ def test_parts_of_parameters_agree_and_copies_do_not(monkeypatch, tmp_path):
     assert failing("sharded:Sharded", "fsdp=2") == {}
     said = "a device must hold about 50% of all numbers: one holds 100%"
     assert failing("sharded:Replicated", "fsdp=2") == {"plain what is divided": said, "uneven what is divided": said}
-    said = "it has no parameters_per_device()"
+    said = "it does not define parameters_per_device()"
     assert failing("ddp_port:MyPort", "fsdp=2") == {"plain ": said, "uneven ": said}
 
 
@@ -296,7 +296,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "plan", "at", "said"),
     [
-        ("Alone", "data=2", "", "it has no gradients()"),
+        ("Alone", "data=2", "", "it does not define gradients()"),
         ("Reference", "fsdp=2", "", "no parts of parameters"),
         ("Apart", "data=2", REPLICAS, "parameters differ between devices that have the same part"),
         ("Nothing", "data=2", ROWS, "process 0 trains by itself: its gradient contains no row of another process"),
@@ -304,7 +304,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
         ("Nothing", "fsdp=2,tensor=2", DIVIDED, "a device must hold about 27% of all numbers: one holds 100%"),
         ("Nothing", "tensor=2", DIVIDED, "a device must hold about 53% of all numbers: one holds 100%"),
         ("OneDevice", "data=2", DIVIDED, "must return 2 numbers in all processes together: got 1"),
-        ("Uncounted", "data=2", "", "it has no parameters_per_device()"),
+        ("Uncounted", "data=2", "", "it does not define parameters_per_device()"),
     ],
 )
 def test_ports_that_are_not_distributed_fail(monkeypatch, tmp_path, kind, plan, at, said):

@@ -107,9 +107,9 @@ def test_one_test_per_case_and_dtype_and_skips_that_say_why(write, start):
         [*names, f"*collected {N + N32 + 2 + 1 + OTHERS} items*", "parity::MyPort-float64-steps/port SKIPPED*"]
     )
     for reason in (
-        "it has no gradients()",
-        "it has no train_step()",
-        "a cache is not asked of a port; it has no generate",
+        "it does not define gradients()",
+        "it does not define train_step()",
+        "user ports do not expose a cache; it does not define generate",
     ):
         assert reason in result.stdout.str()
 
@@ -181,7 +181,7 @@ WRONG = {
     "logits[0, 0, :3] = np.nan": "output: 3 of 1036 values are NaN or infinite",
     "logits = logits.astype(np.float32)": "output: dtype must be float64: got float32",
     "return logits.tolist()": "float64 full/padded: TypeError: a port must return NumPy arrays",
-    "tap('logit', logits)": "ValueError: there is no tap 'logit'",
+    "tap('logit', logits)": "ValueError: unknown tap 'logit'",
     "source_ids += 1": "ValueError: output array is read-only",
     "raise SystemError('no memory')": "SystemError: no memory",
 }
@@ -292,13 +292,15 @@ def test_what_was_asked_for_must_have_been_compared(write, run):
     chosen = sum(case.stage in ("gradients", "steps") for case in CASES)
     assert outcomes(result) == {"skipped": chosen, "deselected": N + 2 + OTHERS - chosen}
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["INCOMPLETE: MyPort: gradients: nothing was compared (it has no gradients()*"])
+    result.stdout.fnmatch_lines(
+        ["INCOMPLETE: MyPort: gradients: nothing was compared (it does not define gradients()*"]
+    )
     assert "MyPort: decode" not in result.stdout.str()  # which was deselected
     searches = run("--parity-stage=decode")
     assert searches.ret == pytest.ExitCode.TESTS_FAILED
     result = searches.stdout.str()
     assert "INCOMPLETE: MyPort: decode: nothing was compared (" in result
-    assert "it has no generate" in result
+    assert "it does not define generate" in result
     write(more=EXPORT + SEARCH)
     everything = run("--parity-stage=activations,decode")
     assert (everything.ret, outcomes(everything)) == (
