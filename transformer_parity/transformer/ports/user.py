@@ -152,7 +152,7 @@ class Port:
         ``((5 + length) / 6)**length_penalty``, and follow these rules:
 
         - At each step, a hypothesis only finishes if its EOS continuation is among the ``beam_size`` most likely
-          continuations. Of the remaining continuations, the ``beam_size`` most likely ones stay in the beam.
+          continuations. The beam keeps the ``beam_size`` most likely of the remaining continuations.
         - Hypotheses that are truncated at ``max_length`` compete with finished ones.
         - The search for a sequence stops when none of its unfinished hypotheses could beat the best finished one, even
           if all further tokens up to ``max_length`` had probability 1.
