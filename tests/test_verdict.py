@@ -326,7 +326,10 @@ def test_the_reason_is_that_of_the_cases_that_are_missing():
 
 
 def test_a_case_that_does_not_exist_cannot_be_left_out():
-    with pytest.raises(ValueError, match="left_out of Misspelt: 'decode/port_beem' is no case: known are full/padded"):
+    with pytest.raises(
+        ValueError,
+        match="left_out of Misspelt must contain names of cases: got 'decode/port_beem'; the cases are full/padded",
+    ):
         verdict_of(Misspelt)
 
 
