@@ -55,12 +55,7 @@ def standard_cases() -> list[Case]:
 
 
 def preset_case(preset: str, *, thorough: bool = False) -> Case:
-    """Return a case that runs the full model of a preset at a small size.
-
-    Args:
-        preset: Name of the preset.
-        thorough: True to run all dtypes and the fast path as well.
-    """
+    """Return a small full-model case for a preset. ``thorough`` adds all dtypes and the fast path."""
     # The presets of implementations differ in conventions, not in sizes, so they all use the same small sizes.
     config = tiny(preset, d_v=8) if preset in IMPLEMENTATIONS else shrunk(preset)
     dtypes = ALL_DTYPES if thorough else ("float64", "float32")
