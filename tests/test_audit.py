@@ -52,7 +52,7 @@ def fates(mistake: str) -> dict[str, tuple[str, str]]:
         ("key bias missing", f"{ATTENTION}.key_proj.bias", INITIAL, "in its place is zero"),
         ("output bias missing", "output_proj.bias", INITIAL, "in its place is zero"),
         (
-            "one layer many times",
+            "first layer used for all layers",
             "encoder.layers.1.feed_forward.inner_proj.kernel",
             REPLACED,
             "in its place is encoder.layers.0.feed_forward.inner_proj.kernel",
@@ -149,7 +149,7 @@ def test_a_weight_that_is_not_given_and_dropout_that_is_on_are_random():
 
 
 def test_what_is_in_the_place_of_a_weight_is_a_hypothesis():
-    planned = next(known for known in MISTAKES if known.name == "one layer many times")
+    planned = next(known for known in MISTAKES if known.name == "first layer used for all layers")
     suspect = as_mistake(audit(planted(planned, "numpy"), CASES[planned.case], Placement("float64")))
     weights = CASES[planned.case].load_weights()
     changed = suspect.convert(weights)
