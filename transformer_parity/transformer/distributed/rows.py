@@ -28,8 +28,7 @@ def rows_problem(probe: Probe, plan: Plan, seen: Sequence[Seen]) -> str:
 
     Args:
         probe: The run, with the config of the port.
-        plan: The parallelism plan. ``tensor`` varies fastest in the order of the processes, then ``fsdp``, then
-            ``data``.
+        plan: The parallelism plan. Processes are numbered in row-major order over ``data``, ``fsdp`` and ``tensor``.
         seen: Results of each process.
     """
     batches = [own_batch(probe, share) for share in range(plan.shares)]

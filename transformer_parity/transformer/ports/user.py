@@ -119,16 +119,16 @@ class Port:
         raise NotImplementedError
 
     def distribute(self, plan: Plan) -> None:
-        """Distribute the training of this model over the devices of ``plan``, by default ``data=2``.
+        """Distribute the training of this model over the devices of ``plan``.
 
-        After this call, all processes call ``gradients``, ``train_step`` and ``export_weights`` together. Every process
-        receives the full batch but must read only the rows of its shard, in any order. The remaining rows may differ
-        between processes, unless the processes differ only in their ``tensor`` index. Each process returns the results
-        for the full batch: the loss per target token over all processes, the reduced gradient before clipping, and
-        unsharded parameters.
+        The default plan is ``data=2``. After this call, all processes call ``gradients``, ``train_step`` and
+        ``export_weights`` together. Every process receives a full batch but must read only the rows of its shard. Your
+        engine may assign the rows to shards in any order. The remaining rows may differ between processes, unless the
+        processes differ only in their ``tensor`` index. Each process returns the results for the full batch: the loss
+        per target token over all processes, the reduced gradient before clipping, and unsharded parameters.
 
         The environment contains the same variables as with torchrun: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
-        MASTER_PORT. The last axis varies fastest in the order of the ranks: ``data``, ``fsdp``, ``tensor``. A process
+        MASTER_PORT. Ranks are numbered in row-major order over the axes ``data``, ``fsdp`` and ``tensor``. A process
         may call ``load`` and ``distribute`` more than once. Raise a ValueError if you don't support the plan.
         """
         raise NotImplementedError
@@ -152,7 +152,7 @@ class Port:
         ``((5 + length) / 6)**length_penalty``, and follow these rules:
 
         - At each step, a hypothesis only finishes if its EOS continuation is among the ``beam_size`` most likely
-          continuations. The beam keeps the ``beam_size`` most likely of the remaining continuations.
+          continuations. The beam keeps the ``beam_size`` most likely continuations without EOS.
         - Hypotheses that are truncated at ``max_length`` compete with finished ones.
         - The search for a sequence stops when none of its unfinished hypotheses could beat the best finished one, even
           if all further tokens up to ``max_length`` had probability 1.
