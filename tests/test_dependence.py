@@ -38,12 +38,12 @@ def test_every_model_of_our_cases_depends_on_its_inputs_and_weights():
 LOGITS = "the logits do not depend on"
 UNTIED, LEARNED = {"tie_embeddings": "none"}, {"position_encoding": "learned"}
 BLIND = [
-    ({}, ".", f"{LOGITS} which tokens the source has"),
-    ({}, "cross_attention.output_proj", f"{LOGITS} which tokens the source has"),
-    ({}, "^source_embedding", f"{LOGITS} which tokens the source has"),
-    (UNTIED, "^target_embedding", f"{LOGITS} which tokens the target has"),
+    ({}, ".", f"{LOGITS} the source tokens"),
+    ({}, "cross_attention.output_proj", f"{LOGITS} the source tokens"),
+    ({}, "^source_embedding", f"{LOGITS} the source tokens"),
+    (UNTIED, "^target_embedding", f"{LOGITS} the target tokens"),
     (LEARNED, "^source_position", f"{LOGITS} the order of the source"),
-    ({"d_model": 2, "num_heads": 1}, "^$", f"{LOGITS} whether padding is masked"),
+    ({"d_model": 2, "num_heads": 1}, "^$", f"{LOGITS} the padding mask"),
     ({}, r"self_attention\.|feed_forward\.|query_proj|key_proj", "32 of 61 weights do not affect the loss, including"),
     ({"target_vocab_size": 2, "eos_id": 1, **UNTIED}, "^$", "target_vocab_size must be at least 3"),
 ]

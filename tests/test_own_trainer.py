@@ -56,7 +56,7 @@ MISTAKES = {  # by what is said: what is compared, and edits of the example
         "rows of each process",
         [("self.trainer.train_step(*self._own_rows(batch))", "self.trainer.train_step(*map(torch.tensor, batch))")],
     ),
-    "alone: not reduced": ("the whole gradient", [(WRAPPED, "self.model = model"), (SCALE, "(total / tokens)")]),
+    "contributes: not reduced": ("the whole gradient", [(WRAPPED, "self.model = model"), (SCALE, "(total / tokens)")]),
     "all gradients: all devices train on the rows of shard 0 (1.824, 0)": (
         "the whole gradient",
         [("ids[dist.get_rank() ::", "ids[0 ::")],
