@@ -182,7 +182,7 @@ def test_a_process_that_sees_less_or_something_else_is_found():
     def wrong(seen):
         return replace(seen, norms=[2.0 * seen.norms[0], *seen.norms[1:]])
 
-    assert "process 1 must have" in failing(on_two(blind))[NAMES]
+    assert "process 1 must return" in failing(on_two(blind))[NAMES]
     assert "in process 1" in failing(on_two(wrong))["step 1 norm of the gradient"]
 
 
@@ -250,7 +250,10 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     ("options", "message"),
     [
         (["--backends", "numpy"], "numpy is the reference: name at least one port"),
-        (["--backends", "torch", "--parallel", "data=4", "--processes", "2"], "one for each device of data=4: got 2"),
+        (
+            ["--backends", "torch", "--parallel", "data=4", "--processes", "2"],
+            "one process per device of data=4: got 2",
+        ),
         (["--backends", "torch", "--isolate", "jax=python"], "--isolate must be PORT=PYTHON, with one of torch"),
     ],
 )

@@ -153,7 +153,8 @@ def _tensors(
     for process, found in enumerate(of_all):
         if found.keys() != wanted.keys():
             absent = sorted(found.keys() ^ wanted.keys())
-            problem = f"process {process} must return {len(wanted)} tensors: got {len(found)}, without {absent[0]}"
+            got = f"{len(found)}, in which {absent[0]} is missing or unexpected"
+            problem = f"process {process} must return {len(wanted)} tensors: got {got}"
             yield author.compared("run", NAMES, math.inf, 0.0, problem=problem)
             return
     for name in wanted:
