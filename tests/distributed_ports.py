@@ -14,11 +14,11 @@ from transformer_parity.transformer.stages.training_stage import LOSS
 
 in_torch, in_jax, in_tf = (partial(planted, port=port) for port in ("torch", "jax", "tf"))
 
-AVERAGED = "all gradients: averaged over the shares after the division by the number of tokens (0.5, 0.5)"
-MEANS = "each share divided by its own tokens, then averaged: a mean of means"
+AVERAGED = "all gradients: averaged over the shards after dividing by the number of tokens (0.5, 0.5)"
+MEANS = "each shard divided by its own token count, then averaged: a mean of means"
 TWICE = "all gradients: reduced twice (2, 2)"
-ALONE = " alone: not reduced"  # of either share: each device has its own
-COPIES_COUNT = "its norm 1.41421 times what it should be: every tensor counts 2 times"
+ALONE = " contributes: not reduced"  # of either share: each device has its own
+COPIES_COUNT = "its norm is 1.41421 times the expected norm: every tensor is included 2 times"
 
 # --- PyTorch ---
 
@@ -39,11 +39,11 @@ IN_TORCH = table(
     {
         run("data=2"): {
             "the engine's own mean": in_torch(
-                "all gradients: averaged over the shares after the division by the number of tokens (0.5, 0.5)",
+                "all gradients: averaged over the shards after dividing by the number of tokens (0.5, 0.5)",
                 ("parallel", SUMMED, f"{SUMMED[:-1]} / group.size())"),
             ),
             "mean of means": in_torch(
-                "all gradients: each share divided by its own tokens, then averaged: a mean of means (0.5741, 3.875)",
+                f"all gradients: {MEANS} (0.5741, 3.875)",
                 ("training", OF_SHARE, OF_SHARE.replace("_", "own", 1)),
                 ("training", DIVIDED, DIVIDED.replace("tokens.clamp(min=1)", "own.clamp(min=1) / self.plan.shares")),
             ),
@@ -57,7 +57,7 @@ IN_TORCH = table(
             ),
             "past the engine": in_torch(ALONE, ("training", OF_SHARE, OF_SHARE.replace("share.module", "model"))),
             "one tensor left out": in_torch(
-                f"the gradient of {BIAS}: that of share ",
+                f"the gradient of {BIAS}: only shard ",
                 (
                     "parallel",
                     COPIES,
@@ -66,19 +66,19 @@ IN_TORCH = table(
                 ),
             ),
             "reduced in float32": in_torch(
-                "all gradients: right but for rounding, reduced in float32",
+                "all gradients: correct except for rounding: reduced in float32",
                 ("parallel", REDUCED, REDUCED.replace("buffer()", "buffer().copy_(bucket.buffer().float())")),
             ),
-            "same rows everywhere": in_torch(
-                "all gradients: the rows of share 0 on all devices (2, 0)",
+            "same rows on all devices": in_torch(
+                "all gradients: all devices train on the rows of shard 0 (2, 0)",
                 ("parallel", "[:, self.index, :, 0]", "[:, 0, :, 0]"),
             ),
-            "other weights": in_torch(
+            "weights differ between devices": in_torch(
                 OTHER,
                 ("parallel", COPIED, "parameter.data.add_(0.01 * dist.get_rank())"),
                 ("parallel", COPIES, f"{COPIES} init_sync=False,"),
             ),
-            "buffers apart": in_torch(
+            "buffers differ between devices": in_torch(
                 f"all gradients: {OTHER}",
                 (
                     "parallel",
@@ -88,13 +88,13 @@ IN_TORCH = table(
             ),
         },
         run("fsdp=2"): {
-            "averaged in the layers": in_torch(
-                "the gradients of the layers: averaged over the shares after the division by the number of tokens",
+            "averaged only in the layers": in_torch(
+                "the gradients of the layers: averaged over the shards after dividing by the number of tokens",
                 ("parallel", FACTOR, f"{FACTOR} if module is model else None"),
             )
         },
         run("data=2", case="dropout"): {
-            "masks of the first share": in_torch(
+            "all shards use the first shard's dropout masks": in_torch(
                 MASKS, ("parallel", "(self.index * own.shape[1], len", "(0 * own.shape[1], len")
             ),
             "each process as wide as its own longest sentence": in_torch(
@@ -110,20 +110,20 @@ IN_TORCH = table(
             )
         },
         run("data=2", FIRST_NORM): {
-            "norm counts copies": in_torch(
-                "its norm 1.41421 times what it should be: every tensor counts 2 times",
+            "norm includes every replica": in_torch(
+                "its norm is 1.41421 times the expected norm: every tensor is included 2 times",
                 ("training", NORM, f"{NORM} * self.plan.shares**0.5"),
             )
         },
         run("fsdp=2", FIRST_NORM): {
             "norm of the own part": in_torch(
-                "times what it should be: each device has that of its own part",
+                "times the expected norm: each device uses the norm of its own shard",
                 ("training", NORM, f"norm = {OWN_NORM}"),
             )
         },
         run("fsdp=2", f"step 2 {LOSS}"): {
             "clipped by the norm of the own part": in_torch(
-                "its norm are right: what follows differs, as by this mistake: clipped by the norm of each part",
+                "its norm are correct: later steps differ, as with this bug: clipped by the norm of each shard",
                 ("training", "clip_factor(norm", f"clip_factor({OWN_NORM}"),
             )
         },
@@ -168,7 +168,7 @@ def on_each(*reduced: str, rows: str = "whole, rows, whole") -> list[Edit]:
 IN_JAX = table(
     {
         run("data=2", case="shallow"): {
-            "no psum": in_jax(f"all gradients: that of share 0{ALONE}", *on_each(SUM_OF_LOSS)),
+            "no psum": in_jax(f"all gradients: only shard 0{ALONE}", *on_each(SUM_OF_LOSS)),
             "pmean": in_jax(AVERAGED, *on_each(SUM_OF_LOSS, "gradient = jax.lax.pmean(gradient, 'data')")),
             "psum twice": in_jax(TWICE, *on_each(SUM_OF_ALL, "gradient = jax.lax.psum(gradient, 'data')")),
             "mean of means": in_jax(
@@ -180,13 +180,13 @@ IN_JAX = table(
                 ),
             ),
             "table without psum": in_jax(
-                "the gradient of source_embedding.table: that of share ",
+                "the gradient of source_embedding.table: only shard ",
                 *on_each(
                     "own = gradient['source_embedding.table']", SUM_OF_ALL, "gradient['source_embedding.table'] = own"
                 ),
             ),
             "clipped before the psum": in_jax(
-                "all gradients: each share clipped by its own norm before the sum",
+                "all gradients: each shard clipped by its own norm before the sum",
                 *on_each(
                     "own = settings.clip_norm / global_norm(gradient)",
                     "gradient = jax.tree.map(lambda x: x * own, gradient)",
@@ -194,28 +194,31 @@ IN_JAX = table(
                 ),
             ),
             "reduced in bfloat16": in_jax(
-                "all gradients: right but for rounding, reduced in bfloat16",
+                "all gradients: correct except for rounding: reduced in bfloat16",
                 *on_each(
                     "gradient = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), gradient)", SUM_OF_ALL
                 ),
             ),
-            "same rows everywhere": in_jax(
-                "a step counts 54 target tokens, not 31; all gradients: the rows of share 0 on all devices (1.148, 0)",
+            "same rows on all devices": in_jax(
+                "a step has 54 target tokens instead of 31; "
+                "all gradients: all devices train on the rows of shard 0 (1.148, 0)",
                 ("parallel", "parts.__getitem__)", "lambda index: parts[: len(parts) // 2])"),
             ),
         },
         run("data=2", "step 1 tokens", "shallow"): {
             "all rows everywhere": in_jax(
-                "a step counts 62 target tokens, not 31; the gradient is right: all devices have all rows",
+                "a step has 62 target tokens instead of 31; the gradient is correct: all devices train on all rows",
                 *on_each(SUM_OF_ALL, rows="whole, whole, whole"),
             )
         },
         run("data=2", FIRST_NORM, "shallow"): {
-            "norm counts copies": in_jax(COPIES_COUNT, ("training", JAX_NORM, f"{JAX_NORM} * structure.mesh.size**0.5"))
+            "norm includes every replica": in_jax(
+                COPIES_COUNT, ("training", JAX_NORM, f"{JAX_NORM} * structure.mesh.size**0.5")
+            )
         },
-        run("fsdp=2", "what is divided", "shallow"): {
+        run("fsdp=2", "sharding", "shallow"): {
             "partition specs without fsdp": in_jax(
-                "a device must hold about 50% of all numbers: one holds 100%",
+                "a device must store about 50% of all parameter elements: one stores 100%",
                 ("parallel", 'axes[axis] = "fsdp"', "axes[axis] = None"),
             )
         },
@@ -251,7 +254,7 @@ IN_TF = table(
                 TWICE, ("parallel", ALL_REDUCED, f'{ALL_REDUCED}\n    gradient = context.all_reduce("SUM", gradient)')
             ),
             "clipped before the sum": in_tf(
-                "all gradients: each share clipped by its own norm before the sum",
+                "all gradients: each shard clipped by its own norm before the sum",
                 (
                     "training",
                     SUMMED_SLICE,
@@ -260,13 +263,16 @@ IN_TF = table(
                     "            return summed(self, (total, tokens, dict(zip(own, clipped, strict=True))))",
                 ),
             ),
-            "same rows everywhere": in_tf(
-                "a step counts 54 target tokens, not 31; all gradients: the rows of share 0 on all devices (1.148, 0)",
+            "same rows on all devices": in_tf(
+                "a step has 54 target tokens instead of 31; "
+                "all gradients: all devices train on the rows of shard 0 (1.148, 0)",
                 ("compilation", "lambda x: x[share], parts", "lambda x: x[0], parts"),
             ),
         },
         run("data=2", FIRST_NORM, "shallow"): {
-            "norm counts copies": in_tf(COPIES_COUNT, ("training", TF_NORM, f"{TF_NORM} * self.plan.shares**0.5"))
+            "norm includes every replica": in_tf(
+                COPIES_COUNT, ("training", TF_NORM, f"{TF_NORM} * self.plan.shares**0.5")
+            )
         },
         run("data=2", "", "shallow"): {
             "moments outside the scope": in_tf(
@@ -275,14 +281,16 @@ IN_TF = table(
             )
         },
         run("data=2", case="shallow dropout"): {
-            "masks of the first share": in_tf(MASKS, ("compilation", "own_rows(share, trainer", "own_rows(0, trainer"))
+            "all shards use the first shard's dropout masks": in_tf(
+                MASKS, ("compilation", "own_rows(share, trainer", "own_rows(0, trainer")
+            )
         },
     }
 )
 
 MISTAKES = {"torch": IN_TORCH, "jax": IN_JAX, "tf": IN_TF}
 APART = {  # those with which copies are
-    "torch": ("no reduction", "past the engine", "one tensor left out", "other weights"),
+    "torch": ("no reduction", "past the engine", "one tensor left out", "weights differ between devices"),
     "jax": ("no psum", "table without psum"),
     "tf": ("no reduction",),
 }

@@ -113,4 +113,4 @@ def result():
         FailureReport("torch", "float32", *place[2:], blame_of({GUILTY}, "float32"), None),
     ]
     ports = ports_of(findings, reports=reports, fates=fates)
-    return result_of(findings, ports=ports, cases=CASES, not_tested=["gpu (ask for it with --device gpu)"])
+    return result_of(findings, ports=ports, cases=CASES, not_tested=["gpu (use --device gpu)"])

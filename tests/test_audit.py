@@ -52,7 +52,7 @@ def fates(mistake: str) -> dict[str, tuple[str, str]]:
         ("key bias missing", f"{ATTENTION}.key_proj.bias", INITIAL, "the port uses zero instead"),
         ("output bias missing", "output_proj.bias", INITIAL, "the port uses zero instead"),
         (
-            "one layer many times",
+            "first layer used for all layers",
             "encoder.layers.1.feed_forward.inner_proj.kernel",
             REPLACED,
             "the port uses encoder.layers.0.feed_forward.inner_proj.kernel instead",
@@ -148,7 +148,7 @@ def test_a_weight_that_is_not_given_and_dropout_that_is_on_are_random():
 
 
 def test_what_is_in_the_place_of_a_weight_is_a_hypothesis():
-    planned = next(known for known in MISTAKES if known.name == "one layer many times")
+    planned = next(known for known in MISTAKES if known.name == "first layer used for all layers")
     suspect = as_mistake(audit(planted(planned, "numpy"), CASES[planned.case], Placement("float64")))
     weights = CASES[planned.case].load_weights()
     changed = suspect.convert(weights)
@@ -192,10 +192,10 @@ def test_a_port_that_writes_to_its_inputs_is_named(kind, name):
 @pytest.mark.parametrize(
     ("reference", "hint"),
     [
-        ("package/sub/port.py:X", "name a module, with dots and without .py: package.sub.port:X"),
-        ("./port.py:X", "name a module, with dots and without .py: port:X"),
-        ("/folder/port.py:X", "name a module, run in /folder: port:X"),
-        ("no_such_module.py:X", "name a module, with dots and without .py: no_such_module:X"),
+        ("package/sub/port.py:X", "use a module name, with dots and without .py: package.sub.port:X"),
+        ("./port.py:X", "use a module name, with dots and without .py: port:X"),
+        ("/folder/port.py:X", "use a module name and run in /folder: port:X"),
+        ("no_such_module.py:X", "use a module name, with dots and without .py: no_such_module:X"),
         ("json.port:X", f"'json' was imported from {json.__file__}"),
         ("json:X", f"module 'json' has no 'X'; 'json' was imported from {json.__file__}"),
     ],

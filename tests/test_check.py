@@ -80,11 +80,11 @@ def test_one_stage_alone(capsys):
     printed = captured.out
     assert captured.err.startswith("comparing torch with the reference in float64")  # and then it imports
     assert "AGREE  1 port, 1 case," in printed
-    assert "NOT TESTED: activations, steps, decode (left out of --stage)" in printed
+    assert "NOT TESTED: activations, steps, decode (not in --stage)" in printed
     for options, message in (
-        (["--stage", "steps", "--preset", "marian"], "leave out --preset"),
-        (["--stage", "gradients", "--text", "a", "b"], "sentences are compared by --stage activations"),
-        (["--sentences", "0", "--text", "a", "b"], "which --sentences 0 leaves out"),
+        (["--stage", "steps", "--preset", "marian"], "remove --preset, or remove steps"),
+        (["--stage", "gradients", "--text", "a", "b"], "--text and --weights require --stage activations"),
+        (["--sentences", "0", "--text", "a", "b"], "remove --sentences 0"),
         (["--sentences", "-1"], "--sentences must be at least 0: got -1"),
         (["--stage", "attention"], "unknown attention"),
     ):

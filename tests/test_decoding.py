@@ -134,7 +134,7 @@ def mistaken_package(old, new):
 
 GREEDY_MISTAKES = {
     "does not stop at the end symbol": ("(tokens != plan.eos_id) & ", ""),
-    "stops a token early": ("& (n < plan.limits[:, None])", "& (n < plan.limits[:, None] - 1)"),
+    "stops one token early": ("& (n < plan.limits[:, None])", "& (n < plan.limits[:, None] - 1)"),
     "takes the least likely": (
         "return log_probabilities.argmax(-1)",
         "return np.where(log_probabilities == -inf, 9, log_probabilities).argmin(-1)",
@@ -155,8 +155,8 @@ BEAM_MISTAKES = {
     "length without the end symbol": ("best / plan.penalties[n], -inf", "best / plan.penalties[n - 1], -inf"),
     "stops at the first hypothesis": ("finished[:, -1] >= attainable", "np.isfinite(finished[:, 0])"),
     "attainable at the current length": ('longest = n if plan.rules.stop == "current" else plan.limits', "longest = n"),
-    "goes on after the end symbol": ("self.top(np.where(~ends, best, -inf), beam_size)", "self.top(best, beam_size)"),
-    "stops a token early": ("(plan.limits == n)", "(plan.limits == n + 1)"),
+    "continues after EOS": ("self.top(np.where(~ends, best, -inf), beam_size)", "self.top(best, beam_size)"),
+    "stops one token early": ("(plan.limits == n)", "(plan.limits == n + 1)"),
     "no log-softmax": (
         "log_probabilities = log_softmax(logits)\n    log",
         "log_probabilities = logits.copy()\n    log",

@@ -69,7 +69,7 @@ def test_search_that_fits_a_forward_mistake_is_not_named_by_it():
 
 
 def test_match_in_one_of_several_failing_cases_is_no_name():
-    early, penalty = named("ended hypotheses go on", DECODE), named("no length penalty", DECODE)
+    early, penalty = named("finished hypotheses continue", DECODE), named("no length penalty", DECODE)
     others = [(case, shown(penalty, case)) for case in SEARCHES if case.options.beam_size and case is not BEAM]
     found = diagnose(BEAM, shown(early, BEAM), "it", known=list(early.parts), others=others)
     assert found.confidence == UNKNOWN
@@ -77,7 +77,7 @@ def test_match_in_one_of_several_failing_cases_is_no_name():
 
 
 def test_match_in_every_failing_case_is_likely_although_other_cases_agree():
-    early = named("ended hypotheses go on", DECODE)
+    early = named("finished hypotheses continue", DECODE)
     many = [case for case in SEARCHES if case.options.beam_size and case is not BEAM]
     others = [(many[0], shown(early, many[0])), (many[1], None)]
     found = diagnose(BEAM, shown(early, BEAM), "it", known=list(early.parts), others=others)
@@ -94,7 +94,7 @@ def test_match_in_every_failing_case_is_likely_although_other_cases_agree():
 def test_case_in_which_a_mistake_cannot_occur_does_not_refute_it():
     clipped = next(case for case in STEP_CASES if case.name == "steps/port_clipped")
     unclipped = next(case for case in STEP_CASES if case is not clipped)
-    each = named("every tensor clipped for itself", STEPS)
+    each = named("every tensor clipped separately", STEPS)
     found = diagnose(clipped, shown(each, clipped), "it", known=list(each.parts), others=[(unclipped, None)])
     assert (found.confidence, found.hypotheses) == (EXACT, (each.name,))
 

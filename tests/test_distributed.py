@@ -24,7 +24,7 @@ from transformer_parity.transformer.distributed.worker import Seen, TrainingTask
 from transformer_parity.transformer.mistakes.distributed import MISTAKES
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 
-INVISIBLE = ("reduced twice", "norm counts copies")  # in the loss
+INVISIBLE = ("reduced twice", "norm includes every replica")  # in the loss
 
 
 @cache
@@ -64,13 +64,13 @@ def test_a_mistake_is_found_located_and_named(mistake):
 
 
 def test_parts_that_are_clipped_by_their_own_norms_are_named_of_a_port_that_shows_no_norm():
-    (mistake,) = (one for one in MISTAKES if one.name == "clipped by the norm of each part")
+    (mistake,) = (one for one in MISTAKES if one.name == "clipped by the norm of each shard")
     plan, right = Plan(data=2, fsdp=2), replace(expected("short"), norms=[])
     package = edited_package("reference_numpy", tuple(mistake.edits["numpy"]))
     seen = replace(train(package, task("short", plan)), norms=[])
     first = next(iter(failing(findings("mine", DeviceRun(probes()["short"], plan), [seen], right)).items()))
     assert first[0] == "step 2 loss"
-    assert first[1].endswith("right: what follows differs, as by this mistake: clipped by the norm of each part")
+    assert first[1].endswith("correct: later steps differ, as with this bug: clipped by the norm of each shard")
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_copies_that_are_apart_are_found():
         return replace(seen, shards={**seen.shards, bias: [(device, place, "other")]})
 
     assert failing(on_two()) == {}
-    said = f"1 of 61 parameters differ between devices that have the same part: {bias}"
+    said = f"1 of 61 parameters differ between their replicas, starting with {bias}"
     assert failing(on_two(moved)) == {REPLICAS: said}
 
 
@@ -182,7 +182,7 @@ def test_a_process_that_sees_less_or_something_else_is_found():
     def wrong(seen):
         return replace(seen, norms=[2.0 * seen.norms[0], *seen.norms[1:]])
 
-    assert "process 1 must have" in failing(on_two(blind))[NAMES]
+    assert "process 1 must return" in failing(on_two(blind))[NAMES]
     assert "in process 1" in failing(on_two(wrong))["step 1 norm of the gradient"]
 
 
@@ -250,7 +250,10 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     ("options", "message"),
     [
         (["--backends", "numpy"], "numpy is the reference: add at least one other backend or a --port"),
-        (["--backends", "torch", "--parallel", "data=4", "--processes", "2"], "one for each device of data=4: got 2"),
+        (
+            ["--backends", "torch", "--parallel", "data=4", "--processes", "2"],
+            "one process per device of data=4: got 2",
+        ),
         (["--backends", "torch", "--isolate", "jax=python"], "--isolate must be PORT=PYTHON, with PORT one of torch"),
     ],
 )

@@ -79,9 +79,9 @@ def test_every_old_text_stands_there_once(name):
 
 @pytest.mark.parametrize("old", ["no such line", "import"])
 def test_a_text_that_does_not_stand_there_once_is_refused(old):
-    with pytest.raises(ValueError, match=rf"reference_numpy\.attention must hold '{old}' once: found \d+ times"):
+    with pytest.raises(ValueError, match=rf"reference_numpy\.attention must contain '{old}' once: found \d+ times"):
         edited_package("reference_numpy", (("attention", old, ""),))
-    with pytest.raises(ValueError, match=r"reference_numpy\.nowhere must hold 'x' once: found 0 times"):
+    with pytest.raises(ValueError, match=r"reference_numpy\.nowhere must contain 'x' once: found 0 times"):
         edited_package("reference_numpy", (("nowhere", "x", ""),))
 
 

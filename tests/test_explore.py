@@ -449,7 +449,7 @@ def test_a_port_of_ones_own(tmp_path, capsys, dtype):
     said = capsys.readouterr()
     if dtype == "float64":
         assert (code, out.exists()) == (3, False)
-        assert said.err.splitlines()[-1] == "parity explore: error: Unscaled computes in float32"
+        assert said.err.splitlines()[-1] == "parity explore: error: Unscaled supports only float32"
         return
     assert code == 3  # as of parity check: float32 may only have lost precision
     assert said.out.splitlines()[:2] == [

@@ -40,7 +40,7 @@ def printed(report, **options):
 @pytest.mark.parametrize("options", [{"width": 60}, {"width": 60, "force_terminal": True}])
 def test_the_lines_that_run_a_block_alone_can_be_copied_from_a_narrow_terminal(options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    evidence = blamed(CASE, plant(named("scores over d_k")))
+    evidence = blamed(CASE, plant(named("scores divided by d_k")))
     folder = reproduce.save(evidence, CASE, "numpy", tmp_path / "a-folder-with-a-long-name" / "failures")
     report = FailureReport("it", "float64", CASE.name, CASE.stage, None, Diagnosis("so", "likely"), folder=folder)
     text = printed(report, **options)
@@ -65,7 +65,7 @@ def test_a_convention_says_how_to_declare_it():
 
 
 def test_a_mistake_has_nothing_to_declare():
-    assert diagnose(CASE, tensors(plant(named("scores over d_k")), CASE), "it").signatures == ()
+    assert diagnose(CASE, tensors(plant(named("scores divided by d_k")), CASE), "it").signatures == ()
 
 
 def test_numbers_that_say_nothing_are_left_out():

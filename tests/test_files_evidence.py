@@ -34,14 +34,14 @@ from transformer_parity.transformer.stages.training_stage import WHOLE
 
 CONFIG = tiny("paper_base", d_k=None, d_v=None)
 NAMES = ("full/padded", "full/one_token", "gradients/padded", "gradients/one_token", "steps/port")
-KULLBACK_LEIBLER = "a Kullback-Leibler divergence as loss, which lacks the entropy of the smoothed labels"
-SHIFTED = "the decoder's input shifted right, with the last token first"
+KULLBACK_LEIBLER = "Kullback-Leibler divergence as the loss, which subtracts the entropy of the smoothed labels"
+SHIFTED = "decoder input shifted right, starting with the last token"
 TRIED = (
     KULLBACK_LEIBLER,
     SHIFTED,
     "a loss in bits",
     "label smoothing missing",
-    "a backward pass of the norm without the term of the variance",
+    "a backward pass of the norm without the variance term",
     "a ReLU that passes its gradient through everywhere",
     "no gradient through the input of a projection",
     "layer_norm_epsilon=1e-05",
@@ -49,12 +49,12 @@ TRIED = (
     "weights of the previous layer",
     "kernels of the previous layer",
     "position_offset=1",
-    "leaky ReLU with slope 0.01 for ReLU",
-    "1 + scale for scale in the norm",
+    "leaky ReLU with slope 0.01 instead of ReLU",
+    "norm multiplied by 1 + scale",
     "weights rounded to bfloat16",
     "cross-attention to the embedded source",
     "no output projection",
-    "starts with the end symbol",
+    "starts with EOS",
     "length penalty n^alpha",
 )
 CASES = {case.name: case for case in port_cases(CONFIG) if case.name in NAMES}
@@ -128,7 +128,7 @@ def test_gradient_without_smoothing_is_named_next_to_a_right_loss():
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("a backward pass of the norm without the term of the variance", "decoder.layers.1.feed_forward_norm"),
+        ("a backward pass of the norm without the variance term", "decoder.layers.1.feed_forward_norm"),
         ("a ReLU that passes its gradient through everywhere", "encoder.layers.0.feed_forward"),
         ("no gradient through the input of a projection", "decoder.layers.1.cross_attention.key_proj"),
     ],
@@ -243,8 +243,8 @@ def test_cases_that_agree_do_not_refute_a_mistake_of_those_that_differ():
     [
         ("weights of the previous layer", ["encoder.layers.1.feed_forward"], "encoder.layers.1.feed_forward"),
         ("position_offset=1", ["target_position"], "the decoder"),
-        ("leaky ReLU with slope 0.01 for ReLU", [], ""),
-        ("1 + scale for scale in the norm", [], ""),
+        ("leaky ReLU with slope 0.01 instead of ReLU", [], ""),
+        ("norm multiplied by 1 + scale", [], ""),
         ("weights rounded to bfloat16", [], ""),
         (SHIFTED, [], ""),
         ("kernels of the previous layer", ["decoder.layers.1.feed_forward"], "decoder.layers.1.feed_forward"),
@@ -265,7 +265,7 @@ def test_mistake_of_the_forward_pass_is_named_with_its_place(name, parts, words)
 
 @pytest.mark.parametrize(
     ("name", "is_beam", "keep"),
-    [("starts with the end symbol", False, ["tokens"]), ("length penalty n^alpha", True, ["tokens", "scores"])],
+    [("starts with EOS", False, ["tokens"]), ("length penalty n^alpha", True, ["tokens", "scores"])],
 )
 def test_search_of_files_is_named_by_tokens_and_scores(name, is_beam, keep):
     """Files hold tokens as they are, and hypotheses are compared with tokens in a fixed shape."""

@@ -162,7 +162,7 @@ def put(name, make):
         ),
         (GREEDY, "float64", "tokens", put("tokens", lambda x: x[:, ::-1] + 1), 1, "instead of"),
         (GREEDY, "float64", "tokens", put("tokens", lambda x: x + 99), 1, "tokens must be in 0 to 36"),
-        (GREEDY, "float64", "tokens", put("tokens", lambda x: x[:, :, :0]), 1, "must be of 1 to 12 tokens: got 0"),
+        (GREEDY, "float64", "tokens", put("tokens", lambda x: x[:, :, :0]), 1, "must have 1 to 12 tokens: got 0"),
         (GREEDY, "float64", "tokens", put("tokens", lambda x: x.astype("int32")), 1, "dtype must be int64"),
         (GREEDY, "float64", "scores", scaled("scores", 1 + 1e-9), 1, "times the tolerance of 1.0e-12"),
         ("decode/port_beam", "float64", "tokens", put("tokens", lambda x: x[:, :, :-1].copy()), 1, "sentence"),

@@ -100,7 +100,7 @@ def test_a_port_of_your_own(tmp_path, capsys):
     folder = vectors.read(mine)
     assert (folder.producer, folder.config.norm_order) == ("Forward", "pre")
     assert {case.stage for case in folder.cases} == {"activations"}
-    assert LeftOut(STEPS, "it has no train_step()", dtype="float64") in folder.left_out
+    assert LeftOut(STEPS, "it does not define train_step()", dtype="float64") in folder.left_out
     findings = findings_of(right, mine)
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
     assert {finding.tap.partition(".")[0] for finding in findings if finding.verdict == AGREES} == {"encoder", "output"}
@@ -132,7 +132,7 @@ def test_a_port_with_every_ability(truth, tmp_path, capsys):
     ("options", "says"),
     [
         (["--port", "golden_vectors:Failing"], "Failing, float64 full/one_sentence: KeyError: 'head'"),
-        (["--port", "golden_vectors:Empty"], "Empty has no results to write: Empty computes in"),
+        (["--port", "golden_vectors:Empty"], "Empty has no results to write: Empty supports only"),
         (["--port", "golden_vectors:Nothing"], "cannot be imported"),
         (["--port", "golden_vectors:Forward", "--backend", "torch"], "remove --backend and --device"),
         (["--device", "gpu"], "device must be"),

@@ -77,7 +77,7 @@ def blamed(case, loaded, dtype="float64"):
 
 @pytest.mark.parametrize(("goes_on", "replayed"), [(True, "port"), (False, "reference")])
 def test_a_mistake_is_introduced_in_every_layer_and_inherited_behind_it(goes_on, replayed):
-    found = blamed(CASE, Only(plant(named("scores over d_k")), goes_on=goes_on)).blame
+    found = blamed(CASE, Only(plant(named("scores divided by d_k")), goes_on=goes_on)).blame
     assert found.replayed == replayed
     assert len(found.introduced) == 6
     assert all(name.endswith(".scores") for name in found.introduced)
@@ -89,7 +89,7 @@ def test_a_mistake_is_introduced_in_every_layer_and_inherited_behind_it(goes_on,
 
 
 def test_of_two_mistakes_both_are_introduced():
-    both = together(named("scores over d_k").edits, named("unbiased variance").edits)
+    both = together(named("scores divided by d_k").edits, named("unbiased variance").edits)
     introduced = blamed(CASE, plant(Mistake("both", "", both))).blame.introduced
     assert {name.rpartition(".")[2] for name in introduced} == {"scores", "output"}
     assert {SCALE, NORM} <= set(introduced)
@@ -97,12 +97,12 @@ def test_of_two_mistakes_both_are_introduced():
 
 def test_blocks_between_two_taps_are_blamed_together():
     shown = ("encoder.layers.0.output", "encoder.layers.1.output", "encoder.output", "decoder.output")
-    found = blamed(CASE, Only(plant(named("a final norm that the config does not have")), shown)).blame
+    found = blamed(CASE, Only(plant(named("final norm that is not in the config")), shown)).blame
     assert found.introduced == ["encoder.output"]
 
 
 def test_without_taps_the_whole_model_is_to_blame():
-    found = blamed(CASE, Only(plant(named("scores over d_k")), ())).blame
+    found = blamed(CASE, Only(plant(named("scores divided by d_k")), ())).blame
     assert (found.replayed, found.introduced) == ("nothing", ["output"])
 
 
@@ -166,7 +166,7 @@ def test_what_differs_in_few_calls_is_random():
 
 
 def test_what_was_written_down_is_blamed_likewise():
-    loaded = plant(named("scores over d_k"))
+    loaded = plant(named("scores divided by d_k"))
     actual = tensors(loaded, CASE)
     assert blame_files(CASE, actual, numpy(), "it").blame.introduced == blamed(CASE, loaded).blame.introduced
 
@@ -239,7 +239,14 @@ def test_distance_minds_shapes_and_what_is_not_finite():
 
 
 @pytest.mark.parametrize(
-    "name", ["scores over d_k", "no causal mask", "epsilon outside the root", "one layer many times", "W_o transposed"]
+    "name",
+    [
+        "scores divided by d_k",
+        "no causal mask",
+        "epsilon outside the root",
+        "first layer used for all layers",
+        "W_o transposed",
+    ],
 )
 def test_a_known_mistake_is_named(name):
     mistake = named(name)
@@ -281,10 +288,10 @@ def test_a_convention_is_named():
 
 
 def test_two_mistakes_are_named_together():
-    both = together(named("scores over d_k").edits, named("epsilon outside the root").edits)
+    both = together(named("scores divided by d_k").edits, named("epsilon outside the root").edits)
     found = diagnose(CASE, tensors(plant(Mistake("both", "", both)), CASE), "it")
     assert found.confidence == EXACT
-    assert found.hypotheses == ("scores over d_k and epsilon outside the root",)
+    assert found.hypotheses == ("scores divided by d_k and epsilon outside the root",)
 
 
 def test_what_nobody_knows_is_unknown_or_looks_like_something():
@@ -328,14 +335,14 @@ def test_every_hypothesis_is_something_else_than_what_is_asked_for():
 
 def test_a_hypothesis_leaves_the_reference_alone():
     before = tensors(numpy(), CASE)
-    loaded = Hypothesis((named("scores over d_k"),)).load(CASE.config, CASE.load_weights())
+    loaded = Hypothesis((named("scores divided by d_k"),)).load(CASE.config, CASE.load_weights())
     assert loaded.package.__name__.startswith("reference_numpy_edited_")
     assert not np.array_equal(tensors(loaded, CASE)[SCALE], before[SCALE])
     assert np.array_equal(tensors(numpy(), CASE)[SCALE], before[SCALE])
 
 
 def test_the_first_wrong_block_can_be_run_alone(tmp_path, monkeypatch):
-    loaded = plant(named("scores over d_k"))
+    loaded = plant(named("scores divided by d_k"))
     evidence = blamed(CASE, loaded)
     folder = reproduce.save(evidence, CASE, "numpy", tmp_path / "failures")
     assert sorted(file.name for file in folder.iterdir()) == ["about.json", "block.safetensors", "model.safetensors"]
@@ -442,17 +449,17 @@ def test_a_hypothesis_has_to_hold_in_every_case():
 
 def test_a_hypothesis_is_compared_at_what_the_port_shows():
     one, two = (case for case in model_cases(tiny(d_v=8)) if case.name in ("full/padded", "full/one_token"))
-    shown = tensors(plant(named("scores over d_k"), one), one)
+    shown = tensors(plant(named("scores divided by d_k"), one), one)
     few = {name: value for name, value in shown.items() if name in ("encoder.output", "logits", "output")}
     for actual, confidence in ((few, EXACT), (shown, LIKELY)):  # over one key, scores hide from all that is behind
         found = diagnose(one, actual, "it", others=[(two, None)])
         assert found.confidence == confidence, found
-        assert "scores over d_k" in found.sentence
+        assert "scores divided by d_k" in found.sentence
 
 
 def test_a_likely_name_needs_no_description_of_its_error():
     one, two = model_cases(tiny(d_v=8))[:2]
-    loaded = plant(named("scores over d_k"), one)
+    loaded = plant(named("scores divided by d_k"), one)
 
     class Port:
         """Wrong in one case only."""
@@ -466,7 +473,7 @@ def test_a_likely_name_needs_no_description_of_its_error():
     findings += [replace(finding, case=two.name, verdict=AGREES) for finding in findings]
     (report,) = Investigation(Port(), Placements(("float64",)), "it").failures(findings, kept, [one, two])
     assert report.diagnosis.confidence == LIKELY
-    assert report.diagnosis.sentence.endswith("it behaves like the reference with this change: scores over d_k")
+    assert report.diagnosis.sentence.endswith("it behaves like the reference with this change: scores divided by d_k")
     assert not any("times the correct ones" in words for words in report.diagnosis.signatures)
 
 

@@ -82,7 +82,7 @@ def assert_recognised(diagnosis, names):
         (others.TorchPreNorm, [PRE, FINAL, EPSILON]),
         (others.TorchGelu, [PRE, FINAL, EPSILON, "activation='gelu'"]),
         (others.Marian, [EPSILON, SPLIT, SWISH]),
-        (others.MarianAsItComes, [EPSILON, SPLIT, SWISH, "a table of positions in float32"]),
+        (others.MarianAsItComes, [EPSILON, SPLIT, SWISH, "position table in float32"]),
     ],
 )
 @pytest.mark.only("torch")
@@ -108,7 +108,7 @@ def test_conventions_of_keras_hub(kind, conventions):
 @pytest.mark.parametrize(
     "names",
     [
-        ("scores over d_k", "unbiased variance"),
+        ("scores divided by d_k", "unbiased variance"),
         *(
             pytest.param(names, marks=pytest.mark.extended("two mistakes"))
             for names in (

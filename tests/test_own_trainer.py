@@ -36,36 +36,36 @@ LOSS = "        dist.all_reduce(loss)\n"
 CLIP = "torch.nn.utils.get_total_norm(gradient)"
 WRAPPED = "self.model = DistributedDataParallel(model)"
 MISTAKES = {  # by what is said: what is compared, and edits of the example
-    "each share divided by its own tokens, then averaged: a mean of means (0.9118, 1.107)": (
+    "each shard divided by its own token count, then averaged: a mean of means (0.9118, 1.107)": (
         "the whole gradient",
         [(COUNT, f"        own = tokens.clone()\n{COUNT}"), (SCALE, "(total / own)")],
     ),
-    "what follows differs, as by this mistake: norm counts copies": (
+    "later steps differ, as with this bug: norm includes every replica": (
         "step 2 loss",
         [(CLIP, f"{CLIP}.mul(dist.get_world_size() ** 0.5)")],
     ),
-    "averaged over the shares after the division by the number of tokens (0.5, 0.5)": (
+    "averaged over the shards after dividing by the number of tokens (0.5, 0.5)": (
         "the whole gradient",
         [(SCALE, "(total / tokens)")],
     ),
-    "8 of 8 rows are read more than once: shares 0 and 1 of data=2 read row 0": (  # every number is right
+    "8 of 8 rows are read more than once: shards 0 and 1 of data=2 read row 0": (  # every number is right
         "rows of each process",
         [("ids[dist.get_rank() :: dist.get_world_size()]", "ids")],
     ),
-    "train_step of process 0 reads other rows than gradients": (
+    "train_step of process 0 reads different rows than gradients": (
         "rows of each process",
         [("self.trainer.train_step(*self._own_rows(batch))", "self.trainer.train_step(*map(torch.tensor, batch))")],
     ),
-    "alone: not reduced": ("the whole gradient", [(WRAPPED, "self.model = model"), (SCALE, "(total / tokens)")]),
-    "all gradients: the rows of share 0 on all devices (1.824, 0)": (
+    "contributes: not reduced": ("the whole gradient", [(WRAPPED, "self.model = model"), (SCALE, "(total / tokens)")]),
+    "all gradients: all devices train on the rows of shard 0 (1.824, 0)": (
         "the whole gradient",
         [("ids[dist.get_rank() ::", "ids[0 ::")],
     ),
-    "the gradient is right, the loss -2.264 (what share 1 contributes to it, not the sum) off": (
+    "the gradient is correct, but the loss is off by -2.264 (the contribution of shard 1 instead of the sum)": (
         "step 1 loss",
         [(LOSS, "")],
     ),
-    "what follows differs, as by this mistake: learning rate times devices": (
+    "later steps differ, as with this bug: learning rate multiplied by the number of devices": (
         "step 2 loss",
         [('["lr"] = ', '["lr"] = dist.get_world_size() * ')],
     ),
@@ -265,9 +265,9 @@ def test_parts_of_parameters_agree_and_copies_do_not(monkeypatch, tmp_path):
     Path("ddp_port.py").write_text(EXAMPLE.read_text())
     Path("sharded.py").write_text(SHARDED)
     assert failing("sharded:Sharded", "fsdp=2") == {}
-    said = "a device must hold about 50% of all numbers: one holds 100%"
-    assert failing("sharded:Replicated", "fsdp=2") == {"plain what is divided": said, "uneven what is divided": said}
-    said = "it has no parameters_per_device()"
+    said = "a device must store about 50% of all parameter elements: one stores 100%"
+    assert failing("sharded:Replicated", "fsdp=2") == {"plain sharding": said, "uneven sharding": said}
+    said = "it does not define parameters_per_device()"
     assert failing("ddp_port:MyPort", "fsdp=2") == {"plain ": said, "uneven ": said}
 
 
@@ -296,15 +296,20 @@ def test_the_command(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "plan", "at", "said"),
     [
-        ("Alone", "data=2", "", "it has no gradients()"),
+        ("Alone", "data=2", "", "it does not define gradients()"),
         ("Reference", "fsdp=2", "", "no parts of parameters"),
-        ("Apart", "data=2", REPLICAS, "parameters differ between devices that have the same part"),
-        ("Nothing", "data=2", ROWS, "process 0 trains by itself: its gradient contains no row of another process"),
-        ("Nothing", "fsdp=2,tensor=2", ROWS, "process 0 trains by itself"),
-        ("Nothing", "fsdp=2,tensor=2", DIVIDED, "a device must hold about 27% of all numbers: one holds 100%"),
-        ("Nothing", "tensor=2", DIVIDED, "a device must hold about 53% of all numbers: one holds 100%"),
-        ("OneDevice", "data=2", DIVIDED, "must return 2 numbers in all processes together: got 1"),
-        ("Uncounted", "data=2", "", "it has no parameters_per_device()"),
+        ("Apart", "data=2", REPLICAS, "parameters differ between their replicas"),
+        ("Nothing", "data=2", ROWS, "process 0 trains independently: its gradient contains no rows of other processes"),
+        ("Nothing", "fsdp=2,tensor=2", ROWS, "process 0 trains independently"),
+        (
+            "Nothing",
+            "fsdp=2,tensor=2",
+            DIVIDED,
+            "a device must store about 27% of all parameter elements: one stores 100%",
+        ),
+        ("Nothing", "tensor=2", DIVIDED, "a device must store about 53% of all parameter elements: one stores 100%"),
+        ("OneDevice", "data=2", DIVIDED, "must return 2 numbers over all processes: got 1"),
+        ("Uncounted", "data=2", "", "it does not define parameters_per_device()"),
     ],
 )
 def test_ports_that_are_not_distributed_fail(monkeypatch, tmp_path, kind, plan, at, said):
@@ -337,4 +342,4 @@ def test_rows_may_be_divided_in_any_way(way):
     wanted = replace(expected, tokens=[], norms=[], snapshots=seen.snapshots)
     found = findings("mine", DeviceRun(replace(probe, config=model.config), Plan(data=2)), [seen], wanted)
     first = next(finding for finding in found if finding.verdict != AGREES)
-    assert "each share divided by its own tokens, then averaged: a mean of means" in first.detail
+    assert "each shard divided by its own token count, then averaged: a mean of means" in first.detail

@@ -81,19 +81,19 @@ MISTAKES = [
     (CASE, "position_offset=2", ["source_position"], "the encoder"),
     (
         SQUARE,
-        "packed projections taken apart by head",
+        "packed projections split by head",
         ["encoder.layers.0.self_attention"],
         "encoder.layers.0.self_attention",
     ),
     (SQUARE, "W_o transposed", ["decoder.layers.1.cross_attention"], "decoder.layers.1.cross_attention"),
-    (CASE, "a norm left out", ["encoder.layers.1.feed_forward_norm"], "encoder.layers.1.feed_forward_norm"),
+    (CASE, "missing norm", ["encoder.layers.1.feed_forward_norm"], "encoder.layers.1.feed_forward_norm"),
     (
         CASE,
         "a norm without its bias",
         every(CASE, "decoder", "cross_attention_norm"),
         "decoder.layers.*.cross_attention_norm",
     ),
-    (CASE, "no mask has an effect", ["decoder.layers.1.self_attention"], "decoder.layers.1.self_attention"),
+    (CASE, "all masks ignored", ["decoder.layers.1.self_attention"], "decoder.layers.1.self_attention"),
 ]
 
 
@@ -119,7 +119,7 @@ def test_mistake_at_one_place_is_named_with_few_taps():
     check_name(*MISTAKES[6], ["encoder.output", "decoder.output", "output"])
 
 
-@pytest.mark.parametrize("name", ["norm before the sum", "no residual connections", "normed twice"])
+@pytest.mark.parametrize("name", ["norm before the sum", "no residual connections", "normalized twice"])
 def test_residual_mistake_is_limited_to_one_sublayer(name):
     known = [mistake for mistake in hypotheses(CASE.config, CASE.stage) if mistake.name.startswith(name)]
     every_place = [one for mistake in known for one in placed(mistake, CASE.config, CASE.load_weights(), [])]

@@ -46,10 +46,10 @@ def test_a_mistake_in_every_sub_layer_is_named_with_taps_and_without(mistake, sh
 
 
 def test_a_limit_of_inner_units_is_named():
-    relu6 = next(mistake for mistake in UNPLANTED if mistake.name == "ReLU6 for ReLU")
+    relu6 = next(mistake for mistake in UNPLANTED if mistake.name == "ReLU6 instead of ReLU")
     case = next(case for case in port_cases(CONFIG) if case.name == "full/longest/one_sentence")
     found = diagnose(case, tensors(Hypothesis((relu6,)).load(case.config, case.load_weights()), case), "it")
-    assert (found.confidence, found.hypotheses) == (EXACT, ("ReLU6 for ReLU",))
+    assert (found.confidence, found.hypotheses) == (EXACT, ("ReLU6 instead of ReLU",))
 
 
 def test_training_before_a_forward_pass_changes_no_weight():
@@ -76,11 +76,11 @@ CONFIG = tiny(d_v=8)
 # Padding is never generated, so that the past holds some only where sentences start with it; scores are not asked for.
 # And without a norm on the embeddings, none can be forgotten; all layers have self-attention.
 UNSEEN = [
-    "padding in the past is seen",
-    "a start symbol that is padding is hidden",
+    "past padding not masked",
+    "BOS masked if it is padding",
     "no norm on the embedding",
-    "the past of another layer",
-    "scores what comes after the end",
+    "cache of a different layer",
+    "scores tokens after EOS",
 ]
 
 

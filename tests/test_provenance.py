@@ -103,7 +103,7 @@ def test_the_reference_computes_its_known_numbers():
 def test_a_reference_that_computes_other_numbers_is_refused(name, monkeypatch):
     changed = tuple(1.0001 * number for number in known_numbers.KNOWN[name])
     monkeypatch.setattr(known_numbers, "KNOWN", {**known_numbers.KNOWN, name: changed})
-    with pytest.raises(UsageError, match=f"the reference was changed: {name} of a small model"):
+    with pytest.raises(UsageError, match=f"the reference has been modified: {name} of a small model"):
         known_numbers.check_reference()
 
 

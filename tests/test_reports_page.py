@@ -62,7 +62,7 @@ def check_page(page: Page, result: dict) -> None:
         "Diverge",
         "torch does not scale the scores",
         "jax: no search",
-        "gpu (ask for it with --device gpu)",
+        "gpu (use --device gpu)",
         "1 of 2 weights is not used correctly",
         result["result"]["fingerprint"]["sha256"],
     ):

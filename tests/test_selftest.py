@@ -51,7 +51,7 @@ def test_there_are_no_two_of_a_name_and_most_have_one():
     }
     assert max(map(len, nameless.values())) < 50, nameless
     only_there = {name: set(nameless[name]) - set(nameless["torch"]) for name in ("jax", "tf")}
-    by_length = {"every position is one late", "padding in the source is seen"}
+    by_length = {"positions one too low", "source padding not masked"}
     assert only_there == {"jax": by_length, "tf": by_length}
 
 

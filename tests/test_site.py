@@ -164,7 +164,7 @@ def test_a_mistake_shows_whole_lines():
 def test_a_mistake_names_the_threads_that_reported_it():
     known = {mistake.name for mistakes in catalogue.catalogue.parts().values() for mistake in mistakes}
     assert len(known & set(catalogue.reports())) >= 60
-    (twice,) = catalogue.chosen("norm", "normed twice")
+    (twice,) = catalogue.chosen("norm", "normalized twice")
     assert ">k2-fsa/snowfall#184</a>, <a " in catalogue.entry(twice)
 
 

@@ -226,15 +226,15 @@ def test_source_suggests_names(capsys, name, meant):
     code, _, err = parity(capsys, "source", name)
     error, _, names = err.partition("\n")
     assert code == 3
-    assert error.startswith(f"parity source: error: there is no '{name}' in the packages; did you mean ")
+    assert error.startswith(f"parity source: error: none of the packages defines '{name}'; did you mean ")
     assert meant in error.partition("mean ")[2].rstrip("?").split(" or ")
-    assert names == "parity source, without a name, lists all names\n"
+    assert names == "Run `parity source` without a name to list all names\n"
 
 
 def test_source_lists_names_where_it_can_suggest_none(capsys):
     code, _, err = parity(capsys, "source", "zzzzzz")
     error, _, names = err.partition("\n")
-    assert (code, error) == (3, "parity source: error: there is no 'zzzzzz' in the packages")
+    assert (code, error) == (3, "parity source: error: none of the packages defines 'zzzzzz'")
     assert names == parity(capsys, "source")[1]
     assert "attention:     scaled_dot_product_attention," in names
     assert " transformer_backward*" in names

@@ -60,7 +60,7 @@ def diagnosed(edits: Sequence[tuple[str, str, str]]) -> Diagnosis:
         ),
         (
             [(M, f"if not m.any(): m[...], v[...] = g, g**2\n            {M}")],
-            "moments that begin at the first gradient",
+            "moments initialized with the first gradient",
         ),
         (
             [(M_HAT, "m_hat = (settings.beta1 * m + (1 - settings.beta1) * g) / correction1")],
@@ -68,7 +68,7 @@ def diagnosed(edits: Sequence[tuple[str, str, str]]) -> Diagnosis:
         ),
         (
             [(M, f"was = m + 0.0\n            {M}"), (M_HAT, "m_hat = was / correction1")],
-            "the first moment of the step before",
+            "the first moment of the previous step",
         ),
         (
             [(THETA, f"theta *= 0.99\n            {THETA}")],

@@ -259,7 +259,7 @@ def test_stages_do_not_vanish(dtype, capsys, tmp_path):
 def test_steps_of_a_preset_are_refused(capsys):
     for stages in ("steps", "activations,steps"):
         assert main(["check", "--backends", "torch", "--preset", "marian", "--stage", stages]) == 3
-        assert "optimizer steps are compared on models of their own" in capsys.readouterr().err
+        assert "--preset does not support optimizer steps" in capsys.readouterr().err
 
 
 def test_weights_that_come_back_are_no_comparison_of_the_model():
@@ -326,7 +326,10 @@ def test_the_reason_is_that_of_the_cases_that_are_missing():
 
 
 def test_a_case_that_does_not_exist_cannot_be_left_out():
-    with pytest.raises(ValueError, match="left_out of Misspelt: 'decode/port_beem' is no case: known are full/padded"):
+    with pytest.raises(
+        ValueError,
+        match="left_out of Misspelt must contain names of cases: got 'decode/port_beem'; the cases are full/padded",
+    ):
         verdict_of(Misspelt)
 
 

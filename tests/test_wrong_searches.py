@@ -125,8 +125,8 @@ NAMES = first_alone(
         ("penalty of zero", "instead of 0"),
         ("capped penalty", "at most"),
         ("limit", "a maximum length of at most the longest source length plus 1"),
-        ("tiled", "the memory tiled for the beam, in a search without a cache"),
-        ("one is enough", "stops for all sentences as soon as one is done"),
+        ("tiled", "memory tiled for the beam, in a search without a cache"),
+        ("one is enough", "stops for all sentences when one is finished"),
     ],
     "searches",
 )
@@ -144,7 +144,7 @@ def test_the_rule_of_a_search_is_named_with_its_number(named):
 def test_a_mistake_of_one_kind_of_search_is_named_for_it_only(kind):
     (found,) = said_of(f"{kind} start")
     assert found.confidence == EXACT
-    assert f"starts with the end symbol, in {kind} search only" in found.hypotheses
+    assert f"starts with EOS, in {kind} search only" in found.hypotheses
     assert found.sentence.startswith(f"in {kind} search, Wrong behaves exactly like the reference with this change: ")
 
 

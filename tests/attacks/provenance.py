@@ -270,7 +270,7 @@ add(
     "sitecustomize replaces the layer norm of the reference in every process.",
     INCOMPLETE,
     partial(run, written(sitecustomize=PATCHED, mine=SOUND), *CONSOLE, *CHECK, path=("",)),
-    "the reference was changed: logits",
+    "the reference has been modified: logits",
 )
 add(
     "ReferenceImportedAtStart",

@@ -1,1 +1,1 @@
-"""The cases that a port is compared on: configs, weights and inputs in which no mistake can hide."""
+"""The cases for comparing ports: configs, weights and inputs that expose bugs."""

@@ -1,4 +1,4 @@
-"""One case: a config, weights, inputs, the part and stage that they are run on, and the calls that come before."""
+"""A case: config, weights, inputs, the block and stage to run, and earlier calls."""
 
 from __future__ import annotations
 
@@ -16,79 +16,87 @@ from transformer_spec.files import load_weights
 from transformer_spec.search import Search
 from transformer_spec.training_config import TrainingConfig
 
-TOKENS = 37  # of either vocabulary
+TOKENS = 37  # size of both vocabularies
 ACTIVATIONS, GRADIENTS, STEPS, DECODE = "activations", "gradients", "steps", "decode"  # names of stages
 
 
 @dataclass(frozen=True)
 class Case:
-    """One block of one model, and what goes into it."""
+    """A block of a model, and its inputs."""
 
     name: str
     component: str
     config: TransformerConfig
     block: str
     inputs: Mapping[str, ndarray] = field(repr=False)
-    weights_file: Path | None = None  # None: the hard weights of the config
-    seed: int = 0  # of the hard weights
-    magnitude: str = "usual"  # of the hard weights: a key of ``inputs.WEIGHTS``
-    fast: bool = True  # run the fast path too; False where attention is as in another case: compiling takes its time
-    dtypes: tuple[str, ...] = ALL_DTYPES  # presets differ in conventions, which bfloat16 cannot tell apart
-    formulas: bool = False  # load a package with fast=False
+    weights_file: Path | None = None  # weights to load; None uses the hard weights for the config
+    seed: int = 0  # seed of the hard weights
+    magnitude: str = "usual"  # kind of hard weights: a key of ``inputs.WEIGHTS``
+    fast: bool = True  # also run the fast path; False saves compile time if the fast attention is covered elsewhere
+    dtypes: tuple[str, ...] = ALL_DTYPES  # working dtypes; bfloat16 is too coarse to distinguish presets
+    formulas: bool = False  # load packages with fast=False
     stage: str = ACTIVATIONS
-    settings: TrainingConfig | None = None  # of the optimizer, for steps
-    search: Search | None = None  # for decode
-    snapshots: tuple[int, ...] = ()  # steps after which weights are compared; empty: the usual ones
-    compares_padding: bool = True  # whether positions are compared that nothing reads, see ``stages.padding``
-    rows: tuple[int, ...] = ()  # numbers of rows that the steps take in turn; empty: each step takes the whole batch
-    calls: tuple[int, ...] = ()  # steps after which forward, gradients and generate are called too
-    restart: int = 0  # the step after which training is started a second time, with a new optimizer; 0: none
-    unlabeled: int = 0  # the step whose batch has no label; 0: none
-    rewind: int = 0  # the step after which trainer methods are called, and the state after step 1 is loaded; 0: none
-    before: tuple[Case, ...] = ()  # run first: on the same model, or on a second one if the weights differ
+    settings: TrainingConfig | None = None  # training settings for the steps stage
+    search: Search | None = None  # search options for the decode stage
+    snapshots: tuple[int, ...] = ()  # steps after which weights are compared; empty for the default
+    compares_padding: bool = True  # compare unused positions as well, see ``stages.padding``
+    rows: tuple[int, ...] = ()  # batch sizes of the steps, repeated cyclically; empty uses the full batch in each step
+    calls: tuple[int, ...] = ()  # steps after which forward, gradients and generate are called
+    restart: int = 0  # step after which training restarts with a new optimizer; 0 for never
+    unlabeled: int = 0  # step whose batch has no labels; 0 for none
+    rewind: int = 0  # step after which trainer methods are called and the state after step 1 is loaded; 0 for never
+    before: tuple[Case, ...] = ()  # cases to run first, on the same model or, if the weights differ, on a second model
 
     @property
     def training(self) -> TrainingConfig:
-        """The settings of the optimizer; ValueError if there are none."""
+        """Training settings.
+
+        Raises:
+            ValueError: If the case has no training settings.
+        """
         if self.settings is None:
             raise ValueError(f"case {self.name} has no training settings")
         return self.settings
 
     @property
     def options(self) -> Search:
-        """The options of the search; ValueError if there are none."""
+        """Search options.
+
+        Raises:
+            ValueError: If the case has no search options.
+        """
         if self.search is None:
             raise ValueError(f"case {self.name} has no search options")
         return self.search
 
     @property
     def is_forward(self) -> bool:
-        """Whether the whole model is run forward, with its taps shown."""
+        """True if the case is a forward pass of the full model."""
         return self.stage == ACTIVATIONS and not self.block
 
     @property
     def model(self) -> tuple[object, ...]:
-        """The key of the model: cases with the same key have the same config and weights, loaded in the same way."""
+        """Key of the model. Cases with the same key use the same config and weights, loaded in the same way."""
         return self.config, self.weights_file, self.seed, self.magnitude, self.formulas
 
     @property
     def is_long(self) -> bool:
-        """Whether it has many tokens. No hypothesis is tried on such a case, and golden folders omit it."""
+        """True if a sequence is longer than 256 tokens. The diagnosis and golden vectors skip such cases."""
         return any(array.ndim == 2 and array.shape[1] > 256 for array in self.inputs.values())
 
     def author(self, backend: str, dtype: str) -> Author:
-        """Return the author of findings about this case."""
+        """Return the factory for findings about this case."""
         return Author(backend, dtype, self.name, self.component, self.stage)
 
     def load_weights(self) -> Mapping[str, ndarray]:
-        """Return the weights that every port is given."""
+        """Return the weights for all ports."""
         if self.weights_file is not None:
             return load_weights(self.weights_file)[1]
         return WEIGHTS[self.magnitude](self.config, self.seed)
 
 
 def in_stages(cases: Iterable[Case], stages: Container[str]) -> list[Case]:
-    """Return the cases of some stages, without earlier calls that belong to other stages."""
+    """Return the cases in the given stages. Remove earlier calls in other stages from them."""
     return [
         replace(case, before=tuple(earlier for earlier in case.before if earlier.stage in stages))
         for case in cases
@@ -97,7 +105,7 @@ def in_stages(cases: Iterable[Case], stages: Container[str]) -> list[Case]:
 
 
 def tiny(preset: str = "paper_base", **overrides: object) -> TransformerConfig:
-    """Return a preset's conventions at the sizes of the standard cases."""
+    """Return a config with a preset's conventions and the sizes of the standard cases."""
     sizes = {
         "source_vocab_size": TOKENS,
         "target_vocab_size": TOKENS,
@@ -114,7 +122,7 @@ def tiny(preset: str = "paper_base", **overrides: object) -> TransformerConfig:
 
 
 def shrunk(preset: str) -> TransformerConfig:
-    """Return a preset with the widths divided by 16 and the depths by 3, keeping what its row of Table 3 changes."""
+    """Return a small version of a row of Table 3, with its widths divided by 16 and its depths divided by 3."""
     full = TransformerConfig.preset(preset, source_vocab_size=TOKENS, target_vocab_size=TOKENS)
     return full.replace(
         d_model=full.d_model // 16,
@@ -127,4 +135,4 @@ def shrunk(preset: str) -> TransformerConfig:
     )
 
 
-SENTENCES = "sentences"  # the component of real text
+SENTENCES = "sentences"  # the component name of cases with real text

@@ -1,4 +1,4 @@
-"""The cases of a port with conventions of its own: the whole model, from logits to searches."""
+"""The cases for user ports. They run the full model with the port's conventions, in all stages."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ from transformer_spec.search import Search
 from transformer_spec.taps import matches
 from transformer_spec.training_config import TrainingConfig
 
-MANY = 33  # sentences of a search that is to show a rule that seldom decides
-TIMES = 4  # copies of these sentences in the largest batch
+MANY = 33  # number of sentences in searches that test rarely used rules
+TIMES = 4  # number of copies of these sentences in the largest batch
 SMALL_PENALTY = 1.5
-LONG = 1030  # tokens: 512 and 1024 are frequent limits
-SEEDS = 32  # of which the one with the most to decide is taken
-LIKELY, ENOUGH = 18, (3, 5, 5)  # tried first: the best with the paper's conventions; what it has to decide
-CLIP, FAR = 0.45, 1e6  # norms that the gradient exceeds at every step, and at none; float32 rounds the first
-STILL = 1e-30  # the factor of a learning rate with which no weight changes
-RESTART = 7  # the step after which training is started a second time
-UNLABELED = 1  # the row that has no labels in some steps
-PENALTY = 4.0  # so that a late end may be worth more than an early one
-WIDEST, WIDE, NARROW = 20, 4, 3  # beams; twice the widest is more than the tokens of the vocabulary
-# Beams, and penalties of which each prefers different hypotheses than the next. The last two are as close as penalties
-# that count the end symbol or don't.
+LONG = 1030  # tokens; exceeds the common limits 512 and 1024
+SEEDS = 32  # number of seeds to try; the one with the most varied searches is used
+LIKELY, ENOUGH = 18, (3, 5, 5)  # the first seed to try (the best for the paper's config), and sufficient variety
+CLIP, FAR = 0.45, 1e6  # norms that the gradient exceeds at every step, and at none; float32 can't represent the first
+STILL = 1e-30  # learning rate factor that is too small to change any weight
+RESTART = 7  # step after which training restarts
+UNLABELED = 1  # row without labels in some of the training cases
+PENALTY = 4.0  # length penalty that often makes long hypotheses better than short ones
+WIDEST, WIDE, NARROW = 20, 4, 3  # beam sizes; twice the widest exceeds the vocabulary
+# Beam sizes with length penalties. Consecutive penalties must prefer different hypotheses. The last two penalties are
+# as close as the effective penalties with and without EOS in the length.
 PREFERENCES = ((WIDE, (0.0, 0.6, SMALL_PENALTY, PENALTY)), (NARROW, (SMALL_PENALTY, 1.1 * SMALL_PENALTY)))
-LIKELY_TO_END, ENDING_SEEDS = 18, 20  # the seed of ending weights that is tried first, and the number of all
+LIKELY_TO_END, ENDING_SEEDS = 18, 20  # the first seed of ending weights to try, and the number of other seeds
 
 
 def model_cases(config: TransformerConfig) -> list[Case]:
-    """Return the cases for a port with conventions of its own: the whole model, from logits to searches.
+    """Return the basic cases for a user port in all stages.
 
-    Fully masked rows are left to the ports that define them: elsewhere a sentence that is all padding does not occur.
-    A target that starts with padding is one of them only where padding is the start symbol.
+    No source consists only of padding, because not every implementation defines fully masked rows. A target only
+    starts with padding if the BOS token is the padding token.
     """
     seed = _varied_seed(config)
     starts = ("starts_with_padding",) if config.bos_id == config.pad_id else ()
@@ -81,16 +81,16 @@ def model_cases(config: TransformerConfig) -> list[Case]:
 
 
 def _steps(config: TransformerConfig) -> Iterator[Case]:
-    """Yield runs of twenty steps; names that begin with ``port_clipped`` are clipped."""
+    """Yield training runs of 20 steps. If the name starts with ``port_clipped``, the gradient is clipped."""
     usual, unlabeled = with_labels(token_ids(config), config), np.arange(BATCH)[:, None] == UNLABELED
     some_rows = {"inputs": {**usual, "labels": np.where(unlabeled, config.pad_id, usual["labels"])}}
     cooldown: dict[str, Any] = {"cooldown_steps": 10}
     slices, clipped, far_below = {"accumulation_steps": 2}, {"clip_norm": CLIP}, {"clip_norm": FAR}
-    noticed = {**clipped, "epsilon": 1e-3}  # with the usual epsilon, Adam's step hardly depends on the gradient's norm
-    below = {"clip_norm": _limit_above(config)}  # the sum of the gradient over tokens exceeds it, the mean does not
+    noticed = {**clipped, "epsilon": 1e-3}  # with the usual epsilon, Adam's step barely depends on the gradient's norm
+    below = {"clip_norm": _limit_above(config)}  # exceeds the norm of the mean gradient, but not of the summed gradient
     unlike_the_paper = {"learning_rate_factor": 0.03, "warmup_steps": 5, "beta1": 0.8, "beta2": 0.95, "epsilon": 1e-6}
     between: dict[str, Any] = {"calls": CALLS}
-    at_the_end: dict[str, Any] = {"snapshots": (20,)}  # everything shows there that differed earlier
+    at_the_end: dict[str, Any] = {"snapshots": (20,)}  # any earlier difference also affects the final weights
     runs: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
         ("port", cooldown, between),
         ("port/changing_slices", slices, {**at_the_end, **some_rows, "rows": (4, 2), "restart": RESTART}),
@@ -106,9 +106,9 @@ def _steps(config: TransformerConfig) -> Iterator[Case]:
 
 @cache
 def _limit_above(config: TransformerConfig) -> float:
-    """Return a limit of two to four times the norm of the gradient of the whole batch before training.
+    """Return a clipping norm between 2 and 4 times the initial gradient norm of the full batch.
 
-    It is a power of two, so that rounding on another machine doesn't change it.
+    The result is a power of 2, so it doesn't depend on the rounding of a specific machine.
     """
     model = Transformer.from_weights(config, hard_weights(config, _varied_seed(config)), "float64", fast=False)
     batch = with_labels(token_ids(config), config)
@@ -118,9 +118,9 @@ def _limit_above(config: TransformerConfig) -> float:
 
 @cache
 def _varied_seed(config: TransformerConfig) -> int:
-    """Return the seed of weights with which hypotheses end after different numbers of tokens.
+    """Return a seed for weights with which hypotheses have different lengths.
 
-    Of models with random weights, most repeat one token, and no mistake in a search would show.
+    Most models with random weights repeat a single token, so bugs in a search would have no effect.
     """
     ids = token_ids(config)["source_ids"]
     variety = {}
@@ -130,7 +130,7 @@ def _varied_seed(config: TransformerConfig) -> int:
         beam, unpenalised = (beam_search(model, ids, 4, alpha, LONGEST).ids for alpha in (PENALTY, 0.0))
         lengths = [(found != config.pad_id).sum(1).tolist() for found in (greedy, beam, unpenalised)]
         ends = sum(int((found == config.eos_id).any(1).sum()) for found in (greedy, beam))
-        # What a wrong length penalty, beam or end would change, and how much there is to see.
+        # Effects of the length penalty, the beam and EOS, followed by the variety of the results.
         decisions = (lengths[1] != lengths[2]) + (lengths[0] != lengths[1]) + (ends > 0)
         variety[seed] = (decisions, len(set(lengths[0])) + len(set(lengths[1])), ends)
         if variety[seed] >= ENOUGH:
@@ -140,7 +140,10 @@ def _varied_seed(config: TransformerConfig) -> int:
 
 @cache
 def _ending_seed(config: TransformerConfig) -> int:
-    """Return the first seed of ending weights with which each penalty prefers different hypotheses, or the best."""
+    """Return the first seed of ending weights for which every penalty prefers different hypotheses.
+
+    If there is no such seed, return the one for which most penalties do.
+    """
     ids, variety = _many_sources(config), {}
     for seed in (LIKELY_TO_END, *range(ENDING_SEEDS)):
         model = Transformer.from_weights(config, ending_weights(config, seed), "float64", fast=True)
@@ -155,7 +158,7 @@ def _ending_seed(config: TransformerConfig) -> int:
 
 
 def _many_sources(config: TransformerConfig) -> ndarray:
-    """Return the source ids [MANY, SOURCE] of sentences, of which the first half is padded."""
+    """Return source ids [MANY, SOURCE] of which the first half is padded."""
     lengths = [SOURCE] * (MANY // 2) + [1 + i % (SOURCE - 1) for i in range(MANY - MANY // 2)]
     ids = padded_ids(generator("searches"), config.source_vocab_size, config.pad_id, lengths, SOURCE)
     return np.roll(ids, MANY // 2, axis=0)
@@ -163,7 +166,10 @@ def _many_sources(config: TransformerConfig) -> ndarray:
 
 @cache
 def _seed_that_says_padding(config: TransformerConfig) -> int:
-    """Return the first seed of weights that find padding likelier than any token, so that a search must forbid it."""
+    """Return the first seed for which padding is the most likely token at some position.
+
+    With such weights, a search must explicitly exclude padding.
+    """
     source_ids = token_ids(config)["source_ids"]
     for seed in range(SEEDS):
         model = Transformer.from_weights(config, hard_weights(config, seed), "float64", fast=False)
@@ -174,15 +180,18 @@ def _seed_that_says_padding(config: TransformerConfig) -> int:
 
 
 def port_config(port: PluginPort) -> TransformerConfig:
-    """Return the sizes of the standard cases with the conventions of a port.
+    """Return a config with the conventions of a port and the sizes of the standard cases.
 
     Raises:
-        ValueError: The port overrides a field, promises a tap or leaves out a case that does not exist, or declares a
-            model on which its cases cannot be run or would prove nothing.
+        ValueError: If the port's ``overrides``, ``taps`` or ``left_out`` contain an unknown name, or if its model is
+            too small for the cases or unsuitable for comparisons.
     """
     known = [entry.name for entry in fields(TransformerConfig)]
     if unknown := [name for name in port.kind.overrides if name not in known]:
-        raise ValueError(f"overrides of {port.name} has no field {unknown[0]!r}: known are {', '.join(known)}")
+        raise ValueError(
+            f"overrides of {port.name} must be fields of TransformerConfig: got {unknown[0]!r}; "
+            f"the fields are {', '.join(known)}"
+        )
     config = tiny(port.kind.preset, **{"d_k": None, "d_v": None, **port.kind.overrides})
     if (config.max_positions or LONGEST) < LONGEST:
         raise ValueError(f"{port.name} must have at least {LONGEST} positions: got {config.max_positions}")
@@ -190,21 +199,28 @@ def port_config(port: PluginPort) -> TransformerConfig:
         raise ValueError(f"overrides of {port.name}: {why}")
     for pattern in port.kind.taps:
         if not any(matches(pattern, tap) for tap in tap_shapes(config, 1, 1, 1)):
-            raise ValueError(f"taps of {port.name}: {pattern!r} is no tap: see `parity info --names`")
+            raise ValueError(
+                f"taps of {port.name} must match a tap: got {pattern!r}; run `parity info --names` to list all taps"
+            )
     if port.left_out:
         cases = port_cases(config)
         names = [case.name for case in cases]
         if unknown := [name for name in port.left_out if name not in names]:
-            raise ValueError(f"left_out of {port.name}: {unknown[0]!r} is no case: known are {', '.join(names)}")
+            raise ValueError(
+                f"left_out of {port.name} must contain names of cases: got {unknown[0]!r}; "
+                f"the cases are {', '.join(names)}"
+            )
         kept = [case for case in cases if case.name not in port.left_out]
         padded = {case.stage for case in kept if (case.inputs["source_ids"] == config.pad_id).any()}
         if unpadded := [case.stage for case in kept if case.stage not in padded]:
-            raise ValueError(f"left_out of {port.name} must leave a case of {unpadded[0]} with padding")
+            raise ValueError(
+                f"left_out of {port.name} must keep at least one case with padding in the stage {unpadded[0]}"
+            )
     return config
 
 
 def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
-    """Yield searches for so many sentences that a small difference in a rule shows in the tokens of some of them."""
+    """Yield searches for many sentences, so that a small change of a rule affects the tokens of some of them."""
     source_ids, ending, most = _many_sources(config), _ending_seed(config), longest(config)
     inputs = {"source_ids": source_ids, "target_ids": np.full((MANY, 1), config.bos_id)}
     turned = {**inputs, "source_ids": np.roll(source_ids, 1, axis=0)}
@@ -212,7 +228,7 @@ def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
     for name, search, seed, earlier in (
         ("greedy", Search(max_length=most), says_padding, forward),
         ("greedy_ends", Search(max_length=LONGEST), ending, {"seed": ending + 1}),
-        ("more_greedy", Search(max_length=LONGEST), ending, {"seed": ending + 1}),  # so that half need no beam
+        ("more_greedy", Search(max_length=LONGEST), ending, {"seed": ending + 1}),  # for ports without beam search
         ("beam", Search(WIDE, PENALTY, LONGEST), ending, {"inputs": turned}),
         ("narrow_beam", Search(NARROW, SMALL_PENALTY, LONGEST), ending, {"seed": ending + 1}),
         ("beam_without_penalty", Search(WIDE, 0.0, LONGEST), ending, {"inputs": turned}),
@@ -221,18 +237,18 @@ def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
         names, dtypes = (f"decode/many_{name}", "decoding"), ("float64",)
         case = Case(*names, config, "", inputs, seed=seed, dtypes=dtypes, stage=DECODE, search=search)
         case = case if earlier is forward else replace(case, magnitude="ending")
-        if name == "more_greedy":  # more sentences than a port may compute at a time
+        if name == "more_greedy":  # a large batch, because a port may process sentences in smaller groups
             case = replace(case, inputs={each: np.tile(array, (TIMES, 1)) for each, array in inputs.items()})
         changes: dict[str, Any] = {**earlier}
         yield replace(case, before=(replace(case, **changes),))
 
 
 def _unlike_the_first(config: TransformerConfig) -> Iterator[Case]:
-    """Yield cases of the first one's shapes with other padding and other weights, and some of other shapes.
+    """Yield forward passes that differ from the first case in padding, weights, earlier calls or shapes.
 
-    The first two show what is kept from one run to the next: a mask, a table or a result of such a shape, or weights.
-    The third shows dropout that stays on after training. The others show what ends before the model does, and axes
-    that are told apart by their lengths.
+    The cases with different padding and weights detect ports that cache a mask, a position table, a result or weights.
+    The case after training detects dropout that remains enabled. The others detect tables and masks that are too short,
+    and axes that are identified by their size.
     """
     seed, ids = _varied_seed(config), token_ids(config)
     turned = {name: np.roll(array, 1, axis=0) for name, array in ids.items()}
@@ -240,10 +256,10 @@ def _unlike_the_first(config: TransformerConfig) -> Iterator[Case]:
     yield replace(first, name="full/other_padding", inputs=turned, before=(first,))
     yield replace(first, name="full/other_weights", seed=seed + 1, before=(first,))
     training = TrainingConfig(**{**SHORT, "learning_rate_factor": STILL})
-    trained = replace(step_case("port", config, training), config=config, seed=seed + 1)  # with the config's dropout
+    trained = replace(step_case("port", config, training), config=config, seed=seed + 1)  # keep the config's dropout
     yield replace(first, name="full/after_training", dtypes=("float64",), seed=seed + 1, before=(trained,))
     yield replace(first, name="full/longest", inputs=token_ids(config, longest(config), longest(config)))
-    if config.max_positions is None:  # tables and masks of a fixed size end somewhere
+    if config.max_positions is None:  # the port must not have a table or mask with a fixed size
         long = {name: array[:1] for name, array in token_ids(config, LONG, LONG).items()}
         yield replace(first, name="full/longest/of_a_thousand_tokens", inputs=long, dtypes=("float64",))
     yield replace(
@@ -252,10 +268,15 @@ def _unlike_the_first(config: TransformerConfig) -> Iterator[Case]:
 
 
 def port_cases(config: TransformerConfig, stages: Collection[str] | None = None) -> list[Case]:
-    """Return what a port with conventions of its own is compared on, in all stages unless some are named."""
+    """Return all cases for a user port with the given config.
+
+    Args:
+        config: Config with the conventions of the port.
+        stages: Stages to include; None for all.
+    """
     cases = [*model_cases(config), *_unlike_the_first(config), *_searches_of_many(config)]
     cases += variants(config, _varied_seed(config))
-    if config.source_vocab_size == config.target_vocab_size == TOKENS:  # the port leaves the vocabulary to the cases
+    if config.source_vocab_size == config.target_vocab_size == TOKENS:  # the port doesn't override the vocabulary size
         cases.append(large_vocabulary(config))
     cases = [replace(case, compares_padding=False) for case in cases]
     return cases if stages is None else in_stages(cases, stages)

@@ -1,7 +1,8 @@
-"""Inputs that let nothing hide.
+"""Weights and inputs that expose bugs.
 
-With freshly initialised weights and no padding, seven real mistakes leave the logits exactly as they are: a bias of
-zero cannot be missed, a scale of one need not be loaded, and no mask is needed where nothing is padded.
+With newly initialized weights and no padding, seven real bugs don't change the logits. For example, a missing bias has
+no effect if all biases are 0, a scale that isn't loaded has no effect if all scales are 1, and a missing mask has no
+effect without padding.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ def generator(name: str) -> np.random.Generator:
 
 
 def normal_floats(name: str, *shape: int) -> ndarray:
-    """Return standard normal float64 values that are exact in float32."""
+    """Return standard normal float64 values that are exactly representable in float32."""
     return generator(name).normal(size=shape).astype(np.float32).astype(np.float64)
 
 
 def token_ids(config: TransformerConfig, source: int = SOURCE, target: int = TARGET) -> dict[str, ndarray]:
-    """Return a batch with full rows, shorter ones and one of a single token, on each side."""
+    """Return a batch in which both the source and the target have full rows, shorter rows and a row with one token."""
     rng = generator("ids")
     return {
         "source_ids": padded_ids(
@@ -42,12 +43,12 @@ def token_ids(config: TransformerConfig, source: int = SOURCE, target: int = TAR
 
 
 def padding_mask(length: int, *lengths: int) -> ndarray:
-    """Return the mask [B, length] of sequences of the given lengths: True where there is no padding."""
+    """Return a mask [B, length] for sequences of the given lengths: False for padding."""
     return np.arange(length) < np.array(lengths)[:, None]
 
 
 def model_batches(config: TransformerConfig) -> dict[str, dict[str, ndarray]]:
-    """Return the batches that a full model is run on, the hardest first."""
+    """Return the batches for full models by name, the hardest one first."""
     ids = token_ids(config)
     empty_source = ids["source_ids"].copy()
     empty_source[1] = config.pad_id
@@ -64,7 +65,7 @@ def model_batches(config: TransformerConfig) -> dict[str, dict[str, ndarray]]:
 
 
 def with_labels(ids: Mapping[str, ndarray], config: TransformerConfig) -> dict[str, ndarray]:
-    """Add the labels: what the decoder reads next, then the end symbol, then padding."""
+    """Add labels to a batch: the target shifted by one position, followed by EOS and padding."""
     target_ids = ids["target_ids"]
     labels = np.full_like(target_ids, config.pad_id)
     labels[:, :-1] = target_ids[:, 1:]
@@ -73,15 +74,15 @@ def with_labels(ids: Mapping[str, ndarray], config: TransformerConfig) -> dict[s
     return {**ids, "labels": labels}
 
 
-TINY = 3e-3  # makes the variance of the next norm's input comparable to its epsilon
+TINY = 3e-3  # factor that makes the variance of the next norm's input comparable to its epsilon
 
 
 def hard_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
-    """Return float32 weights that make every known mistake visible.
+    """Return float32 weights with which every known bug changes the results.
 
-    Biases and scales are random; query and key kernels are doubled, so that attention is sharp. In a post-norm model,
-    one norm of the first encoder layer and of the last decoder layer is scaled down, with the feed-forward network
-    behind it, so that the next norm sees a variance as small as its epsilon.
+    Biases and scales are random. Query and key kernels are doubled to sharpen attention. In a post-norm model, one norm
+    in the first encoder layer and one in the last decoder layer are scaled down, together with the following
+    feed-forward network. The input of the next norm then has a variance as small as its epsilon.
     """
     rng = np.random.default_rng([seed, 1])
     weights = init_weights(config, seed)
@@ -105,18 +106,18 @@ def hard_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]
     return {name: array.astype(np.float32) for name, array in weights.items()}
 
 
-# How much larger some weights are: a plain exp of scores overflows in float32, and of logits in float64. Inner units of
-# feed-forward networks exceed 20, which shows the limit of ReLU6.
+# Factors for larger weights. With them, a naive exp overflows for scores in float32 and for logits in float64. The
+# inner activations of the feed-forward networks exceed 20, which exposes ReLU6.
 SHARPER, INNER_WIDER, WIDER, LOUDER = 12, 10, 5, 500
 
 
 def sharp_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
-    """Return the hard weights with larger queries: scores exceed 88, and attention is saturated."""
+    """Return hard weights with larger queries, so that scores exceed 88 and attention is saturated."""
     return _scaled(hard_weights(config, seed), {**SHARP, **_wide(config)})
 
 
 def loud_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
-    """Return the hard weights with a larger last norm of the decoder: logits exceed 709."""
+    """Return hard weights with a larger last norm in the decoder, so that logits exceed 709."""
     weights = hard_weights(config, seed)
     last = _last_norm(config, weights)
     louder = {f"{last}.*": LOUDER} if last else {}
@@ -124,17 +125,18 @@ def loud_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]
 
 
 def large_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
-    """Return weights that are both sharp and loud."""
+    """Return hard weights with both larger queries and a larger last norm."""
     return _scaled(loud_weights(config, seed), SHARP)
 
 
-LIKELIER = 0.45  # nats
+LIKELIER = 0.45  # increase of the EOS logit, in nats
 
 
 def ending_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
-    """Return the hard weights with a likelier end symbol: hypotheses of many lengths compete.
+    """Return hard weights with a more likely EOS token, so that hypotheses of many lengths compete.
 
-    The end symbol's row of the table, or its column of the output projection, moves along the bias of the last norm.
+    A multiple of the last norm's bias is added to the EOS row of the embedding matrix or, if the embeddings aren't
+    tied, to the EOS column of the output projection.
     """
     weights = hard_weights(config, seed)
     last = _last_norm(config, weights)
@@ -147,21 +149,22 @@ def ending_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarra
 
 
 def _last_norm(config: TransformerConfig, weights: Mapping[str, ndarray]) -> str:
-    """Return the name of the norm whose output the output projection reads; empty if there is none."""
+    """Return the name of the norm before the output projection, or an empty string if there is none."""
     if config.norm_order != "post" and not config.final_norm:
         return ""
     scales = [name for name in weights if name.startswith("decoder.") and name.endswith("norm.scale")]
     return scales[-1].removesuffix(".scale")
 
 
-# Sharp attention multiplies the rounding errors of what it reads, so only the first layers have it.
+# Sharp attention amplifies the rounding errors of its inputs, so only the first layers are sharpened.
 SHARP = {"*.layers.0.*_attention.query_proj.kernel": SHARPER}
 
 
 def _wide(config: TransformerConfig) -> dict[str, int]:
-    """Return the factors with which activations exceed 100.
+    """Return weight factors with which activations exceed 100.
 
-    Without a norm behind the encoder, it is not among them: all scores of cross-attention would be as large.
+    If the encoder doesn't end with a norm, its weights keep their size, because otherwise all cross-attention scores
+    would be large.
     """
     is_normalised = config.norm_order == "post" or config.final_norm
     feed_forward = f"{'' if is_normalised else 'decoder'}*.feed_forward"
@@ -178,7 +181,7 @@ WEIGHTS = {
 
 
 def _scaled(weights: Mapping[str, ndarray], factors: Mapping[str, int]) -> dict[str, ndarray]:
-    """Return weights with each factor applied to those whose names match its key."""
+    """Return weights in which each factor is applied to all names that match its pattern."""
     found = dict(weights)
     for pattern, factor in factors.items():
         found |= {name: np.float32(factor) * weights[name] for name in fnmatch.filter(weights, pattern)}
@@ -186,7 +189,7 @@ def _scaled(weights: Mapping[str, ndarray], factors: Mapping[str, int]) -> dict[
 
 
 def padded_ids(rng: np.random.Generator, vocab_size: int, pad_id: int, lengths: list[int], width: int) -> ndarray:
-    """Return random token ids, padded behind the given lengths."""
+    """Return random token ids with the given lengths, padded to a fixed width."""
     free = np.array([token for token in range(vocab_size) if token != pad_id])
     ids = np.full((len(lengths), width), pad_id)
     for row, length in enumerate(lengths):

@@ -1,6 +1,6 @@
-"""The standard cases: every component alone, the stacks, the full model, every edge case and every preset.
+"""The standard cases: single components, the stacks, the full model, all edge cases and all presets.
 
-No two axes of a tensor have the same size, so that none can be confused: B 4, S 9, T 7, H 3, d_k 8, d_v 10,
+All axes of a tensor have different sizes, so that swapped axes cause errors: B 4, S 9, T 7, H 3, d_k 8, d_v 10,
 d_model 24, d_ff 40.
 """
 
@@ -33,30 +33,30 @@ from transformer_spec.search import Search
 from transformer_spec.search_rules import SearchRules
 from transformer_spec.training_config import TrainingConfig
 
-EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)  # and yet nothing drops
-LONGEST, MOST = 12, 32  # tokens of a hypothesis; the most are the maximum length of the models
-STEPWISE = 4  # positions that are decoded one after another
-LONG = 5001  # positions; where angles in float32 are wrong in the fourth digit
-QUERIES = 300  # of a head; more than a package takes at a time
-CHANNELS = 260  # of a head; a package would divide as many queries into blocks
-OTHER_DECODER: dict[str, Any] = {  # of which no shape of a parameter of attention tells
+EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)  # must have no effect
+LONGEST, MOST = 12, 32  # maximum lengths of hypotheses in tokens; the second is the maximum length of the models
+STEPWISE = 4  # number of positions that are decoded one at a time
+LONG = 5001  # number of positions; at the last ones, float32 angles have an error in the fourth digit
+QUERIES = 300  # queries per head; more than a package processes at a time
+CHANNELS = 260  # channels per head; larger than the packages' blocks of queries
+OTHER_DECODER: dict[str, Any] = {  # decoder sizes that don't change the shapes of the attention parameters
     "decoder_num_heads": 2,
     "decoder_d_k": 12,
     "decoder_d_v": 15,
     "decoder_d_ff": 56,
 }
-VOCABULARY = 33_000  # tokens, of which int16 holds 32,768
-SEVERAL_BLOCKS = 2400  # tokens; for a beam of 3, 225 whole blocks of 32: their maxima are 7 whole blocks, and one more
+VOCABULARY = 33_000  # tokens; exceeds the range of int16
+SEVERAL_BLOCKS = 2400  # tokens; a beam of 3 has 225 blocks of 32 continuations, and 225 = 7 * 32 + 1 block maxima
 
 
 def standard_cases() -> list[Case]:
-    """Return all cases, those of the components first; cases with one config stand together."""
+    """Return all cases, starting with single components. Cases with the same config are adjacent."""
     return [*_components(), *_full_models(), *map(preset_case, PRESETS), *_gradients(), *_steps(), *_searches()]
 
 
 def preset_case(preset: str, *, thorough: bool = False) -> Case:
-    """Return the full model of a preset, at a small size; thorough runs it in every dtype and on the fast path too."""
-    # For an implementation small sizes do: what matters is the convention.
+    """Return a small full-model case for a preset. ``thorough`` adds all dtypes and the fast path."""
+    # The presets of implementations differ in conventions, not in sizes, so they all use the same small sizes.
     config = tiny(preset, d_v=8) if preset in IMPLEMENTATIONS else shrunk(preset)
     dtypes = ALL_DTYPES if thorough else ("float64", "float32")
     return Case(f"preset/{preset}", "presets", config, "", token_ids(config), fast=thorough, dtypes=dtypes)
@@ -69,7 +69,7 @@ def _components() -> Iterator[Case]:
     source_mask = padding_mask(SOURCE, 9, 5, 1, 8)[:, None, None, :]
     target_mask = causal_mask(TARGET) & padding_mask(TARGET, 7, 4, 1, 7)[:, None, None, :]
     holes = generator("holes").random((BATCH, heads, TARGET, SOURCE)) < 0.6
-    holes[1, :, 3] = False  # this query may attend to nothing
+    holes[1, :, 3] = False  # this query may not attend to any key
 
     qkv = {
         "query": normal_floats("query", BATCH, heads, TARGET, config.d_k),
@@ -115,7 +115,7 @@ def _components() -> Iterator[Case]:
     ids = token_ids(config)
     yield Case("encoder/encode", "encoder", config, "encode", {"source_ids": ids["source_ids"]})
     yield Case("decoder/decode", "decoder", config, "decode", {**ids, "memory": memory})
-    once: dict[str, Any] = {"fast": False, "dtypes": ("float64", "float32")}  # they compute as the two before
+    once: dict[str, Any] = {"fast": False, "dtypes": ("float64", "float32")}  # the two cases above cover the rest
     yield Case("encoder/alone", "encoder", config, "Encoder", {"source_ids": ids["source_ids"]}, **once)
     given = {"target_ids": ids["target_ids"], "memory": memory, "source_mask": source_mask[:, 0, 0]}
     yield Case("decoder/alone", "decoder", config, "Decoder", given, **once)
@@ -137,9 +137,9 @@ def _components() -> Iterator[Case]:
 
 
 def _many_queries(config: TransformerConfig) -> Iterator[Case]:
-    """Yield attention with more queries than a package may take at a time, with few channels and with many.
+    """Yield attention with more queries than a package processes at a time, with few and with many channels.
 
-    The mask has a row for each query, or one row for all queries, and is the same for all heads.
+    The mask has one row per query, or a single row for all queries. All heads use the same mask.
     """
     batch, heads, keys = 2, 2, 6
     for name, rows, d_k in (("many_queries", QUERIES, 4), ("many_padded_queries", 1, CHANNELS)):
@@ -154,7 +154,7 @@ def _many_queries(config: TransformerConfig) -> Iterator[Case]:
 
 
 def _loss() -> Case:
-    """Return the loss of logits that overflow in a plain exp, and of others that bfloat16 is too coarse to sum."""
+    """Return a loss case with logits that overflow a naive exp, and logits that bfloat16 can't sum accurately."""
     config = tiny()
     sizes = np.array([1.0, 3.0, 1000.0, 10.0])[:, None, None]
     inputs = {
@@ -191,7 +191,7 @@ def _full_models() -> Iterator[Case]:
 
 
 def _again(config: TransformerConfig) -> Iterator[Case]:
-    """Yield different batches, weights and arrays in shapes that were run before, so that little is compiled."""
+    """Yield different batches, weights and array types in shapes from earlier cases, which need no recompilation."""
     first = Case("full/padded", "full model", config, "", token_ids(config), dtypes=("float64",))
     other = {name: np.roll(array, 1, axis=0) for name, array in first.inputs.items()}
     one_token = {name: array[:, :1] for name, array in first.inputs.items()}
@@ -199,14 +199,14 @@ def _again(config: TransformerConfig) -> Iterator[Case]:
     yield replace(first, name="full/other_padding", inputs=other, before=(first,))
     yield replace(first, name="full/of_two_models", before=(replace(first, seed=1),))
     yield replace(first, name="full/large", magnitude="large")
-    # With one key, rounding of large scores in float32 changes no attention weight.
+    # With a single key, rounding errors of large float32 scores don't affect the attention weights.
     exp_overflows = replace(first, magnitude="large", inputs=one_token, fast=False)
     yield replace(exp_overflows, name="full/large_one_token", dtypes=("float64", "float32"))
     yield replace(first, name="full/int32", inputs=as_int32, fast=False)
 
 
 def large_vocabulary(config: TransformerConfig) -> Case:
-    """Return a model with more tokens than a small integer counts, run on few of them."""
+    """Return a case with short sequences and a vocabulary that exceeds the range of int16."""
     config = config.replace(source_vocab_size=VOCABULARY, target_vocab_size=VOCABULARY)
     ids = {"source_ids": [[32_768, 5, VOCABULARY - 1]], "target_ids": [[config.bos_id, 32_900]]}
     inputs = {name: np.array(rows) for name, rows in ids.items()}
@@ -215,14 +215,17 @@ def large_vocabulary(config: TransformerConfig) -> Case:
 
 
 def gradient_case(preset: str) -> Case:
-    """Return the gradients of a preset's full model, at a small size."""
+    """Return a case for the gradients of a preset's full model at a small size."""
     case = preset_case(preset)
     inputs = with_labels(case.inputs, case.config)
     return Case(f"gradients/{preset}", "gradients", case.config, "", inputs, dtypes=("float64",), stage=GRADIENTS)
 
 
 def _gradients() -> Iterator[Case]:
-    """Yield the whole model's gradients; in float32 where no pre-activation is within rounding of a ReLU's kink."""
+    """Yield cases for the gradients of the full model.
+
+    float32 cases use GELU, because rounding may move a pre-activation across the kink of ReLU.
+    """
     config = tiny(activation="gelu", attention_bias=True, dropout=EVERYWHERE)
     ids = token_ids(config)
     empty_source = ids["source_ids"].copy()
@@ -249,12 +252,12 @@ def _gradients() -> Iterator[Case]:
     other = tiny(**OTHER_DECODER, skip_first_self_attention=True, activation="gelu")
     inputs = with_labels(token_ids(other), other)
     yield Case("gradients/other_decoder", "gradients", other, "", inputs, dtypes=("float64",), stage=GRADIENTS)
-    # The other rows of Table 3 differ in sizes and rates; `--preset` compares any of them.
+    # The other rows of Table 3 only differ in sizes and dropout rates. `--preset` compares them.
     yield from map(gradient_case, ("paper_base", *IMPLEMENTATIONS))
 
 
 def _steps() -> Iterator[Case]:
-    """Yield runs of twenty steps, by the compiled step that training uses."""
+    """Yield training runs of 20 steps with the compiled training step."""
     paper = tiny(attention_bias=True, activation="gelu")
     pre = tiny("annotated", label_smoothing=0.2, num_encoder_layers=1)
     paper_case = step_case("paper", paper, TrainingConfig(**SHORT))
@@ -265,15 +268,15 @@ def _steps() -> Iterator[Case]:
     yield replace(step_case("pre", pre, clipped), calls=CALLS, unlabeled=UNLABELED, rewind=REWIND)
 
 
-# At a learning rate of at most 1.4e-3: a larger one would amplify rounding.
-CALLS = 1, 5  # the steps after which other methods are called
-UNLABELED = 3  # the step whose batch has no label
-REWIND = 10  # the step after which training continues with the state after step 1
+CALLS = 1, 5  # steps after which other methods are called
+UNLABELED = 3  # step whose batch has no labels
+REWIND = 10  # step after which training continues from the state after step 1
+# The learning rate stays below 1.4e-3, because a larger one would amplify rounding errors.
 SHORT: dict[str, Any] = {"learning_rate_factor": 0.02, "warmup_steps": 8, "total_steps": 20}
 
 
 def step_case(name: str, config: TransformerConfig, settings: TrainingConfig) -> Case:
-    """Return twenty optimizer steps of the full model of a config, without dropout."""
+    """Return a case that trains the full model of a config for 20 steps without dropout."""
     config = config.replace(dropout=DropoutRates(embedding=0.0, residual=0.0))
     inputs = with_labels(token_ids(config), config)
     dtypes = ("float64",)
@@ -281,24 +284,24 @@ def step_case(name: str, config: TransformerConfig, settings: TrainingConfig) ->
 
 
 def search_cases(preset: str) -> Iterator[Case]:
-    """Yield greedy and beam search with a preset's full model, at a small size."""
+    """Yield greedy and beam search with a preset's full model at a small size."""
     yield from searches(preset, preset_case(preset).config, dtypes=("float64",))
 
 
 def _searches() -> Iterator[Case]:
-    """Yield searches with post- and pre-norm, with padding as start symbol, and with much to decide.
+    """Yield searches with post-norm and pre-norm, with padding as the BOS token, and with many competing hypotheses.
 
-    Of models with random weights, most repeat one token. The model of seed 58 ends its hypotheses
-    early and late, and a length penalty of 1.5 makes the late ones as good as the early ones.
+    Most models with random weights repeat a single token. With seed 58, the hypotheses have different lengths, and a
+    length penalty of 1.5 makes long ones as good as short ones.
     """
     yield from search_cases("paper_base")
     greedy, beam = searches("marian", preset_case("marian").config, dtypes=("float64",), num_hypotheses=1)
     yield from (greedy, replace(beam, formulas=True))
     config = tiny(norm_order="pre", final_norm=True, tie_embeddings="none", output_bias=True)
     config = config.replace(source_vocab_size=13, target_vocab_size=13)
-    dtypes = ("float64", "float32")  # bfloat16 cannot tell neighbours apart
+    dtypes = ("float64", "float32")  # bfloat16 is too coarse to rank the hypotheses
     other = tiny(**OTHER_DECODER, skip_first_self_attention=True, embedding_norm=True)
-    greedy, beam = searches("other_decoder", other, dtypes=("float64",), seed=140)  # every rule decides something
+    greedy, beam = searches("other_decoder", other, dtypes=("float64",), seed=140)  # every rule affects the result
     rules = SearchRules(no_repeat_ngram_size=3, banned_ids=(10,), at_limit="scored")
     limits: dict[str, Any] = {"min_length": 4, "start_id": 3}
     yield replace(greedy, search=replace(greedy.options, rules=rules, **limits))
@@ -310,10 +313,10 @@ def _searches() -> Iterator[Case]:
 
 
 def _prefixes_and_samples(config: TransformerConfig) -> Iterator[Case]:
-    """Yield searches with a prefix for each sentence, samples, and the scores of several translations of each."""
+    """Yield searches with prefixes, sampling, and scores of multiple translations per sentence."""
     ids = token_ids(config)
     inputs = {"source_ids": ids["source_ids"]}
-    prefix_ids = tuple((5, 9, 4)[: row % 4] for row in range(len(inputs["source_ids"])))  # of 0 to 3 tokens
+    prefix_ids = tuple((5, 9, 4)[: row % 4] for row in range(len(inputs["source_ids"])))  # 0 to 3 tokens per sentence
     scored = SearchRules(score_forced=True)
     for name, search in {
         "prefix_greedy": Search(max_length=LONGEST, prefix_ids=prefix_ids),
@@ -323,16 +326,16 @@ def _prefixes_and_samples(config: TransformerConfig) -> Iterator[Case]:
         names = f"decode/{name}", "decoding"
         yield Case(*names, config, "", inputs, seed=58, dtypes=("float64",), stage=DECODE, search=search)
     translations = np.stack([ids["target_ids"], ids["target_ids"][::-1]], 1)  # [B, 2, T]
-    source_mask = (inputs["source_ids"] != config.pad_id) & (np.arange(SOURCE) != 1)  # one token is hidden
+    source_mask = (inputs["source_ids"] != config.pad_id) & (np.arange(SOURCE) != 1)  # also mask one token
     scored_inputs = {**inputs, "target_ids": translations, "source_mask": source_mask}
-    exact = ("float64", "float32")  # a bfloat16 model has scores in float32
+    exact = ("float64", "float32")  # bfloat16 models return float32 scores
     yield Case("scores/translations", "scores", config, SCORE, scored_inputs, seed=58, fast=False, dtypes=exact)
 
 
 def _search_in_blocks() -> Case:
-    """Return a beam search by a small model with a vocabulary that no package sorts as a whole.
+    """Return a beam search with a vocabulary that is too large for any package to sort at once.
 
-    With seed 35, hypotheses differ, and some take a token from the last block.
+    With seed 35, the hypotheses differ, and some contain a token from the last block.
     """
     sizes: dict[str, Any] = {
         "d_model": 8,
@@ -351,7 +354,7 @@ def _search_in_blocks() -> Case:
 
 
 def _searches_by_rules(config: TransformerConfig) -> Iterator[Case]:
-    """Yield beam searches as other programs do them, with weights of which every rule decides something."""
+    """Yield beam searches with other programs' rules, and with weights for which every rule affects the result."""
     inputs, sizes = {"source_ids": token_ids(config)["source_ids"]}, {"beam_size": 4, "max_length": LONGEST}
     forced_end = SearchRules.preset("hf", at_limit="forced")
     opus = replace(forced_end, renormalize=True, banned_ids=(7,))
@@ -375,7 +378,7 @@ def searches(
     num_hypotheses: int = 3,
     limit: int = LONGEST,
 ) -> Iterator[Case]:
-    """Yield greedy and beam search with the full model of a config."""
+    """Yield a greedy search and a beam search with the full model of a config."""
     ids = token_ids(config)
     target_ids = ids["target_ids"][:, :STEPWISE].copy()
     target_ids[:, 0] = config.bos_id

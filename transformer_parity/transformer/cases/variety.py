@@ -1,11 +1,11 @@
-"""The cases that vary batches, limits, magnitudes and earlier calls, as data.
+"""A table of cases that vary batch sizes, lengths, magnitudes and earlier calls.
 
-Together with the cases that ``for_ports`` defines by hand, they cover all pairs of the dimensions in
-``tests/variety.py``: a port that is wrong only for one sentence, at a long limit, for large values or after a different
-call diverges in one of them. A greedy search for small sets chose the combinations.
+Together with the cases in ``for_ports``, they cover all pairs of the dimensions in ``tests/variety.py``. If a port is
+only wrong for single sentences, long limits, large values or after a different call, it diverges in one of them. A
+greedy search for small sets selected the combinations.
 
-The name of a variant begins with the case that it varies: a port that leaves out ``full/one_token`` leaves out its
-variants too.
+The name of a variant starts with the name of the original case. If a port lists ``full/one_token`` in ``left_out``, its
+variants are skipped as well.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from transformer_parity.transformer.cases.inputs import generator, padded_ids, w
 from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 
-ONE, ODD, SEVERAL, MANY = 1, 3, 4, 8  # sentences
-LONGEST = None  # as many tokens as the model has positions
-LENGTHY = 32  # positions of a model that has no limit
-FEW, SOME = 1, 12  # tokens of a hypothesis
-BATCH, MODEL = "batch", "model"  # calls before: a different batch of the same shape; a second model
+ONE, ODD, SEVERAL, MANY = 1, 3, 4, 8  # numbers of sentences
+LONGEST = None  # stands for the maximum number of positions of the model
+LENGTHY = 32  # number of positions to use if the model has no limit
+FEW, SOME = 1, 12  # maximum lengths of hypotheses in tokens
+BATCH, MODEL = "batch", "model"  # earlier calls: a different batch of the same shape, or a second model
 
-Padding = tuple[int, ...]  # padding symbols at the end of each row; repeated if there are more rows
+Padding = tuple[int, ...]  # numbers of padding tokens at the end of the rows, repeated cyclically
 NONE: Padding = (0,)
 MIXED: Padding = (0, 4, 8, 1)
 
 
 class Variant(NamedTuple):
-    """A batch of the full model, and the calls before it.
+    """A batch for the full model, and the earlier calls.
 
     Attributes:
-        name: The name of the case; it begins with the stage and the case that it varies.
+        name: Name of the case. It starts with the stage and the name of the original case.
         sentences: Number of rows.
         source: Width and padding of the source ids.
-        target: Width and padding of the target ids; a search has none.
-        before: ``BATCH``, ``MODEL``, the name of a different stage, or nothing.
-        large: Whether the weights are large.
-        unlabeled: Whether no row but the first has labels.
-        search: Beam size, length penalty and limit of a search; a limit of ``LONGEST`` is a token per position.
+        target: Width and padding of the target ids; ignored by searches.
+        before: The earlier call: ``BATCH``, ``MODEL``, the name of a different stage, or empty for none.
+        large: True to use large weights.
+        unlabeled: True to remove the labels from all rows except the first.
+        search: Beam size, length penalty and maximum length of a search. ``LONGEST`` allows one token per position.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Variant(NamedTuple):
 
     @property
     def has_one_key(self) -> bool:
-        """Whether each attention has one key: rounding of large scores in float32 then changes no attention weight."""
+        """True if every attention has a single key, so that rounding of large float32 scores has no effect."""
         return self.source[0] == self.target[0] == 1
 
 
@@ -135,14 +135,14 @@ SEARCHES = (
 )
 
 
-# Gradients through saturated attention are rounding noise, and the scores of likely hypotheses are small differences of
-# large logits: neither could be compared within its tolerance.
+# Large weights for each stage. Gradients through saturated attention are rounding noise, and with large logits, the
+# scores of likely hypotheses are small differences of large numbers. Neither would stay within its tolerance.
 LARGE = {ACTIVATIONS: "large", GRADIENTS: "loud", DECODE: "sharp"}
 STAGES = {"full": (ACTIVATIONS, "full model"), "gradients": (GRADIENTS, "gradients"), "decode": (DECODE, "decoding")}
 
 
 def variants(config: TransformerConfig, seed: int) -> Iterator[Case]:
-    """Yield the case of each variant, with hard or large weights of a seed."""
+    """Yield a case for each variant, with hard or large weights from a seed."""
     for variant in (*FORWARD, *BACKWARD, *SEARCHES):
         stage, component = STAGES[variant.name.partition("/")[0]]
         ids = _ids(variant, config)
@@ -173,12 +173,12 @@ def variants(config: TransformerConfig, seed: int) -> Iterator[Case]:
 
 
 def longest(config: TransformerConfig) -> int:
-    """Return the number of positions of the longest sequences in the cases."""
+    """Return the length of the longest sequences in the cases."""
     return config.max_positions or LENGTHY
 
 
 def _ids(variant: Variant, config: TransformerConfig, turn: int = 0) -> dict[str, ndarray]:
-    """Return the ids of a variant; a turn of 1 returns different tokens and padding in the same shape."""
+    """Return the ids of a variant. A ``turn`` of 1 returns different tokens and padding with the same shape."""
     rng, found = generator(f"{variant.name} {turn}"), {}
     for side, (width, padding) in (("source", variant.source), ("target", variant.target)):
         width = width or longest(config)

@@ -1,1 +1,1 @@
-"""Compare ports with the reference, one process each: what ``parity check`` and ``parity selftest`` run."""
+"""Compare ports with the reference, each in a separate process, for ``parity check`` and ``parity selftest``."""

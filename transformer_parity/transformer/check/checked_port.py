@@ -1,4 +1,4 @@
-"""A port in a check, and everything that came of it. Reports are made from this."""
+"""The state of a port during a check, including all results. Reports are generated from it."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from transformer_parity.transformer.stages.registry import STAGES
 
 @dataclass
 class CheckedPort:
-    """A port in a check, and everything that is known of it so far.
+    """A port in a check, and the results so far.
 
     Attributes:
-        job: The port, and how it is run.
-        given: The cases to run; None runs the cases that ``port_cases`` makes of the port's config.
-        stages: The stages of these cases.
-        label: Its name in findings and reports.
-        cases: The cases that it is run on; empty until it has been imported.
-        dtypes: The dtypes that it computes in; empty until it has been imported.
-        doing: The current work of its process.
-        findings: Every comparison.
-        audit: The fate of each weight.
-        failure_reports: The blocks that introduced differences, with explanations.
+        job: The port and how to run it.
+        given: Cases to run. None runs the cases that ``port_cases`` creates from the port's config.
+        stages: Stages of the cases that ``port_cases`` creates.
+        label: Name of the port in findings and reports.
+        cases: Cases that the port runs; empty until the port has been imported.
+        dtypes: Dtypes that the port supports; empty until the port has been imported.
+        doing: Current task of the port's process.
+        findings: Findings from all comparisons so far.
+        audit: Fate of each weight.
+        failure_reports: Blocks that introduced differences, with explanations.
         environment: Versions and switches.
-        spent: The time of its process.
-        is_done: Whether its process has ended.
+        spent: Time that the port's process has used; None until the process has finished.
+        is_done: True if the process has ended.
     """
 
     job: PortJob
@@ -56,7 +56,7 @@ class CheckedPort:
     is_done: bool = False
 
     def keep(self, message: object) -> None:
-        """Keep the content of a message."""
+        """Store the content of a message."""
         match message:
             case NowDoing():
                 self.doing = message.text
@@ -70,18 +70,18 @@ class CheckedPort:
                 self.environment, self.spent, self.is_done = message.environment, message.spent, True
 
     def fail(self, problem: str) -> CaseCompared:
-        """Keep and return the finding that the port could not be compared, or not to the end."""
+        """Record and return a finding that the comparison failed or ended early."""
         failed = CaseCompared([failure(self.label, problem)])
         self.keep(failed)
         return failed
 
 
 def give_labels(ports: Sequence[CheckedPort]) -> None:
-    """Call each port by its class or package; if the name is taken, by the text that the user typed."""
+    """Label each port with its class or package name or, if the name is taken, with the text that the user typed."""
     for port in ports:
         port.label = free_label(port, port.job.title, ports)
 
 
 def free_label(port: CheckedPort, name: str, ports: Sequence[CheckedPort]) -> str:
-    """Return the name of a port, or if a different port has it, the text that the user typed."""
+    """Return ``name``, or the text that the user typed if a different port already uses ``name``."""
     return port.job.backend if any(other.label == name for other in ports if other is not port) else name

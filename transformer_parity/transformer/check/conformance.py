@@ -1,7 +1,7 @@
-"""The cases as tests of a port: one per case and dtype, one per dtype of the weights, and a known-answer test.
+"""Tests of a port: one for each case and dtype, one for the weights in each dtype, and a known-answer test.
 
-The port runs in the process of the tests, and so does the reference: the known-answer test, which comes last, says
-whether the reference still computes there what it should.
+The port and the reference run in the same process as the tests. The known-answer test comes last. It verifies that the
+reference still computes the correct values in this process.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.user import PluginPort
 from transformer_parity.transformer.stages.registry import STAGES
 
-WEIGHTS = "weights"  # the test that they come back as they were given
-KNOWN_ANSWER = "known_answer"  # the test of the reference
+WEIGHTS = "weights"  # name of the test that the port exports the weights that it loaded
+KNOWN_ANSWER = "known_answer"  # name of the test of the reference
 
 
 class PortDisagreementError(Exception):
-    """A port does not agree; the message names the first tap that fails."""
+    """A port doesn't agree with the reference. The message names the first tap that fails."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class PortTest:
     """One comparison of a port with the reference.
 
     Attributes:
-        name: The name of the test.
-        title: The name of the port, unique among the ports that are tested.
+        name: Name of the test.
+        title: Name of the port, unique among the tested ports.
         port: The port.
-        case: What it is run on.
-        dtype: The working dtype.
-        reference: What computes the truth: one for all comparisons of a process.
-        of_weights: Whether only the weights that come back are compared.
+        case: Case that the port runs.
+        dtype: Working dtype.
+        reference: Source of the expected values, shared by all comparisons in a process.
+        of_weights: True to compare only the weights that the port exports.
     """
 
     name: str
@@ -59,29 +59,29 @@ class PortTest:
 
     @property
     def stage(self) -> str:
-        """The stage that it counts for; the weights count for none."""
+        """Stage of the test; empty for the test of the weights."""
         return "" if self.of_weights else self.case.stage
 
     def findings(self) -> list[Finding]:
-        """Run the case and compare it."""
+        """Run the case and compare the results with the reference."""
         setting = Placements((self.dtype,))
         comparator = Comparator(self.port.name, setting, self.reference)
         for outputs in run_cases([self.case], self.port, [setting.placement(self.dtype)], lambda doing: None):
             found = comparator.compare(self.case, outputs)
-            if self.of_weights:  # the first finding
+            if self.of_weights:  # the first finding is about the weights
                 return list(islice(found, 1))
-            return [finding for finding in found if finding.path != LOAD]  # which is no part of the case
+            return [finding for finding in found if finding.path != LOAD]  # a separate test covers the weights
         return []
 
 
 @dataclass(frozen=True)
 class KnownAnswer:
-    """The test that the reference computes in this process what it computes in a new one.
+    """A test that the reference computes the same values in this process as in a new process.
 
     Attributes:
-        name: The name of the test.
-        title: The name of the port.
-        cases: Its cases.
+        name: Name of the test.
+        title: Name of the port.
+        cases: The port's cases.
     """
 
     name: str
@@ -92,12 +92,13 @@ class KnownAnswer:
         """Compare the main cases.
 
         Raises:
-            DisagreementError: The reference was changed.
+            PortDisagreementError: If the reference has changed in this process.
         """
         if why := known_answer.changed(self.cases):
             raise PortDisagreementError(
                 f"FAILED {self.title} known answer: {why}\n"
-                "No comparison in this process is valid: a function of NumPy or of the reference was replaced."
+                "The comparisons in this process are invalid, because something replaced a function of NumPy or of the "
+                "reference."
             )
 
 
@@ -105,10 +106,10 @@ Test = PortTest | KnownAnswer
 
 
 def check(findings: Sequence[Finding]) -> str:
-    """Return why nothing was compared; empty if something was.
+    """Return the reason why nothing was compared, or an empty string if something was compared.
 
     Raises:
-        DisagreementError: Something differs.
+        PortDisagreementError: If a comparison failed.
     """
     if failing := [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]:
         raise PortDisagreementError(_describe(failing, len(findings)))
@@ -118,10 +119,10 @@ def check(findings: Sequence[Finding]) -> str:
 
 
 def find_tests(references: Sequence[str], stages: Sequence[str] = tuple(STAGES)) -> list[Test]:
-    """Return the tests of some ports, in some stages.
+    """Return the tests for the given ports and stages.
 
     Raises:
-        ValueError: A port cannot be imported, its conventions make no sense, or there is nothing to compare.
+        ValueError: If a port can't be imported, its config is invalid, or there is nothing to compare.
     """
     try:
         check_reference()
@@ -146,7 +147,7 @@ def _import(reference: str) -> PluginPort:
 def _tests(title: str, port: PluginPort, stages: Sequence[str], known: Reference) -> Iterator[Test]:
     dtypes = [dtype for dtype in ALL_DTYPES if dtype in port.kind.dtypes]
     if not dtypes:
-        raise ValueError(f"port {title} must have dtypes among {', '.join(ALL_DTYPES)}: got {port.kind.dtypes!r}")
+        raise ValueError(f"port {title} must support at least one of {', '.join(ALL_DTYPES)}: got {port.kind.dtypes!r}")
     try:
         cases = port_cases(port_config(port), stages)
     except (TypeError, ValueError) as error:
@@ -161,7 +162,7 @@ def _tests(title: str, port: PluginPort, stages: Sequence[str], known: Reference
 
 
 def _describe(failing: Sequence[Finding], number: int) -> str:
-    """Return where the first difference is: later ones may be inherited from it."""
+    """Return a message about the first failing comparison. Later ones may be inherited from it."""
     first = failing[0]
     where = first.tap + (" without taps" if first.path == "fast" and first.tap == OUTPUT else "")
     place = f"{first.case} {where}".rstrip()

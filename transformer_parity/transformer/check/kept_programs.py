@@ -1,8 +1,9 @@
-"""What XLA compiles, kept on disk for later runs, which find a program by its whole text and never by a name.
+"""A compilation cache on disk, from which later runs load the programs that XLA has compiled.
 
-JAX keeps programs by text, options and version, and compiles anew what is half-written. TensorFlow compares the text,
-but knows no versions, and fails where a program cannot be read: each version has a folder of its own, and only programs
-whose digest is known are left there for it to find.
+Both frameworks look up a program by its full text, never by a name. JAX also includes compiler options and its version
+in the key, and recompiles a program if the file is incomplete. TensorFlow ignores its version and fails if it can't
+read a program. Therefore, each TensorFlow version uses a separate directory, and only programs with a matching checksum
+remain in it.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-SWITCH = "PARITY_CACHE"  # a folder in place of the user's cache; empty: nothing is kept
+SWITCH = "PARITY_CACHE"  # environment variable: the cache directory, or empty to disable the cache
 JAX_SWITCH = "JAX_COMPILATION_CACHE_DIR"
 TENSORFLOW_SWITCH = "TF_XLA_FLAGS"
-TENSORFLOW_FOLDER = "--tf_xla_persistent_cache_directory"  # among those flags
-SEAL = ".sha256"  # the digest of a program of TensorFlow, beside it
-SPACE = 2**30  # bytes: on a disk with less, TensorFlow might fail to keep a program, and then to run it
-AGE = 30 * 24 * 3600.0  # seconds after which a program is removed
+TENSORFLOW_FOLDER = "--tf_xla_persistent_cache_directory"  # flag in TF_XLA_FLAGS
+SEAL = ".sha256"  # suffix of the file with a program's checksum
+SPACE = 2**30  # minimum free disk space in bytes. If TensorFlow can't write a program, it also fails to run it.
+AGE = 30 * 24 * 3600.0  # seconds after which a program is deleted
 
 
 def processor_features() -> str:
-    """Return a short name of what the processor can do: a compiled program may not run on another one."""
+    """Return a hash of the processor's features, because a compiled program may not run on a different processor."""
     features = platform.processor()
     with suppress(OSError):
         if flags := re.search(r"^(flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
@@ -36,20 +37,20 @@ def processor_features() -> str:
 
 
 def kept_in(folder: Path) -> dict[str, str]:
-    """Return the variables that let JAX keep every program in a folder."""
+    """Return the environment variables that make JAX cache every program in a directory."""
     return {
         JAX_SWITCH: str(folder),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",  # or else places in the source are kept, and read, with each program
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",  # omit source locations, which would be part of each program's text
     }
 
 
 def keep_programs(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that let JAX keep programs in the user's cache.
+    """Return the environment variables that make JAX cache programs in the user's cache directory.
 
-    There are none where the environment says otherwise, or where the folder cannot be written or is another user's:
-    what is loaded is run.
+    The result is empty if the environment already configures a cache, or if the directory isn't writable or belongs to
+    a different user. A foreign cache would be unsafe, because its programs are executed.
     """
     folder = None if JAX_SWITCH in environment else _folder("jax", environment)
     return {} if folder is None else kept_in(folder)
@@ -57,9 +58,10 @@ def keep_programs(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def kept_by_tensorflow(environment: Mapping[str, str]) -> Iterator[None]:
-    """Let TensorFlow keep programs of the CPU, where it is imported and has run nothing; at the end, seal them.
+    """Make TensorFlow cache its CPU programs within a block of code, and write their checksums at the end.
 
-    From then on, for as long as the process lives, it looks for them in the user's cache.
+    Enter this context after importing TensorFlow and before running anything. The process continues to use the cache
+    after the block.
     """
     import tensorflow as tf
 
@@ -73,7 +75,7 @@ def kept_by_tensorflow(environment: Mapping[str, str]) -> Iterator[None]:
         return
     for program in _programs(folder):
         seal = program.with_name(program.name + SEAL)
-        with suppress(OSError):  # another process was faster
+        with suppress(OSError):  # a concurrent process may have deleted it first
             if not seal.exists() or seal.read_text() != _digest(program):
                 program.unlink()
     os.environ[TENSORFLOW_SWITCH] = f"{flags} {TENSORFLOW_FOLDER}={folder}".strip()
@@ -94,7 +96,7 @@ def _digest(program: Path) -> str:
 
 
 def _folder(name: str, environment: Mapping[str, str]) -> Path | None:
-    """Return a folder in the user's cache, without what is old; None where there can or shall be none."""
+    """Return a directory in the user's cache after deleting old files, or None if the cache is disabled or unusable."""
     cache = environment.get(SWITCH)
     if cache == "":
         return None
@@ -107,6 +109,6 @@ def _folder(name: str, environment: Mapping[str, str]) -> Path | None:
         for entry in folder.iterdir():
             if entry.stat().st_mtime < time.time() - AGE:
                 entry.unlink()
-    except (OSError, RuntimeError):  # the second: no home
+    except (OSError, RuntimeError):  # Path.home() raises RuntimeError if there is no home directory
         return None
     return folder

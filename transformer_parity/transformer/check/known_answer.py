@@ -1,8 +1,8 @@
-"""The known-answer test: the reference beside a port must compute what it computes in a new process.
+"""The known-answer test: the reference must compute the same values in the port's process as in a new process.
 
-A port that replaces a function of NumPy, or of the reference, changes the truth that it is compared with. So the same
-cases are computed in a new process, where no port is imported. Numbers are compared by Python's own arithmetic, and the
-function that measures errors is tested with it.
+A port that replaces a function of NumPy or of the reference changes the expected values. To detect this, the test
+recomputes the same cases in a new process that imports no port. It compares the numbers using Python's own arithmetic,
+because NumPy itself may have been modified, and also tests the function that measures errors.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.stages.decode import TOKENS
 
 MAIN = ("full/padded", "gradients/padded", "steps/port", "decode/port_greedy", "decode/port_beam")
-TOLERANCE = 1e-13  # of two processes that run the same code on the same machine
-WORK = "transformer_parity.transformer.check.known_answer:work"  # what the other process runs
+TOLERANCE = 1e-13  # maximum relative error between two processes that run the same code on the same machine
+WORK = "transformer_parity.transformer.check.known_answer:work"  # entry point of the new process
 Answers = dict[str, dict[str, ndarray]]
 
 
 def work(parent: Parent) -> None:
-    """Receive cases, and send what the reference yields."""
+    """Receive cases, and send the values that the reference computes."""
     try:
         parent.send(answers(parent.receive()))
     except Exception as error:
@@ -38,8 +38,8 @@ def work(parent: Parent) -> None:
 
 
 def answers(cases: Sequence[Case]) -> Answers:
-    """Return what the reference yields in each case in float64, and what a few functions of NumPy do."""
-    reference = Reference()  # a new one: what was computed before the port ran is not asked for
+    """Return the reference's float64 values for each case, and the results of a few NumPy functions."""
+    reference = Reference()  # a new object, so that nothing cached before the port ran is reused
     found = {case.name: reference.expected(case, Placement("float64")).tensors for case in cases}
     x = np.linspace(0.1, 2.0, 24).reshape(4, 6)
     functions = {
@@ -52,10 +52,10 @@ def answers(cases: Sequence[Case]) -> Answers:
 
 
 def changed(cases: Sequence[Case]) -> str:
-    """Return what the reference in this process computes otherwise than in a new one; empty if nothing.
+    """Return a description of the first value that differs between this process and a new one, or an empty string.
 
     Args:
-        cases: What a port was run on; of each stage, the main cases are computed.
+        cases: Cases that a port has run. Only the main case of each stage is recomputed.
     """
     due = [case for case in cases if case.name in MAIN]
     try:
@@ -77,19 +77,19 @@ def changed(cases: Sequence[Case]) -> str:
 
 
 def _difference(case: str, own: dict[str, ndarray], clean: dict[str, ndarray]) -> str:
-    """Return the first tensor that differs; tokens must be equal."""
+    """Return a description of the first tensor that differs, or an empty string. Tokens must be equal."""
     if list(own) != list(clean):
-        return f"{case}: the reference in this process yields other tensors than in a new one"
+        return f"{case}: the reference returns different tensors in this process than in a new process"
     for name, truth in clean.items():
         error = math.inf if own[name].shape != truth.shape else _plain_error(own[name], truth)
         if not error <= (0.0 if name == TOKENS else TOLERANCE):
             allowed = "they must be equal" if name == TOKENS else f"at most {TOLERANCE:.0e}"
-            return f"{case} {name}: error {error:.1e} against what a new process computes, {allowed}"
+            return f"{case} {name}: error {error:.1e} compared with a new process, {allowed}"
     return ""
 
 
 def _plain_error(actual: ndarray, expected: ndarray) -> float:
-    """Return the relative error, computed without NumPy; equal values, infinite ones too, are no difference."""
+    """Return the relative error, computed without NumPy. Equal infinite values have an error of 0."""
     pairs = list(zip(_numbers(actual), _numbers(expected), strict=True))
     difference = math.hypot(*(a - b for a, b in pairs if a != b))
     norm = math.hypot(*(b for _, b in pairs if math.isfinite(b)))
@@ -104,11 +104,11 @@ def _numbers(array: ndarray) -> list[float]:
 
 
 def _measure_problem() -> str:
-    """Return what is wrong with the function that measures errors; empty if nothing is."""
+    """Return a description of the problem if ``relative_error`` returns a wrong value, or an empty string."""
     expected = [(-1.0) ** i * (1.0 + 0.5 * i) for i in range(20)]
     actual = [number + 0.001 * (i % 3) for i, number in enumerate(expected)]
     known = math.dist(actual, expected) / math.hypot(*expected)
     measured = relative_error(np.array(actual).reshape(4, 5), np.array(expected).reshape(4, 5))
     if not abs(float(measured) - known) <= TOLERANCE * known:
-        return f"relative_error yields {float(measured):.17g} in this process, which must be {known:.17g}"
+        return f"relative_error must return {known:.17g}: got {float(measured):.17g} in this process"
     return ""

@@ -1,7 +1,7 @@
-"""The reference that computes the truth: it is the one of this checker, and computes the numbers in this file.
+"""A test of the reference: it must belong to this installation and compute the numbers in this file.
 
-``PYTHONPATH``, or an old clone as the current directory, can put a different ``reference_numpy`` in its place. And a
-reference that was edited where it is installed would make every port with the same mistake agree.
+``PYTHONPATH``, or an old clone in the current directory, can shadow ``reference_numpy`` with a different version. If
+someone edits the installed reference and introduces a bug, every port with the same bug would agree with it.
 """
 
 from __future__ import annotations
@@ -42,23 +42,28 @@ KNOWN = {
     "beam search": (12.380937871064447, -11.33330673570657),
     "optimizer step": (343.227418286648, -283.89645422657406),
 }
-TOLERANCE = 1e-10  # relative; the libraries of different machines round differently
+TOLERANCE = 1e-10  # maximum relative error, because the libraries on different machines round differently
 
 
 def check_reference() -> None:
-    """Check where the reference comes from, and what it computes.
+    """Check the origin of the reference and the values that it computes.
 
     Raises:
-        UsageError: No comparison with it is valid.
+        UsageError: If a different reference is imported or if it computes different values.
     """
     if why := other_reference([os.getcwd()]):
         raise UsageError(why)
     if wrong := [name for name, numbers in computed().items() if not _are_close(numbers, KNOWN[name])]:
-        raise UsageError(f"the reference was changed: {', '.join(wrong)} of a small model must be as in {__file__}")
+        raise UsageError(
+            f"the reference has been modified: {', '.join(wrong)} of a small model must equal the values in {__file__}"
+        )
 
 
 def computed() -> dict[str, tuple[float, ...]]:
-    """Return what the reference computes with a small model, each array as two sums that depend on its order."""
+    """Return the values that the reference computes for a small model.
+
+    Each group of arrays is represented by two sums. The second one depends on the order of the elements.
+    """
     source = np.array([[3, 4, 5, 6, 2], [7, 8, 2, 0, 0]])
     target = np.array([[1, 9, 3, 10], [1, 5, 0, 0]])
     labels = np.array([[9, 3, 10, 2], [5, 2, 0, 0]])
@@ -80,7 +85,7 @@ def computed() -> dict[str, tuple[float, ...]]:
 
 
 def _weights() -> dict[str, ndarray]:
-    """Return weights that are exact in float32 on every machine."""
+    """Return weights that are exactly representable in float32."""
     weights = {}
     for i, (name, shape) in enumerate(parameter_shapes(CONFIG).items()):
         numbers = (17 * np.arange(math.prod(shape)) + 11 * i) % 101

@@ -1,10 +1,10 @@
 """Messages between the process of a port and its parent.
 
-The process receives a ``PortJob``, imports the port, and sends ``PortImported``. The parent chooses the name of the
-port and its cases, and answers with an ``Assignment``. The process sends a ``CaseRan`` for each case and
-dtype, then ``AllCasesRan``. It receives ``AllCasesCompared``, and sends a ``FailureExplained`` for each failure that it
-can explain. ``NowDoing`` comes before everything that may take long, ``Broken`` if the process cannot continue, and
-``PortFinished`` last.
+The process receives a ``PortJob``, imports the port, and sends a ``PortImported``. The parent chooses the name of the
+port and its cases, and replies with an ``Assignment``. The process sends a ``CaseRan`` for each case and dtype, then an
+``AllCasesRan``. It receives an ``AllCasesCompared``, and sends a ``FailureExplained`` for each failure that it can
+explain. It also sends a ``NowDoing`` before each task that may take long, a ``Broken`` if it can't continue, and a
+``PortFinished`` at the end.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from transformer_spec.config import TransformerConfig
 
 @dataclass(frozen=True)
 class PortJob:
-    """The port that a process imports, and how it runs the port.
+    """The port for a process to import and run.
 
     Attributes:
-        backend: A name of ``PORTS``, or a user's port: ``module:class``, or the name of an entry point.
+        backend: A name in ``PORTS`` or, for a user's port, ``module:class`` or the name of an entry point.
         setting: Dtypes, device and precision.
-        failures: Directory for the inputs of the first wrong block; None saves nothing.
-        views: Whether a page will show the differences.
+        failures: Directory in which to save the inputs of the first wrong block; None to save nothing.
+        views: True to record views of the differences for an HTML page.
     """
 
     backend: str
@@ -42,13 +42,13 @@ class PortJob:
 
     @property
     def title(self) -> str:
-        """The name of a port before it has been imported."""
+        """Name of the port until it has been imported."""
         return self.backend.rpartition(":")[2]
 
 
 @dataclass(frozen=True)
 class PortImported:
-    """The declarations of a port: its name, its config if it is a user's port, and its dtypes."""
+    """Name and dtypes that a port declares, and its config if it is a user's port."""
 
     name: str
     config: TransformerConfig | None = None
@@ -57,7 +57,7 @@ class PortImported:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The name of a port in findings and reports, and the cases that it is run on."""
+    """The cases for a port to run, and the name of the port in findings and reports."""
 
     label: str
     cases: Sequence[Case]
@@ -65,7 +65,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class NowDoing:
-    """The next thing that a process does."""
+    """The next task of a process."""
 
     text: str
 
@@ -78,7 +78,7 @@ class CaseRan:
 
 
 class AllCasesRan:
-    """All cases have run, and the process waits for a ``AllCasesCompared``."""
+    """All cases have run, and the process is waiting for an ``AllCasesCompared``."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class FailureExplained:
 
 @dataclass(frozen=True)
 class PortFinished:
-    """The last message of a process: versions and switches, and the time that it took."""
+    """The last message of a process: its versions and switches, and the time that it used."""
 
     environment: Mapping[str, str]
     spent: Spent | None = None
@@ -113,6 +113,6 @@ class PortFinished:
 
 @dataclass(frozen=True)
 class CaseCompared:
-    """The findings about one case in one dtype, or about the port itself. The parent tells its caller."""
+    """The findings about one case in one dtype, or about the port itself. Only the parent creates this message."""
 
     findings: Sequence[Finding]

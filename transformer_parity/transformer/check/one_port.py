@@ -1,6 +1,7 @@
-"""What the process of one port does: run the cases, and replay blocks where something differs.
+"""The process of one port: runs the cases, and replays blocks if the results differ.
 
-It compares nothing: outputs go to the parent process, where no port runs, and what differs comes back.
+This process doesn't compare anything. It sends its outputs to the parent process, which runs no port, and receives the
+findings.
 """
 
 from __future__ import annotations
@@ -43,41 +44,41 @@ from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort
 
-THRESHOLD = 10_000  # new objects before garbage is looked for, not 700: what is traced stays while it is traced
+THRESHOLD = 10_000  # garbage collection threshold; the default is too low, because tracing keeps its objects alive
 
 
 class _PortProcess:
-    """The work of one process, which sends messages meanwhile."""
+    """The work of one process. It sends messages to its parent as it proceeds."""
 
     def __init__(self, parent: Parent, job: PortJob) -> None:
         self.parent = parent
         self.job = job
         self.doing = ""
         self.describe: Callable[[], dict[str, str]] = dict
-        self.spent: defaultdict[str, float] = defaultdict(float)  # processor seconds, by what they went into
+        self.spent: defaultdict[str, float] = defaultdict(float)  # CPU seconds by task
 
     def spend(self, what: str) -> None:
-        """Count the processor seconds since the last count."""
+        """Add the CPU seconds since the last call to a task."""
         self.spent[what] += time.process_time() - sum(self.spent.values())
 
     def report(self, doing: str) -> None:
-        """Say what is done next."""
+        """Send the next task to the parent process."""
         self.doing = doing
         self.parent.send(NowDoing(doing))
 
     def run(self) -> None:
-        """Run the cases, wait for the findings, and look for the cause of what differs."""
+        """Run the cases, wait for the findings, and investigate the failures."""
         self.report("importing")
         port, imported = self._import()
         kept = self.job.backend == "tf" and self.job.setting.device == "cpu"
         with kept_by_tensorflow(os.environ) if kept else nullcontext():
             self.spend("importing")
-            gc.freeze()  # what is imported stays: to look through it again takes TensorFlow a fifth of its time
+            gc.freeze()  # exclude imported objects from garbage collection, which saves 20% of TensorFlow's time
             gc.set_threshold(THRESHOLD)
             self.parent.send(imported)
             assignment: Assignment = self.parent.receive()
             if isinstance(port, PluginPort):
-                port.name = assignment.label  # reports use the name that findings use
+                port.name = assignment.label  # reports use the same name as findings
             self._run(port, assignment.cases)
 
     def _run(self, port: Any, cases: Sequence[Case]) -> None:
@@ -98,7 +99,7 @@ class _PortProcess:
             self.parent.send(FailureExplained(report))
 
     def _import(self) -> tuple[Any, PortImported]:
-        """Import a port; return it, and what it declares."""
+        """Import a port, and return it with its declarations."""
         backend, setting = self.job.backend, self.job.setting
         if backend in PORTS:
             port: Any = PORTS[backend]
@@ -120,13 +121,13 @@ class _PortProcess:
         return port, imported
 
     def _audit(self, port: PluginPort, main: Case) -> Mistake | None:
-        """Send what became of the weights, and return the mistake that it looks like."""
+        """Audit the weights, send the result, and return the bug that it indicates, if any."""
         dtypes = (*self.job.setting.dtypes, *port.kind.dtypes)
         dtype = next((dtype for dtype in dtypes if dtype in port.kind.dtypes and dtype in ALL_DTYPES), None)
         if dtype is None:
             return None
         self.report(f"{dtype} {main.name}")
-        with suppress(Exception):  # what is wrong shows in the comparison
+        with suppress(Exception):  # the comparison reports any error
             fates = audit(port, main, Placement(dtype), self.report)
             self.parent.send(WeightsAudited(tuple(fates)))
             return as_mistake(fates)
@@ -134,7 +135,7 @@ class _PortProcess:
 
 
 def work(parent: Parent) -> None:
-    """Receive a job and do it."""
+    """Receive a job and run it."""
     started = time.monotonic()
     process = _PortProcess(parent, parent.receive())
     try:
@@ -145,6 +146,6 @@ def work(parent: Parent) -> None:
         parent.send(Broken(f"{described(error)} at {process.doing}"))
     process.spend("the rest")
     spent = Spent(time.monotonic() - started, time.process_time(), COMPILING.seconds, dict(process.spent))
-    # Plain text: the version of torch is of a class of its own, and the parent process would import torch to read it.
+    # Convert to str. torch.__version__ is an instance of a torch class, and unpickling it would import torch.
     environment = {name: str(value) for name, value in process.describe().items()}
     parent.send(PortFinished(environment, spent))

@@ -1,7 +1,7 @@
-"""One process per port: they do not disturb one another, and a crash of one is a finding about that one.
+"""Run each port in a separate process, so that ports don't affect each other and a crash is reported as a finding.
 
-A process may be run by another interpreter, in an environment that has what the port needs: Python 3.11 or later, NumPy
-2, ml-dtypes and safetensors, beside the port and its framework. This package need not be installed there.
+A process may use a different Python interpreter. Its environment must contain Python 3.11 or later, NumPy 2, ml-dtypes
+and safetensors, as well as the port and its framework. This package doesn't need to be installed there.
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ from transformer_parity.transformer.compare.comparator import Comparator
 from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.ports.protocol import Placements
 
-WORK = "transformer_parity.transformer.check.one_port:work"  # what a process runs
-SLOWEST_FIRST = ("jax", "tf", "torch", "numpy")  # to compile, on all cases
-SILENCE = 600.0  # seconds, of a process' own, without a message, after which it is ended
+WORK = "transformer_parity.transformer.check.one_port:work"  # entry point of a process
+SLOWEST_FIRST = ("jax", "tf", "torch", "numpy")  # sorted by the time to compile and run all cases
+SILENCE = 600.0  # seconds of running time without a message, after which a process is stopped
 
-# Of glibc, which by default gives memory back to Linux and asks for it again: an eighth of JAX's time for compiling.
-# As ``system.environment.keep_freed_memory``, of processes that are yet to start.
+# Settings of glibc for new processes, like ``system.environment.keep_freed_memory`` for the current one. By default,
+# glibc returns freed memory to Linux and requests it again, which takes 12% of JAX's compile time.
 MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 
 def run_all(
     ports: Sequence[CheckedPort], *, interpreters: Mapping[str, str] | None = None, timeout: float | None = SILENCE
 ) -> Iterator[tuple[CheckedPort, Any]]:
-    """Compare all ports, as many at a time as processors are allowed, and yield each message with its port.
+    """Compare all ports, one per available processor at a time, and yield each message with its port.
 
-    This process compares the outputs, because no port runs in it: it yields a ``CaseCompared`` for every ``CaseRan``.
-    Each port keeps the content of its messages. Closing the iterator ends the processes.
+    No port runs in the current process, which compares the outputs. It yields a ``CaseCompared`` for every ``CaseRan``
+    that it receives. Each port stores the content of its messages. Closing the iterator stops the processes.
 
     Args:
-        ports: The ports to compare.
-        interpreters: The Python interpreters of ports that use a different one.
-        timeout: Seconds of silence, without waits for a processor, after which a process is stopped; None for no limit.
+        ports: Ports to compare.
+        interpreters: Paths of Python interpreters by port, for ports that use a different one.
+        timeout: Seconds without a message, not including waits for a processor, after which a process is stopped. None
+            disables the limit.
     """
     cores = processors()
     at_once = max(1, min(len(ports), cores))
@@ -62,13 +63,13 @@ def run_all(
     running: dict[Child, _Comparing] = {}
     reference = Reference(ports=sum(port.given is not None for port in ports) or 1)
     give_labels(ports)
-    # Read by the frameworks when a process imports them.
-    # The threads of small models mostly wait for one another: asleep, not by counting, which takes a processor each.
+    # The frameworks read these variables when a process imports them. With small models, threads mostly wait for each
+    # other. The passive policy lets them sleep, because busy waiting would occupy one processor per thread.
     defaults = {**threads, "OMP_WAIT_POLICY": "passive", **MEMORY, **keep_programs(os.environ)}
     with Children({**defaults, **os.environ}) as children:
 
         def begin() -> Iterator[tuple[CheckedPort, CaseCompared]]:
-            """Start as many processes as there is room for, and yield what cannot be started."""
+            """Start processes up to the limit, and yield the ports whose process can't be started."""
             while waiting and len(running) < at_once:
                 port = waiting.pop(0)
                 try:
@@ -86,7 +87,7 @@ def run_all(
             yield port, running[child].received(message)
             if port.is_done:
                 del running[child]
-                children.stop(child, PATIENCE)  # a framework may hang at exit
+                children.stop(child, PATIENCE)  # stop it, because some frameworks hang at exit
                 yield from begin()
 
 
@@ -95,14 +96,14 @@ def _when(job: PortJob) -> int:
 
 
 class _Comparing:
-    """The parent's side of one process: it assigns the cases and compares the outputs."""
+    """The parent's side of one process. It assigns the cases and compares the outputs."""
 
     def __init__(self, port: CheckedPort, child: Child, ports: Sequence[CheckedPort], reference: Reference) -> None:
         self.port, self.child, self.ports, self.reference = port, child, ports, reference
         self.kept: Kept = {}
 
     def received(self, message: Any) -> Any:
-        """Answer a message, and return it as the caller of ``run_all`` gets it."""
+        """Reply to a message, and return the message that ``run_all`` yields for it."""
         port = self.port
         match message:
             case ChildEndedError():
@@ -120,7 +121,7 @@ class _Comparing:
         return message
 
     def _assign(self, imported: PortImported) -> None:
-        """Decide what the port is called and run on, before it runs anything."""
+        """Choose the label and the cases of the port, and send them to its process."""
         port = self.port
         port.label = free_label(port, imported.name, self.ports)
         port.dtypes = imported.dtypes
@@ -129,9 +130,9 @@ class _Comparing:
         elif imported.config is not None:
             port.cases = port_cases(imported.config, port.stages)
         else:
-            raise ValueError(f"{port.job.backend} has no cases, and no config to make them of")
+            raise ValueError(f"{port.job.backend} must have cases or a config from which to create them: got neither")
         self.cases = {case.name: case for case in port.cases}
-        # A user's port is not told a precision, and is allowed none but the highest.
+        # User ports don't receive a precision setting, so compare them with the tolerances of the highest precision.
         setting = port.job.setting if imported.config is None else Placements(port.job.setting.dtypes)
         self.comparator = Comparator(port.label, setting, self.reference)
         self.child.send(Assignment(port.label, port.cases))

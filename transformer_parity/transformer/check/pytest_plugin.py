@@ -1,6 +1,6 @@
-"""``pytest --parity-port=module:Class``: the cases as tests of your own port, beside your own tests.
+"""The pytest plugin: ``pytest --parity-port=module:Class`` adds the cases as tests of a port.
 
-Loaded by every pytest of the environment, so it imports nothing until a port is given.
+Every pytest run in the environment loads this module, so it imports nothing else unless a port is specified.
 """
 
 from __future__ import annotations
@@ -19,38 +19,39 @@ if TYPE_CHECKING:
     from transformer_parity.engine.findings import Finding
     from transformer_parity.transformer.check.conformance import Test
 
-FOLDER = "parity"  # in which the tests appear to be
-FACTS = "parity_facts"  # what is added to the report of a test, and to what a process of pytest-xdist sends at its end
+FOLDER = "parity"  # directory to which pytest's output assigns the tests
+FACTS = "parity_facts"  # attribute that carries our data in test reports and in the output of pytest-xdist workers
 PASSED, FAILED = "passed", "failed"
-MOST = 3  # findings that a report has, and tests that a message names: one is enough, and skips say why
+MOST = 3  # maximum number of findings in a report and of tests in a message
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add our options."""
+    """Add the command-line options."""
     group = parser.getgroup("parity", "agreement with the reference Transformer")
     group.addoption(
         "--parity-port",
         action="append",
         default=[],
         metavar="MODULE:CLASS",
-        help="compare a port with the reference, one test per case and dtype; may be repeated",
+        help="compare a port with the reference, with one test for each case and dtype; repeat for multiple ports",
     )
     group.addoption(
         "--parity-stage",
         metavar="NAME[,NAME]",
-        help="the stages to compare, among activations, gradients, steps and decode (default: all)",
+        help="compare only these stages: activations, gradients, steps, decode (default: all)",
     )
     group.addoption(
         "--parity-expected-failures",
         type=Path,
         metavar="FILE",
-        help='a TOML file of known failures: "test or pattern" = "reason". One that passes, or is no test, fails',
+        help='read expected failures from a TOML file with entries "test or pattern" = "reason"; '
+        "fail if such a test passes or doesn't exist",
     )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Import ports from their source, even if a conftest file imports them."""
+    """Ensure that ports are imported from their source, even if a conftest file imports them."""
     for reference in early_config.known_args_namespace.parity_port:
         from transformer_parity.engine.processes.provenance import import_port
 
@@ -58,14 +59,14 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Read the list of expected failures, and get ready to collect."""
+    """Validate the options, read the expected failures, and register the plugin if a port is specified."""
     references = list(dict.fromkeys(config.getoption("parity_port")))
     path = config.getoption("parity_expected_failures")
     if path is not None and not references:
-        raise pytest.UsageError("--parity-expected-failures is about the tests of a port: add --parity-port")
+        raise pytest.UsageError("--parity-expected-failures requires --parity-port")
     stages = config.getoption("parity_stage")
     if stages is not None and not references:
-        raise pytest.UsageError("--parity-stage is about the tests of a port: add --parity-port")
+        raise pytest.UsageError("--parity-stage requires --parity-port")
     if references:
         from transformer_parity.engine.system.machine import needs
 
@@ -76,50 +77,53 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _stages(names: str | None) -> tuple[str, ...]:
-    """Return the stages that were named; all if none were."""
+    """Parse the option ``--parity-stage``. None selects all stages."""
     from transformer_parity.transformer.stages.registry import STAGES
 
     chosen = STAGES if names is None else tuple(names.split(","))
     if unknown := [name for name in chosen if name not in STAGES]:
-        raise pytest.UsageError(f"--parity-stage must be among {', '.join(STAGES)}: got {unknown[0]!r}")
+        raise pytest.UsageError(f"--parity-stage must be one or more of {', '.join(STAGES)}: got {unknown[0]!r}")
     return tuple(chosen)
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Return the reason by the test, or the pattern, of each expected failure."""
+    """Read the expected failures: a reason for each test name or pattern."""
     try:
         entries = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise pytest.UsageError(f"expected failures cannot be read from {path}: {error}") from error
     for name, reason in entries.items():
         if not isinstance(reason, str) or not reason.strip():
-            raise pytest.UsageError(f'{path}: expected failures are "test" = "reason": got {name!r} = {reason!r}')
+            raise pytest.UsageError(
+                f'{path}: expected failures must have the form "test" = "reason": got {name!r} = {reason!r}'
+            )
     return entries
 
 
 class Conformance:
-    """The part of the plug-in that is there when a port is given."""
+    """The hooks of the plugin that are only registered if a port is specified."""
 
     def __init__(self, references: list[str], expected: Mapping[str, str], stages: Sequence[str]) -> None:
         self.references = references
         self.expected = expected
         self.stages = stages
         self.tests: list[Test] = []
-        self.unchecked: dict[str, TestItem] = {}  # by port, the known-answer tests that have not run after its others
-        self.facts: dict[str, dict[str, Any]] = {}  # by the name of a test
-        self.failed: set[str] = set()  # the tests that pytest reports as failed
-        self.planned: dict[str, str] = {}  # the port by the name of each test, also of those that were deselected
-        self.changed: list[str] = []  # what known-answer tests found at the end of other processes
-        self.files: list[str] = []  # of modules with our names
-        self.missing: list[str] = []
+        # The known-answer test of each port whose other tests have run since the known-answer test.
+        self.unchecked: dict[str, TestItem] = {}
+        self.facts: dict[str, dict[str, Any]] = {}  # the facts of each test, by test name
+        self.failed: set[str] = set()  # names of the tests that pytest reports as failed
+        self.planned: dict[str, str] = {}  # the port of each collected test, by test name, including deselected tests
+        self.changed: list[str] = []  # failures of known-answer tests at the end of worker processes
+        self.files: list[str] = []  # files that shadow modules of this package
+        self.missing: list[str] = []  # reasons why the comparison is incomplete
 
-    @pytest.hookimpl(tryfirst=True)  # before -k chooses
+    @pytest.hookimpl(tryfirst=True)  # before -k selects tests
     def pytest_collection_modifyitems(self, session: pytest.Session, items: list[pytest.Item]) -> None:
-        """Add our tests to those that pytest has found."""
+        """Add the tests of the ports to the tests that pytest has collected."""
         collector = Cases.from_parent(session, name=FOLDER, nodeid=FOLDER, conformance=self)
         session.ihook.pytest_collectstart(collector=collector)
         report = session.ihook.pytest_make_collect_report(collector=collector)
-        vars(report).pop("call", None)  # as pytest does: pytest-xdist cannot send it
+        vars(report).pop("call", None)  # pytest does the same, because pytest-xdist can't serialize it
         session.ihook.pytest_collectreport(report=report)
         for item in report.result or ():
             session.ihook.pytest_itemcollected(item=item)
@@ -127,21 +131,21 @@ class Conformance:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Add to the report of a test what it compared; pytest-xdist sends it to the first process."""
+        """Attach the facts of a test to its report, so that pytest-xdist sends them to the main process."""
         report = yield
         if isinstance(item, TestItem) and report.when in ("setup", "call"):
             setattr(report, FACTS, item.facts())
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep what came of our tests."""
+        """Store the facts and the outcome of our tests."""
         if facts := getattr(report, FACTS, None):
             self.facts[facts["name"]] = facts
             if report.failed:
                 self.failed.add(facts["name"])
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
-        """Keep in mind that the reference is to be tested after the tests of a port."""
+        """Record that the known-answer test of a port must run after its other tests."""
         if isinstance(item, TestItem):
             known = [one for one in item.session.items if isinstance(one, TestItem) and one.is_known_answer]
             own = [one for one in known if one.test.title == item.test.title]
@@ -152,18 +156,18 @@ class Conformance:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Receive what a process of pytest-xdist found at its end."""
+        """Receive the results of a pytest-xdist worker when it finishes."""
         if found := getattr(node, "workeroutput", {}).get(FACTS):
             self._add(*found)
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)  # the exit status is set after all other hooks
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # sets the exit status after all other hooks
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
-        """Fail unless every test of a port ran and passed: a test that did not run is not a pass."""
+        """Fail unless every test of a port has run and passed. A test that didn't run isn't a pass."""
         from transformer_parity.engine.processes.provenance import described_elsewhere, files_elsewhere
 
         planned = {test.name: test.title for test in self.tests}
         found = planned, list(self._changed()), described_elsewhere(files_elsewhere())
-        if hasattr(session.config, "workeroutput"):  # the first process decides
+        if hasattr(session.config, "workeroutput"):  # the main process decides
             session.config.workeroutput[FACTS] = found
             return (yield)
         self._add(*found)
@@ -179,9 +183,9 @@ class Conformance:
         self.files = list(dict.fromkeys([*self.files, *files]))
 
     def _incomplete(self) -> Iterator[str]:
-        """Yield what was not compared, and which failures an option, a marker or a hook has hidden."""
+        """Yield the comparisons that didn't run, and the failures that an option, a marker or a hook has hidden."""
         if not self.planned:
-            yield "no test of a port was collected"
+            yield "no tests of a port were collected"
         for title in dict.fromkeys(self.planned.values()):
             planned = [name for name, port in self.planned.items() if port == title]
             facts = [self.facts[name] for name in planned if name in self.facts and self.facts[name]["outcome"]]
@@ -196,7 +200,7 @@ class Conformance:
             yield from _missing(title, of_stages, list(stages))
 
     def _changed(self) -> Iterator[str]:
-        """Yield what known-answer tests find that ran in another process than the tests of the port, or before them."""
+        """Rerun known-answer tests if tests of the port have run in this process since, and yield their failures."""
         from transformer_parity.transformer.check.conformance import KnownAnswer, PortDisagreementError
 
         for item in self.unchecked.values():
@@ -207,7 +211,7 @@ class Conformance:
                     yield str(error)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Say so."""
+        """Print the problems, and the commands that investigate the failures."""
         for line in self.changed:
             terminalreporter.write_line(line, red=True)
         for line in self.files:
@@ -219,17 +223,20 @@ class Conformance:
 
 
 def _commands(facts: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield how to find out what each port that differs does: float64 first, in which a mistake is no rounding."""
+    """Yield a command that investigates each port that differs.
+
+    Prefer a failure in float64, because rounding can't cause it.
+    """
     failed = [fact for fact in facts if fact["failed"]]
     for port in dict.fromkeys(fact["port"] for fact in failed):
         own = [fact for fact in failed if fact["port"] == port]
         exact = [fact for fact in own if fact["dtype"] == "float64"]
         stage = (exact or own)[0]["stage"] or "activations"
         dtype = "float64" if exact else own[0]["dtype"]
-        yield f"{port} differs from the reference. What it does instead, and in which block:"
+        yield f"{port} differs from the reference. To find the block that differs and what it computes instead, run:"
         yield f"  parity check --port {own[0]['reference']} --stage {stage} --dtype {dtype}"
         if exact and len(exact) < len(own):
-            yield "  Its failures in other dtypes may all come from that."
+            yield "  The same difference may cause the failures in other dtypes."
 
 
 def _stage(test: Test) -> str:
@@ -241,7 +248,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _missing(port: str, facts: Sequence[Mapping[str, Any]], stages: Sequence[str]) -> list[str]:
-    """Return the stages of a port that were not compared, by the facts of the tests that ran."""
+    """Return messages about the stages of a port that were not compared, based on the facts of the tests that ran."""
     from transformer_parity.engine.findings import Finding
     from transformer_parity.engine.verdict import Coverage
 
@@ -252,14 +259,14 @@ def _missing(port: str, facts: Sequence[Mapping[str, Any]], stages: Sequence[str
 
 
 class Cases(pytest.Collector):
-    """All tests of all ports."""
+    """A collector for all tests of all ports."""
 
     def __init__(self, *, conformance: Conformance, **options: Any) -> None:
         super().__init__(**options)
         self.conformance = conformance
 
     def collect(self) -> Iterator[pytest.Item]:
-        """Return the tests."""
+        """Yield the tests."""
         from transformer_parity.transformer.check.conformance import PortDisagreementError, find_tests
 
         try:
@@ -270,7 +277,7 @@ class Cases(pytest.Collector):
         expected = self.conformance.expected
         unknown = [pattern for pattern in expected if not any(fnmatchcase(test.name, pattern) for test in tests)]
         if unknown:
-            raise self.CollectError(f"expected to fail, but no tests: {', '.join(unknown)}")
+            raise self.CollectError(f"expected failures must match a test, but these do not: {', '.join(unknown)}")
         for test in tests:
             item = TestItem.from_parent(self, name=test.name, test=test)
             reasons = [reason for pattern, reason in expected.items() if fnmatchcase(test.name, pattern)]
@@ -284,22 +291,22 @@ class Cases(pytest.Collector):
 class TestItem(pytest.Item):
     """One case in one dtype, or the known-answer test of a port."""
 
-    __test__ = False  # it is no class of tests
+    __test__ = False  # tell pytest that this class doesn't contain tests, despite its name
 
     def __init__(self, *, test: Test, **options: Any) -> None:
         super().__init__(**options)
         self.test = test
         self.findings: list[Finding] = []
-        self.outcome = ""  # before it has run; reports may be changed by hooks of others
+        self.outcome = ""  # empty until the test has run; stored here because other plugins may modify the report
         self.is_expected_to_fail = False
 
     @property
     def is_known_answer(self) -> bool:
-        """Whether it tests the reference."""
+        """True if this is a known-answer test."""
         return not hasattr(self.test, "case")
 
     def runtest(self) -> None:
-        """Compare, and skip what the port does not offer."""
+        """Run the comparison. Skip the test if the port doesn't support it."""
         from transformer_parity.transformer.check.conformance import KnownAnswer, check
 
         self.outcome, reason = FAILED, ""
@@ -313,7 +320,7 @@ class TestItem(pytest.Item):
             pytest.skip(reason)
 
     def facts(self) -> dict[str, Any]:
-        """Return what this test adds to the coverage, as plain values: one comparison, or why there is none."""
+        """Return the result of this test as JSON-compatible values: one comparison, or the reasons for a skip."""
         numeric = [finding for finding in self.findings if finding.is_numeric]
         return {
             "name": self.test.name,
@@ -328,7 +335,7 @@ class TestItem(pytest.Item):
         }
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """Return the first tap that failed; of anything unforeseen, the traceback."""
+        """Return a message about the first tap that failed. For unexpected exceptions, return the traceback."""
         from transformer_parity.transformer.check.conformance import PortDisagreementError
 
         if isinstance(excinfo.value, PortDisagreementError):
@@ -336,5 +343,5 @@ class TestItem(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[str, int, str]:
-        """Return where the test appears to be; pytest needs a line to report a skip by a marker."""
+        """Return the location of the test. pytest needs a line number to report tests that a marker skips."""
         return FOLDER, 0, self.name

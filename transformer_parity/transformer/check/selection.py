@@ -1,4 +1,4 @@
-"""What a run compares: which ports, in which dtypes and stages, on which cases, and what that leaves out."""
+"""The scope of a run: its ports, dtypes, stages and cases, and everything that it doesn't compare."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from transformer_spec.config import TransformerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What ``parity check`` was asked to compare.
+    """The comparisons that the user requested from ``parity check``.
 
     Attributes:
-        backends: Packages, without the reference.
-        ports: Ports of the user's own: ``module:class``, or the names of entry points.
-        dtypes: Those that were named; None is all of them.
-        stages: Those that were named; None is all that there are cases for.
+        backends: Backends to compare, without the reference.
+        ports: The user's ports, as ``module:class`` or as names of entry points.
+        dtypes: Requested dtypes; None for all dtypes.
+        stages: Requested stages; None for all stages that have cases.
         device: ``cpu`` or ``gpu``.
         precision: ``highest`` or ``fast``.
-        presets: Those that were named; none is the standard cases.
-        weights: A weight file of the user's own, in place of the standard cases.
-        text: Two line-aligned files of the user's own; none is the shipped text.
-        sentences: How many pairs of the text; 0 leaves it out.
+        presets: Requested presets; if empty, the standard cases.
+        weights: The user's weight file, which replaces the standard cases; None to use the standard cases.
+        text: The user's two line-aligned text files; if empty, the text that ships with the package.
+        sentences: Number of sentence pairs to compare; 0 to compare none.
 
     Raises:
-        ValueError: One option would be ignored beside another.
+        ValueError: If an option conflicts with another one or would be ignored.
     """
 
     backends: Sequence[str]
@@ -60,34 +60,37 @@ class Selection:
             raise ValueError("numpy is the reference: name at least one port to compare with it")
         about_text = bool(self.text or self.weights)
         if self.sentences == 0 and about_text:
-            raise ValueError("--text and --weights are about the sentences, which --sentences 0 leaves out")
+            raise ValueError("--text and --weights require at least one sentence: remove --sentences 0")
         if ACTIVATIONS not in self.chosen_stages and about_text:
-            raise ValueError(f"sentences are compared by --stage {ACTIVATIONS}")
+            raise ValueError(f"--text and --weights require --stage {ACTIVATIONS}")
         if self.presets and self.stages and STEPS in self.stages:
-            raise ValueError("optimizer steps are compared on models of their own: leave out --preset")
+            raise ValueError("--preset does not support optimizer steps: remove --preset, or remove steps from --stage")
         if self.weights and self.presets:
-            raise ValueError("--weights brings its own config: leave out --preset")
+            raise ValueError("--weights and --preset conflict, because a weight file contains a config: remove one")
         if not self.backends and (self.presets or about_text):
-            raise ValueError("a port defines its own cases: leave out --preset, --weights and --text")
+            raise ValueError(
+                "--preset, --weights and --text apply only to backends, because a port defines its own cases: "
+                "remove them, or add --backends"
+            )
         if self.sentences < 0:
             raise ValueError(f"--sentences must be at least 0: got {self.sentences}")
 
     @property
     def chosen_stages(self) -> Sequence[str]:
-        """The stages that were named, or all."""
+        """The requested stages, or all stages if none were requested."""
         return tuple(STAGES) if self.stages is None else self.stages
 
     @property
     def setting(self) -> Placements:
-        """How the ports are run."""
+        """Dtypes, device and precision of the run."""
         return Placements(ALL_DTYPES if self.dtypes is None else self.dtypes, self.device, self.precision)
 
     def cases(self) -> list[Case]:
-        """Return the cases of the packages; ports of the user's own have theirs from ``for_ports.port_cases``.
+        """Return the cases for the backends. The cases for user ports come from ``for_ports.port_cases``.
 
         Raises:
-            OSError: A file cannot be read.
-            ValueError: A file is not what it should be.
+            OSError: If a file can't be read.
+            ValueError: If a file has invalid contents.
         """
         if not self.backends:
             return []
@@ -120,12 +123,12 @@ class Selection:
         ]
 
     def asked(self, port: str, cases: Sequence[Case], offered: Sequence[str] = ALL_DTYPES) -> Coverage:
-        """Return what has to be compared of a port.
+        """Return the coverage that a complete comparison of a port must reach.
 
         Args:
-            port: Its name.
-            cases: Its cases.
-            offered: The dtypes that it computes in.
+            port: Name of the port.
+            cases: Cases of the port.
+            offered: Dtypes that the port supports.
         """
         dtypes = [dtype for dtype in self.setting.dtypes if dtype in offered or dtype in (self.dtypes or ())]
         held = {(case.stage, dtype) for case in cases for dtype in case.dtypes}
@@ -139,39 +142,43 @@ class Selection:
         return Coverage(port, tuple(stages), tuple(self.dtypes or ()), pairs, planned, elsewhere)
 
     def not_tested(self, cases: Iterable[Case]) -> list[str]:
-        """Return what this run leaves out, and how to ask for it; ``cases`` are those of all ports."""
+        """Return descriptions of everything that this run doesn't compare, with the options that would include it.
+
+        Args:
+            cases: The cases of all ports.
+        """
         return [*self._left_out(), *self._without_a_case(list(cases))]
 
     def _left_out(self) -> Iterator[str]:
         if self.backends:
-            yield from (f"{name} (left out of --backends)" for name in PORTS if name not in self.backends)
+            yield from (f"{name} (not in --backends)" for name in PORTS if name not in self.backends)
         dtypes = self.setting.dtypes
         if unnamed := [dtype for dtype in ALL_DTYPES if dtype not in dtypes]:
-            yield f"{' and '.join(unnamed)} (left out of --dtype)"
+            yield f"{' and '.join(unnamed)} (not in --dtype)"
         if COMPILED_IN_FULL not in dtypes and self.backends:
-            yield f"what XLA makes of a program for users (compiled in full in {COMPILED_IN_FULL})"
+            yield f"programs with all XLA optimizations (compiled only in {COMPILED_IN_FULL})"
         if self.weights:
-            yield "the packages' standard cases (left out by --weights)"
+            yield "the packages' standard cases (excluded by --weights)"
         elif self.presets and self.backends:
-            yield "the other cases, and optimizer steps (left out by --preset)"
+            yield "the other cases and optimizer steps (excluded by --preset)"
         if unnamed := [name for name in STAGES if name not in self.chosen_stages]:
-            yield f"{', '.join(unnamed)} (left out of --stage)"
+            yield f"{', '.join(unnamed)} (not in --stage)"
         if self.ports:
-            yield "sentences, fully masked rows and parts of the model alone in ports of yours (the packages have them)"
+            yield "sentences, fully masked rows, single components (not available for user ports)"
         if not self.sentences and self.backends:
-            yield "sentences (left out by --sentences 0)"
+            yield "sentences (excluded by --sentences 0)"
         if self.backends:
-            yield "several devices (`parity check-distributed` compares them)"
+            yield "multiple devices (use `parity check-distributed`)"
         other = "cpu" if self.device == "gpu" else "gpu"
-        yield f"{other} (ask for it with --device {other})"
+        yield f"{other} (use --device {other})"
 
     def _without_a_case(self, cases: Sequence[Case]) -> Iterator[str]:
-        """Yield the stages that have no case in a dtype that was asked for."""
+        """Yield the stages that have no case in a requested dtype."""
         known = {(case.stage, dtype) for case in cases for dtype in case.dtypes}
         present = dict.fromkeys(case.stage for case in cases)
         for dtype in self.setting.dtypes:
             if absent := [stage for stage in present if (stage, dtype) not in known]:
-                yield f"{', '.join(absent)} in {dtype} (there is no such case)"
+                yield f"{', '.join(absent)} in {dtype} (no such cases exist)"
 
 
 def _preset_cases(name: str) -> list[Case]:

@@ -1,1 +1,1 @@
-"""One run on several devices against the same run on one: cases, processes that train, and the comparison."""
+"""Compare training on multiple devices with training on one device: cases, worker processes and the comparison."""

@@ -1,4 +1,4 @@
-"""What is trained on several devices and on one: batches that no plan divides evenly, and settings that clip."""
+"""The training runs for multiple devices. No plan divides their batches evenly, and the gradient is always clipped."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from transformer_spec.init_weights import init_weights
 from transformer_spec.parallel_plan import Plan
 from transformer_spec.training_config import TrainingConfig
 
-DISTRIBUTED = "distributed"  # the stage of these cases, as reports show it
+DISTRIBUTED = "distributed"  # name of the stage in reports
 Batch = tuple[ndarray, ndarray, ndarray]  # source_ids, target_ids, labels
-LENGTHS = (7, 7, 7, 6, 2, 1, 1, 0)  # of the targets: with two shares, one has most tokens; the last row has none
-ON_ONE_SHARE = (7, 0, 0, 0, 5, 0, 0, 0)  # likewise: of two slices, however their rows are divided among shares
+LENGTHS = (7, 7, 7, 6, 2, 1, 1, 0)  # target lengths; with two shards, the first one has most of the tokens
+ON_ONE_SHARE = (7, 0, 0, 0, 5, 0, 0, 0)  # target lengths with which one shard has all tokens of each micro-batch
 SOURCE_LENGTH = 9
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A training run: model, settings, and what its first step and all others must give.
+    """A training run.
 
     Attributes:
-        name: Of the case, as reports show it.
-        config: The model; 4 heads and 48 units fall into 2 and into 4 parts.
-        settings: Of training; the gradient is always clipped.
-        steps: How many are taken.
-        seed: Of the dropout.
+        name: Name of the case in reports.
+        config: Config of the model. Its 4 heads and 48 hidden units are divisible by 2 and 4.
+        settings: Training settings. The gradient is always clipped.
+        steps: Number of steps.
+        seed: Seed for dropout.
         dropout: ``global`` or ``local``.
-        dtype: Of weights and moments.
-        lengths: Of the targets.
-        has_empty_rows: Whether a row without labels is padding only. Else it has a source, and the start symbol.
+        dtype: Dtype of weights and moments.
+        lengths: Target lengths in tokens.
+        has_empty_rows: True if rows without labels consist only of padding. Otherwise, they contain a source and the
+            BOS token.
     """
 
     name: str
@@ -50,16 +51,16 @@ class Probe:
 
     @property
     def halfway(self) -> int:
-        """How many steps are half of them: from there, a run also goes on elsewhere."""
+        """Half the number of steps. A different framework resumes the run from this step."""
         return self.steps // 2
 
     @property
     def exact(self) -> Probe:
-        """The same run without rounding: what it is compared with."""
+        """The same run in float64, which provides the expected values."""
         return replace(self, dtype="float64", settings=replace(self.settings, mixed_bfloat16=False))
 
     def weights(self) -> dict[str, ndarray]:
-        """Return the weights that every process starts with, as float32 holds them: no bias is zero, no scale one."""
+        """Return the initial weights, rounded to float32. No bias is 0 and no scale is 1."""
         rng = np.random.default_rng(5)
         drawn = {name: array.astype(np.float64) for name, array in init_weights(self.config, 5).items()}
         moved = {
@@ -69,7 +70,7 @@ class Probe:
         return {name: array.astype(np.float32).astype(self.dtype) for name, array in moved.items()}
 
     def batch(self, step: int) -> Batch:
-        """Return the global batch of a step: other tokens in each, of the same lengths."""
+        """Return the global batch for a step. All batches have the same lengths but different tokens."""
         rng, pad_id, lengths = np.random.default_rng([17, step]), self.config.pad_id, np.array(self.lengths)
         source = rng.integers(3, self.config.source_vocab_size, (len(lengths), SOURCE_LENGTH))
         source[:, 5:] = np.where(np.arange(4) < np.array([[4, 3, 0, 2, 1, 4, 0, 0]]).T, source[:, 5:], pad_id)
@@ -87,7 +88,7 @@ class Probe:
 
 
 def config(tokens: int = 40, **fields: Any) -> TransformerConfig:
-    """Return the model of a case: the paper's conventions at sizes that fall into 2 and 4 parts, without dropout."""
+    """Return the config of a case: the paper's conventions, sizes that are divisible by 2 and 4, and no dropout."""
     sizes = {"d_model": 32, "num_heads": 4, "d_k": 8, "d_v": 8, "d_ff": 48, "max_length": 16}
     layers = {"num_encoder_layers": 2, "num_decoder_layers": 2}
     dropout = {"embedding": 0.0, "residual": 0.0}
@@ -97,10 +98,10 @@ def config(tokens: int = 40, **fields: Any) -> TransformerConfig:
 
 @cache
 def probes() -> dict[str, Probe]:
-    """Return the cases in float64 by name: one for each thing that a plan may break."""
+    """Return the float64 cases by name. Each one tests a different feature that distributed training may break."""
     settings: dict[str, Any] = {"clip_norm": 0.5, "warmup_steps": 10, "learning_rate_factor": 0.1}
     sliced: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True}
-    shallow = config(num_encoder_layers=1, num_decoder_layers=1)  # compiled in half the time
+    shallow = config(num_encoder_layers=1, num_decoder_layers=1)  # halves the compile time
     drops = {"embedding": 0.1, "residual": 0.1, "attention": 0.1, "feed_forward": 0.1}
     found = (
         Probe("plain", config(), TrainingConfig(**settings)),
@@ -125,7 +126,7 @@ def probes() -> dict[str, Probe]:
 
 @cache
 def rounded() -> dict[str, Probe]:
-    """Return the cases below float64 by name."""
+    """Return the cases in lower precision by name."""
     changes: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True}
     whole = replace(probes()["short"], name="float32", dtype="float32")
     float32 = replace(whole, settings=replace(whole.settings, **changes))
@@ -135,7 +136,7 @@ def rounded() -> dict[str, Probe]:
 
 @cache
 def port_probes() -> tuple[Probe, ...]:
-    """Return the cases of a port of the user's own, without its config: no sentence is padding only."""
+    """Return the cases for user ports, before their config is known. No sequence consists only of padding."""
     settings = probes()["plain"].settings
     sliced = replace(settings, accumulation_steps=2)
     return (
@@ -144,7 +145,7 @@ def port_probes() -> tuple[Probe, ...]:
     )
 
 
-# The cases of a check: each thing once, and little to compile.
+# The cases of a check. They cover every feature once and need little compilation.
 STAGE = ("plain", "uneven", "dropout", "float32", "mixed bfloat16")
 NOT_OFFERED = {"numpy": ("mixed bfloat16",)}
 PLANS = tuple(map(Plan.parse, ("data=2", "data=3", "data=4", "fsdp=2", "tensor=2", "data=2,fsdp=2,tensor=2")))

@@ -1,4 +1,4 @@
-"""Whether training on several devices gives what one device gives: on each plan, a whole run and hard cases."""
+"""Check that training on multiple devices gives the same results as on one device, for each parallelism plan."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ from transformer_spec.parallel_plan import Plan
 
 DTYPES = ("float64", "float32")
 USUAL = tuple(map(Plan.parse, ("data=2", "fsdp=2", "tensor=2")))
-OFFERED = {"tf": USUAL[:1]}  # TensorFlow has no other plans
-OF_A_PORT = USUAL[:1]  # the usual plan of a user's port
+OFFERED = {"tf": USUAL[:1]}  # TensorFlow doesn't support other plans
+OF_A_PORT = USUAL[:1]  # default plan for user ports
 WHOLE_RUN = STAGE[0]  # the next plan resumes this run from its middle
 
-Start = Callable[[int], AbstractContextManager[TrainingGroup]]  # starts the processes that have this many devices
+Start = Callable[[int], AbstractContextManager[TrainingGroup]]  # starts processes with this total number of devices
 
 
 @dataclass
 class DistributedCheck:
-    """The runs of one framework after another. A run that was left in its middle resumes in the next framework.
+    """The runs of all frameworks, one framework at a time. Each framework resumes a run that the previous one started.
 
     Attributes:
-        backends: Packages, without the reference.
-        ports: Users' ports: ``module:class``, or the names of entry points.
-        asked: The requested plans; empty for the usual plans of each framework.
-        processes: How many share the devices of a plan; None for the usual number of each framework.
-        dtypes: The requested dtypes; None for all.
+        backends: Backends to check.
+        ports: The user's ports, as ``module:class`` or as names of entry points.
+        asked: Requested plans; empty for the default plans of each framework.
+        processes: Number of processes that share the devices of a plan; None for the default of each framework.
+        dtypes: Requested dtypes; None for all.
 
     Raises:
-        ValueError: If a framework cannot follow a plan in this number of processes.
+        ValueError: If a framework doesn't support a plan with this number of processes.
     """
 
     backends: Sequence[str] = ()
@@ -63,7 +63,7 @@ class DistributedCheck:
     asked: Sequence[Plan] = ()
     processes: int | None = None
     dtypes: Sequence[str] | None = None
-    _left: tuple[Snapshot, str] | None = field(default=None, init=False)  # a run in its middle, and its plan
+    _left: tuple[Snapshot, str] | None = field(default=None, init=False)  # snapshot in the middle of a run, its origin
 
     def __post_init__(self) -> None:
         for name in self.named if self.processes else ():
@@ -72,41 +72,41 @@ class DistributedCheck:
 
     @property
     def named(self) -> list[str]:
-        """Everything that is compared."""
+        """All ports and backends to check."""
         return [*self.ports, *self.backends]
 
     @property
     def setting(self) -> Placements:
-        """How the ports are run."""
+        """Dtypes, device and precision of the runs."""
         return Placements(DTYPES if self.dtypes is None else self.dtypes)
 
     def plans(self, backend: str) -> Sequence[Plan]:
-        """Return the plans of a framework."""
+        """Return the plans for a framework."""
         return self.asked or OFFERED.get(backend, USUAL if backend in PORTS else OF_A_PORT)
 
     def cases(self, backend: str) -> list[Case]:
-        """Return the cases of a framework."""
+        """Return the cases for a framework."""
         return [run.case for plan in self.plans(backend) for run in self._runs(backend, plan)]
 
     def checked_ports(self) -> list[CheckedPort]:
-        """Return every port, with its cases."""
+        """Return all ports with their cases."""
         return [CheckedPort(PortJob(name, self.setting), self.cases(name), [DISTRIBUTED]) for name in self.named]
 
     def asked_of(self, port: CheckedPort) -> Coverage:
-        """Return the cases that must be compared for a port."""
+        """Return the coverage that a complete check of a port must reach."""
         planned = Counter((DISTRIBUTED, case.dtypes[0]) for case in port.cases)
         return Coverage(port.label, (DISTRIBUTED,), tuple(self.dtypes or ()), self.dtypes is not None, planned)
 
     def not_tested(self) -> list[str]:
-        """Return the parts that this check omits, and the options that include them."""
+        """Return descriptions of everything that this check omits, with the options that would include it."""
         found = []
         if self.backends:
-            found = [f"{name} (left out of --backends)" for name in PORTS if name not in ("numpy", *self.backends)]
+            found = [f"{name} (not in --backends)" for name in PORTS if name not in ("numpy", *self.backends)]
         if unnamed := [dtype for dtype in DTYPES if dtype not in self.setting.dtypes]:
-            found.append(f"{' and '.join(unnamed)} (left out of --dtype)")
+            found.append(f"{' and '.join(unnamed)} (not in --dtype)")
         if self.ports:
-            found.append("the rows that each device reads, in ports with one_process")
-        return [*found, "one device (`parity check` compares it)", "gpu (several devices are compared on CPUs)"]
+            found.append("the rows that each device reads in ports with one_process")
+        return [*found, "one device (use `parity check`)", "gpu (multiple devices are compared on CPUs)"]
 
     def run(
         self,
@@ -115,12 +115,12 @@ class DistributedCheck:
         interpreters: Mapping[str, str] | None = None,
         timeout: float | None = None,
     ) -> Iterator[tuple[CheckedPort, Any]]:
-        """Compare one port after another, and yield each message with its port, as ``check.processes.run_all`` does.
+        """Check one port at a time, and yield each message with its port, like ``check.processes.run_all``.
 
         Args:
-            ports: From ``checked_ports``.
-            interpreters: The Python interpreters of ports that use a different one.
-            timeout: As in ``run_all``.
+            ports: Ports from ``checked_ports``.
+            interpreters: Paths of Python interpreters by port, for ports that use a different one.
+            timeout: Seconds without a message after which a process is stopped, as in ``run_all``.
         """
         give_labels(ports)
         for port in ports:
@@ -137,7 +137,7 @@ class DistributedCheck:
             yield port, finished
 
     def steps(self, port: CheckedPort, start: Start) -> Iterator[NowDoing | CaseCompared]:
-        """Train on every plan of a framework, in processes that ``start`` starts; keep what they are."""
+        """Train with every plan of a framework in processes created by ``start``, and store their environment."""
         backend = port.job.backend
         for devices, plans in devices_needed(backend, self.plans(backend), self.processes):
             waiting = [*plans]
@@ -148,10 +148,10 @@ class DistributedCheck:
                         while waiting and not failed:
                             failed = yield from self._on_plan(port, waiting.pop(0), processes)
                     port.environment = processes.environment or port.environment
-                except StartError as error:  # nor can any others be
+                except StartError as error:  # the other plans would fail in the same way
                     yield CaseCompared([failure(port.label, str(error))])
                     return
-                except GroupError as error:  # while they end
+                except GroupError as error:  # a process failed while shutting down
                     yield CaseCompared([failure(port.label, str(error))])
 
     def _runs(self, backend: str, plan: Plan) -> list[DeviceRun]:
@@ -167,7 +167,7 @@ class DistributedCheck:
     def _on_plan(
         self, port: CheckedPort, plan: Plan, processes: TrainingGroup
     ) -> Generator[NowDoing | CaseCompared, None, bool]:
-        """Train on one plan; return whether a run failed, after which there are no processes any more."""
+        """Train with one plan. Return True if a run failed, in which case the processes have ended."""
         label, backend = port.label, port.job.backend
         runs = [self._resumed(run) if run.resumes else run for run in self._runs(backend, plan)]
         for number, run in enumerate(runs):
@@ -190,7 +190,7 @@ class DistributedCheck:
         return False
 
     def _resumed(self, run: DeviceRun) -> DeviceRun:
-        """Return a run that begins where the last one was left; the first begins where the reference is halfway."""
+        """Return a run that resumes from the middle of the last run, or of the reference's run if there is none."""
         start, origin = self._left or (_in_reference(run.probe).snapshots[run.probe.halfway], "numpy on one device")
         return replace(run, start=start, origin=origin)
 
@@ -200,7 +200,7 @@ def _failed(backend: str, run: DeviceRun, error: GroupError) -> Finding:
 
 
 def _on_one_device(run: DeviceRun, processes: TrainingGroup) -> tuple[Seen, Seen | None]:
-    """Return what a run must give, and below float64 what the same rounding gives on one device."""
+    """Return the expected results of a run, and in lower precision also the results on one device in that precision."""
     probe = run.probe
     if draws(probe):
         return processes.train(TrainingTask(probe))[0], None
@@ -213,12 +213,12 @@ def _on_one_device(run: DeviceRun, processes: TrainingGroup) -> tuple[Seen, Seen
 
 
 def _of_a_port(seen: Seen) -> Seen:
-    """Return what is asked of a port of the user's own."""
+    """Return the subset of the expected results that user ports can return."""
     weights = {step: replace(snapshot, state=None) for step, snapshot in seen.snapshots.items()}
     return replace(seen, tokens=[], norms=[], snapshots=weights)
 
 
 @cache
 def _in_reference(probe: Probe) -> Seen:
-    """Return a run on one device, in the reference."""
+    """Run the reference on one device, and return the results."""
     return train(reference_numpy, TrainingTask(probe), fast=False)

@@ -1,4 +1,4 @@
-"""What the processes of a run saw, against the same run on one device."""
+"""Compare the results of all processes of a run with the same run on one device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer_parity.engine.verdict import Author
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.distributed.cases import DISTRIBUTED, Probe
 from transformer_parity.transformer.distributed.rows import rows_problem
-from transformer_parity.transformer.distributed.signatures import Contributions, divisions, explain
+from transformer_parity.transformer.distributed.signatures import LATER, ONE_SHARD, Contributions, divisions, explain
 from transformer_parity.transformer.distributed.updates import known_mistake
 from transformer_parity.transformer.distributed.worker import Held, Place, Seen, Snapshot
 from transformer_parity.transformer.stages import gradients, steps
@@ -24,23 +24,23 @@ from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE, tr
 from transformer_spec.names import parameter_shapes
 from transformer_spec.parallel_plan import Plan, fsdp_axis, tensor_axis
 
-RESUMED = "resumed"  # the name of a run that goes on from elsewhere
+RESUMED = "resumed"  # name of a run that resumes a run from a different framework
 COUNTED = ("tokens", "number of the step")  # exact in any precision
-# Findings that are about no tensor.
-REPLICAS, DIVIDED, NAMES, ROWS = "replicas", "what is divided", "names", "rows of each process"
+# Names of findings that aren't about a tensor.
+REPLICAS, DIVIDED, NAMES, ROWS = "replicas", "sharding", "names", "rows of each process"
 
 
 @dataclass(frozen=True)
 class DeviceRun:
-    """One run on several devices, as a report shows it.
+    """One run on multiple devices.
 
     Attributes:
         probe: Model, settings and batches.
-        plan: The devices.
-        start: What it goes on from, and where that was; None is its beginning.
-        origin: Likewise, in words: framework and plan.
-        named: Whether the plan was asked for, so that it must not be refused.
-        resumes: Whether the run goes on from elsewhere, even if it is not known yet from where.
+        plan: The parallelism plan.
+        start: Snapshot from which the run resumes; None to start at the first step.
+        origin: Framework and plan that created the snapshot, as a phrase.
+        named: True if the user requested the plan, so that the framework must support it.
+        resumes: True if the run resumes from a snapshot, even if the snapshot doesn't exist yet.
     """
 
     probe: Probe
@@ -52,7 +52,7 @@ class DeviceRun:
 
     @property
     def case(self) -> Case:
-        """The case that its findings are about."""
+        """Case for the findings about this run."""
         inputs = dict(zip(("source_ids", "target_ids", "labels"), self.probe.batch(0), strict=True))
         name = f"{DISTRIBUTED}/{self.plan}/{RESUMED if self.resumes or self.start else self.probe.name}"
         common: dict[str, Any] = {"dtypes": (self.probe.dtype,), "stage": DISTRIBUTED, "settings": self.probe.settings}
@@ -62,14 +62,14 @@ class DeviceRun:
 def findings(
     backend: str, run: DeviceRun, seen: Sequence[Seen], expected: Seen, baseline: Seen | None = None
 ) -> list[Finding]:
-    """Return every comparison of a run.
+    """Return the findings from all comparisons of a run.
 
     Args:
-        backend: Who trained.
-        run: What was trained.
-        seen: What each process saw.
-        expected: The run on one device: of the reference, or where dropout is drawn of the framework itself.
-        baseline: Below float64, the run on one device with the same rounding.
+        backend: Name of the backend or port that trained.
+        run: The run.
+        seen: Results of each process.
+        expected: Results on one device from the reference or, with dropout, from the framework itself.
+        baseline: In lower precision, the results on one device with the same rounding; not used in float64.
     """
     author = run.case.author(backend, run.probe.dtype)
     if refused := next((one.refused for one in seen if one.refused), ""):
@@ -80,31 +80,31 @@ def findings(
         finding, wanted = found[failing], tensors(expected)
         furthest = max(seen, key=lambda one: _distance(finding.tap, tensors(one), wanted))
         why = explain(furthest, expected, _ways(run, furthest), run.plan)
-        if why.endswith("what follows differs") and not (draws(run.probe) or run.start):
+        if why.endswith(LATER) and not (draws(run.probe) or run.start):
             known = known_mistake(run.probe, run.plan, furthest, expected)
-            why += f", as by this mistake: {known}" if known else ""
-        if why.endswith("that of a part alone") and _are_of_own_parts(seen, expected, run.plan):
-            why = why.replace("that of a part alone", "each device has that of its own part")
-        begun = f"begun by {run.origin}" if run.origin else ""
+            why += f", as with this bug: {known}" if known else ""
+        if why.endswith(ONE_SHARD) and _are_of_own_parts(seen, expected, run.plan):
+            why = why.replace(ONE_SHARD, "each device uses the norm of its own shard")
+        begun = f"started by {run.origin}" if run.origin else ""
         said = [finding.detail or f"error {finding.error:.1e}", why, begun]
         found[failing] = replace(finding, detail="; ".join(filter(None, said)))
     return found
 
 
 def _are_of_own_parts(seen: Sequence[Seen], expected: Seen, plan: Plan) -> bool:
-    """Whether each process has the norm of its own part of the gradient: the squares of all parts add up."""
+    """Return True if each process uses the norm of its gradient shard, so that the squares add up."""
     squares = sum(one.norms[0] ** 2 for one in seen)
     return math.isclose(squares, plan.data * expected.norms[0] ** 2, rel_tol=1e-9)
 
 
 def draws(probe: Probe) -> bool:
-    """Whether a run has dropout, which each framework draws in its own way."""
+    """Return True if a run uses dropout. Each framework generates its own dropout masks."""
     rates = probe.config.dropout
     return any((rates.embedding, rates.residual, rates.attention, rates.feed_forward))
 
 
 def _ways(run: DeviceRun, seen: Seen) -> list[Contributions]:
-    """Return what each share contributes to the first gradient, for each way to divide the rows."""
+    """Return the contributions of the shards to the first gradient, for each way to divide the rows."""
     probe, start = run.probe, run.start
     if draws(probe):
         return []
@@ -114,7 +114,7 @@ def _ways(run: DeviceRun, seen: Seen) -> list[Contributions]:
 
 
 def tensors(seen: Seen) -> dict[str, ndarray]:
-    """Return what a process saw as tensors by name, in the order in which a mistake shows."""
+    """Return the results of a process as tensors by name, in the order in which a bug affects them."""
     numbers: dict[str, ndarray] = {}
     reported: dict[str, Sequence[float]] = {
         LOSS: seen.losses,
@@ -132,12 +132,12 @@ def tensors(seen: Seen) -> dict[str, ndarray]:
         **numbers,
     }
     for step, snapshot in seen.snapshots.items():
+        # Exclude key biases, because their gradient is rounding noise.
         weights = {name: array for name, array in snapshot.weights.items() if not name.endswith("key_proj.bias")}
         if (state := snapshot.state) is not None:
             for what, arrays in (("first moment", state.first_moment), ("second moment", state.second_moment)):
                 found |= {f"step {step} {what} {name}": array for name, array in arrays.items()}
             found[f"step {step} number of the step"] = np.asarray(state.step)
-        # But those whose gradient is rounding noise.
         found |= {f"step {step} weight {name}": array for name, array in weights.items()}
     return found
 
@@ -145,7 +145,7 @@ def tensors(seen: Seen) -> dict[str, ndarray]:
 def _tensors(
     author: Author, run: DeviceRun, seen: Sequence[Seen], expected: Seen, one_device: Seen | None
 ) -> Iterator[Finding]:
-    """Compare each tensor with what is expected of it, in the process where it is furthest from that."""
+    """Compare each tensor with its expected value. The error is the largest one over all processes."""
     wanted, of_all = tensors(expected), [tensors(one) for one in seen]
     mixed = run.probe.settings.mixed_bfloat16
     rounded = None if one_device is None else tensors(one_device)
@@ -153,7 +153,8 @@ def _tensors(
     for process, found in enumerate(of_all):
         if found.keys() != wanted.keys():
             absent = sorted(found.keys() ^ wanted.keys())
-            problem = f"process {process} must have {len(wanted)} tensors: got {len(found)}, without {absent[0]}"
+            got = f"{len(found)}, in which {absent[0]} is missing or unexpected"
+            problem = f"process {process} must return {len(wanted)} tensors: got {got}"
             yield author.compared("run", NAMES, math.inf, 0.0, problem=problem)
             return
     for name in wanted:
@@ -166,38 +167,38 @@ def _tensors(
 
 
 def _tolerance(name: str, mixed: bool, baseline: dict[str, float]) -> float:
-    """Return the largest error allowed: in float64 fixed, below it by the errors on one device."""
+    """Return the maximum allowed error. It is fixed in float64, and depends on the errors on one device otherwise."""
     if not baseline or name.endswith(COUNTED):
         return _usual_tolerance(name, "float64", 0.0, 0.0)
     if not mixed:
         return _usual_tolerance(name, "float32", baseline[name], baseline[WHOLE])
     rule = POLICY["distributed"]["mixed_bfloat16"]
-    # What is made of a gradient may be as wrong as gradients are; a square, twice.
+    # Tensors that depend linearly on a gradient may have the same error as the gradient, and squares twice as much.
     of_gradients = 2.0 if " second moment " in name else float(" moment " in name or name.startswith("of "))
     own = finite(max(baseline[name], of_gradients * baseline[WHOLE]), name)
     return rule["ratio"] * own + rule["floor_in_eps"] * EPS["bfloat16"]
 
 
 def _usual_tolerance(name: str, dtype: str, baseline: float, whole: float) -> float:
-    """Return the tolerance that a tensor has on one device."""
+    """Return the tolerance of a tensor on one device."""
     if name.startswith("step "):
         return steps.tolerance(name, dtype)
     return gradients.tolerance(name, dtype, baseline, whole)
 
 
 def _distance(name: str, found: dict[str, ndarray], wanted: dict[str, ndarray]) -> float:
-    """Return the error of a tensor; infinite for another shape and for NaN."""
+    """Return the error of a tensor. It is infinite if the shape differs or if the tensor contains NaN or infinity."""
     if np.shape(found[name]) != np.shape(wanted[name]) or not np.isfinite(found[name]).all():
         return math.inf
     return training_error(name, found, wanted)
 
 
 def _held(author: Author, run: DeviceRun, seen: Sequence[Seen]) -> Iterator[Finding]:
-    """Compare what the devices hold: what several have is equal, and what a plan divides is divided."""
+    """Check that replicas of a parameter are equal and that the plan's sharded parameters are in fact sharded."""
     held, shapes = Holdings.of(seen), parameter_shapes(run.probe.config)
     problem = ""
     if apart := held.apart():
-        problem = f"{len(apart)} of {len(shapes)} parameters differ between devices that have the same part: {apart[0]}"
+        problem = f"{len(apart)} of {len(shapes)} parameters differ between their replicas, starting with {apart[0]}"
     yield author.compared("run", REPLICAS, 0.0, 0.0, problem=problem)
     if seen[0].config is None:
         yield author.compared("run", DIVIDED, 0.0, 0.0, problem=held.not_divided(run.plan, shapes))
@@ -209,33 +210,34 @@ def _held(author: Author, run: DeviceRun, seen: Sequence[Seen]) -> Iterator[Find
 
 
 def _sizes_problem(sizes: Sequence[int], plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return why the devices of a port don't hold as many numbers as the plan gives them; empty if they do."""
+    """Return an error message if the numbers of parameter elements don't match the plan, or an empty string."""
     if len(sizes) != plan.devices:
-        return f"parameters_per_device must return {plan.devices} numbers in all processes together: got {len(sizes)}"
+        return f"parameters_per_device must return {plan.devices} numbers over all processes: got {len(sizes)}"
     every = sum(map(math.prod, shapes.values()))
     if sum(sizes) < plan.data * every:
-        return f"the devices must hold {plan.data} times {every:,} numbers: got {sum(sizes):,}"
+        copies = f"{plan.data} copies of {every:,} parameter elements"
+        return f"the devices must store {copies}: got {sum(sizes):,} elements in total"
     return _too_many(max(sizes), plan, shapes)
 
 
 def _too_many(most: int, plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return whether the numbers that a device holds are too many for the plan."""
+    """Return an error message if a device stores too many parameter elements for the plan, or an empty string."""
     every = sum(map(math.prod, shapes.values()))
     due = sum(math.prod(shape) / _parts(name, shape, plan) for name, shape in shapes.items())
-    if most <= (due + every) / 2:  # a framework may divide otherwise than the plan's table, but not much less
+    if most <= (due + every) / 2:  # a framework may shard fewer parameters than the plan lists, but not much fewer
         return ""
-    return f"a device must hold about {due / every:.0%} of all numbers: one holds {most / every:.0%}"
+    return f"a device must store about {due / every:.0%} of all parameter elements: one stores {most / every:.0%}"
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """The parts of each parameter, by its name: device, place in the whole, and hash of each."""
+    """The shards of each parameter by name: device, position in the full parameter, and hash."""
 
     parts: Mapping[str, list[Held]]
 
     @classmethod
     def of(cls, seen: Iterable[Seen]) -> Holdings:
-        """Return what all processes have."""
+        """Collect the shards of all processes."""
         parts: dict[str, list[Held]] = {}
         for one in seen:
             for name, held in one.shards.items():
@@ -243,11 +245,11 @@ class Holdings:
         return cls(parts)
 
     def places(self, name: str) -> set[Place]:
-        """Return the places in a parameter that some device has."""
+        """Return the positions in a parameter that are stored on at least one device."""
         return {place for _, place, _ in self.parts[name]}
 
     def apart(self) -> list[str]:
-        """Return the parameters of which two devices have the same part with other numbers."""
+        """Return the parameters of which two devices store different values for the same shard."""
         return [
             name
             for name, held in self.parts.items()
@@ -255,17 +257,17 @@ class Holdings:
         ]
 
     def not_divided(self, plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """Return why the devices do not have what the plan gives them; empty if they do."""
+        """Return an error message if the shards don't match the plan, or an empty string."""
         devices = {device for held in self.parts.values() for device, _, _ in held}
         if self.parts.keys() != shapes.keys() or len(devices) != plan.devices:
             needed = f"{len(shapes)} parameters on {plan.devices} devices"
-            return f"{needed} are needed: got {len(self.parts)} on {len(devices)}"
+            return f"the run must have {needed}: got {len(self.parts)} on {len(devices)}"
         for name, shape in shapes.items():
             places = self.places(name)
             if sum(map(_size, places)) != math.prod(shape):
-                return f"the parts of {name} do not make up the whole"
+                return f"the shards of {name} must add up to the full parameter"
             if tensor_axis(name) is not None and len(places) < plan.tensor:
-                return f"tensor={plan.tensor} must divide {name}: each device has all of it"
+                return f"tensor={plan.tensor} must shard {name}: each device stores all of it"
         return _too_many(max(map(self._numbers, devices)), plan, shapes)
 
     def _numbers(self, device: int) -> int:
@@ -277,6 +279,6 @@ def _size(place: Place) -> int:
 
 
 def _parts(name: str, shape: tuple[int, ...], plan: Plan) -> int:
-    """Return into how many parts a plan divides a parameter."""
+    """Return the number of shards into which a plan divides a parameter."""
     by_fsdp = plan.fsdp if fsdp_axis(name, shape, plan.fsdp) is not None else 1
     return by_fsdp * (plan.tensor if tensor_axis(name) is not None else 1)

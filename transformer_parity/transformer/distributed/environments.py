@@ -1,9 +1,9 @@
-"""What the processes of one machine find in their environments, to train one model together.
+"""Environment variables for processes on one machine that train one model together.
 
-Their ports are chosen here, before there is a process that could listen at them, and held until all is over: a socket
-has each, bound and never listening. No other program is then given such a port, and on Linux the server of a framework
-gets it all the same, since both allow the address to be used again (SO_REUSEADDR). So the process that starts the
-others need not be the one that listens, and imports no framework.
+This module chooses the network ports before any process listens on them, and reserves them until the run ends. To do
+so, it binds a socket to each port without listening. The operating system then doesn't assign the port to other
+programs. On Linux, the framework's server can still bind to it, because both sockets set SO_REUSEADDR. As a result, the
+parent process doesn't need to be the one that listens, and it doesn't need to import the framework.
 """
 
 from __future__ import annotations
@@ -20,38 +20,43 @@ HERE = "127.0.0.1"
 
 
 def number_of_processes(backend: str, plan: Plan, asked: int | None) -> int:
-    """Return how many processes of this machine follow a plan; None asks for what is usual.
+    """Return the number of processes for a plan.
+
+    Args:
+        backend: Name of the backend or of a user's port.
+        plan: The plan.
+        asked: Requested number of processes; None for the default.
 
     Raises:
-        ValueError: The framework cannot follow the plan with so many.
+        ValueError: If the framework doesn't support the plan with the requested number of processes.
     """
     possible = {"numpy": (1,), "jax": (1, asked or 1), "tf": (1, plan.devices)}.get(backend, (plan.devices,))
     count = asked or possible[0]
     if count not in possible or plan.devices % count:
         reasons = {
             "numpy": "NumPy simulates a plan in one process",
-            "torch": f"PyTorch needs one for each device of {plan}",
-            "jax": f"JAX needs the {plan.devices} devices of {plan} to fall into as many equal parts",
-            "tf": f"TensorFlow needs one, or one for each device of {plan}",
+            "torch": f"PyTorch requires one process per device of {plan}",
+            "jax": f"JAX requires a number that divides the {plan.devices} devices of {plan}",
+            "tf": f"TensorFlow requires one process, or one process per device of {plan}",
         }
-        reason = reasons.get(backend, f"{backend} is given one for each device of {plan}")
-        raise ValueError(f"--processes must fit the plan: {reason}: got {count}")
+        reason = reasons.get(backend, f"{backend} requires one process per device of {plan}")
+        raise ValueError(f"--processes must match the plan: {reason}: got {count}")
     return count
 
 
 @contextmanager
 def environments(backend: str, devices: int, processes: int) -> Iterator[list[dict[str, str]]]:
-    """Yield what each process finds in its environment before it imports the framework; the block holds their ports.
+    """Yield the environment variables of each process. The network ports stay reserved until the block ends.
 
     Args:
-        backend: A name of ``PORTS``, or a port of the user's own, which finds what torchrun would set.
-        devices: How many devices all processes have together.
-        processes: How many there are, with as many devices each.
+        backend: A name in ``PORTS``, or a user's port, which gets the same variables as with torchrun.
+        devices: Total number of devices of all processes.
+        processes: Number of processes. All have the same number of devices.
     """
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(processes)]
         ports = [_bound(one) for one in sockets]
-        if sys.platform != "linux":  # where a port has one socket, whoever allows a second
+        if sys.platform != "linux":  # on other systems, a reserved port can't be bound a second time
             stack.close()
         if backend == "jax":
             yield _of_jax(devices // processes, processes, ports)
@@ -64,7 +69,7 @@ def environments(backend: str, devices: int, processes: int) -> Iterator[list[di
 
 
 def _bound(one: socket.socket) -> int:
-    """Return a port that nothing else is given from now on, at any address of this machine."""
+    """Bind a socket to a free network port on all addresses of this machine, and return the port."""
     one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     one.bind(("", 0))
     return one.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Settings of a process that joins others in JAX. A command may change its own process; the JAX package may not."""
+"""Process-wide settings for distributed JAX runs. Only commands may change them, never the JAX package itself."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from types import TracebackType
 
 
 def prepare_jax_process() -> None:
-    """Configure JAX and the exception hook if the environment names other processes. Call it before JAX is used."""
+    """Configure JAX and the exception hook if the environment defines a distributed run. Call it before using JAX."""
     if "JAX_COORDINATOR_ADDRESS" not in os.environ:
         return
     import jax
 
-    # CPUs of two processes may start two concurrent programs in different orders, and wait for each other permanently.
+    # With asynchronous dispatch, two processes may start two programs in different orders and wait for each other
+    # permanently.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    jax.config.update("jax_enable_preemption_service", False)  # it would ignore SIGTERM
+    jax.config.update("jax_enable_preemption_service", False)  # the service would intercept SIGTERM
     sys.excepthook = _exit_at_once
 
 
 def _exit_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error and end the process, which would otherwise wait for processes that wait for its part of a step."""
+    """Print an error and exit immediately, because a normal exit would wait for processes that wait for this one."""
     sys.__excepthook__(kind, error, trace)
     sys.stdout.flush()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""The processes of a run on several devices: as many as the framework wants, each with an environment of its own."""
+"""Start and control the processes of a run on multiple devices. Each process has its own environment variables."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from transformer_parity.transformer.distributed.environments import environments
 from transformer_parity.transformer.distributed.worker import Seen, TrainingTask
 from transformer_spec.parallel_plan import Plan
 
-WORK = "transformer_parity.transformer.distributed.worker:work"  # what a process runs
-ALL_PLANS = ("numpy", "jax")  # in one process: a mesh may leave devices out; others want processes for each size
-# In float64 the formulas are compared, not what XLA makes of them.
+WORK = "transformer_parity.transformer.distributed.worker:work"  # entry point of a process
+ALL_PLANS = ("numpy", "jax")  # backends that can run plans of all sizes in one process, because a mesh may omit devices
+# float64 runs compare the formulas, so they don't need XLA's optimizations.
 LITTLE_OPTIMIZED = {"jax": {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}}
 
 
 class GroupError(Exception):
-    """A run on several devices did not come to its end; all of its processes have ended."""
+    """A run on multiple devices failed. All of its processes have ended."""
 
 
 class TrainingGroup:
-    """The processes of one framework that train together, one run after another.
+    """The processes of one framework. They perform one run at a time together.
 
     Attributes:
-        environment: Versions and switches, as the first process has them when all are stopped.
+        environment: Versions and switches of the first process; None until the processes have been stopped.
     """
 
     environment: dict[str, str] | None = None
@@ -38,16 +38,16 @@ class TrainingGroup:
         self._patience = math.inf if timeout is None else timeout
 
     def train(self, task: TrainingTask) -> list[Seen]:
-        """Return what each process saw of a run; those that leave all devices to another saw nothing.
+        """Perform a run, and return the results of each process that controls devices.
 
         Raises:
-            GroupError: A process ended or said nothing for too long; or it could not go on, as it says.
+            GroupError: If a process ends, fails, or doesn't reply in time.
         """
         self._team.send(task)
         return [seen for seen in self._replies() if seen is not None]
 
     def stop(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         if not self._team.is_over:
             self._team.send(None)
             self.environment = self._replies()[0]
@@ -68,19 +68,19 @@ def group(
     timeout: float | None = None,
     python: str = sys.executable,
 ) -> Iterator[TrainingGroup]:
-    """Start the processes of a framework that have so many devices; they end with the block.
+    """Start the processes of a framework, and stop them at the end of the block.
 
     Args:
-        backend: A name of ``PORTS``.
-        devices: How many devices all processes have together.
-        processes: How many there are; None is one for each device in PyTorch, else one.
-        timeout: Seconds of silence of a process, without those of waiting for a processor, after which all are ended;
-            None waits for ever.
-        python: The interpreter that runs them.
+        backend: A name in ``PORTS``, or a user's port.
+        devices: Total number of devices of all processes.
+        processes: Number of processes; None for the default of the framework.
+        timeout: Seconds without a message, not including waits for a processor, after which all processes are stopped.
+            None disables the limit.
+        python: Path of the Python interpreter.
 
     Raises:
-        GroupError: A process did not end as it should.
-        StartError: The interpreter cannot be started.
+        GroupError: If a process fails while shutting down.
+        StartError: If the interpreter can't be started.
     """
     count = processes or number_of_processes(backend, Plan(data=devices), None)
     together = environments(backend, devices, count)
@@ -94,7 +94,7 @@ def group(
 
 
 def devices_needed(backend: str, plans: Sequence[Plan], processes: int | None) -> list[tuple[int, list[Plan]]]:
-    """Return groups of so many processes that train on all plans: how many devices each has, and its plans."""
+    """Group plans that can share processes, and return the number of devices and the plans of each group."""
     if backend in ALL_PLANS and processes in (None, 1):
         return [(max(plan.devices for plan in plans), list(plans))]
     sizes = dict.fromkeys(plan.devices for plan in plans)

@@ -1,10 +1,9 @@
-"""What is wrong with a run on several devices: how much of each share's own gradient is in what was reduced.
+"""Identify bugs in distributed training from the coefficient of each shard's contribution to the reduced gradient.
 
-The gradient of a batch is the sum of what its shares contribute, each of them known from the reference. Of a gradient
-that is wrong, the coefficient of each contribution can be solved for, and they tell the mistake: (1/2, 1/2) is a mean
-in place of a sum, (1, 0) is no reduction, N / (W n) a mean of the shares' own means.
-
-N target tokens of the batch, n of a share, W shares.
+The gradient of a batch is the sum of the contributions of its shards, which the reference computes. If a gradient is
+wrong, the coefficients of the contributions are the solution of a linear system, and they identify the bug. For
+example, (1/2, 1/2) is a mean instead of a sum, (1, 0) is a missing reduction, and N / (W n) is a mean of the shards'
+own means. N is the number of target tokens in the batch, n the number in a shard, and W the number of shards.
 """
 
 from __future__ import annotations
@@ -23,20 +22,24 @@ from transformer_parity.transformer.stages.gradients import tolerance
 from transformer_parity.transformer.stages.training_stage import WHOLE, training_error
 from transformer_spec.parallel_plan import Plan, spread, tensor_axis
 
-EXACT = 1e-8  # how well a number must be met to count as that number
-ROUNDED = {"float32": 2.0**-23, "bfloat16": 2.0**-7}  # how far rounding moves a number, of its size, at most
-MOST = 3  # groups of tensors that are told of
+EXACT = 1e-8  # maximum relative difference between equal numbers
+ROUNDED = {"float32": 2.0**-23, "bfloat16": 2.0**-7}  # maximum relative rounding error
+MOST = 3  # maximum number of groups of tensors in a message
+# Endings of messages that ``compare`` extends.
+LATER, ONE_SHARD = "later steps differ", "the norm of one shard only"
+NO_TOKENS = "not finite, as after dividing by the token count of a shard without tokens"
 Vectors = Mapping[str, ndarray]
 
 
 @dataclass(frozen=True)
 class Contributions:
-    """What each share of each slice of a batch contributes to the gradient.
+    """Contributions of all shards of all micro-batches to the gradient.
 
     Attributes:
-        tokens: The target tokens of each [slices, shares].
-        losses: Likewise, per target token of each.
-        gradients: Of each, slice after slice, already divided by the tokens of the batch.
+        tokens: Number of target tokens [micro-batches, shards].
+        losses: Loss per target token [micro-batches, shards].
+        gradients: Contributions to the gradient, divided by the number of tokens in the full batch. The shards of a
+            micro-batch are adjacent.
     """
 
     tokens: ndarray
@@ -45,13 +48,13 @@ class Contributions:
 
     @classmethod
     def of(cls, probe: Probe, weights: Vectors, step: int, rows: ndarray) -> Contributions:
-        """Compute them with the reference; without dropout.
+        """Compute the contributions with the reference, without dropout.
 
         Args:
             probe: Model, settings and batches.
-            weights: Of the model.
-            step: Of which batch.
-            rows: Those of each share of each slice, as ``divisions`` has them.
+            weights: Weights of the model.
+            step: Number of the step, which selects the batch.
+            rows: Row numbers of each shard of each micro-batch, as returned by ``divisions``.
         """
         model, pad_id = ref.Transformer.from_weights(probe.config, weights, "float64", fast=False), probe.config.pad_id
         padded = [np.pad(ids, ((0, 1), (0, 0)), constant_values=pad_id) for ids in probe.batch(step)]
@@ -65,18 +68,19 @@ class Contributions:
 
     @property
     def norms(self) -> ndarray:
-        """The norm of each contribution [slices, shares]."""
+        """Norm of each contribution [micro-batches, shards]."""
         squares = [sum(float(np.vdot(array, array)) for array in of_part.values()) for of_part in self.gradients]
         return np.sqrt(squares).reshape(self.tokens.shape)
 
     def explain(self, names: Sequence[str], gradient: Vectors) -> bool:
-        """Whether the gradient of some of these parameters is made of the contributions."""
+        """Return True if at least one of the named gradients is a linear combination of the contributions."""
         return any(self.coefficients(name, gradient[name]) is not None for name in names)
 
     def coefficients(self, name: str, gradient: ndarray) -> ndarray | None:
-        """Return how much of each contribution is in a gradient [slices, shares]; None if that is not what it is.
+        """Return the coefficient of each contribution in a gradient [micro-batches, shards].
 
-        What contributes nothing has NaN.
+        A coefficient is NaN if its contribution is zero. Return None if the gradient isn't a linear combination of the
+        contributions.
         """
         basis = np.stack([np.ravel(of_part[name]) for of_part in self.gradients], 1)
         there = np.linalg.norm(basis, axis=0) > EXACT * np.linalg.norm(basis)
@@ -92,9 +96,10 @@ class Contributions:
 
 
 def divisions(rows: int, slices: int, shares: int) -> list[ndarray]:
-    """Return the ways in which trainers divide the rows of a batch: their numbers [slices, shares, R], -1 for padding.
+    """Return the ways in which trainers divide the rows of a batch, as row numbers [micro-batches, shards, R].
 
-    Slices come first, and a share has neighbours or every so-manieth row; or shares come first, and have neighbours.
+    A trainer may divide the batch into micro-batches and assign adjacent rows, or every ``shares``-th row, to each
+    shard. Alternatively, it may divide the batch into shards of adjacent rows first. Padding rows have the number -1.
     """
     numbers = np.arange(rows)[:, None]
     found = [spread(numbers, slices, shares, -1)]
@@ -105,14 +110,15 @@ def divisions(rows: int, slices: int, shares: int) -> list[ndarray]:
 
 
 def explain(seen: Seen, expected: Seen, ways: Sequence[Contributions], plan: Plan) -> str:
-    """Return what loss, gradient and norm look like, and which mistake that is; empty if nothing can be said.
+    """Return a message that describes the errors of loss, gradient and norm, and the bug that explains them.
+
+    The result is empty if nothing is known.
 
     Args:
-        seen: Of the process that is furthest off.
-        expected: The run on one device.
-        ways: What the shares contribute to the first gradient, for each way in which they may divide the rows; none
-            where dropout makes it unknown.
-        plan: The devices.
+        seen: Results of the process with the largest error.
+        expected: Results on one device.
+        ways: Contributions of the shards to the first gradient for each way to divide the rows; empty with dropout.
+        plan: The parallelism plan.
     """
     if not seen.losses or not expected.losses or seen.gradient.keys() != expected.gradient.keys():
         return ""
@@ -120,10 +126,10 @@ def explain(seen: Seen, expected: Seen, ways: Sequence[Contributions], plan: Pla
     contributions = next((known for known in ways if known.explain(wrong, seen.gradient)), ways[0] if ways else None)
     said = [] if wrong else [*_behind_gradient(seen, expected, ways, plan)]
     if wrong and (dtype := _rounded(wrong, seen, expected, contributions)):
-        said = [f"{_called(wrong, expected.gradient)}: right but for rounding, reduced in {dtype}"]
+        said = [f"{_called(wrong, expected.gradient)}: correct except for rounding: reduced in {dtype}"]
     elif wrong:
         groups: dict[str, list[str]] = {}
-        shown: dict[str, str] = {}  # the coefficients of the first tensor
+        shown: dict[str, str] = {}  # coefficients of the first tensor of each group
         for name in wrong:
             what, coefficients = _of_tensor(name, seen, expected, contributions)
             groups.setdefault(what, []).append(name)
@@ -132,13 +138,13 @@ def explain(seen: Seen, expected: Seen, ways: Sequence[Contributions], plan: Pla
         said = [*said[:MOST], *([f"and {len(said) - MOST} more"] if len(said) > MOST else [])]
     if seen.tokens[:1] != expected.tokens[:1]:
         if not wrong and seen.tokens[0] == plan.shares * expected.tokens[0]:
-            said = ["the gradient is right: all devices have all rows"]
-        said.insert(0, f"a step counts {seen.tokens[0]} target tokens, not {expected.tokens[0]}")
+            said = ["the gradient is correct: all devices train on all rows"]
+        said.insert(0, f"a step has {seen.tokens[0]} target tokens instead of {expected.tokens[0]}")
     return "; ".join(said)
 
 
 def _wrong(found: Vectors, wanted: Vectors) -> list[str]:
-    """Return the tensors whose gradient is not what it should be."""
+    """Return the names of the tensors with a wrong gradient."""
     whole = {f"of {name}": array for name, array in wanted.items()}
     whole[WHOLE] = np.concatenate([np.ravel(array) for array in wanted.values()])
     actual = {f"of {name}": array for name, array in found.items()}
@@ -147,7 +153,10 @@ def _wrong(found: Vectors, wanted: Vectors) -> list[str]:
 
 
 def _rounded(wrong: Sequence[str], seen: Seen, expected: Seen, contributions: Contributions | None) -> str:
-    """Return the dtype in which contributions were summed, if no element is further off than that explains."""
+    """Return the dtype in which the contributions were summed, if its rounding explains all errors.
+
+    Otherwise, return an empty string.
+    """
     if contributions is None:
         return ""
     for dtype, eps in ROUNDED.items():
@@ -162,115 +171,116 @@ def _rounded(wrong: Sequence[str], seen: Seen, expected: Seen, contributions: Co
 
 
 def _of_tensor(name: str, seen: Seen, expected: Seen, contributions: Contributions | None) -> tuple[str, str]:
-    """Return what one gradient that is wrong consists of, and its coefficients, where it is made of contributions."""
+    """Return a description of a wrong gradient, and its coefficients in the contributions if they are known."""
     if not np.isfinite(seen.gradient[name]).all():
-        return "not finite, as after a division by the tokens of a share that has none", ""
+        return NO_TOKENS, ""
     if contributions is None:
-        return "another than on one device: masks of dropout that are not drawn for the whole slice", ""
+        return "different from one device: dropout masks are not drawn for the full micro-batch", ""
     shares = contributions.coefficients(name, seen.gradient[name])
     if shares is None:
-        return "no sum of what the shares contribute: other rows, weights or buffers, or another backward pass", ""
+        return "not a sum of the shards' gradients: rows, weights, buffers or the backward pass differ", ""
     shown = "; ".join(", ".join(map(_shown, row)) for row in shares)
     counted = seen.tokens[0] / expected.tokens[0] if seen.tokens else None
     return _named(shares, contributions, seen.losses[0] / expected.losses[0], counted), f" ({shown})"
 
 
 def _named(shares: ndarray, contributions: Contributions, loss: float, counted: float | None) -> str:
-    """Return the mistake that the coefficients of the contributions show.
+    """Return a description of the bug that the coefficients of the contributions indicate.
 
     Args:
-        shares: The coefficients [slices, shares]; NaN fits everything.
-        contributions: What they belong to.
-        loss: That of the step, over what it should be.
-        counted: The tokens of the step, likewise; None where they were not shown.
+        shares: Coefficients [micro-batches, shards]. NaN matches any number.
+        contributions: The contributions to which the coefficients belong.
+        loss: Loss of the step divided by the expected loss.
+        counted: Number of tokens in the step divided by the expected number; None if unknown.
     """
     (slices, width), tokens = shares.shape, contributions.tokens
-    with np.errstate(divide="ignore", invalid="ignore"):  # by what has no tokens
-        own = tokens.sum() / tokens  # what makes the sum of a share its mean
+    with np.errstate(divide="ignore", invalid="ignore"):  # a shard may have no tokens
+        own = tokens.sum() / tokens  # factor that turns the sum of a shard into its mean
         of_slices, of_shares = (tokens.sum() / tokens.sum(axis, keepdims=True) for axis in (1, 0))
         clipped = shares.ravel()[0] * contributions.norms.ravel()[0] / contributions.norms
-    means = "each share divided by its own tokens, then averaged: a mean of means"
+    means = "each shard divided by its own token count, then averaged: a mean of means"
     patterns = (
-        ("averaged over the shares after the division by the number of tokens", 1 / width),
+        ("averaged over the shards after dividing by the number of tokens", 1 / width),
         (means, own / width),
         (means, own / shares.size),
         (means, of_shares / width),
-        ("each slice divided by its own tokens, then averaged: a mean of means", of_slices / slices),
-        ("each share divided by its own tokens, then summed", own),
-        ("scaled by the number of shares, as is the loss" if _near(loss, width) else "reduced twice", width),
-        ("each share clipped by its own norm before the sum", clipped if np.nansum(np.abs(clipped)) else -1.0),
+        ("each micro-batch divided by its own token count, then averaged: a mean of means", of_slices / slices),
+        ("each shard divided by its own token count, then summed", own),
+        ("scaled by the number of shards, like the loss" if _near(loss, width) else "reduced twice", width),
+        ("each shard clipped by its own norm before the sum", clipped if np.nansum(np.abs(clipped)) else -1.0),
     )
     if what := next((what for what, pattern in patterns if width > 1 and _near(shares, pattern)), ""):
         return what
     present = [share for share in range(width) if not _near(shares[:, share], 0.0)]
-    if not present:  # what the others contribute
+    if not present:  # a shard whose contribution is zero
         present = [share for share in range(width) if np.isnan(shares[:, share]).all()][:1]
     of_present = width * tokens[:, present].sum() / tokens.sum() if len(present) == 1 else 1.0
-    if counted is None:  # the tokens that were counted, if the rows of one are there several times
+    if counted is None:  # guess the number of tokens: all devices may have trained on the rows of one shard
         counted = of_present if _near(shares[:, present] * of_present, width) else 1.0
-    shares = shares * counted  # how often the rows of each are there
+    shares = shares * counted  # number of times that the rows of each shard are included
     if len(shares) > 1 and _near(shares[-1], 1.0):
-        return "right in the last slice only: the slices before are not reduced"
+        return "correct only in the last micro-batch: earlier micro-batches are not reduced"
     if len(present) == 1 and width > 1 and _near(shares[:, present[0]], 1.0):
-        return f"that of share {present[0]} alone: not reduced"
+        return f"only shard {present[0]} contributes: not reduced"
     if len(present) == 1 and _near(shares[:, present[0]], width):
-        return f"the rows of share {present[0]} on all devices"
+        return f"all devices train on the rows of shard {present[0]}"
     if all(_near(shares[:, share], 1.0) for share in present):
-        return f"without the rows of share {', '.join(str(share) for share in range(width) if share not in present)}"
-    return "the shares count several times, or in part"
+        return f"missing the rows of shard {', '.join(str(share) for share in range(width) if share not in present)}"
+    return "some shards contribute more than once, or only in part"
 
 
 def _behind_gradient(seen: Seen, expected: Seen, ways: Sequence[Contributions], plan: Plan) -> Iterator[str]:
-    """Yield what is wrong where the gradient is right: the loss, the norm, the update, or what is gathered."""
+    """Yield descriptions of errors in the loss, norm, update or gathered state if the gradient is correct."""
     factor = seen.norms[0] / expected.norms[0] if seen.norms else 1.0
     loss = seen.losses[0] - expected.losses[0]
     if not math.isfinite(loss):
-        yield "the gradient is right, the loss not finite, as after a division by the tokens of a share that has none"
+        yield f"the gradient is correct, but the loss is {NO_TOKENS}"
         return
     if not _near(loss, 0.0):
-        yield f"the gradient is right, the loss {loss:+.4g} {_of_loss(seen.losses[0], expected, ways, plan)}off"
+        reason = _of_loss(seen.losses[0], expected, ways, plan)
+        yield f"the gradient is correct, but the loss is off by {loss:+.4g}{reason}"
     if not _near(factor, 1.0):
-        said = f"the gradient is right, its norm {factor:.6g} times what it should be"
+        said = f"the gradient is correct, but its norm is {factor:.6g} times the expected norm"
         yield f"{said}: {_of_norm(factor, expected, ways, plan)}"
     elif _near(loss, 0.0) and _near(np.array(seen.losses), np.array(expected.losses)):
-        yield "every step is right: what is gathered from the devices is not what they have"
+        yield "every step is correct, but the state gathered from the devices is not"
     elif _near(loss, 0.0):
-        begun = "the state that the run goes on from was not taken over whole, or the update differs"
+        begun = "the state from which the run resumes was not fully restored, or the update differs"
         right = "the first gradient and its norm are" if seen.norms else "the first gradient is"
-        yield f"{right} right: {begun if seen.first else 'what follows differs'}"
+        yield f"{right} correct: {begun if seen.first else LATER}"
 
 
 def _of_loss(loss: float, expected: Seen, ways: Sequence[Contributions], plan: Plan) -> str:
-    """Return what a loss is that is wrong where the gradient is right, in brackets."""
+    """Return a description of a wrong loss with a leading space, or an empty string if it is unknown."""
     right, known = expected.losses[0], {}
     if plan.tensor > 1:
-        known["= log(tensor) "] = right + math.log(plan.tensor)
+        known[" = log(tensor)"] = right + math.log(plan.tensor)
     for way in ways:
         sums, tokens = (way.tokens * way.losses).sum(0), way.tokens.sum(0)
         for share, (total, count) in enumerate(zip(sums, tokens, strict=True)):
-            known[f"(that of share {share}, over its own tokens) "] = total / max(count, 1)
-            known[f"(what share {share} contributes to it, not the sum) "] = total / max(tokens.sum(), 1)
-        known["(the mean of the shares' own means) "] = (sums / np.maximum(tokens, 1)).mean()
-        known["(the mean over the shares of what they contribute, not the sum) "] = right / plan.shares
-        known["(the sum over all tokens, not divided by their number) "] = right * tokens.sum()
+            known[f" (the loss of shard {share} per token of that shard)"] = total / max(count, 1)
+            known[f" (the contribution of shard {share} instead of the sum)"] = total / max(tokens.sum(), 1)
+        known[" (the mean of the shards' own means)"] = (sums / np.maximum(tokens, 1)).mean()
+        known[" (the mean of the shards' contributions instead of the sum)"] = right / plan.shares
+        known[" (the sum over all tokens, not divided by their number)"] = right * tokens.sum()
         if what := next((what for what, number in known.items() if _near(loss - number, 0.0)), ""):
             return what
     return next((what for what, number in known.items() if _near(loss - number, 0.0)), "")
 
 
 def _of_norm(factor: float, expected: Seen, ways: Sequence[Contributions], plan: Plan) -> str:
-    """Return what a norm is of that is so many times what it should be."""
+    """Return a description of a wrong norm, given its ratio to the expected norm."""
     squares = {name: float(np.vdot(array, array)) for name, array in expected.gradient.items()}
     replicated = sum(square for name, square in squares.items() if tensor_axis(name) is None) / sum(squares.values())
     known = {
-        f"every tensor counts {plan.shares} times": plan.shares**0.5,
-        f"what each of {plan.tensor} devices has whole counts {plan.tensor} times": (
+        f"every tensor is included {plan.shares} times": plan.shares**0.5,
+        f"tensors that are replicated on {plan.tensor} devices are included {plan.tensor} times": (
             (1.0 + replicated * (plan.tensor - 1)) ** 0.5
         ),
     }
     for share, norm in enumerate(ways[0].norms.sum(0) if ways else ()):
-        known[f"that of share {share} alone"] = norm / expected.norms[0]
-    part = "that of a part alone" if factor < 1.0 else "that of more than the gradient"
+        known[f"the norm of the contribution of shard {share} only"] = norm / expected.norms[0]
+    part = ONE_SHARD if factor < 1.0 else "the norm includes more than the gradient"
     return next((what for what, times in known.items() if _near(factor, times)), part)
 
 
@@ -279,23 +289,23 @@ def _shown(number: float) -> str:
 
 
 def _near(found: ndarray | float, wanted: ndarray | float) -> bool:
-    """Whether all numbers are the wanted ones; NaN is any."""
+    """Return True if all numbers are equal within rounding. NaN equals any number."""
     return not np.any(np.abs(found - wanted) > EXACT * np.maximum(np.abs(wanted), 1.0))
 
 
 def _called(names: Sequence[str], every: Iterable[str]) -> str:
-    """Return what a number of tensors have in common."""
+    """Return a phrase for a group of gradients."""
     kinds = {
         "all gradients": lambda name: True,
         "the gradients of the norms": lambda name: "norm." in name,
-        "the gradients of the tables": lambda name: name.endswith(".table"),
+        "the gradients of the embedding matrices": lambda name: name.endswith(".table"),
         "the gradients of the layers": lambda name: ".layers." in name,
-        "the gradients of what tensor divides": lambda name: tensor_axis(name) is not None,
-        "the gradients of what tensor leaves whole": lambda name: tensor_axis(name) is None,
+        "the gradients of the tensor-parallel parameters": lambda name: tensor_axis(name) is not None,
+        "the gradients of the parameters that tensor replicates": lambda name: tensor_axis(name) is None,
     }
     if len(names) == 1:
         return f"the gradient of {names[0]}"
     for called, belongs in kinds.items():
         if {name for name in every if belongs(name)} == {*names}:
             return called
-    return f"{len(names)} of {len([*every])} gradients, the first is that of {names[0]}"
+    return f"{len(names)} of {len([*every])} gradients, starting with {names[0]}"

@@ -1,4 +1,4 @@
-"""Steps that are wrong behind a gradient that is right: the reference takes them with each known mistake."""
+"""Identify a bug in the update when the gradient is correct, by running the reference with each known bug."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from transformer_parity.transformer.mistakes.edited_package import edited_packag
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_spec.parallel_plan import Plan
 
-STEPS = 4  # that are taken
-EXACT = 1e-9  # how well losses must be met, relative
-OF_SHARES = "distributed/data=2/short"  # the run that shows mistakes which any number of shares can make
-OF_PARTS = "distributed/fsdp=2/short"  # likewise, any number of parts
+STEPS = 4  # number of steps to run
+EXACT = 1e-9  # maximum relative error of the losses
+OF_SHARES = "distributed/data=2/short"  # case of the bugs that can occur with any number of data-parallel shards
+OF_PARTS = "distributed/fsdp=2/short"  # case of the bugs that can occur with any number of FSDP shards
 
 
 def known_mistake(probe: Probe, plan: Plan, seen: Seen, expected: Seen) -> str:
-    """Return the name of a mistake with which the reference has the losses that were seen; empty if there is none.
+    """Return the name of a bug with which the reference reproduces the observed losses, or an empty string.
 
     Args:
-        probe: What was trained, from its beginning.
-        plan: On which devices.
-        seen: Of one process.
-        expected: The run on one device.
+        probe: The run, which must start at the first step.
+        plan: The parallelism plan.
+        seen: Results of one process.
+        expected: Results on one device.
     """
     losses = np.array(seen.losses[:STEPS])
     if len(losses) < 2 or np.allclose(losses, expected.losses[:STEPS], rtol=EXACT, atol=0.0):
-        return ""  # which no mistake in an update shows in
+        return ""  # correct losses rule out a bug in the update
     cases = (OF_SHARES, OF_PARTS) if plan.fsdp > 1 else (OF_SHARES,)
     for rows in divisions(len(probe.lengths), probe.settings.accumulation_steps, plan.shares):
         for mistake in MISTAKES:
@@ -43,12 +43,12 @@ def known_mistake(probe: Probe, plan: Plan, seen: Seen, expected: Seen) -> str:
 
 
 def _losses(mistake: Mistake, probe: Probe, plan: Plan, rows: np.ndarray, steps: int) -> np.ndarray:
-    """Return the losses of the first steps that the reference takes with a mistake."""
+    """Return the losses of the first steps of the reference with an injected bug."""
     package = edited_package("reference_numpy", tuple(mistake.edits["numpy"]))
     model = package.Transformer.from_weights(probe.config, probe.weights(), "float64", fast=False)
     trainer = package.Trainer(model, probe.settings, probe.seed, mesh=package.Plan(plan.data, plan.fsdp))
     found = np.full(steps, np.nan)
-    with np.errstate(all="ignore"), suppress(ArithmeticError):  # a mistake may divide by nothing
+    with np.errstate(all="ignore"), suppress(ArithmeticError):  # a bug may cause a division by zero
         for step in range(steps):
             padded = [np.pad(ids, ((0, 1), (0, 0)), constant_values=probe.config.pad_id) for ids in probe.batch(step)]
             found[step] = trainer.train_step(*(ids[rows.ravel()] for ids in padded)).loss

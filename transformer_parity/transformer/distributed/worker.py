@@ -1,8 +1,8 @@
-"""A process of a run on several devices: trains its part of each run that it is told of, and tells what it saw.
+"""A worker process of a run on multiple devices. It receives tasks, trains its part of each run, and sends the results.
 
-How the processes of a run find one another is in their environment, as the framework wants to hear it, and read by
-``make_mesh``: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT (as torchrun sets them); JAX_NUM_CPU_DEVICES,
-for several devices of one process; nothing for TensorFlow, which divides the CPU of one process itself.
+Environment variables define how the processes find each other. ``make_mesh`` reads them. PyTorch uses the variables
+that torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. JAX uses JAX_NUM_CPU_DEVICES to create
+multiple devices in one process. TensorFlow needs none, because it divides the CPU of a process itself.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from transformer_spec.parallel_plan import Plan
 from transformer_spec.training_config import TrainingState
 
 Place = tuple[tuple[int, int], ...]  # start and stop along each axis
-Held = tuple[int, Place, str]  # device, place in the whole, and hash of a part
+Held = tuple[int, Place, str]  # device, position in the full parameter, and hash of a shard
 NO_DROPOUT = DropoutRates(embedding=0.0, residual=0.0)
-OWN_LENGTH = 4  # tokens of each target of a share's own batch, so that all rows have the same weight
-OWN_STEP = 1000  # a step that no run reaches: a share's own batch has different sentences
+OWN_LENGTH = 4  # target length in a shard's own batch; equal for all rows, so that all have the same weight
+OWN_STEP = 1000  # step number for a shard's own batch; no run reaches it, so the sentences differ from all others
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run between two steps: what it has to go on from, on any plan and in any framework.
+    """The state of a run between two steps. Every framework can resume from it with any plan.
 
     Attributes:
-        weights: By canonical name.
-        state: Of the optimizer; None of a port of the user's own.
+        weights: Weights by canonical name.
+        state: State of the optimizer; None for user ports.
     """
 
     weights: Mapping[str, ndarray]
@@ -60,13 +60,13 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """One run: what is trained, on which devices, and from where.
+    """One run for the workers to perform.
 
     Attributes:
         probe: Model, settings and batches.
-        plan: The devices; None is one, without a mesh.
-        start: Where the run goes on from; None is its beginning.
-        edits: A mistake that is planted in the package.
+        plan: The parallelism plan; None for one device without a mesh.
+        start: Snapshot from which the run resumes; None to start at the first step.
+        edits: Bug to inject into the package.
     """
 
     probe: Probe
@@ -77,21 +77,21 @@ class TrainingTask:
 
 @dataclass
 class Seen:
-    """What one process saw of a run; of a port of the user's own, neither tokens nor norms.
+    """The results of one process.
 
     Attributes:
-        first: How many steps were taken before.
-        losses: Of each step, per target token.
-        tokens: Likewise.
-        norms: Likewise, of the gradient before clipping.
-        gradient: Of the first step, before clipping, whole.
-        snapshots: After half of the steps, and after the last.
-        shards: The parts of each parameter that are here, after the last step.
-        refused: Why the framework has no such mesh; then there is nothing else.
-        config: That of a port of the user's own.
-        own_gradient: Of such a port in several processes, the first gradient if every share has a different batch.
-        own_loss: The loss of a step after the last, also with these batches.
-        sizes: How many numbers of parameters each device of such a port holds, if a plan divides them.
+        first: Number of steps before the run, if it resumed from a snapshot.
+        losses: Loss of each step, per target token.
+        tokens: Number of target tokens in each step; empty for user ports.
+        norms: Gradient norm of each step before clipping; empty for user ports.
+        gradient: Full gradient of the first step before clipping.
+        snapshots: Snapshots after half of the steps and after the last step, by step.
+        shards: Shards of each parameter in this process after the last step.
+        refused: Error message if the framework doesn't support the plan. All other fields are empty in that case.
+        config: Config of the user's port; None for packages.
+        own_gradient: For user ports with multiple processes, the first gradient if every shard has a different batch.
+        own_loss: Loss of an additional step with these batches.
+        sizes: Number of parameter elements on each device, for user ports with a plan that shards parameters.
     """
 
     first: int = 0
@@ -109,13 +109,13 @@ class Seen:
 
 
 def train(package: ModuleType, task: TrainingTask, meshes: dict[Plan, Any] | None = None, *, fast: bool = True) -> Seen:
-    """Train the part of this process, and return what it saw.
+    """Train in this process, and return the results.
 
     Args:
-        package: One of the four.
-        task: What to train.
-        meshes: Those made so far: of the same devices, TensorFlow's disturb one another.
-        fast: False trains with the formulas as they are written.
+        package: One of the four packages.
+        task: The run.
+        meshes: Cache of meshes by plan, because in TensorFlow, two meshes with the same devices interfere.
+        fast: False to compute each formula exactly as written.
     """
     probe, plan = task.probe, task.plan
     meshes = {} if meshes is None else meshes
@@ -127,7 +127,7 @@ def train(package: ModuleType, task: TrainingTask, meshes: dict[Plan, Any] | Non
             return Seen(refused=str(error))
     mesh = None if plan is None else meshes[plan]
     weights = probe.weights() if task.start is None else task.start.weights
-    with getattr(mesh, "scope", nullcontext)():  # TensorFlow's strategies want a model to be made in theirs
+    with getattr(mesh, "scope", nullcontext)():  # TensorFlow requires models to be created in the strategy's scope
         model = package.Transformer.from_weights(probe.config, weights, probe.dtype, None if mesh else "cpu", fast=fast)
     trainer = package.Trainer(model, probe.settings, probe.seed, mesh=mesh, dropout=probe.dropout)
     first = 0
@@ -149,11 +149,11 @@ def train(package: ModuleType, task: TrainingTask, meshes: dict[Plan, Any] | Non
 
 
 def train_port(port: PluginPort, task: TrainingTask) -> Seen | None:
-    """Train as this process of a port does, and return what it saw; None where another has all devices.
+    """Train a user's port in this process, and return the results, or None if another process controls all devices.
 
     Args:
-        port: The user's own; the config of the run is the port's.
-        task: What to train; it begins at the first step.
+        port: The user's port, whose config replaces the config of the run.
+        task: The run. It must start at the first step.
     """
     rank, plan = int(os.environ["RANK"]), task.plan or Plan()
     if port.kind.one_process and rank:
@@ -193,17 +193,17 @@ def train_port(port: PluginPort, task: TrainingTask) -> Seen | None:
 
 
 def own_batch(probe: Probe, share: int) -> Batch:
-    """Return the batch that only one share gets: as many rows as usual, with different sentences."""
+    """Return the separate batch of a shard. It has the usual number of rows but different sentences."""
     return replace(probe, lengths=(OWN_LENGTH,) * len(probe.lengths)).batch(OWN_STEP + share)
 
 
 def _named(batch: Batch) -> dict[str, ndarray]:
-    """Return a batch by the names of the arguments."""
+    """Return the arrays of a batch by argument name."""
     return dict(zip(("source_ids", "target_ids", "labels"), batch, strict=True))
 
 
 def _described(parts: Iterable[Any]) -> list[Held]:
-    """Return where each part lies, and a hash of its numbers."""
+    """Return the device, the position and a hash of each shard."""
     return [
         (
             int(part.device),
@@ -215,12 +215,12 @@ def _described(parts: Iterable[Any]) -> list[Held]:
 
 
 def digest(array: ndarray) -> str:
-    """Return a hash of the numbers of an array."""
+    """Return a hash of the contents of an array."""
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
 def work(parent: Parent) -> None:
-    """Receive the name of a port and an environment, then tasks until there are no more; send what each gave."""
+    """Receive the name of a port and its environment variables, then perform tasks and send their results."""
     backend, environment = parent.receive()
     os.environ.update(environment)  # before the framework is imported
     try:
@@ -235,11 +235,12 @@ def work(parent: Parent) -> None:
         except Exception as error:
             seen = Broken(described(error))
         parent.send(seen)
-    parent.send({name: str(value) for name, value in describe().items()})  # which may start the framework
+    # Call describe() last, because it may initialize the framework.
+    parent.send({name: str(value) for name, value in describe().items()})
 
 
 def _package(backend):
-    """Import one of the four packages; return what trains it, and what describes it."""
+    """Import one of the four packages, and return a function that trains it and a function that describes it."""
     provenance.import_packages()
     package, meshes = PORTS[backend].import_package(), dict[Plan, Any]()
     if backend == "jax":
@@ -251,6 +252,6 @@ def _package(backend):
 
 
 def _port(reference):
-    """Likewise, a port of the user's own."""
+    """Import a user's port, and return a function that trains it and a function that describes it."""
     port = PluginPort(reference)
     return partial(train_port, port), port.describe

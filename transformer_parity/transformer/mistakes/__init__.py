@@ -1,1 +1,1 @@
-"""Known mistakes, as data: what each changes in a port, and where the comparison must find it."""
+"""The bug catalog: for each known bug, the edits that inject it into a port, and the tap at which it must be found."""

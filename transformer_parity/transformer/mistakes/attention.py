@@ -1,4 +1,4 @@
-"""Mistakes of attention: heads, scores, masks, rows that are masked entirely, and fused kernels."""
+"""Bugs in attention: heads, scores, masks, fully masked rows and fused kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformer_parity.transformer.mistakes.mistake import (
     together,
 )
 
-# Lines of the ports that more than one mistake edits.
+# Lines of the packages that multiple bugs edit.
 SPLIT = {
     "numpy": "x.reshape(batch, length, num_heads, width // num_heads).transpose(0, 2, 1, 3)",
     "torch": "x.view(batch, length, num_heads, width // num_heads).transpose(1, 2)",
@@ -47,7 +47,7 @@ WIDENED = {
 
 
 def softmax_over(axis: int) -> Edits:
-    """Return edits that normalise the scores over another axis."""
+    """Return edits that normalize the scores over a different axis."""
     return {
         "numpy": [
             ("functional", "scores.max(axis=-1", f"scores.max(axis={axis}"),
@@ -69,7 +69,7 @@ def softmax_over(axis: int) -> Edits:
 
 
 def causal(numpy: str, torch: str, tf: str) -> Edits:
-    """Return edits that allow other pairs than the lower triangle; JAX writes it as NumPy does."""
+    """Return edits that replace the lower triangle by a different mask. JAX uses the same expression as NumPy."""
     lines = {
         "numpy": "np.tri(length, dtype=bool)",
         "torch": ".tril()",
@@ -80,7 +80,7 @@ def causal(numpy: str, torch: str, tf: str) -> Edits:
 
 
 def without_bias(projection: str, x: str) -> Edits:
-    """Return edits that leave out the bias of one of the attention's projections."""
+    """Return edits that omit the bias of one of the attention projections."""
     kernel = f"self.{projection}.kernel"
     torch, jax = f"{x} @ self.{projection}.weight.T", f"{x} @ {kernel}[...]"
     own = f"{x} @ {kernel}"
@@ -88,7 +88,7 @@ def without_bias(projection: str, x: str) -> Edits:
 
 
 def forbidden(score: str) -> Edits:
-    """Return edits that give forbidden keys another score; where all are forbidden, they share the weight."""
+    """Return edits that set masked scores to a given value. In fully masked rows, all keys then have equal weights."""
     ports = instead("layers", LOWEST, torch=score, jax=score, tf=f"tf.constant({score}, wide.dtype)")
     numpy = [("functional", MASKED, f"np.where(mask, scores, {score})")]
     return {**together(ports, instead("layers", ZEROED, "weights")), "numpy": numpy}
@@ -98,9 +98,11 @@ ENTRIES: dict[str, Table] = {
     "attention": {
         f"{SELF}.scores": {
             "scores not scaled": instead("attention", "math.sqrt(d_k)", "1.0"),
-            "scores over d_k": instead("attention", "math.sqrt(d_k)", "d_k"),
-            "scores over sqrt(d_model)": instead("attention", "math.sqrt(d_k)", "math.sqrt(query.shape[1] * d_k)"),
-            "scores over sqrt(d_v)": but(
+            "scores divided by d_k": instead("attention", "math.sqrt(d_k)", "d_k"),
+            "scores divided by sqrt(d_model)": instead(
+                "attention", "math.sqrt(d_k)", "math.sqrt(query.shape[1] * d_k)"
+            ),
+            "scores divided by sqrt(d_v)": but(
                 instead("attention", "d_k = query.shape[-1]", "d_k = value.shape[-1]"), unseen=("preset/torch",)
             ),
         },
@@ -140,13 +142,13 @@ ENTRIES: dict[str, Table] = {
                     jax="(merge_heads(context) @ self.output_proj.kernel[...].T + self.output_proj.bias[...])",
                     tf="merge_heads(context) @ tf.transpose(self.output_proj.kernel) + self.output_proj.bias",
                 ),
-                case="preset/torch",  # d_v 8: the matrix is square
+                case="preset/torch",  # the matrix is square, because d_v is 8
             ),
         },
         (f"{SELF}.key", "preset/torch"): {"key bias missing": without_bias("key_proj", "memory")},
         (f"{SELF}.value", "preset/torch"): {"value bias missing": without_bias("value_proj", "memory")},
         f"{CROSS}.query": {
-            "queries and memory of cross-attention swapped": but(
+            "query and memory of cross-attention swapped": but(
                 instead("decoder", "self.cross_attention(x, memory,", "self.cross_attention(memory, x,"),
                 case="full/source_as_long_as_target",
             ),
@@ -161,7 +163,7 @@ ENTRIES: dict[str, Table] = {
                 "np.ones((length, length), bool)", "", "positions[:, None] >= 0 * positions[None, :]"
             ),
             "causal mask negated": instead("transformer", "self_mask = causal_mask(", "self_mask = ~causal_mask("),
-            "causal mask of the upper triangle": causal(
+            "causal mask uses the upper triangle": causal(
                 "np.tri(length, dtype=bool).T", ".triu()", "positions[:, None] <= positions[None, :]"
             ),
             "a position does not attend to itself": causal(
@@ -180,7 +182,7 @@ ENTRIES: dict[str, Table] = {
                 ("self.encoder(x, source_mask[", "self.encoder(x, (source_mask | True)["),
                 tf=("self.encoder(x, mask=source_mask", "self.encoder(x, mask=source_mask | True"),
             ),
-            "forbidden scores are zero": forbidden("0.0"),
+            "masked scores set to zero": forbidden("0.0"),
         },
         f"{CROSS}.weights": {
             "cross-attention without padding mask": instead(
@@ -199,12 +201,12 @@ FULLY_MASKED = [
         ("full/source_all_padding", f"{SELF}.weights"),
     )
     for name, detail, edits in (
-        ("forbidden keys share the weight", "", forbidden("-1e9")),
-        ("softmax of nothing but -inf", "values are NaN or infinite", in_ports_alone(forbidden('float("-inf")'))),
+        ("fully masked rows attend to all keys", "", forbidden("-1e9")),
+        ("softmax over only -inf", "values are NaN or infinite", in_ports_alone(forbidden('float("-inf")'))),
     )
 ]
 
-# No standard model with a fast path has dropout on the attention, or the equal d_k and d_v that JAX's own needs.
+# No standard case with a fast path has dropout in attention, or equal d_k and d_v, which JAX's function requires.
 FUSED_CASE = replace(preset_case("torch"), name="preset/torch, fast", fast=True)
 FUSED = "F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)"
 D_K = "    d_k = query.shape[-1]\n"
@@ -221,24 +223,24 @@ KERAS_OWN = f"""    if tap is no_tap:
 
 
 def fused(mask: str = "mask", rate: str = "rate") -> Edits:
-    """Return an edit of the call of PyTorch's fused kernel."""
+    """Return edits of the call to PyTorch's fused kernel."""
     return changed("fast", torch=(FUSED, FUSED.replace("mask", mask).replace("rate", rate)))
 
 
 FAST = table(
     {
-        "output": {  # with taps on, the result is right
+        "output": {  # the result is correct if taps are on
             "fused kernel without the mask": fused("None"),
             "fused kernel without the scale": fused(rate="rate, scale=1.0"),
-            "fused kernel that is causal by itself": fused("None", "rate, is_causal=query.shape == key.shape"),
-            "fused kernel with a mask to add": but(
+            "fused kernel causal in all self-attention": fused("None", "rate, is_causal=query.shape == key.shape"),
+            "fused kernel with an additive mask": but(
                 fused("None if mask is None else (~mask).to(query.dtype) * -1e9"), case="full/source_all_padding"
             ),
         },
         ("output", FUSED_CASE.name): {
-            "fused kernel that always drops": changed("fast", torch=(" and dropout.training", "")),
-            "JAX's own attention": changed("attention", jax=(D_K, JAX_OWN)),
-            "Keras' own attention": changed("attention", tf=(D_K, KERAS_OWN)),
+            "fused kernel always applies dropout": changed("fast", torch=(" and dropout.training", "")),
+            "JAX's built-in attention": changed("attention", jax=(D_K, JAX_OWN)),
+            "Keras's built-in attention": changed("attention", tf=(D_K, KERAS_OWN)),
         },
     },
     path="fast",

@@ -1,4 +1,4 @@
-"""The whole catalogue of mistakes, by part, and the cases in which they show."""
+"""The complete bug catalog by part of the model, and the cases that expose the bugs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Parts = Mapping[str, list[Mistake]]
 
 
 def merged(*catalogues: Parts) -> Parts:
-    """Return several catalogues as one: those of a part that several have stand together."""
+    """Merge several catalogs. Bugs in the same part are adjacent in the result."""
     names = dict.fromkeys(name for catalogue in catalogues for name in catalogue)
     return {name: [mistake for catalogue in catalogues for mistake in catalogue.get(name, [])] for name in names}
 
@@ -46,7 +46,7 @@ STRUCTURE = merged(
 )
 TRAINING = merged(training.CATALOGUE, optimizer.CATALOGUE, reported_training.CATALOGUE, other_optimizers.CATALOGUE)
 SEARCH = [*search.CATALOGUE, *reported_training.SEARCH]
-# Only hypotheses, which are planted in no port:
+# Candidates for the diagnosis only, which are not injected into ports:
 EVERYWHERE = [*layers.EVERYWHERE, *reported.EVERYWHERE]
 UNPLANTED = forward.UNPLANTED
 STEP_VARIANTS = step_variants.STEP_VARIANTS
@@ -56,12 +56,12 @@ BACKWARD_BLOCKS, BACKWARD_PATHS, LOSSES = by_hand.BLOCKS, by_hand.PATHS, by_hand
 
 @cache
 def parts() -> Parts:
-    """Return the whole catalogue, by what the mistakes are about."""
+    """Return the complete catalog by part of the model."""
     return {**FORWARD, **STRUCTURE, **TRAINING, "decoding": SEARCH}
 
 
 @cache
 def cases() -> Mapping[str, Case]:
-    """Return every case that a mistake may show in, by name."""
+    """Return all cases that may expose a bug, by name."""
     found = {case.name: case for case in [*standard_cases(), attention.FUSED_CASE]}
     return {**found, **training.CASES}

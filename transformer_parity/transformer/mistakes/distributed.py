@@ -1,7 +1,7 @@
-"""Known mistakes of training on several devices, as data, planted in the reference's simulation.
+"""Known bugs in distributed training, as data. They are injected into the reference's simulation of multiple devices.
 
-Each has the run that shows it (plan and case of ``distributed.cases``), the first comparison that fails, and what is
-said of it: which tensors, and which reduction.
+Each entry contains the run that exposes the bug (a plan and a case in ``distributed.cases``), the first comparison that
+fails, and the message about it: the affected tensors and the wrong reduction.
 """
 
 from __future__ import annotations
@@ -29,70 +29,74 @@ SPREAD = "spread(ids, slices, plan.shares, trainer.model.config.pad_id)"
 POSITION = "self.model.source_position"
 OWN_WIDTH = "ids[:, : max(1, (ids != trainer.model.config.pad_id).any(0).sum())]"
 
-ALONE = "share % self.plan.shares == 0"  # that of the first share alone
-MEANS = "(batch[2] != self.model.config.pad_id).sum() / max(int(part_tokens), 1)"  # of the tokens of each share
+ALONE = "share % self.plan.shares == 0"  # only the first shard
+MEANS = "(batch[2] != self.model.config.pad_id).sum() / max(int(part_tokens), 1)"  # tokens of the batch per shard token
 BIAS = "encoder.layers.1.feed_forward.inner_proj.bias"
-KEPT = '"norm." in name or name.endswith(("table", "output_proj.bias"))'  # what tensor leaves whole
-NOT_REDUCED = "that of share 0 alone: not reduced (1, 0)"
-OTHER = "no sum of what the shares contribute: other rows, weights or buffers, or another backward pass"
-MASKS = "masks of dropout that are not drawn for the whole slice"
+KEPT = '"norm." in name or name.endswith(("table", "output_proj.bias"))'  # parameters that tensor replicates
+NOT_REDUCED = "only shard 0 contributes: not reduced (1, 0)"
+OTHER = "not a sum of the shards' gradients: rows, weights, buffers or the backward pass differ"
+MASKS = "dropout masks are not drawn for the full micro-batch"
 INNER = 'self.output_proj(self.dropout(inner, rng, tap, "inner"))'
 DX = 'feed_forward.inner_proj.backward(x, dprojected, trace.within("inner_proj").note)'
 
 
 def planted(said: str, *edits: Edit, port: str = "numpy") -> partial[Mistake]:
-    """Return a mistake of the simulation, or of a port, and what has to be said of it."""
+    """Return a bug in the simulation or in a port, with the expected message."""
     return but({port: [*edits]}, detail=said)
 
 
 def in_loop(*lines: str) -> list[Edit]:
-    """Return edits that run lines after the backward pass of each share; ``share`` counts through all slices."""
+    """Return edits that add code after the backward pass of each shard.
+
+    The variable ``share`` numbers the shards of all micro-batches.
+    """
     text = "".join(f"            {line}\n" for line in lines)
     counting = "for share, (part, rng) in enumerate(divide(self, batch)):\n"
     return [("training", LOOP, counting), ("training", SUM, text + SUM)]
 
 
 def each(gradient: str, *before: str) -> list[Edit]:
-    """Return edits that replace ``g``, what a share contributes to the gradient of ``name``."""
+    """Return edits that replace ``g``, the contribution of a shard to the gradient of ``name``."""
     return in_loop(*before, f"of_parameters = {{name: {gradient} for name, g in of_parameters.items()}}")
 
 
 def scaled(factor: str, where: str = "True") -> list[Edit]:
-    """Return edits that scale what a share contributes, and leave the loss as it is."""
+    """Return edits that scale the contribution of a shard to the gradient but not to the loss."""
     return each(f"g * factor if {where} else g", f"factor = {factor}")
 
 
 def with_loss(factor: str) -> list[Edit]:
-    """Return edits that scale what a share contributes, and its loss."""
+    """Return edits that scale the contribution of a shard to the gradient and to the loss."""
     return each("g * factor", f"factor = {factor}", "part_total = part_total * factor")
 
 
 def run(plan: str, at: str = WHOLE, case: str = "short") -> tuple[str, str]:
-    """Return the comparison that fails, and the run in which it does."""
+    """Return the comparison that fails and the run in which it fails."""
     return at, f"distributed/{plan}/{case}"
 
 
 MISTAKES = table(
     {
-        # What is summed, and what it is divided by.
+        # Wrong sums and wrong divisors.
         run("data=2"): {
             "mean of means": planted(
-                "all gradients: each share divided by its own tokens, then averaged: a mean of means (0.5741, 3.875)",
+                "all gradients: each shard divided by its own token count, then averaged: a mean of means "
+                "(0.5741, 3.875)",
                 *with_loss(f"{MEANS} / self.plan.shares"),
             ),
-            "own tokens": planted(
-                "all gradients: each share divided by its own tokens, then summed (1.148, 7.75)", *with_loss(MEANS)
+            "divided by the shard's own token count": planted(
+                "all gradients: each shard divided by its own token count, then summed (1.148, 7.75)", *with_loss(MEANS)
             ),
-            "averaged": planted(
-                "all gradients: averaged over the shares after the division by the number of tokens (0.5, 0.5)",
+            "averaged over the shards": planted(
+                "all gradients: averaged over the shards after dividing by the number of tokens (0.5, 0.5)",
                 *with_loss("1 / self.plan.shares"),
             ),
-            "scaled by the devices": planted(
-                "all gradients: scaled by the number of shares, as is the loss (2, 2)", *with_loss("self.plan.shares")
+            "scaled by the number of devices": planted(
+                "all gradients: scaled by the number of shards, like the loss (2, 2)", *with_loss("self.plan.shares")
             ),
             "reduced twice": planted("all gradients: reduced twice (2, 2)", *scaled("self.plan.shares")),
             "no reduction": planted(f"all gradients: {NOT_REDUCED}", *scaled(ALONE)),
-            "tied table not reduced": planted(
+            "tied embedding not reduced": planted(
                 f"the gradient of source_embedding.table: {NOT_REDUCED}",
                 *scaled(ALONE, 'name == "source_embedding.table"'),
             ),
@@ -103,28 +107,29 @@ MISTAKES = table(
                 f"the gradient of {BIAS}: {NOT_REDUCED}", *scaled(ALONE, f'name == "{BIAS}"')
             ),
             "reduced in float32": planted(
-                "all gradients: right but for rounding, reduced in float32",
+                "all gradients: correct except for rounding: reduced in float32",
                 *each("g.astype(np.float32).astype(g.dtype)"),
             ),
             "reduced in bfloat16": planted(
-                "all gradients: right but for rounding, reduced in bfloat16",
+                "all gradients: correct except for rounding: reduced in bfloat16",
                 *each("g.astype('bfloat16').astype(g.dtype)"),
             ),
             "clipped before the sum": planted(
-                "all gradients: each share clipped by its own norm before the sum (0.005963, 0.01726)",
+                "all gradients: each shard clipped by its own norm before the sum (0.005963, 0.01726)",
                 *each("g * own", "own = self.settings.clip_norm / global_norm(of_parameters)"),
             ),
-            # Which rows and which weights a share has.
-            "same rows everywhere": planted(
-                "a step counts 54 target tokens, not 31; all gradients: the rows of share 0 on all devices (1.148, 0)",
+            # Wrong rows and wrong weights.
+            "same rows on all devices": planted(
+                "a step has 54 target tokens instead of 31; "
+                "all gradients: all devices train on the rows of shard 0 (1.148, 0)",
                 ("parallel", "ids[number, share] for ids", "ids[number, 0] for ids"),
             ),
-            "other weights": planted(
+            "weights differ between devices": planted(
                 f"all gradients: {OTHER}",
                 *in_loop(),
                 ("training", SEEN, f"            self.model.source_embedding.table[5] += 0.1 * (-1) ** share\n{SEEN}"),
             ),
-            "buffers apart": planted(
+            "buffers differ between devices": planted(
                 f"all gradients: {OTHER}",
                 *in_loop(),
                 (
@@ -136,18 +141,19 @@ MISTAKES = table(
             ),
         },
         run("fsdp=2"): {
-            "averaged, but the loss": planted(
-                "all gradients: averaged over the shares after the division by the number of tokens (0.5, 0.5)",
+            "gradient averaged, but not the loss": planted(
+                "all gradients: averaged over the shards after dividing by the number of tokens (0.5, 0.5)",
                 *scaled("1 / self.plan.shares"),
             ),
-            "averaged in the layers": planted(
-                "the gradients of the layers: averaged over the shares after the division by the number of tokens",
+            "averaged only in the layers": planted(
+                "the gradients of the layers: averaged over the shards after dividing by the number of tokens",
                 *scaled("1 / self.plan.shares", '".layers." in name'),
             ),
         },
         run("data=3"): {
             "last rows dropped": planted(
-                "a step counts 30 target tokens, not 31; all gradients: without the rows of share 2 (1.033, 1.033, 0)",
+                "a step has 30 target tokens instead of 31; "
+                "all gradients: missing the rows of shard 2 (1.033, 1.033, 0)",
                 (
                     "parallel",
                     SPREAD,
@@ -155,7 +161,7 @@ MISTAKES = table(
                 ),
             ),
             "last row repeated": planted(
-                "a step counts 33 target tokens, not 31; ",
+                "a step has 33 target tokens instead of 31; ",
                 (
                     "parallel",
                     SPREAD,
@@ -164,22 +170,27 @@ MISTAKES = table(
             ),
         },
         run("data=8"): {
-            "divided by no tokens": planted(
-                "all gradients: not finite, as after a division by the tokens of a share that has none",
+            "division by zero tokens": planted(
+                "all gradients: not finite, as after dividing by the token count of a shard without tokens",
                 *with_loss("1 if part_tokens else np.nan"),
             )
         },
         run("data=2", case="accumulated"): {
-            "last slice alone reduced": planted(
-                "all gradients: right in the last slice only: the slices before are not reduced (1, 0; 1, 1)",
+            "only the last micro-batch reduced": planted(
+                "all gradients: correct only in the last micro-batch: earlier micro-batches are not reduced "
+                "(1, 0; 1, 1)",
                 *scaled("share % self.plan.shares == 0 or share >= self.plan.shares"),
             ),
         },
-        # What is dropped.
+        # Wrong dropout masks.
         run("data=2", case="dropout"): {
-            "masks of the first share": planted(MASKS, ("parallel", "rows, share * own)", "rows, 0)")),
-            "masks of each share's own": planted(MASKS, ("parallel", 'trainer.dropout == "local"', "True")),
-            "each share as wide as its own longest sentence": planted(
+            "all shards use the first shard's dropout masks": planted(
+                MASKS, ("parallel", "rows, share * own)", "rows, 0)")
+            ),
+            "each shard draws its own dropout masks": planted(
+                MASKS, ("parallel", 'trainer.dropout == "local"', "True")
+            ),
+            "each shard trimmed to its own longest sequence": planted(
                 MASKS,
                 (
                     "parallel",
@@ -187,7 +198,7 @@ MISTAKES = table(
                     f"own = [ids[number, share] for ids in parts]\n        yield [{OWN_WIDTH} for ids in own]",
                 ),
             ),
-            "shares before slices": planted(
+            "batch divided into shards before micro-batches": planted(
                 MASKS,
                 (
                     "parallel",
@@ -196,10 +207,10 @@ MISTAKES = table(
                 ),
             ),
         },
-        # What is clipped, and what is updated.
+        # Wrong clipping and wrong updates.
         run("data=2", FIRST_NORM): {
-            "clipped by a share's norm": planted(
-                "its norm 0.829897 times what it should be: that of share 0 alone",
+            "clipped by the norm of one shard's contribution": planted(
+                "its norm is 0.829897 times the expected norm: the norm of the contribution of shard 0 only",
                 *in_loop("own = global_norm(of_parameters) if share == 0 else own"),
                 (
                     "training",
@@ -208,14 +219,14 @@ MISTAKES = table(
                 ),
                 ("training", NORM, "norm = self.own / count"),
             ),
-            "norm counts copies": planted(
-                "its norm 1.41421 times what it should be: every tensor counts 2 times",
+            "norm includes every replica": planted(
+                "its norm is 1.41421 times the expected norm: every tensor is included 2 times",
                 ("training", NORM, f"{NORM} * self.plan.shares**0.5"),
             ),
         },
         run("tensor=2", FIRST_NORM): {
-            "norm counts whole tensors twice": planted(
-                "what each of 2 devices has whole counts 2 times",
+            "norm includes replicated tensors twice": planted(
+                "tensors that are replicated on 2 devices are included 2 times",
                 (
                     "training",
                     NORM,
@@ -225,8 +236,8 @@ MISTAKES = table(
             ),
         },
         run("fsdp=2", FIRST_NORM): {
-            "norm of one part": planted(
-                "the gradient is right, its norm 0.742859 times what it should be: that of a part alone",
+            "norm of one shard": planted(
+                "the gradient is correct, but its norm is 0.742859 times the expected norm: the norm of one shard only",
                 (
                     "training",
                     NORM,
@@ -235,20 +246,20 @@ MISTAKES = table(
             )
         },
         run("fsdp=2", f"step 2 {LOSS}"): {
-            "clipped by the norm of each part": planted(
-                "the first gradient and its norm are right: what follows differs, as by this mistake: clipped by the "
-                "norm of each part",
+            "clipped by the norm of each shard": planted(
+                "the first gradient and its norm are correct: later steps differ, as with this bug: clipped by the "
+                "norm of each shard",
                 ("training", UPDATE, f"{EACH_PART}{UPDATE}"),
             ),
         },
         run("data=2", f"step 2 {LOSS}"): {
-            "learning rate times devices": planted(
-                "the first gradient and its norm are right: what follows differs",
+            "learning rate multiplied by the number of devices": planted(
+                "the first gradient and its norm are correct: later steps differ",
                 ("training", "settings.learning_rate(self.step", "self.plan.shares * settings.learning_rate(self.step"),
             ),
-            # As of a sampler that is not told the epoch.
-            "the rows of the first step again": planted(
-                "what follows differs, as by this mistake: the rows of the first step again",
+            # A sampler that isn't informed of the current epoch has this effect.
+            "every step uses the rows of the first step": planted(
+                "later steps differ, as with this bug: every step uses the rows of the first step",
                 (
                     "parallel",
                     "    parts = [spread(",
@@ -256,7 +267,7 @@ MISTAKES = table(
                 ),
             ),
         },
-        # Parts of heads and of units.
+        # Wrong tensor parallelism.
         run("tensor=2"): {
             "bias added by each device": planted(
                 f"all gradients: {OTHER}", ("feed_forward", INNER, f"{INNER} + self.output_proj.bias")
@@ -272,27 +283,27 @@ MISTAKES = table(
             ),
         },
         run("tensor=2", f"step 1 {LOSS}"): {
-            "whole logits taken for a part": planted(
-                "the gradient is right, the loss +0.6931 = log(tensor) off",
+            "full logits treated as a shard": planted(
+                "the gradient is correct, but the loss is off by +0.6931 = log(tensor)",
                 ("training", "StepResult(total / count,", "StepResult(total / count + np.log(self.plan.tensor),"),
             ),
         },
-        # What the devices hold, and what is saved of it.
-        run("fsdp=2", "what is divided"): {
-            "nothing divided": planted(
-                "a device must hold about 50% of all numbers: one holds 100%",
+        # Wrong sharding and wrong checkpoints.
+        run("fsdp=2", "sharding"): {
+            "no parameter sharded": planted(
+                "a device must store about 50% of all parameter elements: one stores 100%",
                 ("parallel", "if axis is not None:", "if False:"),
             ),
         },
-        run("tensor=2", "what is divided"): {
-            "heads not divided": planted(
-                "tensor=2 must divide encoder.layers.0.self_attention.query_proj.kernel: each device has all of it",
+        run("tensor=2", "sharding"): {
+            "heads not sharded": planted(
+                "tensor=2 must shard encoder.layers.0.self_attention.query_proj.kernel: each device stores all of it",
                 ("parallel", "(tensor_axis(name), plan.tensor, place[2])", "(None, 1, 0)"),
             ),
         },
         run("fsdp=2", "step 2 first moment source_embedding.table"): {
-            "a part saved as the whole": planted(
-                "every step is right: what is gathered from the devices is not what they have",
+            "one shard saved as the full tensor": planted(
+                "every step is correct, but the state gathered from the devices is not",
                 (
                     "training",
                     "first = {name: array.copy() for",
@@ -302,11 +313,11 @@ MISTAKES = table(
         },
         run("data=2", f"step 4 {LOSS}", "resumed"): {
             "moments lost": planted(
-                "the state that the run goes on from was not taken over whole",
+                "the state from which the run resumes was not fully restored",
                 ("training", "self.optimizer.second_moment[name][...] = state.second_moment[name]", "pass"),
             ),
             "step lost": planted(
-                "the state that the run goes on from was not taken over whole",
+                "the state from which the run resumes was not fully restored",
                 ("training", "self.step, self.seed = state.step, state.seed", "self.seed = state.seed"),
             ),
         },

@@ -1,4 +1,4 @@
-"""A copy of a package with edited source, imported from memory: the one way to plant a mistake."""
+"""Inject bugs by importing a copy of a package with edited source from memory."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from transformer_parity.transformer.mistakes.mistake import Edit
 
 @cache
 def edited_package(package: str, edits: tuple[Edit, ...]) -> ModuleType:
-    """Return a copy of a package with some edits, under a name of its own; without edits, the package itself.
+    """Return a copy of a package with the given edits, under a new name. Without edits, return the package itself.
 
-    Only the edited modules and those that import them are copied. All others are those of the original, and so is what
-    they hold: a model of which no module is copied stays compiled. Equal arguments give the same copy, which is kept
-    until the process ends.
+    The copy contains only the edited modules and the modules that import them. It shares all other modules, including
+    their compiled functions, with the original. Equal arguments return the same copy, which remains in memory until the
+    process ends.
 
     Args:
-        package: The name of one of the four packages.
-        edits: Module, text that occurs there once, and the text in its place; applied in this order.
+        package: Name of one of the four packages.
+        edits: Tuples of module, text that occurs exactly once in it, and replacement; applied in this order.
 
     Raises:
-        ImportError: The source of the package is not found.
-        ValueError: A text does not occur once: it is not there, or an edit before has changed it.
+        ImportError: If the source of the package is not found.
+        ValueError: If a text doesn't occur exactly once, for example because an earlier edit has changed it.
     """
     original = importlib.import_module(package)
     if not edits:
@@ -40,13 +40,13 @@ def edited_package(package: str, edits: tuple[Edit, ...]) -> ModuleType:
     for module, old, new in edits:
         text = texts.get(module, "")
         if (found := text.count(old)) != 1:
-            raise ValueError(f"{package}.{module} must hold {old!r} once: found {found} times")
+            raise ValueError(f"{package}.{module} must contain {old!r} once: found {found} times")
         texts[module] = text.replace(old, new)
     copied = {module for module, _, _ in edits} | {"__init__"}
     while more := {module for module in texts if module not in copied and _imports(package, module) & copied}:
         copied |= more
     name = f"{package}_edited_{next(_PACKAGES)}"
-    # Imports of copied modules become relative, so that the same text in another copy is not compiled again.
+    # Make imports of copied modules relative, so that copies with the same text share the compiled code.
     modules = "|".join(sorted(copied))
     absolute = re.compile(rf"\b{package}(?=\.(?:{modules})\b)")
     whole = re.compile(rf"\bfrom {package}(?= import (?:{modules})$)", re.MULTILINE)
@@ -54,7 +54,7 @@ def edited_package(package: str, edits: tuple[Edit, ...]) -> ModuleType:
         fullname = name if module == "__init__" else f"{name}.{module}"
         _IMPORTER.sources[fullname] = f"{package}/{module}.py", absolute.sub("", whole.sub("from .", texts[module]))
     edited = importlib.import_module(name)
-    for module in texts.keys() - copied:  # also shared modules are attributes of the package
+    for module in texts.keys() - copied:  # make shared modules attributes of the copy as well
         setattr(edited, module, importlib.import_module(f"{package}.{module}"))
     return edited
 
@@ -69,22 +69,22 @@ def _sources(package: str) -> Mapping[str, str]:
 
 @cache
 def _imports(package: str, module: str) -> frozenset[str]:
-    """Return which modules of its package a module imports, at the top, in functions or for type checkers."""
+    """Return the modules of the same package that a module imports, including imports in functions and for types."""
     found = re.findall(rf"^\s*from {package}(?:\.(\w+) import| import (\w+)$)", _sources(package)[module], re.MULTILINE)
     return frozenset(name for names in found for name in names if name)
 
 
 @cache
 def _compiled(file: str, text: str) -> CodeType:
-    """Return the code of a text, under a file name that no other text has: by it, linecache finds the source."""
+    """Compile a source text under a unique file name, so that ``linecache`` finds the source."""
     return compile(text, f"edited/{next(_FILES)}/{file}", "exec", dont_inherit=True)
 
 
 class _Importer(MetaPathFinder, ExecutionLoader):
-    """Imports modules from memory, and hands their source to tracebacks, ``inspect`` and so to TensorFlow's AutoGraph.
+    """Importer for modules in memory. It provides their source for tracebacks, ``inspect`` and TensorFlow's AutoGraph.
 
     Attributes:
-        sources: The file and the text of each module, by its full name.
+        sources: File name and source text of each module, by full module name.
     """
 
     def __init__(self) -> None:

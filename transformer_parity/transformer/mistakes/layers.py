@@ -1,4 +1,4 @@
-"""Mistakes of norms, residual connections, embeddings, positions, feed-forward layers, and of the stack of layers."""
+"""Bugs in norms, residual connections, embeddings, positions, feed-forward networks and layer stacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformer_parity.transformer.mistakes.mistake import (
     together,
 )
 
-# Lines of the ports that more than one mistake edits.
+# Lines of the packages that multiple bugs edit.
 ADDED = {
     "numpy": "self.vectors(x.shape[1]).astype(x.dtype)",
     "torch": "encoding.to(x)",
@@ -34,7 +34,12 @@ NORMED = ' x = tap("self_attention_norm.output"'
 
 
 def norm(usual: str, **others: str) -> Edits:
-    """Return edits that normalise ``x`` in another way, all packages alike but some; ``mean(y)`` keeps the axis."""
+    """Return edits that replace the formula of layer norm.
+
+    Args:
+        usual: Formula for ``x``, in which ``mean(y)`` keeps the axis.
+        **others: Different formulas by backend.
+    """
     means = {
         **dict.fromkeys(("numpy", "jax"), "y.mean(-1, keepdims=True)"),
         "torch": "y.mean(-1, keepdim=True)",
@@ -60,7 +65,12 @@ def norm(usual: str, **others: str) -> Edits:
 
 
 def everywhere(new: str, old: str = "{norm}(x + {y})") -> Edits:
-    """Return edits of every residual connection of the reference, as in ``forward``; ``{name}`` is the sub-layer's."""
+    """Return edits of all residual connections in the reference.
+
+    Args:
+        new: New code, which may contain the fields ``{norm}``, ``{y}`` (the output of the sub-layer) and ``{name}``.
+        old: Code to replace, with the same fields.
+    """
     edits = []
     for stack, names in (
         ("encoder", ["self_attention", "feed_forward"]),
@@ -74,7 +84,7 @@ def everywhere(new: str, old: str = "{norm}(x + {y})") -> Edits:
 
 
 def everywhere_in_pre_norm(new: str) -> Edits:
-    """Return edits of the left side of every pre-norm residual connection of the reference, which is ``x +``."""
+    """Return edits that replace ``x +`` in all pre-norm residual connections of the reference."""
     added = 'self.dropout({y}, rng, tap, "{name}'
     return everywhere(f"{new}{added}", f"x + {added}")
 
@@ -100,7 +110,7 @@ ENTRIES: dict[str, Table] = {
             "mean not subtracted": norm("x / (mean(x**2) + self.epsilon) ** 0.5"),
         },
         "encoder.output": {
-            "a final norm that the config does not have": instead(
+            "final norm that is not in the config": instead(
                 "encoder",
                 "if self.final_norm is not None:\n            x = self.final_norm(x)",
                 "x = self.layers[-1].feed_forward_norm(x)",
@@ -115,13 +125,13 @@ ENTRIES: dict[str, Table] = {
             "norm before the sum": instead("encoder", SUM, "x + self.self_attention_norm("),
         },
         f"{ENCODER}.feed_forward_norm.output": {
-            "feed-forward adds the layer's input": together(
+            "feed-forward residual adds the layer's input": together(
                 instead("encoder", NORMED, NORMED.replace("x", "y")),
                 instead("encoder", "self.feed_forward(x", "self.feed_forward(y"),
             )
         },
         f"{CROSS}_norm.output": {
-            "cross-attention adds the layer's input": together(
+            "cross-attention residual adds the layer's input": together(
                 instead("decoder", NORMED, NORMED.replace("x", "y")),
                 instead("decoder", "self.cross_attention(x, memory", "self.cross_attention(y, memory"),
             )
@@ -130,13 +140,13 @@ ENTRIES: dict[str, Table] = {
     "embedding": {
         SOURCE: {
             "embedding not scaled": but(config={"scale_embedding": False}),
-            "scaled after the positions are added": together(
+            "embedding scaled after adding positions": together(
                 instead("embedding", " * self.multiplier", ""),
                 instead("transformer", POSITIONED, f"{POSITIONED} * self.source_embedding.multiplier"),
                 instead("transformer", ANSWERED, f"{ANSWERED} * self.target_embedding.multiplier"),
             ),
             "no positions": instead("embedding", {k: f"x + {v}" for k, v in ADDED.items()}, "x"),
-            "positions from 1": but(config={"position_offset": 1}),
+            "positions start at 1": but(config={"position_offset": 1}),
             "all sines before the cosines": but(config={"position_layout": "split"}),
             "sine and cosine swapped": changed(
                 "embedding",
@@ -147,7 +157,7 @@ ENTRIES: dict[str, Table] = {
             "tensor2tensor's wavelengths": but(config={"position_timescale": "m_minus_1"}),
             "exponent doubled": instead("embedding", " / steps)", " * 2 / steps)"),
             "exponent rounded down": instead("embedding", " / steps)", " // steps)"),
-            "no vector for padding": together(
+            "padding embeds to zero": together(
                 instead("embedding", "self.multiplier = ", "self.pad_id = config.pad_id\n        self.multiplier = "),
                 changed(
                     "embedding",
@@ -171,7 +181,7 @@ ENTRIES: dict[str, Table] = {
                     for side, ids, length in (("source", "source_ids", "S"), ("target", "target_ids", "T"))
                 )
             ),
-            "positions added behind the norm on the embeddings": instead(
+            "positions added after the embedding norm": instead(
                 "transformer",
                 "self.source_position(self.source_embedding(source_ids))  # [B, S, d_model]\n"
                 "        if self.source_embedding_norm is not None:\n"
@@ -180,7 +190,7 @@ ENTRIES: dict[str, Table] = {
             ),
         },
         (TARGET, "preset/bart"): {
-            "one norm for both embeddings": instead(
+            "one norm shared by both embeddings": instead(
                 "transformer",
                 "d_model]\n        if self.target_embedding_norm is not None:\n"
                 "            x = self.target_embedding_norm(x)\n        x = self.dropout",
@@ -207,16 +217,16 @@ ENTRIES: dict[str, Table] = {
             "no activation": instead(
                 "feed_forward", "ACTIVATIONS[self.activation](self.inner_proj(x))", "self.inner_proj(x)"
             ),
-            "GELU for ReLU": but(config={"activation": "gelu"}),
+            "GELU instead of ReLU": but(config={"activation": "gelu"}),
         },
         ("inner", "feed_forward/gelu"): {
-            "tanh-GELU for GELU": {
+            "tanh-GELU instead of GELU": {
                 "numpy": [("functional", '"gelu": gelu,', '"gelu": gelu_tanh,')],
                 **instead(
                     "layers",
                     GELU,
                     torch='"gelu": partial(F.gelu, approximate="tanh")',
-                    jax="jax.nn.gelu",  # tanh-GELU is its default
+                    jax="jax.nn.gelu",  # computes tanh-GELU by default
                     tf='"gelu": gelu_tanh,',
                 ),
             }
@@ -224,10 +234,10 @@ ENTRIES: dict[str, Table] = {
     },
     "stack": {
         "encoder.layers.1.self_attention.query": {
-            "one layer many times": instead("encoder", "x = layer(", "x = self.layers[0](")
+            "first layer used for all layers": instead("encoder", "x = layer(", "x = self.layers[0](")
         },
         "encoder.output": {
-            "only the first layer": but(
+            "only the first layer runs": but(
                 instead("encoder", "enumerate(self.layers)", "enumerate([self.layers[0]])"),
                 announced="missing encoder.layers.1.self_attention.query",
             )
@@ -238,7 +248,7 @@ CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}
 
 
 EVERYWHERE = [
-    # The same mistakes as above, in every sub-layer. Only hypotheses.
+    # The same bugs as above in all sub-layers, as candidates for the diagnosis only.
     Mistake("norm before the sum, in every sub-layer", "", everywhere("x + {norm}({y})")),
     Mistake("no residual connections", "", everywhere("{norm}({y})")),
     Mistake("no residual connections in pre-norm", "", everywhere_in_pre_norm(""), case="full/deeper_decoder"),

@@ -1,4 +1,4 @@
-"""Mistakes of a training step: accumulation over slices of a batch, clipping, the learning rate, Adam."""
+"""Bugs in training steps: gradient accumulation, clipping, the learning rate schedule and Adam."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from transformer_parity.transformer.mistakes.training import (
 
 
 def rate(new: str) -> Edits:
-    """Return edits of the call of the schedule, in which ``n`` is the number of the step."""
+    """Return edits that replace the call of the learning rate schedule. ``n`` is the number of the step."""
     old, new = (text.replace("(n", "(self.step + 1") for text in ("settings.learning_rate(n, config.d_model)", new))
     return instead("training", old, new)
 
 
-# What torch.optim.Adam computes, written out, since the original cannot be edited.
+# The formulas of torch.optim.Adam, because its own code can't be edited.
 WRITTEN_OUT = """with torch.no_grad():
             for theta in group["params"]:
                 state = self.state[theta]
@@ -45,12 +45,12 @@ WRITTEN_OUT = """with torch.no_grad():
                 theta -= learning_rate * m_hat / (v_hat.sqrt() + group["eps"])"""
 
 
-# TensorFlow's trainer computes the formulas of Adam instead of its kernel, which cannot be edited.
+# Makes TensorFlow's trainer use the formulas of Adam instead of its kernel, which can't be edited.
 NO_KERNEL = "training", "FastAdam if model.fast or mesh is not None else Adam", "Adam"
 
 
 def in_adam(usual: Change | None = None, **others: Change) -> Edits:
-    """Return edits of the module of the optimizer, whose Adam the trainer then uses."""
+    """Return edits of the optimizer module, and make the trainer use its Adam."""
     edits = dict(changed("optimizer", usual, **others))
     if "tf" in edits:
         edits["tf"] = [*edits["tf"], NO_KERNEL]
@@ -62,13 +62,13 @@ def adam(usual: Change, **others: Change) -> Edits:
     changes = {**dict.fromkeys(FOUR, usual), **others}
     old, _ = changes["torch"]
     if WRITTEN_OUT.count(old) != 1:
-        raise ValueError(f"Adam must hold {old!r} once")
+        raise ValueError(f"Adam must contain {old!r} once: found {WRITTEN_OUT.count(old)} times")
     changes["torch"] = "self.step()", WRITTEN_OUT.replace(*changes["torch"])
     return in_adam(**changes)
 
 
 def clipping(old: str, new: str) -> Edits:
-    """Return edits of the largest of the gradient's norm and what it is clipped to."""
+    """Return edits of the expression for the maximum of the gradient norm and the clipping norm."""
     largest = {
         **dict.fromkeys(FOUR, "max(norm, clip_norm)"),
         "torch": "norm.clamp(min=clip_norm)",
@@ -87,7 +87,7 @@ CLIPPED = "torch._foreach_mul_(tensors, clip_factor(norm, settings.clip_norm))"
 SLICE = "total, _ = self._loss(self.share.module, part, config)\n            loss = total / tokens.clamp(min=1)\n"
 DIFFERENTIATED = "return total, tokens, _differentiate(tape, total, _trained(self._variables))"
 
-# In NumPy, gradients are values: only those that are stored are left over.
+# NumPy's gradients are values, so the edit must store them explicitly.
 LEFT_OVER = """before = getattr(self, "left_over", {})
         gradient = {name: before.get(name, 0.0) * count + g for name, g in gradient.items()}
         norm = global_norm(gradient) / count
@@ -99,7 +99,7 @@ LEFT_OVER = """before = getattr(self, "left_over", {})
 ENTRIES: dict[str, Table] = {
     "accumulation": {
         (LOSS, "steps/sliced"): {
-            "mean of the slices' means": in_training(
+            "mean of the micro-batch means": in_training(
                 (
                     SLICE,
                     "total, count = self._loss(self.share.module, part, config)\n"
@@ -125,7 +125,7 @@ ENTRIES: dict[str, Table] = {
             )
         },
         (NORM, "steps/sliced"): {
-            "only the last slice counts": in_training(
+            "only the last micro-batch used": in_training(
                 ("loss.backward()", "self.optimizer.zero_grad()\n            loss.backward()"),
                 (
                     "jnp.add, sums, (total, tokens, gradient))",
@@ -139,10 +139,10 @@ ENTRIES: dict[str, Table] = {
             )
         },
         (later(NORM), "steps"): {
-            "gradients of the step before are still there": in_training(
+            "gradients of the previous step not reset": in_training(
                 ("        self.optimizer.zero_grad()\n", ""),
                 None,
-                None,  # where gradients are values, nothing is left over
+                None,  # JAX and TensorFlow don't store gradients between steps
                 ("norm = global_norm(gradient) / count\n", LEFT_OVER),
             )
         },
@@ -172,7 +172,7 @@ ENTRIES: dict[str, Table] = {
                     None,
                 ),
             },
-            "every tensor clipped for itself": {
+            "every tensor clipped separately": {
                 **together(
                     NOT_AS_A_WHOLE,
                     in_adam(
@@ -197,7 +197,7 @@ ENTRIES: dict[str, Table] = {
                     None,
                 ),
             },
-            "clipped by the norm of the sum": changed(
+            "clipped by the norm of the summed gradient": changed(
                 "training",
                 ("clip_factor(norm,", "clip_factor(norm * count,"),
                 torch=("clip_factor(norm,", "clip_factor(norm * tokens,"),
@@ -210,18 +210,18 @@ ENTRIES: dict[str, Table] = {
     },
     "schedule": {
         (WEIGHT, "steps"): {
-            "rate of the next step": rate("settings.learning_rate(n + 1, config.d_model)"),
+            "learning rate of the next step": rate("settings.learning_rate(n + 1, config.d_model)"),
             "warm-up to the power of -1": rate(
                 "settings.learning_rate(n, config.d_model) * settings.warmup_steps**0.5"
             ),
             "not divided by sqrt(d_model)": rate("settings.learning_rate(n, 1)"),
-            "factor forgotten": assumed(learning_rate_factor=1.0),
+            "learning rate factor ignored": assumed(learning_rate_factor=1.0),
             "learning rate applied twice": adam(("learning_rate * m_hat", "learning_rate**2 * m_hat")),
         },
         (later(WEIGHT), "steps"): {
-            # The first step has none before it.
-            "rate of the step before": rate("settings.learning_rate(max(n - 1, 1), config.d_model)"),
-            "cool-down forgotten": assumed(cooldown_steps=0),
+            # The first step has no previous step.
+            "learning rate of the previous step": rate("settings.learning_rate(max(n - 1, 1), config.d_model)"),
+            "cool-down ignored": assumed(cooldown_steps=0),
         },
     },
     "Adam": {
@@ -267,16 +267,16 @@ ENTRIES: dict[str, Table] = {
 CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}
 
 CONTROLS = [
-    # Equivalent ways to write the same: no alarm.
+    # Equivalent formulations, which must not be reported.
     Mistake(
         "Adam written out",
         "",
         {**changed("optimizer", torch=("self.step()", WRITTEN_OUT)), "tf": [NO_KERNEL]},
         case="steps/clipped",
     ),
-    Mistake("all slices at once", "", assumed(accumulation_steps=1), case="steps/sliced"),
+    Mistake("all micro-batches at once", "", assumed(accumulation_steps=1), case="steps/sliced"),
     Mistake(
-        "scores less their largest, which has no gradient",
+        "scores minus their maximum, without its gradient",
         "",
         changed(
             "layers",

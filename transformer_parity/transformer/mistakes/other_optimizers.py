@@ -1,4 +1,4 @@
-"""Other optimizers than Adam, and frequent mistakes of a step: weight decay, norms, and the order of its parts."""
+"""Optimizers that replace Adam, and common bugs in training steps: weight decay, norms, and the order of operations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from transformer_parity.transformer.mistakes.mistake import Edits, Table, change
 from transformer_parity.transformer.mistakes.optimizer import CLIPPED, WRITTEN_OUT
 from transformer_parity.transformer.mistakes.training import FIRST, LOSS, SECOND, WEIGHT
 
-# Adam's formulas by the name of their result; numbers have the same names in NumPy and in PyTorch.
+# Adam's formulas by the name of their result. Hyperparameters have the same names for NumPy and PyTorch.
 ADAM = {
     "g": "g = g",
     "m": "m += (1.0 - beta1) * (g - m)",
@@ -21,8 +21,8 @@ NUMBERS = {
     "torch": '(beta1, beta2), epsilon = group["betas"], group["eps"]',
 }
 INDENT = {"numpy": 12 * " ", "torch": 16 * " "}
-T = "t = round(__import__('math').log(1.0 - correction1) / __import__('math').log(beta1))"  # the step
-# torch keeps the product of the momenta in float32.
+T = "t = round(__import__('math').log(1.0 - correction1) / __import__('math').log(beta1))"  # number of the step
+# torch stores the product of the momentum factors in float32.
 MU = (
     "mu = lambda t: beta1 * (1.0 - 0.5 * 0.96 ** (0.004 * t))\nnp = __import__('numpy')\n"
     "mus = float(np.cumprod(np.array([mu(i) for i in range(1, t + 1)], 'float32'))[-1])"
@@ -54,7 +54,7 @@ LARGEST = {
 
 
 def formulas(**new: str) -> Edits:
-    """Return edits of Adam that replace some of its formulas, each by lines that may use ``{name}`` of all others."""
+    """Return edits that replace formulas of Adam. The new lines may include original formulas as ``{name}``."""
     lines = {**ADAM, **{name: text.format(**ADAM) for name, text in new.items()}}
     old = {
         "numpy": (
@@ -75,17 +75,20 @@ def formulas(**new: str) -> Edits:
 
 
 def decoupled(value: str, where: str = "1.0") -> Edits:
-    """Return edits that subtract a multiple of the parameter from it, times the learning rate."""
+    """Return edits that add decoupled weight decay, multiplied by the learning rate."""
     return formulas(theta=f"theta *= 1.0 - learning_rate * {value} * {where}\n{{theta}}")
 
 
 def in_gradient(value: str, where: str = "1.0") -> Edits:
-    """Return edits that add a multiple of the parameter to its gradient."""
+    """Return edits that add weight decay to the gradient."""
     return formulas(g=f"g = g + {value} * {where} * theta")
 
 
 def clipped_by(condition: str) -> Edits:
-    """Return edits that take the norm for clipping from the gradients ``g`` of some parameters ``name`` only."""
+    """Return edits that compute the norm for clipping from only some gradients.
+
+    The condition may use the gradient ``g`` and the parameter name ``name``.
+    """
     return changed(
         "training",
         numpy=(
@@ -104,7 +107,12 @@ def clipped_by(condition: str) -> Edits:
 
 
 def skipped(numpy: dict[str, str], torch: dict[str, str]) -> Edits:
-    """Return edits that update nothing in the first step; the calls of later steps differ by some replaced text."""
+    """Return edits that skip the update in the first step.
+
+    Args:
+        numpy: Replacements in NumPy's call of the update.
+        torch: Replacements in PyTorch's call of the update.
+    """
     new = {}
     for port, replaced in (("numpy", numpy), ("torch", torch)):
         call = UPDATED[port]
@@ -115,7 +123,7 @@ def skipped(numpy: dict[str, str], torch: dict[str, str]) -> Edits:
 
 
 def twice() -> Edits:
-    """Return edits that update the first parameter, which is the embedding matrix, twice in each step."""
+    """Return edits that update the first parameter, the embedding matrix, twice in each step."""
     parameters = 'for theta in group["params"]:', 'state["step"] += 1'
     again = 'for i, theta in [*enumerate(group["params"]), (-1, group["params"][0])]:', 'state["step"] += float(i >= 0)'
     text = WRITTEN_OUT
@@ -140,8 +148,8 @@ ENTRIES: dict[str, Table] = {
             "step scaled by the norm of the parameter, as in LAMB": formulas(
                 step=f"{TRUST}\nstep = step * (of_theta / of_step if of_theta > 0 and of_step > 0 else 1.0)"
             ),
-            "decoupled weight decay left on, not of biases and norms": decoupled("0.01", MATRICES),
-            "weights are shown before the update": together(
+            "decoupled weight decay left on, except for biases and norms": decoupled("0.01", MATRICES),
+            "weights are exported before the update": together(
                 instead(
                     "part",
                     EXPORTED,
@@ -159,10 +167,10 @@ ENTRIES: dict[str, Table] = {
             "the first step is skipped and counted by the learning rate only": skipped(
                 {"bias_corrections(self.step + 1)": "bias_corrections(self.step)"}, {", self.step)": ", self.step - 1)"}
             ),
-            "a tied embedding matrix is stepped twice": twice(),
+            "a tied embedding matrix is updated twice": twice(),
             **{f"weight decay {value} in the gradient": in_gradient(value) for value in ("0.1", "0.0001", "1e-05")},
             **{
-                f"weight decay {value} in the gradient, not of biases and norms": in_gradient(value, MATRICES)
+                f"weight decay {value} in the gradient, except for biases and norms": in_gradient(value, MATRICES)
                 for value in ("0.01", "0.0001", "1e-05")
             },
         },

@@ -1,4 +1,4 @@
-"""Mistakes of precision, and equivalent ways to write the same, which must raise no alarm."""
+"""Bugs in precision, and equivalent formulations that must not be reported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FLOAT32_FREQUENCIES = changed(
     tf=(FREQUENCIES, "[:, None] * tf.cast(tf.cast(frequencies, tf.float32), tf.float64)"),
 )
 FAST_VARIANCE = in_ports_alone(norm("(x - mean(x)) / (mean(x**2) - mean(x) ** 2 + self.epsilon) ** 0.5"))
-TF32 = {  # rounds float32 factors as a GPU does, and no wider ones
+TF32 = {  # rounds float32 operands like a GPU, but leaves float64 unchanged
     "torch": """def tf32(x):
     import torch
 
@@ -50,7 +50,7 @@ TF32 = {  # rounds float32 factors as a GPU does, and no wider ones
 START = "def scaled_dot_product_attention("
 
 PRECISION = [
-    # Right formulas, computed with too few bits.
+    # Correct formulas with insufficient precision.
     *table(
         {
             f"{SELF}.scores": {
@@ -94,12 +94,12 @@ PRECISION = [
         dtype="float32",
         verdict=IMPRECISE,
     ),
-    # One part of a float64 model in float32: wrong there, and right in a float32 model.
+    # Float32 computations in a float64 model. They would be correct in a float32 model.
     *table(
         {
             SOURCE: {
                 "positions from float32 frequencies": FLOAT32_FREQUENCIES,
-                "a table of positions in float32": instead(
+                "position table in float32": instead(
                     "embedding",
                     ADDED,
                     numpy=ADDED["numpy"].replace(".astype(x", ".astype('float32').astype(x"),
@@ -119,14 +119,14 @@ PRECISION = [
                     f"/ {ROOT}",
                     numpy=f"* float(np.float32(1.0 / {ROOT}))",
                     torch=f"* query.new_tensor(1.0 / {ROOT}).float().item()",
-                    tf=f"* tf.cast(1.0 / {ROOT}, query.dtype)",  # TensorFlow reads a Python number as float32
+                    tf=f"* tf.cast(1.0 / {ROOT}, query.dtype)",  # TensorFlow converts Python numbers to float32
                 )
             },
-            f"{ENCODER}.feed_forward_norm.output": {  # the first whose variance is as small as epsilon
+            f"{ENCODER}.feed_forward_norm.output": {  # the first norm whose variance is as small as epsilon
                 "epsilon in float32": but(config={"layer_norm_epsilon": float(np.float32(1e-6))})
             },
             ("inner", "feed_forward/gelu"): {
-                "TensorFlow's own GELU": {
+                "TensorFlow's built-in GELU": {
                     **changed("functional", numpy=("math.sqrt(0.5)", "float(np.float32(math.sqrt(0.5)))")),
                     **changed("layers", tf=(GELU["tf"], '"gelu": tf.nn.gelu,')),
                 }
@@ -137,9 +137,9 @@ PRECISION = [
 ]
 
 CONTROLS = [
-    # Equivalent ways to write the same: no alarm.
+    # Equivalent formulations, which must not be reported.
     Mistake(
-        "the query is scaled",
+        "query scaled instead of the scores",
         "",
         instead(
             "attention",
@@ -152,14 +152,14 @@ CONTROLS = [
     Mistake("variance as E[x^2] - E[x]^2", "", FAST_VARIANCE),
     *(
         Mistake(
-            f"forbidden scores are {score}",
+            f"masked scores set to -{score}",
             "",
             instead("layers", LOWEST, torch=f"-{score}", jax=f"-{score}", tf=f"tf.constant(-{score}, wide.dtype)"),
         )
         for score in ("1e4", "1e9", 'float("inf")')
     ),
     Mistake(
-        "a mask to add",
+        "additive mask",
         "",
         changed(
             "layers",

@@ -1,4 +1,4 @@
-"""Mistakes of the model that were reported in threads of published ports (see docs/reported-mistakes.md), by part."""
+"""Bugs in the model that users of published ports have reported (see docs/reported-mistakes.md), by part."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from transformer_parity.transformer.mistakes.mistake import (
 )
 from transformer_parity.transformer.mistakes.structure import LOGITS, RETURNED
 
-# Lines that more than one mistake touches.
+# Lines of the packages that multiple bugs edit.
 ALLOWED = {
     "numpy": "np.where(mask, scores, -np.inf)",
     "torch": "scores.masked_fill(~mask, torch.finfo(scores.dtype).min)",
@@ -46,7 +46,7 @@ ALLOWED = {
 MASKED = "masked_softmax(scores, mask"
 CROSS_MASK = "cross_mask = source_mask[:, None, None, :]"
 ADD_AND_NORM = {**dict.fromkeys(ALL, ATTENDED), "numpy": f"{SUM}attended)"}
-LAST_ROW = "None if self_mask is None else self_mask[:, :, -1:]"  # the last row forbids only padding
+LAST_ROW = "None if self_mask is None else self_mask[:, :, -1:]"  # the last row only masks padding
 NORM_TAP = ' x = tap("self_attention_norm.output", '
 VECTORS = {
     "numpy": "self.vectors(x.shape[1]).astype",
@@ -77,13 +77,13 @@ LOG_SOFTMAX = {
 
 
 def selected(yes: str, no: str, mask: str) -> dict[str, str]:
-    """Return how each package takes one expression where a mask [B, L] is True, and another elsewhere."""
+    """Return the expression of each package that selects ``yes`` where a mask [B, L] is True and ``no`` elsewhere."""
     where = {"numpy": "np.where", "torch": "torch.where", "jax": "jnp.where", "tf": "tf.where"}
     return {port: f"{function}({mask}[..., None], {yes}, {no})" for port, function in where.items()}
 
 
 def rectified(projection: str, x: str) -> Edits:
-    """Return edits that apply a ReLU to one of the attention's projections."""
+    """Return edits that apply a ReLU to one of the attention projections."""
     projected = f"self.{projection}({x})"
     return instead(
         "attention",
@@ -96,7 +96,13 @@ def rectified(projection: str, x: str) -> Edits:
 
 
 def activated(numpy: str, tf: str, of_x: str) -> Edits:
-    """Return edits that replace the ReLU; ``of_x`` is the formula in the other two packages, with ``{m}`` for math."""
+    """Return edits that replace the ReLU.
+
+    Args:
+        numpy: Code for NumPy.
+        tf: Code for TensorFlow.
+        of_x: Formula for PyTorch and JAX. The field ``{m}`` stands for the module with the math functions.
+    """
     return {
         **instead("functional", RELU, numpy=numpy),
         **instead(
@@ -110,12 +116,12 @@ def activated(numpy: str, tf: str, of_x: str) -> Edits:
 
 
 def in_numpy(old: str, new: str) -> Edits:
-    """Return an edit of the reference's functions that no port needs."""
+    """Return an edit of the reference's ``functional`` module only."""
     return {"numpy": [("functional", old, new)], **{port: [] for port in ALL}}
 
 
 def log_probabilities(outside: bool) -> Edits:
-    """Return edits that return log-probabilities, outside or inside of the tap of the logits."""
+    """Return edits that return log-probabilities instead of logits, after or before the tap of the logits."""
     edits: dict[str, list[tuple[str, str, str]]] = {}
     for port, function in LOG_SOFTMAX.items():
         axis = ", -1" if port == "torch" else ""
@@ -127,7 +133,7 @@ def log_probabilities(outside: bool) -> Edits:
 
 
 def unpacked_by_head(weights: Mapping[str, ndarray], num_heads: int = 3) -> dict[str, ndarray]:
-    """Read a packed projection [all queries, all keys, all values] as if each head had its three side by side."""
+    """Split a packed projection by head, although it contains all queries, then all keys, then all values."""
     found = dict(weights)
     for name in weights:
         block, kind, rest = name.partition("query_proj.")
@@ -154,7 +160,7 @@ ENTRIES: dict[str, Table] = {
             )
         },
         f"{SELF}.output": {
-            "heads and sentences taken for each other when merged": changed(
+            "head and batch axes confused when heads are merged": changed(
                 "attention",
                 ("x.transpose(0, 2, 1, 3).reshape(", "x.transpose(1, 0, 2, 3).reshape("),
                 torch=("x.transpose(1, 2).reshape(", "x.transpose(0, 1).reshape("),
@@ -162,24 +168,24 @@ ENTRIES: dict[str, Table] = {
             )
         },
         f"{CROSS}.query": {
-            "the cross-attention's query is not normed": instead(
+            "cross-attention query not normalized": instead(
                 "decoder", "self.cross_attention(x, memory,", "self.cross_attention(attended, memory,"
             )
         },
         (f"{CROSS}.key", "full/source_as_long_as_target"): {
-            "cross-attention reads the target": instead(
+            "cross-attention attends to the target": instead(
                 "decoder", "self.cross_attention(x, memory,", "self.cross_attention(x, x,"
             )
         },
     },
     "mask": {
         f"{CAUSAL}.weights": {
-            "the target's padding mask over the queries": instead(
+            "target padding mask applied to queries instead of keys": instead(
                 "transformer", " & target_mask[:, None, None, :]", " & target_mask[:, None, :, None]"
             )
         },
         f"{SELF}.weights": {
-            "the source's padding mask over the queries": changed(
+            "source padding mask applied to queries instead of keys": changed(
                 "transformer",
                 ("self.encoder(x, source_mask[:, None, None, :]", "self.encoder(x, source_mask[:, None, :, None]"),
                 tf=("self.encoder(x, mask=source_mask", "self.encoder(x, source_mask[:, None, :, None]"),
@@ -189,8 +195,8 @@ ENTRIES: dict[str, Table] = {
                 ("self.encoder(x, source_mask[", "self.encoder(x, (~source_mask)["),
                 tf=("self.encoder(x, mask=source_mask", "self.encoder(x, mask=~source_mask"),
             ),
-            "no mask has an effect": instead("attention", MASKED, "masked_softmax(scores, None"),
-            "a boolean mask added as numbers": {
+            "all masks ignored": instead("attention", MASKED, "masked_softmax(scores, None"),
+            "boolean mask added to the scores": {
                 **together(
                     instead(
                         "layers",
@@ -214,8 +220,8 @@ ENTRIES: dict[str, Table] = {
                     ),
                 ],
             },
-            "forbidden scores are -1e-9": forbidden("-1e-9"),
-            "masks repeated in another order than the heads": {
+            "masked scores set to -1e-9": forbidden("-1e-9"),
+            "masks repeated in a different order from the heads": {
                 **instead(
                     "layers",
                     "    if mask is None:",
@@ -234,7 +240,7 @@ ENTRIES: dict[str, Table] = {
             },
         },
         (f"{CROSS}.weights", "full/source_as_long_as_target"): {
-            "cross-attention has the target's padding mask": instead(
+            "cross-attention uses the target's padding mask": instead(
                 "transformer", CROSS_MASK, CROSS_MASK.replace("source", "target")
             ),
             "cross-attention is causal": instead(
@@ -242,7 +248,7 @@ ENTRIES: dict[str, Table] = {
             ),
         },
         "encoder.layers.1.self_attention.weights": {
-            "only the first layer has the mask": changed(
+            "mask applied only in the first layer": changed(
                 "encoder",
                 ("layer(x, mask, within", "layer(x, None if i else mask, within"),
                 tf=("layer(x, mask, tap", "layer(x, None if i else mask, tap"),
@@ -251,28 +257,28 @@ ENTRIES: dict[str, Table] = {
     },
     "norm": {
         f"{SELF}_norm.output": {
-            "normalised over the whole sentence": norm(
+            "normalized over the entire sequence": norm(
                 "(x - x.mean((1, 2), keepdims=True)) / (x.var((1, 2), keepdims=True) + self.epsilon) ** 0.5",
                 torch="(x - x.mean((1, 2), True)) / (x.var((1, 2), correction=0, keepdim=True) + self.eps).sqrt()",
                 tf="(x - tf.reduce_mean(x, (1, 2), True))"
                 " / (tf.math.reduce_variance(x, (1, 2), True) + self.epsilon) ** 0.5",
             ),
-            "normalised over the positions": norm(
+            "normalized over the positions": norm(
                 "(x - x.mean(1, keepdims=True)) / (x.var(1, keepdims=True) + self.epsilon) ** 0.5",
                 torch="(x - x.mean(1, True)) / (x.var(1, correction=0, keepdim=True) + self.eps).sqrt()",
                 tf="(x - tf.reduce_mean(x, 1, True)) / (tf.math.reduce_variance(x, 1, True) + self.epsilon) ** 0.5",
             ),
-            "normed twice": instead(
+            "normalized twice": instead(
                 "encoder",
                 ADD_AND_NORM,
                 **{port: f"self.self_attention_norm({text})" for port, text in ADD_AND_NORM.items()},
             ),
         },
         f"{CROSS}_norm.output": {
-            "one norm for two sub-layers": instead("decoder", "self.cross_attention_norm(x + ", SUM)
+            "one norm shared by two sub-layers": instead("decoder", "self.cross_attention_norm(x + ", SUM)
         },
         (f"{SELF}.key", "full/deeper_decoder"): {
-            "only the query is normed": instead(
+            "only the query normalized": instead(
                 "encoder", "self.self_attention(normed, normed, mask", "self.self_attention(normed, x, mask"
             )
         },
@@ -280,19 +286,19 @@ ENTRIES: dict[str, Table] = {
     "residual": {
         f"{SELF}_norm.output": {
             "a sub-layer's output added to itself": instead("encoder", SUM, "self.self_attention_norm(attended + "),
-            # The tap is that of the norm alone.
-            "norm before the sum, in its tap too": instead(
+            # The tap reports the output of the norm without the residual.
+            "norm before the sum, also in its tap": instead(
                 "encoder",
                 {port: f"{NORM_TAP}{text}" for port, text in ADD_AND_NORM.items()},
                 f"{NORM_TAP.replace('=', '= x +')}self.self_attention_norm(attended)",
             ),
         },
         f"{ENCODER}.feed_forward_norm.output": {
-            "feed-forward adds what was not normed": together(
+            "feed-forward residual adds the unnormalized input": together(
                 instead("encoder", f"{NORM_TAP}{SUM}", f" y = x + attended\n            {NORM_TAP.lstrip()}{SUM}"),
                 instead("encoder", "self.feed_forward_norm(x + ", "self.feed_forward_norm(y + "),
             ),
-            "pre-norm that adds the normed input": but(
+            "pre-norm residual adds the normalized input": but(
                 changed(
                     "encoder",
                     ("x = x + self.dropout(self.self_attention", "x = normed + self.dropout(self.self_attention"),
@@ -304,7 +310,7 @@ ENTRIES: dict[str, Table] = {
     },
     "embedding": {
         SOURCE: {
-            "each channel has a wavelength of its own": together(
+            "different wavelength for each channel": together(
                 instead("embedding", " / steps)", " * 2 / steps)"),
                 instead(
                     "embedding",
@@ -315,9 +321,9 @@ ENTRIES: dict[str, Table] = {
                     tf="(tf.sin(angles), tf.cos(angles * tf.constant(10000.0 ** (-1 / steps), tf.float64)))",
                 ),
             ),
-            # The factor of the exponent, -log(10000) / d_model, floored to -1.
+            # The factor in the exponent, -log(10000) / d_model, is floored to -1.
             "wavelengths from a floored exponent": instead("embedding", "10000.0 ** (", "math.exp(2.0 * steps) ** ("),
-            "positions count the sentences": instead(
+            "positions enumerate the batch instead of the sequence": instead(
                 "embedding",
                 VECTORS,
                 numpy="self.vectors(x.shape[0])[:, None].astype",
@@ -325,7 +331,7 @@ ENTRIES: dict[str, Table] = {
                 jax="encoding = self.vectors(x.shape[0])[:, None]",
                 tf="encoding = self.vectors(keras.ops.shape(x)[0])[:, None]",
             ),
-            "every position is that of the length": instead(
+            "every position uses the sequence length": instead(
                 "embedding",
                 VECTORS,
                 numpy="self.vectors(x.shape[1] + 1)[-1].astype",
@@ -333,7 +339,7 @@ ENTRIES: dict[str, Table] = {
                 jax="encoding = self.vectors(x.shape[1] + 1)[-1]",
                 tf="encoding = self.vectors(keras.ops.shape(x)[1] + 1)[-1]",
             ),
-            "padding has no position": together(
+            "no position added to padding": together(
                 instead(
                     "transformer",
                     POSITIONED,
@@ -343,7 +349,7 @@ ENTRIES: dict[str, Table] = {
                     "transformer", ANSWERED, **selected(ANSWERED, "self.target_embedding(target_ids)", "target_mask")
                 ),
             ),
-            "the cosine of what already is a sine": but(
+            "cosine applied to sine channels": but(
                 instead(
                     "embedding",
                     WAVES,
@@ -356,7 +362,7 @@ ENTRIES: dict[str, Table] = {
             ),
         },
         TARGET: {
-            "the start symbol has a zero vector": instead(
+            "BOS embeds to zero": instead(
                 "transformer",
                 "self.target_embedding(target_ids)",
                 numpy="self.target_embedding(target_ids) * (np.arange(target_ids.shape[1]) > 0)[:, None]",
@@ -367,23 +373,23 @@ ENTRIES: dict[str, Table] = {
             )
         },
         "logits": {
-            "logits over sqrt(d_model)": instead(
+            "logits divided by sqrt(d_model)": instead(
                 "transformer", RETURNED, RETURNED.replace("(x)", "(x * self.config.d_model**-0.5)")
             )
         },
     },
     "feed-forward": {
         f"{ENCODER}.feed_forward.inner": {
-            "activation after the second matrix": together(
+            "activation after the second projection instead of the first": together(
                 instead("feed_forward", "ACTIVATIONS[self.activation](self.inner_proj(x))", "self.inner_proj(x)"),
                 ACTIVATED_LATE,
             ),
-            # Its constants are rounded to float32.
-            "Keras' GELU for ReLU": together(
+            # Keras rounds its constants to float32.
+            "Keras's GELU instead of ReLU": together(
                 activated('"relu": gelu,', '"relu": tf.nn.gelu', "x * (0.5 * (1.0 + {m}.erf(x * 0.7071067690849304)))"),
                 in_numpy("-math.sqrt(0.5) * x", "-0.7071067690849304 * x"),
             ),
-            "Keras' tanh-GELU for ReLU": together(
+            "Keras's tanh-GELU instead of ReLU": together(
                 activated(
                     '"relu": gelu_tanh,',
                     '"relu": lambda x: tf.nn.gelu(x, approximate=True)',
@@ -392,7 +398,7 @@ ENTRIES: dict[str, Table] = {
                 in_numpy("(x + 0.044715 * x", "(x + 0.044714998453855515 * x"),
             ),
         },
-        f"{ENCODER}.feed_forward.output": {"activation after both matrices": ACTIVATED_LATE},
+        f"{ENCODER}.feed_forward.output": {"activation after both projections": ACTIVATED_LATE},
     },
 }
 CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}
@@ -400,13 +406,13 @@ CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}
 STRUCTURE_ENTRIES: dict[str, Table] = {
     "weights": {
         (f"{SELF}.query", "preset/torch"): {
-            # With three heads its own inverse.
-            "packed projections taken apart by head": but(convert=unpacked_by_head)
+            # The conversion is its own inverse for three heads.
+            "packed projections split by head": but(convert=unpacked_by_head)
         }
     },
     "edge cases": {
         (SOURCE, "full/large_vocabulary"): {
-            # TensorFlow refuses what becomes negative.
+            # TensorFlow isn't included, because it rejects ids that become negative.
             "ids in int16": but(
                 changed(
                     "embedding",
@@ -419,14 +425,14 @@ STRUCTURE_ENTRIES: dict[str, Table] = {
         }
     },
     "structure": {
-        "output": {"log-probabilities for logits": log_probabilities(outside=True)},
-        "logits": {"log-probabilities for logits, in their tap too": log_probabilities(outside=False)},
+        "output": {"log-probabilities instead of logits": log_probabilities(outside=True)},
+        "logits": {"log-probabilities instead of logits, also in their tap": log_probabilities(outside=False)},
     },
 }
 STRUCTURE = {part: table(entries) for part, entries in STRUCTURE_ENTRIES.items()}
 
 
-# What is planted in one place above: whole models have it in all. Only hypotheses.
+# The same bugs as above in the full model, as candidates for the diagnosis only.
 EVERYWHERE = [
     Mistake(
         "norm before the sum, in every sub-layer and its tap",
@@ -434,8 +440,8 @@ EVERYWHERE = [
         everywhere('x + tap("{name}_norm.output", {norm}({y}))', 'tap("{name}_norm.output", {norm}(x + {y}))'),
     ),
     Mistake("every sub-layer's output added to itself", "", everywhere("{norm}({y} + {y})")),
-    Mistake("normed twice, in every sub-layer", "", everywhere("{norm}({norm}(x + {y}))")),
-    Mistake(  # in the layers, so that it can be limited to some of them
+    Mistake("normalized twice, in every sub-layer", "", everywhere("{norm}({norm}(x + {y}))")),
+    Mistake(  # edits each layer, so that the diagnosis can limit the bug to some layers
         "no causal mask",
         "",
         {
@@ -447,7 +453,7 @@ EVERYWHERE = [
     ),
     Mistake("all padding masks negated", "", changed("masks", numpy=("return ids != pad_id", "return ids == pad_id"))),
     Mistake(
-        "pre-norm that adds the normed input, in every sub-layer",
+        "pre-norm residual adds the normalized input, in every sub-layer",
         "",
         everywhere_in_pre_norm("normed + "),
         case="full/deeper_decoder",

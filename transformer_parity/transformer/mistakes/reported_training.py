@@ -1,4 +1,4 @@
-"""Mistakes of training and search that were reported in threads of published ports (see docs/reported-mistakes.md)."""
+"""Bugs in training and search that users of published ports have reported (see docs/reported-mistakes.md)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SELF_MASK = "self_mask = cache.self_mask[..., :end]"
 
 
 def where_none_has_ended(within: str) -> Edits:
-    """Return edits by which what is cut off at the maximum length is finished only where nothing else is.
+    """Return edits that accept hypotheses truncated at the maximum length only if no other hypothesis has finished.
 
     Args:
-        within: Which of the continuations [B, 2K] may say the end symbol.
+        within: Index expression for the continuations [B, 2K] that may end with EOS.
     """
     comment = "# 2. If any of the best K extensions end, add them to the pool, which keeps the best.\n"
     kept = "(self.finished > -9e9).any(1) | said.any(1)"
@@ -51,7 +51,7 @@ def where_none_has_ended(within: str) -> Edits:
 
 
 def no_gradient_of(rows: dict[str, str]) -> Edits:
-    """Return edits that give the padding row of a table no gradient where it is looked up."""
+    """Return edits that stop the gradient of the padding row in the embedding lookup."""
     return together(
         instead("embedding", "self.multiplier = ", "self.pad_id = config.pad_id\n        self.multiplier = "),
         instead("embedding", {"numpy": "self.table[ids]", **ROW}, **{"numpy": "self.table[ids]", **rows}),
@@ -59,7 +59,7 @@ def no_gradient_of(rows: dict[str, str]) -> Edits:
 
 
 def uncorrected(indent: int) -> Change:
-    """Return a change by which neither moment is corrected."""
+    """Return a change that removes the bias corrections of both moments."""
     lines = "m / correction1\n{0}v_hat = v / correction2", "m\n{0}v_hat = v"
     old, new = (text.format(" " * indent) for text in lines)
     return old, new
@@ -68,8 +68,8 @@ def uncorrected(indent: int) -> Change:
 ENTRIES: dict[str, Table] = {
     "gradient": {
         (f"of {TABLE}", "gradients/starts_with_padding"): {
-            # padding_idx, where Marian's start symbol is padding.
-            "no gradient of the padding row": by_hand(
+            # The effect of padding_idx if the BOS token is the padding token, as in Marian.
+            "no gradient for the padding row": by_hand(
                 no_gradient_of(
                     {
                         "torch": "F.embedding(ids, self.weight, padding_idx=self.pad_id)",
@@ -84,7 +84,7 @@ ENTRIES: dict[str, Table] = {
     },
     "loss": {
         (LOSS, "steps"): {
-            "padding counts in the smoothing": by_hand(
+            "smoothing loss includes padding positions": by_hand(
                 in_training(
                     (COUNTED["torch"], f"torch.where({SMOOTHED}"),
                     (COUNTED["jax"], f"jnp.where({SMOOTHED}"),
@@ -97,7 +97,7 @@ ENTRIES: dict[str, Table] = {
                 ),
                 module="training",
             ),
-            "averaged over the sentences": in_training(
+            "divided by the number of sentences": in_training(
                 ("(batch[2] != config.pad_id)", "(batch[2] != config.pad_id).any(1)"),
                 (SUM["jax"], SUM["jax"].replace("counted.sum()", "counted.any(1).sum()")),
                 (SUM["tf"], SUM["tf"].replace("nonzero(counted", "nonzero(tf.reduce_any(counted, 1)")),
@@ -133,7 +133,7 @@ ENTRIES: dict[str, Table] = {
     },
     "accumulation": {
         (LOSS, "steps/sliced"): {
-            "sum of the slices' means": in_training(
+            "sum of the micro-batch means": in_training(
                 (
                     SLICE,
                     "total, count = self._loss(self.share.module, part, config)\n            loss = total / count\n",
@@ -165,8 +165,8 @@ SEARCH = [
     *table(
         {
             LOGITS: {
-                # A causal mask of one row allows the first key alone.
-                "only the first position is seen": changed(
+                # A causal mask with a single row only allows the first key.
+                "only the first position attended to": changed(
                     "decoder",
                     numpy=(SELF_MASK, f"{SELF_MASK} & (np.arange(end) == 0)"),
                     torch=("cache.self_mask[..., :end]", "cache.self_mask[..., :end] & (torch.arange(end) == 0)"),
@@ -193,31 +193,31 @@ SEARCH = [
                     numpy=("    log_probabilities[:, plan.pad_id] = -inf\n", ""),
                     torch=("    log_probabilities[:, plan.pad_id] = -inf\n", ""),
                 ),
-                "starts with the end symbol": but(
+                "starts with EOS": but(
                     together(
                         instead("search", "(size, plan.start_id", "(size, plan.eos_id"),
                         instead("search", "(shape, plan.start_id", "(shape, plan.eos_id"),
                     ),
                     case=GREEDY,
                 ),
-                "all hypotheses begin alike": changed(
+                "all hypotheses start identical": changed(
                     "search",
                     ("arange(plan.beam_size) == 0", "arange(plan.beam_size) >= 0"),
                     torch=("device=plan.limits.device) == 0", "device=plan.limits.device) >= 0"),
                     tf=("tf.range(plan.beam_size) == 0", "tf.range(plan.beam_size) >= 0"),
                 ),
-                "the start symbol has a length": instead(
+                "length penalty counts BOS": instead(
                     "search_loop", PLANNED, **{port: f"{planned}{ONE_MORE}" for port, planned in PLANNED.items()}
                 ),
                 "length penalty n^alpha": instead(
                     "search", "length_penalty_kind=length_penalty_kind", 'length_penalty_kind="power"'
                 ),
-                # As in tensor2tensor.
-                "a hypothesis that is cut off counts where none has ended": where_none_has_ended("[:, :beam_size]"),
-                "tensor2tensor's ends: within twice the beam, and cut off where none has ended": together(
+                # tensor2tensor uses this rule.
+                "truncated hypotheses only returned if none has finished": where_none_has_ended("[:, :beam_size]"),
+                "tensor2tensor's rules: EOS within twice the beam, truncated hypotheses if none has finished": together(
                     where_none_has_ended(""), TWICE_THE_BEAM
                 ),
-                "the end symbol is forced at the maximum length": ruled("at_limit='scored'"),
+                "EOS forced at the maximum length": ruled("at_limit='scored'"),
             }
         },
         case=BEAM,

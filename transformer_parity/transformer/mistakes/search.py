@@ -1,7 +1,7 @@
-"""Known mistakes of decoding, as data: what each changes in a port, and where it must show.
+"""Known bugs in decoding, as data.
 
-A mistake in the cache shows in the logits of positions that are decoded one after another. One in the search leaves
-them alone, and shows in the tokens or in the scores.
+A bug in the cache affects the logits of positions that are decoded one at a time. A bug in the search only affects the
+tokens or the scores.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ MARIAN_CPP = "decode/rules_of_marian"
 SCORED_END, SCORED_TOKEN = 'scored=rules.at_limit == "scored"', "scored=rules.score_forced"
 PASTS = "[None] * (len(self.layers) - len(cache.past)) + cache.past"
 OTHERS = "(cache.past + [None])[: len(self.layers)]"
-OTHER = "decode/other_decoder_greedy"  # whose first layer has no self-attention
-# The ports whose numbers depend on the lengths to which they pad.
+OTHER = "decode/other_decoder_greedy"  # the first decoder layer has no self-attention
+# Backends whose numbers depend on the lengths to which they pad.
 OWN = {"own_numbers": ("jax", "tf")}
 
 HOLDS_TOKEN = "(ids != self.config.pad_id) | (n == 0)"
@@ -55,13 +55,13 @@ ANY_PADDING = {
 
 
 def planned(*lines: str) -> Edits:
-    """Return edits that change the plan of a search, or the mask of the source, before it starts."""
+    """Return edits that change the plan of a search or its source mask before the search starts."""
     more = "".join(f"    {line}\n" for line in lines)
     return instead("search_loop", PLANNED, **{port: f"{text}{more}" for port, text in PLANNED.items()})
 
 
 def penalised(penalties: str) -> Edits:
-    """Return edits of the length penalties of beam search; ``n`` are the lengths, ``alpha`` the exponent."""
+    """Return edits of the length penalties in beam search. ``n`` is an array of lengths, ``alpha`` is the exponent."""
     return planned(
         "n, alpha = __import__('numpy').arange(len(plan.penalties)), search.length_penalty",
         f"plan = plan if search.beam_size is None else plan._replace(penalties={penalties})",
@@ -69,7 +69,7 @@ def penalised(penalties: str) -> Edits:
 
 
 def starting_with(token: str) -> Edits:
-    """Return edits that start every search with another token."""
+    """Return edits that start every search with a different token."""
     return together(
         instead("search", "(size, plan.start_id", f"(size, {token}"),
         instead("search", "(shape, plan.start_id", f"(shape, {token}"),
@@ -77,24 +77,24 @@ def starting_with(token: str) -> Edits:
 
 
 def reordered(layers: str) -> Edits:
-    """Return edits that reorder the cache of some layers only."""
+    """Return edits that reorder only the cache of some layers."""
     return instead("decoder", "for past in self.past:", f"for past in self.past[{layers}]:")
 
 
-NGRAMS = {1: "token", 2: "bigram", 3: "trigram", 4: "4-gram"}  # that a sentence may not hold twice
+NGRAMS = {1: "token", 2: "bigram", 3: "trigram", 4: "4-gram"}  # names of n-grams that a sentence must not repeat
 
 
 def ruled(rules: str) -> Edits:
-    """Return edits that change some of the rules of every search."""
+    """Return edits that change rules of every search."""
     return planned("from dataclasses import replace", f"plan = plan._replace(rules=replace(plan.rules, {rules}))")
 
 
 def repetition_penalty(penalty: float, log_probabilities: str) -> Edits:
-    """Return edits of the reference by which tokens that a hypothesis holds, its start symbol included, score less.
+    """Return edits of the reference that add a repetition penalty for the tokens of a hypothesis, including BOS.
 
     Args:
-        penalty: What a positive score is divided by, and a negative one multiplied with.
-        log_probabilities: Whether it changes these in place of logits: an expression.
+        penalty: Divisor of positive scores and factor of negative scores.
+        log_probabilities: Expression that is True if the penalty applies to log-probabilities instead of logits.
     """
     usual = "    log_probabilities = log_softmax(logits)\n"
     lines = f"""\
@@ -108,12 +108,12 @@ def repetition_penalty(penalty: float, log_probabilities: str) -> Edits:
     return changed("search", numpy=(usual, lines))
 
 
-# Only hypotheses: with one hypothesis, a search finds fewer than the cases of the packages ask for, and few sentences
-# show a rule.
+# Candidates for the diagnosis only. The packages' cases can't be used to test them, because they request multiple
+# hypotheses and contain too few sentences that depend on these rules.
 ONLY_HYPOTHESES = [
-    *(Mistake(f"no {words} twice", "", ruled(f"no_repeat_ngram_size={size}")) for size, words in NGRAMS.items()),
-    Mistake("the end symbol is forced at the maximum length, as if it were certain", "", ruled("at_limit='forced'")),
-    Mistake("the beam has one hypothesis only", "", planned("plan = plan._replace(beam_size=1)")),
+    *(Mistake(f"no repeated {words}s", "", ruled(f"no_repeat_ngram_size={size}")) for size, words in NGRAMS.items()),
+    Mistake("EOS forced at the maximum length with probability 1", "", ruled("at_limit='forced'")),
+    Mistake("beam of size 1", "", planned("plan = plan._replace(beam_size=1)")),
     Mistake(
         "greedy search instead of beam search",
         "",
@@ -128,13 +128,13 @@ CATALOGUE = [
     *table(
         {
             LOGITS: {
-                "every position is the first": changed(
+                "every position encoded as the first": changed(
                     "transformer",
                     ("cache.positions[n]", "cache.positions[n * 0]"),
                     tf=("(cache.positions, n)", "(cache.positions, n * 0)"),
                     torch=("cache.positions[new]", "cache.positions[:1]"),
                 ),
-                "every position is one late": but(
+                "positions one too low": but(
                     changed(
                         "transformer",
                         ("cache.positions[n]", "cache.positions[n - 1]"),
@@ -143,12 +143,12 @@ CATALOGUE = [
                     ),
                     **OWN,
                 ),
-                "padding in the past is seen": changed(
+                "past padding not masked": changed(
                     "transformer",
                     (HOLDS_TOKEN, "(ids == ids)"),
                     torch=("= ids != self.config.pad_id", "= True"),
                 ),
-                "a start symbol that is padding is hidden": but(
+                "BOS masked if it is padding": but(
                     changed(
                         "transformer",
                         (HOLDS_TOKEN, "(ids != self.config.pad_id)"),
@@ -156,7 +156,7 @@ CATALOGUE = [
                     ),
                     case=MARIAN,
                 ),
-                "padding in the source is seen": but(instead("decoder", "cache.cross_mask,", "None,"), **OWN),
+                "source padding not masked": but(instead("decoder", "cache.cross_mask,", "None,"), **OWN),
                 "all layers attend to the first layer's memory": instead(
                     "decoder", "cache.memory, pasts,", "cache.memory[:1] * len(cache.memory), pasts,"
                 ),
@@ -175,11 +175,11 @@ CATALOGUE = [
                     ),
                     case=OTHER,
                 ),
-                # In the others, the mask does not fit what is left.
-                "the past of another layer": but(
+                # JAX and TensorFlow aren't included, because the shape of the mask wouldn't match.
+                "cache of a different layer": but(
                     {
                         "numpy": [("decoder", PASTS, OTHERS)],
-                        "torch": [  # whose layers have one length
+                        "torch": [  # all layers of PyTorch's cache share one length
                             ("decoder", PASTS, OTHERS),
                             ("decoder", "past.value, n) if", "past.value, getattr(cache, 'n', 0)) if"),
                             ("decoder", "cache.length = end", "cache.n = getattr(cache, 'n', 0) + 1"),
@@ -187,7 +187,7 @@ CATALOGUE = [
                     },
                     case=OTHER,
                 ),
-                "the last value stands for all": changed(
+                "last cached value used for all positions": changed(
                     "attention",
                     (
                         "self.key[:, :, new], self.value[:, :, new] = key, value",
@@ -224,13 +224,13 @@ CATALOGUE = [
                 )
             },
             (TOKENS, GREEDY): {
-                "goes on after the end symbol": instead("search", "(tokens != plan.eos_id) & ", ""),
-                "stops a token early": but(
+                "continues after EOS": instead("search", "(tokens != plan.eos_id) & ", ""),
+                "stops one token early": but(
                     instead("search", "& (n < ", "& (n + 1 < "), case="decode/paper_base_greedy"
                 ),
             },
             (SCORES, GREEDY): {
-                "scores what comes after the end": instead(
+                "scores tokens after EOS": instead(
                     "search", "where(self.unfinished, best", "where(self.unfinished | True, best"
                 ),
                 "scores are logits": changed(
@@ -251,7 +251,7 @@ CATALOGUE = [
         {
             TOKENS: {
                 "the cache is not reordered": instead("search_loop", "cache.reorder(rows)", "pass"),
-                "the cache follows hypotheses that have ended": changed(
+                "cache reordered by finished hypotheses": changed(
                     "search",
                     ("token[sentence, rank], parent[sentence, rank]", "token[sentence, rank], parent[:, :beam_size]"),
                     tf=(
@@ -260,14 +260,14 @@ CATALOGUE = [
                     ),
                 ),
                 "no length penalty": instead("search", PENALISED, "best / 1.0"),
-                "the end symbol has no length": instead("search", PENALISED, "best / plan.penalties[n - 1]"),
-                "stops at the first hypotheses that end": instead(
+                "length penalty does not count EOS": instead("search", PENALISED, "best / plan.penalties[n - 1]"),
+                "stops at the first finished hypotheses": instead(
                     "search", "finished[:, -1] >= attainable", "finished[:, -1] > -9e9"
                 ),
-                "stops by the current length": instead("search", LONGEST, "longest = n"),
-                "ended hypotheses go on": instead("search", "where(~ends, best", "where(ends | True, best"),
-                "stops a token early": instead("search", "limits == n)", "limits == n + 1)"),
-                "hypotheses outside the beam may end": but(TWICE_THE_BEAM, case="decode/paper_base_beam"),
+                "stop criterion uses the current length": instead("search", LONGEST, "longest = n"),
+                "finished hypotheses continue": instead("search", "where(~ends, best", "where(ends | True, best"),
+                "stops one token early": instead("search", "limits == n)", "limits == n + 1)"),
+                "hypotheses outside the beam may finish": but(TWICE_THE_BEAM, case="decode/paper_base_beam"),
             }
         },
         case=BEAM,
@@ -276,20 +276,20 @@ CATALOGUE = [
     *table(
         {
             (TOKENS, OPUS): {
-                "stops by the maximum length": instead("search", LONGEST, "longest = plan.limits"),
-                "the pool holds what is returned": instead(
+                "stop criterion uses the maximum length": instead("search", LONGEST, "longest = plan.limits"),
+                "pool size equals the number of returned hypotheses": instead(
                     "search", "finished[:, -1] >= attainable", "finished[:, plan.num_hypotheses - 1] >= attainable"
                 ),
                 "banned tokens are generated": instead("search_rules", "if rules.banned_ids:", "if False:"),
-                "what is banned keeps its share": instead("search_rules", " if rules.renormalize ", " if False "),
+                "banned tokens keep their probability": instead("search_rules", " if rules.renormalize ", " if False "),
             },
             (TOKENS, BART): {
-                "goes on with a full pool": instead("search", 'plan.rules.stop == "first"', "False"),
-                "the forced end has its own score": instead("search_rules", SCORED_END, "scored=True"),
-                "the end is forced a token early": instead("search_rules", "plan.limits == n", "plan.limits == n + 1"),
-                "the forced token has its own score": instead("search_rules", SCORED_TOKEN, "scored=True"),
+                "continues with a full pool": instead("search", 'plan.rules.stop == "first"', "False"),
+                "forced EOS keeps its model score": instead("search_rules", SCORED_END, "scored=True"),
+                "EOS forced one token early": instead("search_rules", "plan.limits == n", "plan.limits == n + 1"),
+                "forced token keeps its model score": instead("search_rules", SCORED_TOKEN, "scored=True"),
                 "the second token is forced": instead("search_rules", "plan.prefix[:, n - 1]", "plan.prefix[:, n - 2]"),
-                "n-grams are a token too short": instead(
+                "n-grams one token too short": instead(
                     "search_rules", "for back in range(1, size):", "for back in range(1, size - 1):"
                 ),
                 "the last n-gram may be repeated": changed(
@@ -301,11 +301,11 @@ CATALOGUE = [
             },
             (TOKENS, FAIRSEQ): {
                 "the pool keeps the best": instead("search", 'plan.rules.pool == "first"', "False"),
-                "the forced token is certain": instead("search_rules", SCORED_TOKEN, "scored=False"),
-                "the forced end is certain": instead("search_rules", SCORED_END, "scored=False"),
+                "forced token scored as certain": instead("search_rules", SCORED_TOKEN, "scored=False"),
+                "forced EOS scored as certain": instead("search_rules", SCORED_END, "scored=False"),
             },
             (TOKENS, MARIAN_CPP): {
-                "the beam keeps its size": instead("search", "plan.rules.beam_shrinks", "False"),
+                "beam does not shrink": instead("search", "plan.rules.beam_shrinks", "False"),
             },
         },
         path="fast",
@@ -313,7 +313,7 @@ CATALOGUE = [
     *table(
         {
             LOGITS: {
-                "every position but the first is one late": changed(
+                "positions one too low, except the first": changed(
                     "transformer",
                     (POSITION, "cache.positions[np.maximum(n - 1, 0)]"),
                     torch=("cache.positions[new]", "cache.positions[max(new.start - 1, 0)]"),
@@ -330,10 +330,10 @@ CATALOGUE = [
             (SCORES, GREEDY): {"padding is excluded before the log-softmax": changed("search", **ANY_PADDING)},
             (TOKENS, GREEDY): {
                 "starts with padding": starting_with("plan.pad_id"),
-                "goes on after padding": instead(
+                "continues after padding": instead(
                     "search", "unfinished = self.unfinished & (tokens", "unfinished = (tokens"
                 ),
-                "source padding is seen by the search": planned("source_mask = source_mask | True"),
+                "search does not mask source padding": planned("source_mask = source_mask | True"),
             },
         },
         path="fast",
@@ -341,19 +341,17 @@ CATALOGUE = [
     *table(
         {
             TOKENS: {
-                "the end symbol is forbidden in the first step": planned("plan = plan._replace(min_length=2)"),
-                "the end symbol is forbidden in the first two steps": planned("plan = plan._replace(min_length=3)"),
+                "EOS forbidden in the first step": planned("plan = plan._replace(min_length=2)"),
+                "EOS forbidden in the first two steps": planned("plan = plan._replace(min_length=3)"),
                 "scores multiplied by the length penalty": penalised("1.0 / plan.penalties"),
                 "length penalty with an alpha of 0.6": penalised("((5.0 + n) / 6.0) ** 0.6"),
                 "length penalty with an alpha of 1": penalised("(5.0 + n) / 6.0"),
-                "scores averaged over the tokens": penalised("1.0 * n"),
-                "ends as soon as the beam's number of hypotheses have ended": planned(
+                "scores divided by the number of tokens": penalised("1.0 * n"),
+                "stops when the number of finished hypotheses reaches the beam size": planned(
                     "from dataclasses import replace",
                     "plan = plan._replace(pool_size=plan.beam_size, rules=replace(plan.rules, stop='first'))",
                 ),
-                "the beam has one hypothesis less": planned(
-                    "plan = plan._replace(beam_size=max(plan.beam_size - 1, 1))"
-                ),
+                "beam size one too small": planned("plan = plan._replace(beam_size=max(plan.beam_size - 1, 1))"),
                 "the cache of the first layer is not reordered": reordered("1:"),
                 "only the cache of the first layer is reordered": reordered(":1"),
                 "only the cached keys are reordered": changed(

@@ -1,4 +1,4 @@
-"""Mistakes of structure, of weights and of edge cases: taps, shapes and dtypes, misplaced weights, unusual inputs."""
+"""Bugs in structure, weights and edge cases: taps, shapes, dtypes, misplaced weights and unusual inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transformer_parity.transformer.mistakes.mistake import (
 
 PROJECTED = "self.output_proj(merge_heads(context))"
 LOGITS = 'tap("logits", self.output_proj(x))'
-RETURNED = f"return {LOGITS}\n"  # all positions at once; a step takes one of them
+RETURNED = f"return {LOGITS}\n"  # occurs in the forward pass, but not in the decoding step
 UNMASKED = "    if mask is None:"
 ENCODE = '        source_ids, source_mask = self._take("source", source_ids, source_mask)\n        return'
 DECODE = "        memory, source_mask = self._take_memory(memory, source_ids, source_mask)\n"
@@ -33,21 +33,21 @@ LOOKED_UP, GIVEN = "TokenEmbedding(config.source_vocab_size, config", 'mask = to
 ENCODED = "memory = self._encode(source_ids, "
 ALL_TOKENS = '__import__("numpy").ones(source_ids.shape, bool)'
 NO_MASK = f"        source_mask = {ALL_TOKENS} if source_mask is None else source_mask\n"
-WIDE_LOGITS = 'tap("logits", x.float() @ self.target_embedding.weight.float().T)'  # not of widened bfloat16 values
+WIDE_LOGITS = 'tap("logits", x.float() @ self.target_embedding.weight.float().T)'  # computed in float32
 QUERY_TAP = 'q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]\n'
 KEY_TAP = 'k = tap("key", k)  # [B, H, M, d_k]\n'
 
 
 def one_value(value: str) -> Edits:
-    """Return edits that set one number of the attention's output."""
+    """Return edits that set one element of the attention output."""
     returned = f'return tap("output", {PROJECTED}.reshape(shape))'
     spoilt = f"x = {PROJECTED}\n        x[0, 0, 0] = {value}\n        return tap('output', x)"
     return changed("attention", torch=(returned, spoilt), jax=(PROJECTED, f"{PROJECTED}.at[0, 0, 0].set({value})"))
 
 
-# The padding mask of the first batch of a shape is kept for all later ones.
+# The padding mask of the first batch with a given shape is reused for all later batches with that shape.
 STALE = Mistake(
-    "a mask kept from the last batch",
+    "mask cached from an earlier batch",
     f"{SELF}.weights",
     instead(
         "part",
@@ -63,24 +63,24 @@ STALE = Mistake(
 STRUCTURE = table(
     {
         f"{SELF}.output": {
-            "NaN in one place": but(one_value("math.nan"), detail="1 of 864 values are NaN or infinite"),
-            "infinity in one place": but(
+            "one value is NaN": but(one_value("math.nan"), detail="1 of 864 values are NaN or infinite"),
+            "one value is infinite": but(
                 {"torch": one_value("math.inf")["torch"]},
                 dtype="bfloat16",
                 detail="1 of 864 values are NaN or infinite",
             ),
         },
         "": {
-            "a tap missing": but(
+            "missing tap": but(
                 in_ports_alone(instead("attention", 'tap("context", weights @ value)', "weights @ value")),
                 announced=f"missing {SELF}.context, encoder.layers.1.self_attention.context,"
                 f" {CAUSAL}.context and 3 more",
             ),
-            "a tap of another name": but(
+            "renamed tap": but(
                 in_ports_alone(instead("attention", 'tap("weights", masked', 'tap("probabilities", masked')),
                 announced=f"missing {SELF}.weights",
             ),
-            "a tap too many": but(
+            "extra tap": but(
                 in_ports_alone(
                     instead(
                         "attention", 'tap("context", weights @ value)', 'tap("mean", tap("context", weights @ value))'
@@ -88,7 +88,7 @@ STRUCTURE = table(
                 ),
                 announced=f"unexpected {SELF}.mean",
             ),
-            "taps in another order": but(
+            "taps in a different order": but(
                 in_ports_alone(
                     together(
                         instead("attention", QUERY_TAP, "\n"),
@@ -111,7 +111,7 @@ STRUCTURE = table(
                 verdict=FAILED,
                 detail="later",
             ),
-            "queries and memory of cross-attention swapped, of other lengths": but(
+            "query and memory of cross-attention swapped, with different lengths": but(
                 in_ports_alone(
                     instead("decoder", "self.cross_attention(x, memory,", "self.cross_attention(memory, x,")
                 ),
@@ -142,7 +142,7 @@ STRUCTURE = table(
             ),
         },
         "output": {
-            "probabilities for logits": {
+            "probabilities instead of logits": {
                 "numpy": [
                     (
                         "transformer",
@@ -154,7 +154,7 @@ STRUCTURE = table(
                 "torch": [("transformer", RETURNED, f"return {LOGITS}.softmax(-1)\n")],
                 "jax": [("transformer", RETURNED, f"return jax.nn.softmax({LOGITS})\n")],
             },
-            "time before batch": but(
+            "time axis before batch axis": but(
                 instead(
                     "transformer",
                     RETURNED,
@@ -188,7 +188,7 @@ STRUCTURE = table(
 WEIGHTS = table(
     {
         f"{ENCODER}.feed_forward.inner": {
-            "a bias of another layer": but(
+            "bias loaded from a different layer": but(
                 convert=swapped(
                     f"{ENCODER}.feed_forward.inner_proj.bias", "encoder.layers.1.feed_forward.inner_proj.bias"
                 )
@@ -196,7 +196,7 @@ WEIGHTS = table(
         },
         f"{SELF}.query": {"a square matrix transposed": but(convert=transposed(f"{SELF}.query_proj.kernel"))},
         SOURCE: {
-            "source and target table swapped": but(
+            "source and target embeddings swapped": but(
                 convert=swapped("source_embedding.table", "target_embedding.table"), case="preset/torch"
             ),
             "weights stored in float16": but(
@@ -208,12 +208,12 @@ WEIGHTS = table(
             ),
         },
         ("encoder.output", "full/deeper_decoder"): {
-            "the decoder's final norm in the encoder": but(
+            "decoder's final norm loaded into the encoder": but(
                 convert=swapped("encoder.final_norm.scale", "decoder.final_norm.scale")
             )
         },
         f"{SELF}_norm.output": {
-            "biases of norms left at zero": but(
+            "norm biases left at zero": but(
                 changed(
                     "weights",
                     numpy=("parameter[...] = ", 'parameter[...] = 0.0 if name.endswith("norm.bias") else '),
@@ -223,11 +223,11 @@ WEIGHTS = table(
             )
         },
         "": {
-            "weights given back in float32": but(
+            "weights exported in float32": but(
                 changed("weights", torch=("tensor.numpy().copy()", "tensor.float().numpy()")),
                 announced="source_embedding.table does not come back as it was given",
             ),
-            "weights not given back": but(
+            "weights missing from the export": but(
                 {
                     port: [("weights", f"{all_of_them}}}", f'{all_of_them} if "inner" not in name}}')]
                     for port, all_of_them in {
@@ -237,7 +237,7 @@ WEIGHTS = table(
                 },
                 announced=f"missing {ENCODER}.feed_forward.inner_proj.kernel",
             ),
-            "matrices as they lie in the file": but(
+            "matrices not transposed when loaded": but(
                 changed("weights", torch=("whole = (bits.T if name", "whole = (bits if name")),
                 path="run",
                 verdict=FAILED,
@@ -248,17 +248,17 @@ WEIGHTS = table(
 )
 
 EDGES = [
-    # Each shows in a case of its own.
+    # Each bug is exposed by a different case.
     *table(
         {
             ("weights", "attention/fully_masked_row"): {
-                "every head has the mask of the first": {
+                "all heads use the first head's mask": {
                     **instead("layers", UNMASKED, f"    mask = None if mask is None else mask[:, :1]\n{UNMASKED}"),
                     **changed("functional", numpy=("np.where(mask, scores", "np.where(mask[:, :1], scores")),
                 }
             },
             ("output", "embedding/long_positions"): {
-                "positions end at max_length": changed(
+                "positions clipped at max_length": changed(
                     "embedding",
                     torch=('offset + length, device="cpu")', 'offset + length, device="cpu").clamp(max=31)'),
                     **dict.fromkeys(
@@ -275,22 +275,22 @@ EDGES = [
                 "decode without padding mask": instead("transformer", DECODE, f"{NO_MASK}{DECODE}")
             },
             (f"{CROSS}.weights", "decoder/alone"): {
-                "a decoder alone attends to padding": instead("part", GIVEN, f"{GIVEN} | bool(self.part)")
+                "standalone decoder attends to padding": instead("part", GIVEN, f"{GIVEN} | bool(self.part)")
             },
             (SOURCE, "encoder/alone"): {
-                "an encoder alone does not scale its embedding": instead(
+                "standalone encoder does not scale its embedding": instead(
                     "part", LOOKED_UP, f"{LOOKED_UP}.replace(scale_embedding=self.part is None)"
                 )
             },
             (f"{SELF}.weights", "full/given_masks"): {
-                "given masks not used": instead(
+                "given masks ignored": instead(
                     "transformer",
                     f"{ENCODED}source_mask, tap",
                     f'{ENCODED}self._take("source", source_ids, None)[1], tap',
                 )
             },
             (f"{CAUSAL}.weights", "full/starts_with_padding"): {
-                "a start symbol taken for padding": instead("masks", " | is_first", "")
+                "BOS treated as padding": instead("masks", " | is_first", "")
             },
             ("", "full/deeper_decoder"): {
                 "decoder as deep as the encoder": but(
@@ -300,7 +300,7 @@ EDGES = [
                 )
             },
             (f"{CAUSAL}.query", "full/other_decoder"): {
-                "decoder with the encoder's heads": but(
+                "decoder uses the encoder's head sizes": but(
                     instead(
                         "decoder",
                         "config = config.in_decoder",
@@ -311,7 +311,7 @@ EDGES = [
                 )
             },
             ("", "full/other_decoder"): {
-                # JAX takes parameters of any shape, and computes what it should.
+                # JAX accepts parameters of any shape, so the result would be correct.
                 "decoder's feed-forward as wide as the encoder's": but(
                     instead(
                         "decoder",
@@ -323,13 +323,13 @@ EDGES = [
                 )
             },
             ("logits", "full/tied_target"): {
-                "output tied to the source table": but(
+                "output tied to the source embedding": but(
                     instead("part", "(config, self.target_embedding,", "(config, self.source_embedding,"),
                     detail="shape must be [4, 7, 41]: got [4, 7, 37]",
                 )
             },
             (TARGET, "full/untied"): {
-                "target looked up in the source table": instead(
+                "target uses the source embedding": instead(
                     "transformer",
                     "self.target_embedding(target_ids)",
                     "self.source_embedding(target_ids % self.config.source_vocab_size)",
@@ -339,7 +339,7 @@ EDGES = [
         unseen=("full/padded",),
     ),
     Mistake(
-        "offset of learned positions forgotten",
+        "offset of learned positions ignored",
         "output",
         changed(
             "embedding",

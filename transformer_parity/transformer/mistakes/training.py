@@ -1,7 +1,7 @@
-"""Known mistakes of training, as data: what each changes in a port, and where it must show.
+"""Known bugs in the loss and the gradients, as data.
 
-Those in the loss, the gradients and the optimizer show in a comparison with the reference: in the loss, in the norm of
-the gradient, at the first tap from the logits backwards, in a parameter's gradient, in a moment or in a weight.
+A bug is first detected in the loss, the gradient norm, the gradient at a tap (starting with the logits), the gradient
+of a parameter, a moment or a weight.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformer_parity.transformer.mistakes.layers import ATTENDED
 from transformer_parity.transformer.mistakes.mistake import ALL, Edits, Table, but, changed, instead, table
 from transformer_spec.training_config import TrainingConfig
 
-# One layer per stack, and few different sizes: JAX compiles every operation for every shape.
+# The model has one layer per stack and few different sizes, because JAX compiles every operation for every shape.
 _PAPER = gradient_case("paper_base")
 GRADIENTS = replace(
     _PAPER,
@@ -26,11 +26,11 @@ GRADIENTS = replace(
     inputs={name: ids[:, :7] for name, ids in _PAPER.inputs.items()},
 )
 LATE_START = {**GRADIENTS.inputs, "target_ids": GRADIENTS.inputs["target_ids"].copy()}
-LATE_START["target_ids"][:, 0] = GRADIENTS.config.pad_id  # as in Marian, whose start symbol is padding
+LATE_START["target_ids"][:, 0] = GRADIENTS.config.pad_id  # as in Marian, where the BOS token is padding
 
 
 def steps(name: str, kind: str = "uniform", **settings: Any) -> Case:
-    """Return two steps, the second of them in the cool-down."""
+    """Return a case with two training steps. The second step is in the cool-down."""
     schedule: dict[str, Any] = {"learning_rate_factor": 0.02, "warmup_steps": 8, "total_steps": 2, "cooldown_steps": 1}
     config = GRADIENTS.config.replace(label_smoothing_kind=kind)
     return replace(GRADIENTS, name=name, stage=STEPS, config=config, settings=TrainingConfig(**schedule, **settings))
@@ -44,7 +44,7 @@ CASES = {
         steps("steps"),
         steps("steps/off_target", "off_target"),
         steps("steps/off_target_and_pad", "off_target_and_pad"),
-        steps("steps/large_epsilon", epsilon=1e-4),  # of the size of a gradient's elements, so that its place matters
+        steps("steps/large_epsilon", epsilon=1e-4),  # comparable to the gradient, so that its position matters
         steps("steps/clipped", clip_norm=0.5),
         steps("steps/loosely_clipped", clip_norm=1000.0),
         replace(
@@ -60,37 +60,37 @@ FIRST, SECOND, WEIGHT = (f"step 1 {what} {TABLE}" for what in ("first moment", "
 
 
 def later(at: str) -> str:
-    """Return the same place one step later, for what the first step does not show."""
+    """Return the same tensor after step 2, for bugs that don't affect the first step."""
     return at.replace("step 1", "step 2")
 
 
-Change = tuple[str, str]  # text that occurs once, text in its place
+Change = tuple[str, str]  # text that occurs exactly once, replacement
 
 
 def in_training(torch: Change | None, jax: Change | None, tf: Change | None, numpy: Change | None = None) -> Edits:
-    """Return an edit of each port's training; None where a port cannot have the mistake."""
+    """Return one edit of ``training`` per backend. None if a backend can't have the bug."""
     edits = {"numpy": numpy, "torch": torch, "jax": jax, "tf": tf}
     return changed("training", **{port: edit for port, edit in edits.items() if edit})
 
 
 def also_in_torch(edits: Edits, *changes: Change) -> Edits:
-    """Return the edits and more in PyTorch, which counts the tokens of a batch before the loss is computed."""
+    """Add edits for PyTorch, which counts the tokens of a batch before computing the loss."""
     return {**edits, "torch": [*edits["torch"], *(("training", *change) for change in changes)]}
 
 
 def assumed(**settings: Any) -> Edits:
-    """Return edits after which a trainer uses other settings than the given ones."""
+    """Return edits that make a trainer override its settings with the given values."""
     other = f"type(settings)(**{{**settings.to_dict(), **{settings!r}}})"
     return instead("training", "self.settings = settings\n", f"self.settings = settings = {other}\n")
 
 
 def by_hand(edits: Edits, *changes: Change, module: str = "backward") -> Edits:
-    """Return the edits and the same for NumPy's backward pass, which the frameworks derive by themselves."""
+    """Add the equivalent edits of NumPy's handwritten backward pass. The frameworks derive theirs automatically."""
     return {**edits, "numpy": [*edits.get("numpy", []), *((module, old, new) for old, new in changes)]}
 
 
 def stopped(torch: str, jax: str, tf: str) -> dict[str, str]:
-    """Return an expression without a gradient, as each framework writes it."""
+    """Return the expression of each framework that stops the gradient of a value."""
     return {
         "torch": f"({torch}).detach()",
         "jax": f"__import__('jax').lax.stop_gradient({jax})",
@@ -99,7 +99,10 @@ def stopped(torch: str, jax: str, tf: str) -> dict[str, str]:
 
 
 def disguised(module: str, old: Mapping[str, str], kept: Mapping[str, str]) -> Edits:
-    """Return edits that keep a value but give it the gradient of another; in NumPy, ``by_hand`` does."""
+    """Return edits that keep a value but replace its gradient by the gradient of a different value.
+
+    For NumPy, use ``by_hand`` instead.
+    """
     hidden = stopped(**{port: f"({old[port]}) - ({kept[port]})" for port in ALL})
     return instead(module, old, **{port: f"({kept[port]}) + {hidden[port]}" for port in ALL})
 
@@ -117,7 +120,7 @@ WEIGHTS = {
 }
 NORMED = {"torch": "super().forward(x)", "jax": "super().__call__(x)", "tf": "super().call(x)"}
 SCALE_AND_BIAS = {"jax": ("self.scale[...]", "self.bias[...]"), "tf": ("self.gamma", "self.beta")}
-FROZEN = {  # in torch without a difference of two gradients, which would leave rounding noise
+FROZEN = {  # the torch code avoids a difference of two gradients, which would cause rounding noise
     "torch": "weight, bias = (p.detach() + 0.0 * p for p in (self.weight, self.bias))\n"
     "            return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)",
     **{
@@ -200,7 +203,7 @@ ENTRIES: dict[str, Table] = {
     "loss": {
         (LOSS, "steps"): {
             "label smoothing missing": but(config={"label_smoothing": 0.0}),
-            "smoothing off the target": but(config={"label_smoothing_kind": "off_target"}),
+            "smoothing excludes the target": but(config={"label_smoothing_kind": "off_target"}),
             "softmax twice": by_hand(
                 in_training(
                     ("logits.log_softmax(-1", "logits.softmax(-1).log_softmax(-1"),
@@ -216,7 +219,7 @@ ENTRIES: dict[str, Table] = {
                 ("log_softmax, masked_softmax\n", "log_softmax, masked_softmax, masked_softmax_backward\n"),
                 module="training",
             ),
-            "padding counts": by_hand(
+            "loss includes padding": by_hand(
                 also_in_torch(
                     instead("training", "counted = labels != config.pad_id", "counted = labels >= 0"),
                     ("(batch[2] != config.pad_id)", "(batch[2] >= 0)"),
@@ -224,13 +227,13 @@ ENTRIES: dict[str, Table] = {
                 ("counted = (labels != config.pad_id)[", "counted = (labels >= 0)["),
                 module="training",
             ),
-            "averaged over padding too": in_training(
+            "average includes padding": in_training(
                 ("(batch[2] != config.pad_id)", "(batch[2] >= 0)"),
                 (SUM["jax"], SUM["jax"].replace("counted.sum()", "(labels >= 0).sum()")),
                 (SUM["tf"], SUM["tf"].replace("nonzero(counted", "nonzero(labels >= 0")),
                 ("counted.sum()", "(labels >= 0).sum()"),
             ),
-            "averaged by sentence": by_hand(
+            "averaged per sentence, then over the sentences": by_hand(
                 also_in_torch(
                     in_training(
                         (
@@ -260,18 +263,18 @@ ENTRIES: dict[str, Table] = {
                 ),
                 module="training",
             ),
-            "labels are what the decoder reads": changed(
+            "labels not shifted": changed(
                 "training",
                 ("), labels, config)", "), target_ids, config)"),
                 numpy=("arguments = logits, labels,", "arguments = logits, target_ids,"),
             ),
         },
         (LOSS, "steps/off_target_and_pad"): {
-            "smoothing on padding too": but(config={"label_smoothing_kind": "off_target"})
+            "smoothing includes the padding class": but(config={"label_smoothing_kind": "off_target"})
         },
         (LOSS, "steps/off_target"): {
-            "smoothing on the target too": but(config={"label_smoothing_kind": "uniform"}),
-            "smoothing on the target, over one class less": by_hand(
+            "smoothing includes the target": but(config={"label_smoothing_kind": "uniform"}),
+            "smoothing includes the target, but divides by one class less": by_hand(
                 instead("training", "spread = spread - right", "pass"),
                 ('(share if kind == "uniform" else 0.0)', "share"),
                 ("masked_softmax(logits) - target", "masked_softmax(logits) * target.sum(-1, keepdims=True) - target"),

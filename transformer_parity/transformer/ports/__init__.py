@@ -1,1 +1,1 @@
-"""Every implementation behind one protocol: the four packages, and ports written by users."""
+"""A common protocol for the four packages and for ports that users write."""

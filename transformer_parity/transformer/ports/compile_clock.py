@@ -1,4 +1,4 @@
-"""How long compiling takes: the seconds that a framework has spent on it in this process."""
+"""A clock for compilation: the seconds that a framework has spent compiling in this process."""
 
 from __future__ import annotations
 
@@ -11,28 +11,35 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spent:
-    """Where the time of a port's process went, in seconds."""
+    """Time that a port's process has spent.
 
-    seconds: float  # from its start to its end
-    cpu_seconds: float  # on all cores; the same also beside other work
-    compiling: float  # tracing and compiling, of the first; 0 where nothing is compiled
-    parts: Mapping[str, float] = field(default_factory=dict)  # of the second: importing, and each stage in each dtype
+    Attributes:
+        seconds: Wall-clock time from start to end, in seconds.
+        cpu_seconds: CPU time on all cores, in seconds. Unlike wall-clock time, it barely depends on other load.
+        compiling: Wall-clock time spent on tracing and compiling, in seconds; 0 if the framework doesn't compile.
+        parts: CPU time, in seconds, for the import and for each stage in each dtype.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    compiling: float
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class Clock:
-    """Adds up spans of time; one inside of another counts once."""
+    """A sum of time spans. If spans overlap, the overlap is added only once."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._spans: list[tuple[float, float]] = []  # apart from one another, in order
+        self._spans: list[tuple[float, float]] = []  # sorted and disjoint
 
     @property
     def seconds(self) -> float:
-        """The sum."""
+        """Total length of the spans, in seconds."""
         return sum(end - start for start, end in self._spans)
 
     def add(self, seconds: float) -> None:
-        """Count what has taken so long and ends now."""
+        """Add a span of this length that ends now."""
         end = self._now()
         start = end - seconds
         while self._spans and self._spans[-1][1] > start:
@@ -41,7 +48,7 @@ class Clock:
 
     @contextmanager
     def running(self) -> Iterator[Callable[[], None]]:
-        """Count what is done meanwhile, or only until what is yielded is called."""
+        """Time a block of code. Calling the yielded function stops the clock before the block ends."""
         start, stopped = self._now(), False
 
         def stop() -> None:
@@ -60,7 +67,7 @@ COMPILING = Clock()
 
 
 def listen_to_jax() -> None:
-    """Let ``COMPILING`` hear of all that JAX traces, lowers and compiles."""
+    """Add the time that JAX spends on tracing, lowering and compiling to ``COMPILING``."""
     import jax
 
     def hear(event: str, duration_secs: float, **about: Any) -> None:

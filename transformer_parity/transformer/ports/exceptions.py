@@ -1,4 +1,4 @@
-"""Exceptions of ports, without the lines of code that are ours."""
+"""Exceptions raised by ports, with tracebacks that only show the port's own code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OURS = [ROOT / name for name in ("transformer_spec", "transformer_parity", *(por
 
 
 def described(error: Exception) -> str:
-    """Return an error, and the lines of the port's code that led to it."""
+    """Return an error message, followed by the lines of the port's code that raised it."""
     return exceptions.described(error, OURS)
 
 
@@ -23,8 +23,8 @@ def import_port(reference: str) -> PluginPort:
     """Import a user's port in this process.
 
     Raises:
-        ValueError: If there is no such port.
-        UsageError: If its module raises an error.
+        ValueError: If the port doesn't exist.
+        UsageError: If its module raises an exception.
     """
     try:
         return PluginPort(reference)

@@ -1,6 +1,6 @@
-"""The JAX package behind the port protocol."""
+"""Adapter from the JAX package to the port protocol."""
 
-# ruff: noqa: D102  methods are documented in LoadedPackage
+# ruff: noqa: D102  LoadedPackage documents the methods
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transformer_spec.training_config import TrainingConfig
 
 
 class LoadedJax(LoadedPackage):
-    """A model of the JAX package: every block is compiled."""
+    """A model of the JAX package that compiles every block."""
 
     def to_array(self, array: ndarray) -> Any:
         import jax
@@ -64,7 +64,7 @@ class LoadedJax(LoadedPackage):
         return partial(start, *model), partial(step, *model)
 
     def _compiled(self, tapped: bool) -> Callable[..., Any]:
-        # With taps on, too, compiling takes longer than running.
+        # With taps, compiling takes longer than running, so compile quickly.
         return _compile(self.package, tapped, tapped or self.dtype != COMPILED_IN_FULL)
 
     def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
@@ -81,7 +81,10 @@ class LoadedJax(LoadedPackage):
 
 @cache
 def _compile(package: Any, tapped: bool, quick: bool) -> Callable[..., Any]:
-    """Return one function for all models of a package: JAX compiles it again only where something static differs."""
+    """Return a compiled function that runs a block of any model of a package.
+
+    The models share this function, so JAX recompiles only if a static argument or a shape differs.
+    """
     import jax
     from flax import nnx
 
@@ -95,7 +98,7 @@ def _compile(package: Any, tapped: bool, quick: bool) -> Callable[..., Any]:
 
 @cache
 def _compile_stepwise(package: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return what makes a cache and what decodes a position with it, for all models of a package."""
+    """Return two compiled functions: the first creates a cache, the second decodes one position with it."""
     import jax
     from flax import nnx
 

@@ -1,10 +1,10 @@
-"""Float32 matmuls of PyTorch by oneDNN, if a measurement shows that it is faster.
+"""Switch PyTorch's float32 matmuls to oneDNN if a measurement shows that oneDNN is faster.
 
-PyTorch uses its BLAS, usually MKL, which reaches half of an AMD processor's peak. The public switch for oneDNN is
-``torch.set_float32_matmul_precision("medium")``, which permits bfloat16. oneDNN uses that on processors that multiply
-bfloat16 faster (Intel's AMX), and float32 on others. No name of a processor tells them apart, so speed and accuracy are
-measured, once per process. Meanwhile the process's switch and number of threads change, so only commands measure:
-``transformer_torch`` itself never does.
+By default, PyTorch uses its BLAS, usually MKL, which only reaches half of the peak of an AMD processor. The public
+switch for oneDNN is ``torch.set_float32_matmul_precision("medium")``, which permits bfloat16. oneDNN then uses bfloat16
+if the processor multiplies it faster (Intel's AMX), and float32 otherwise. The processor's name doesn't determine which
+one it uses, so this module measures speed and accuracy once per process. The measurement temporarily changes the
+process-wide switch and the number of threads. For this reason, only commands call it, never ``transformer_torch``.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
-ROWS, INNER, COLUMNS = 128, 512, 2048  # of the product that is timed
-ROUNDS = 9  # of 2 ms a product
-GAIN = 1.5  # times as fast: less is lost again in small products, and noise does not reach it
-ERROR = 2.0**-20  # eight epsilons of float32; products rounded to bfloat16 are off by 2**-9
+ROWS, INNER, COLUMNS = 128, 512, 2048  # sizes of the timed matmul
+ROUNDS = 9  # number of timed matmuls per library; each takes about 2 ms
+# Minimum speedup. Noise doesn't reach 1.5, and a smaller speedup would be lost because small matmuls get slower.
+GAIN = 1.5
+ERROR = 2.0**-20  # maximum relative error: 8 float32 epsilons. Rounding to bfloat16 causes an error of 2**-9.
 
 
 class Measured(NamedTuple):
-    """What oneDNN's products are, beside those of the BLAS.
+    """Speed and accuracy of oneDNN's matmuls compared with the BLAS.
 
     Attributes:
-        gain: How many times as fast.
-        error: The largest relative error of several products, in the Euclidean norm.
+        gain: Speedup of oneDNN over the BLAS.
+        error: Largest relative error of several oneDNN matmuls, in the Euclidean norm.
     """
 
     gain: float
@@ -38,7 +39,10 @@ class Measured(NamedTuple):
 
 
 def pays(precision: str) -> bool:
-    """Return whether oneDNN should take float32 products on a CPU; ``highest`` asks for their accuracy too."""
+    """Return True if oneDNN should compute float32 matmuls on a CPU.
+
+    It must be fast enough and, with precision ``highest``, also accurate enough.
+    """
     if not torch.backends.mkldnn.is_available():
         return False
     found = measured()
@@ -46,13 +50,16 @@ def pays(precision: str) -> bool:
 
 
 def prefer(precision: str) -> None:
-    """Let oneDNN compute float32 matmuls on a CPU if that pays, for the whole process; a GPU would then allow TF32."""
+    """Switch the process's float32 matmuls to oneDNN if it is faster.
+
+    Processes with a GPU keep the default, because the same switch would allow TF32 on the GPU.
+    """
     if not torch.cuda.is_available() and pays(precision):
         torch.set_float32_matmul_precision("medium")
 
 
 def describe() -> str:
-    """Return how fast and how accurate oneDNN is, in words."""
+    """Return a phrase that describes the measured speed and accuracy of oneDNN."""
     return (
         ""
         if not torch.backends.mkldnn.is_available()
@@ -62,7 +69,7 @@ def describe() -> str:
 
 @cache
 def measured() -> Measured:
-    """Measure both, in less than 0.2 seconds; the process's switch is as before afterwards."""
+    """Measure speed and accuracy in less than 0.2 seconds, and restore the process's switch."""
     generator = torch.Generator().manual_seed(0)
     x, weight, grad = (
         torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
@@ -73,7 +80,7 @@ def measured() -> Measured:
         for _ in range(ROUNDS):
             for switch, times in seconds.items():
                 with _switched(switch):
-                    F.linear(x, weight)  # what the other one left in the caches is not to its advantage
+                    F.linear(x, weight)  # warm up, so that neither library depends on the other's cache contents
                     times.append(_time(lambda: F.linear(x, weight)))
         with _switched("bf16"):
             error = max(map(_error, (x, x[:8], grad, grad.T), (weight.T, weight.T, weight, x)))
@@ -82,7 +89,7 @@ def measured() -> Measured:
 
 @contextmanager
 def _switched(switch: str) -> Iterator[None]:
-    """Set the process's switch for a block."""
+    """Set the process-wide matmul switch within a block of code."""
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = switch
@@ -94,7 +101,7 @@ def _switched(switch: str) -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute in the calling thread alone, whose processor time other load on the machine hardly changes."""
+    """Use a single thread, because other load barely affects the CPU time of the calling thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -110,6 +117,6 @@ def _time(run: Callable[[], Tensor]) -> float:
 
 
 def _error(left: Tensor, right: Tensor) -> float:
-    """Return the relative error of a product, by its first rows in float64."""
+    """Return the relative error of the first rows of a matmul, compared with float64."""
     truth = left[:16].double() @ right.double()
     return float((((left @ right)[:16] - truth).norm() / truth.norm()).item())

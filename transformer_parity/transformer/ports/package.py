@@ -1,9 +1,14 @@
-"""The port protocol, NumPy at the boundary, and the four built-in ports.
+"""Base class for the adapters of the four packages: NumPy arrays go in and come out.
 
-A port loads canonical weights and runs any block of the model: the whole (path ``""``), a method (``encode``), a
-module by its attribute path (``encoder.layers.0.self_attention``), the attention that the model computes with
-(``scaled_dot_product_attention``), the loss that it is trained with (``cross_entropy``), the log-probabilities of given
-translations (``score``), or a part that is loaded alone (``Encoder``, ``Decoder``).
+An adapter loads canonical weights and runs any block of the model. A block is specified by its path:
+
+- ``""``: the full model
+- ``encode``: a method
+- ``encoder.layers.0.self_attention``: a module, by its attribute path
+- ``scaled_dot_product_attention``: the attention function that the model uses
+- ``cross_entropy``: the training loss
+- ``score``: the log-probabilities of given translations
+- ``Encoder``, ``Decoder``: a part of the model, loaded separately
 """
 
 from __future__ import annotations
@@ -32,34 +37,37 @@ from transformer_spec.search import OnStep, Search, SearchResult
 from transformer_spec.taps import Recorder
 from transformer_spec.training_config import Gradients, TrainingConfig
 
-# The dtype in which XLA compiles as it does for users, and what it makes of a program is compared. float64 compares the
-# formulas, and bfloat16 is a smoke test: there XLA compiles quickly in JAX, and is left out in TensorFlow, which traces
-# whole models alone.
+# The dtype that is compiled with all XLA optimizations, as for users, so that the check covers the optimized program.
+# float64 only compares the formulas, and bfloat16 is a smoke test. In those dtypes, JAX compiles with fewer
+# optimizations, and TensorFlow doesn't use XLA and only traces full models.
 COMPILED_IN_FULL = "float32"
-ATTENTION = "scaled_dot_product_attention"  # the block without parameters, which a fast model computes in its own way
-CROSS_ENTROPY = "cross_entropy"  # the loss of given logits, summed, and the number of their target tokens
+ATTENTION = "scaled_dot_product_attention"  # a block without parameters; fast models use a fused implementation
+CROSS_ENTROPY = "cross_entropy"  # the summed loss of given logits, and the number of target tokens
 SCORE = "score"  # the log-probabilities of given translations
-PARTS = ("Encoder", "Decoder")  # blocks that are models of their own, with the model's weights
+PARTS = ("Encoder", "Decoder")  # blocks that load as separate models, with the weights of the full model
 
 
 class LoadedPackage:
-    """A model of one of our four packages: they differ in how arrays go in and out, and in what is fast."""
+    """A model of one of the four packages.
+
+    Subclasses convert arrays to and from the framework, and run blocks the way its users do.
+    """
 
     def __init__(self, package: Any, model: Any, placement: Placement) -> None:
         self.package = package
         self.model = model
         self.placement = placement
         self.dtype = placement.dtype
-        self.parts: dict[str, Any] = {}  # loaded so far
+        self.parts: dict[str, Any] = {}  # the parts that have been loaded, by name
 
     def export(self) -> dict[str, ndarray]:
-        """Return every parameter by its canonical name."""
+        """Return all parameters by canonical name."""
         return self.model.export_weights()
 
     def run(
         self, block: str, inputs: Mapping[str, ndarray], *, taps: bool, given: Mapping[str, ndarray] | None = None
     ) -> Result:
-        """Run one block in inference mode; with taps off, the way a user runs it for speed."""
+        """Run one block in inference mode. Without taps, use the model's fast path."""
         arrays, instead = self._to_arrays(inputs), self._to_arrays(given or {})
         if block == CROSS_ENTROPY:
             loss, tokens = self.cross_entropy(arrays)
@@ -71,7 +79,7 @@ class LoadedPackage:
         return Result(self.to_numpy(output), {name: self.to_numpy(value) for name, value in seen.items()})
 
     def shows(self, tap: str) -> bool:
-        """Whether the port promises to show a tap: ours show all."""
+        """Return True, because the four packages report every tap."""
         return True
 
     def _to_arrays(self, arrays: Mapping[str, ndarray]) -> dict[str, Any]:
@@ -79,20 +87,22 @@ class LoadedPackage:
         return {name: self.to_array(x) for name, x in rounded.items()}
 
     def cross_entropy(self, arrays: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the loss of logits, summed over the target tokens, and their number."""
+        """Return the loss of given logits, summed over the target tokens, and the number of target tokens."""
         return self.package.cross_entropy(**arrays, config=self.model.config)
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
         """Return the loss of a batch and its gradients."""
         found = self.package.gradients(self.model, **inputs)
         if not found.taps:
-            raise ValueError("gradients must hold one array per tap: got none")
+            raise ValueError("gradients must contain one array per tap: got none")
         if found.frozen:
-            raise ValueError(f"gradients must name no frozen parameter, because all are trained: got {found.frozen[0]}")
+            raise ValueError(
+                f"gradients must not list frozen parameters, because all are trained: got {found.frozen[0]}"
+            )
         return found
 
     def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> Result:
-        """Return logits and taps of all target positions, decoded one after another with a cache."""
+        """Decode all target positions one at a time with a cache, and return their logits and taps."""
         start, step = self.stepwise()
         with self.inference():
             cache, steps = start(source_ids, target_ids.shape[1]), []
@@ -103,7 +113,7 @@ class LoadedPackage:
         return Result(found.pop(OUTPUT), found)
 
     def stepwise(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return the function that makes a cache, and the function that decodes a position with it."""
+        """Return two functions: the first creates a cache, the second decodes one position with it."""
         return partial(start_cache, self.model), partial(decode_next, self.model)
 
     def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
@@ -111,21 +121,24 @@ class LoadedPackage:
         return options.run(self.package, self.model, source_ids, on_step)
 
     def trainer(self, settings: TrainingConfig) -> Any:
-        """Return what trains this model."""
+        """Return a trainer for this model."""
         return self.package.Trainer(self.model, settings)
 
     def run_tapped(self, block: str, arrays: dict[str, Any], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Run a block of the model with every tap recorded."""
+        """Run a block of the model and record every tap."""
         with self.inference():
             return call_tapped(find(*self.holding(block)), arrays, given)
 
     def run_fast(self, block: str, arrays: dict[str, Any]) -> Any:
-        """Run a block of the model the way a user runs it for speed."""
+        """Run a block of the model on its fast path, without taps."""
         with self.inference():
             return find(*self.holding(block))(**arrays)
 
     def holding(self, block: str) -> tuple[Any, str]:
-        """Return the model that holds a block, this one or a part of it alone, and the block's path in it."""
+        """Return the model that contains a block, and the path of the block in that model.
+
+        The model is this one, or a separately loaded part.
+        """
         if block not in PARTS:
             return self.model, block
         if block not in self.parts:
@@ -135,28 +148,28 @@ class LoadedPackage:
         return self.parts[block], ""
 
     def summed(self, mesh: Any, numbers: Sequence[float]) -> Any:
-        """Return the sum of each number over the processes of a mesh, all of which call this."""
+        """Return the sum of each number over the processes of a mesh. All processes must call this method."""
         return numbers
 
     def quickly(self) -> AbstractContextManager[Any]:
-        """Return the context for a method of a trainer that is called once."""
+        """Return a context that compiles quickly, for trainer methods that are called only once."""
         return nullcontext()
 
     def inference(self) -> AbstractContextManager[Any]:
-        """Return the context that a model is run in."""
+        """Return a context for running the model in inference mode."""
         return nullcontext()
 
     def to_array(self, array: ndarray) -> Any:
-        """Return the framework's own array."""
+        """Convert a NumPy array to the framework's array type."""
         return array
 
     def to_numpy(self, array: Any) -> ndarray:
-        """Return a NumPy array."""
+        """Convert an array of the framework to a NumPy array."""
         return np.asarray(array)
 
 
 def find(model: Any, block: str) -> Any:
-    """Return the module, method or function that a block's path leads to."""
+    """Return the module, method or function with the path ``block``."""
     if block == ATTENTION:
         return model.encoder.layers[0].self_attention.attend
     return names.find(model, block) if block else model
@@ -165,30 +178,34 @@ def find(model: Any, block: str) -> Any:
 def call_tapped(
     function: Callable[..., Any], arrays: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Call a block with every tap recorded; norms and embeddings have none."""
+    """Call a block and record every tap. Norms and embeddings have no taps."""
     written = getattr(function, "forward", None) or getattr(function, "call", None) or function
     recorder = Recorder(replace=given, keep_computed=True)
     tap = {"tap": recorder} if "tap" in inspect.signature(written).parameters else {}
-    return function(**arrays, **tap), OrderedDict(recorder)  # of a plain dict, jax.jit would sort the keys
+    return function(**arrays, **tap), OrderedDict(recorder)  # jax.jit would sort the keys of a plain dict
 
 
 def start_cache(model: Any, source_ids: Any, capacity: int) -> Any:
-    """Return a cache for some target positions, given the memory; a search gives the source instead."""
+    """Return a cache with capacity for ``capacity`` target positions.
+
+    The cache is built from the encoder memory. Searches build theirs from the source IDs instead.
+    """
     source_mask = source_ids != model.config.pad_id
     return model.init_cache(None, capacity, source_mask=source_mask, memory=model.encode(source_ids))
 
 
 def decode_next(model: Any, target_ids: Any, cache: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the cache after one more target position, and the values at its taps with its logits [B, 1, V]."""
+    """Decode one more target position. Return the updated cache, and the taps including the logits [B, 1, V]."""
     seen = Recorder()
     logits, cache = model.decode_step(target_ids, cache, seen)
     return cache, {**seen, OUTPUT: logits[:, None]}
 
 
 def _joined(steps: Sequence[ndarray]) -> ndarray:
-    """Join the values of target positions, which are the last axis but one.
+    """Concatenate the values of single target positions along the second-to-last axis.
 
-    Some packages return attention to the positions so far only; attention to later ones is zero.
+    Some packages return attention weights for the decoded positions only. Pad them with zeros, because the weights of
+    later positions are zero.
     """
     width = max(step.shape[-1] for step in steps)
     padded = [np.pad(step, [(0, 0)] * (step.ndim - 1) + [(0, width - step.shape[-1])]) for step in steps]
@@ -196,7 +213,7 @@ def _joined(steps: Sequence[ndarray]) -> ndarray:
 
 
 def with_first_step(trainer: Any, compiling: Callable[[], AbstractContextManager[Any]]) -> Any:
-    """Return a trainer whose first step, which compiles all of them, runs in a context."""
+    """Return a trainer that runs its first step in the given context, because the first step compiles the function."""
     step = trainer.train_step
 
     def first_step(*batch: Any, **named: Any) -> Any:
@@ -209,7 +226,7 @@ def with_first_step(trainer: Any, compiling: Callable[[], AbstractContextManager
 
 
 def allow_dtype(package: ModuleType, dtype: str) -> ModuleType:
-    """Return a package that can compute in a dtype. JAX switches float64 on for the whole process only."""
+    """Return the package after enabling a dtype. JAX only supports float64 if it is enabled for the whole process."""
     if dtype == "float64" and package.__name__.startswith("transformer_jax"):
         import jax
 
@@ -219,18 +236,26 @@ def allow_dtype(package: ModuleType, dtype: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class PackagePort:
-    """One of our four packages."""
+    """One of the four packages.
+
+    Attributes:
+        name: Name of the backend.
+        package: Name of the Python package.
+        needs: Modules that must be installed.
+        loaded: Class of the loaded model.
+        fast: True to use the package's fast implementations, False to compute each formula exactly as written.
+    """
 
     name: str
     package: str
-    needs: tuple[str, ...]  # what has to be importable
+    needs: tuple[str, ...]
     loaded: type[LoadedPackage]
-    fast: bool = True  # False computes each formula as it is written
+    fast: bool = True
 
     def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], placement: Placement) -> LoadedPackage:
-        """Build a model that holds a copy of the weights."""
+        """Build a model with a copy of the weights."""
         package = allow_dtype(self.import_package(), placement.dtype)
-        package.set_precision(placement.precision)  # also of what is called without a model
+        package.set_precision(placement.precision)  # also applies to functions that don't take a model
         model = package.Transformer.from_weights(config, weights, *placement, fast=self.fast)
         return self.loaded(package, model, placement)
 
@@ -238,7 +263,7 @@ class PackagePort:
         """Import the package and its framework.
 
         Raises:
-            MissingFrameworkError: The framework is not installed.
+            MissingFrameworkError: If the framework is not installed.
         """
         self.check_installed()
         prepare_environment()
@@ -246,17 +271,17 @@ class PackagePort:
 
     @property
     def install(self) -> str:
-        """The line that installs its framework, and the command line."""
+        """Shell command that installs the framework and the command-line interface."""
         return f"pip install '{DISTRIBUTION}[cli,{self.name}]'"
 
     def check_installed(self) -> None:
-        """Raise MissingFrameworkError, with the install line, unless the framework can be found."""
+        """Raise a MissingFrameworkError with the install command unless the framework is installed."""
         if missing := self.missing():
             raise MissingFrameworkError(
-                f"backend {self.name!r} was asked for, but {missing} is not installed: "
-                f"{self.install}, or leave it out with --backends"
+                f"backend {self.name!r} requires {missing}, which is not installed: "
+                f"run {self.install}, or exclude the backend with --backends"
             )
 
     def missing(self) -> str | None:
-        """Return the first module that is not installed, or None."""
+        """Return the first required module that is not installed, or None if all are installed."""
         return next((module for module in self.needs if importlib.util.find_spec(module) is None), None)

@@ -1,4 +1,4 @@
-"""Matrix products of each framework's library: which library it is, and how fast it multiplies."""
+"""The matmul library of each framework: its name and its throughput."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from typing import Any
 
 import numpy as np
 
-QUICK = 1024  # rows and columns of the matrices of `parity info`
+QUICK = 1024  # rows and columns of the matrices that `parity info` multiplies
 
 
 def timed(run: Callable[[], Any]) -> float:
-    """Return how long a call takes, in seconds."""
+    """Return the duration of a call, in seconds."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
 def quick_rate(backend: str) -> float:
-    """Return the rate of a product of 1,024 rows on the CPU, in operations a second; it takes some 0.1 seconds."""
+    """Measure the throughput of a 1,024 by 1,024 float32 matmul on the CPU, in operations per second.
+
+    The measurement takes about 0.1 seconds.
+    """
     multiply = multiplied(backend, (QUICK, QUICK, QUICK), "float32", "cpu")
     return 2 * QUICK**3 / min(timed(multiply) for _ in range(5))
 
 
 def multiplied(backend: str, sizes: tuple[int, int, int], dtype: str, device: str) -> Callable[[], Any]:
-    """Return what multiplies two random matrices by a package's library, and returns when that is done.
+    """Return a function that multiplies two random matrices with a backend's matmul library and waits for the result.
 
     Args:
-        backend: The package, which has been imported.
-        sizes: Rows of the left one, rows of the right one, columns of the right one.
-        dtype: Of both.
+        backend: Name of the backend. Its package must have been imported.
+        sizes: Rows of the left matrix, rows of the right matrix, columns of the right matrix.
+        dtype: Dtype of both matrices.
         device: ``cpu`` or ``gpu``.
     """
     rows, inner, columns = sizes
@@ -74,9 +77,14 @@ def multiplied(backend: str, sizes: tuple[int, int, int], dtype: str, device: st
 
 
 def library(environment: dict[str, str], backend: str) -> str:
-    """Return what takes a package's products on a CPU, in words, from its description."""
+    """Return the name of the library that computes a backend's matmuls on a CPU.
+
+    Args:
+        environment: Description of the backend's environment.
+        backend: Name of the backend.
+    """
     if backend == "torch":
         return environment["products on a CPU"]
     if backend == "tf":
-        return f"{'Eigen' if os.environ.get('TF_ENABLE_ONEDNN_OPTS') == '0' else 'oneDNN'}; XLA where compiled"
+        return f"{'Eigen' if os.environ.get('TF_ENABLE_ONEDNN_OPTS') == '0' else 'oneDNN'}; XLA if compiled"
     return "XLA" if backend == "jax" else environment["matrix products"]

@@ -1,4 +1,4 @@
-"""The port protocol: NumPy arrays go in and come out."""
+"""The protocol that every port implements. All methods take and return NumPy arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer_spec.training_config import Gradients, TrainingConfig
 
 
 class Placement(NamedTuple):
-    """In which dtype, on which device and how precisely a model computes: see ``Transformer.from_weights``."""
+    """Dtype, device and matmul precision of a model, as in ``Transformer.from_weights``."""
 
     dtype: str = "float32"
     device: str = "cpu"
@@ -25,44 +25,49 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class Placements:
-    """Where and how models run, in each of several dtypes."""
+    """Device and matmul precision of the models, and the dtypes to compare."""
 
     dtypes: Sequence[str] = ALL_DTYPES
     device: str = "cpu"
     precision: str = "highest"
 
     def placement(self, dtype: str) -> Placement:
-        """Return where a model in one of the dtypes runs."""
+        """Return the placement for one of the dtypes."""
         return Placement(dtype, self.device, self.precision)
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a port found for a batch, and what it had in hand after each step."""
+    """Result of a search for one batch.
+
+    Attributes:
+        result: The final hypotheses.
+        shown: The unfinished hypotheses after each step, each with shape [B, K, n].
+    """
 
     result: SearchResult
-    shown: list[ndarray]  # [B, K, n]
+    shown: list[ndarray]
 
     @classmethod
     def by(cls, search: Callable[..., SearchResult]) -> Decoded:
-        """Run a search and keep what it shows."""
+        """Run a search and record the unfinished hypotheses after each step."""
         shown: list[ndarray] = []
         return cls(search(on_step=shown.append), shown)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a block returned, and what its taps saw, in the order they fired."""
+    """Output of a block, and the values at its taps in the order in which they fired."""
 
     output: ndarray
     taps: dict[str, ndarray]
 
 
 class LoadedPort(Protocol):
-    """A model that holds weights."""
+    """A model with loaded weights."""
 
     def export(self) -> dict[str, ndarray]:
-        """Return every parameter by its canonical name."""
+        """Return all parameters by canonical name."""
 
     def run(
         self, block: str, inputs: Mapping[str, ndarray], *, taps: bool, given: Mapping[str, ndarray] | None = None
@@ -70,26 +75,27 @@ class LoadedPort(Protocol):
         """Run one block in inference mode.
 
         Args:
-            block: The path of the block; empty for the whole model.
-            inputs: Arrays by the name of the block's argument. Floats arrive in float64, ids as integers.
-            taps: True records every tap; False runs the way a user runs it for speed, and records none.
-            given: What to go on with behind a tap, by its name, in place of what was computed and recorded.
+            block: Path of the block; empty for the full model.
+            inputs: Arrays by argument name of the block. Floats are float64, IDs are integers.
+            taps: True to record every tap, False to use the fast path and record none.
+            given: Replacement values by tap name. The computed value is still recorded, but the rest of the block
+                continues with the replacement.
         """
 
     def shows(self, tap: str) -> bool:
-        """Whether the port promises to show a tap, where the model has it."""
+        """Return True if the port reports the tap whenever the model has it."""
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
         """Return the loss of a batch (source_ids, target_ids, labels) and its gradients, in inference mode."""
 
     def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> Result:
-        """Return logits and taps of all target positions, decoded one after another with a cache."""
+        """Decode all target positions one at a time with a cache, and return their logits and taps."""
 
     def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
-        """Return the best hypotheses of a batch, and show those that are unfinished after each step."""
+        """Return the best hypotheses for a batch, and call ``on_step`` with the unfinished ones after each step."""
 
     def trainer(self, settings: TrainingConfig) -> Any:
-        """Return what trains this model, with ``train_step``, ``evaluate``, ``export_state`` and ``load_state``."""
+        """Return a trainer with the methods ``train_step``, ``evaluate``, ``export_state`` and ``load_state``."""
 
 
 class Implementation(Protocol):
@@ -97,11 +103,11 @@ class Implementation(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called in tables."""
+        """Display name in reports."""
 
     def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], placement: Placement) -> LoadedPort:
-        """Build a model that holds a copy of the weights."""
+        """Build a model with a copy of the weights."""
 
 
 class MissingFrameworkError(UsageError):
-    """A framework that was asked for is not installed; the message has the install line."""
+    """A required framework is not installed. The message contains the command that installs it."""

@@ -9,12 +9,12 @@ from transformer_parity.transformer.ports.package import LoadedPackage, PackageP
 from transformer_parity.transformer.ports.tensorflow import LoadedTf
 from transformer_parity.transformer.ports.torch import LoadedTorch
 
-# torch stands before tensorflow: imported the other way round, some builds of the two crash.
+# Keep torch before tensorflow. Some builds crash if TensorFlow is imported first.
 PORTS: dict[str, PackagePort] = {
     "numpy": PackagePort("numpy", "reference_numpy", (), LoadedPackage),
     "torch": PackagePort("torch", "transformer_torch", ("torch",), LoadedTorch),
     "jax": PackagePort("jax", "transformer_jax", ("jax", "flax"), LoadedJax),
     "tf": PackagePort("tf", "transformer_tf", ("tensorflow", "keras"), LoadedTf),
 }
-# The definition: formulas only, without ``fast.py``. It computes the values that ports are compared with.
+# The reference without ``fast.py``: formulas only. Ports are compared with the values that it computes.
 DEFINITION = replace(PORTS["numpy"], fast=False)

@@ -1,4 +1,4 @@
-"""The definitions of the four packages as text, read without an import."""
+"""Source code of the definitions in the four packages, read without importing them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,28 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-FORWARD = ("forward", "__call__", "call")  # one method, under each framework's name for it
-READING_ORDER = ("masks", "attention", "feed_forward", "embedding", "encoder", "decoder", "transformer")  # the paper's
+FORWARD = ("forward", "__call__", "call")  # the frameworks' names for the forward method
+READING_ORDER = ("masks", "attention", "feed_forward", "embedding", "encoder", "decoder", "transformer")  # as in paper
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of one package's code."""
+    """A piece of one package's code.
 
-    place: str  # file:line
+    Attributes:
+        place: Position of the piece as ``file:line``.
+        code: Source code.
+        summary: First paragraph of the docstring.
+    """
+
+    place: str
     code: str
-    summary: str = ""  # the first paragraph of its docstring
+    summary: str = ""
 
 
 class Module:
-    """One file, parsed: what it defines, by name."""
+    """A parsed source file and its definitions by name."""
 
     def __init__(self, path: Path) -> None:
         text = path.read_text("utf-8")
@@ -39,12 +45,12 @@ class Module:
         ]
 
     def dotted_names(self) -> list[str]:
-        """Return the public classes and functions, and the methods of those classes."""
+        """Return the names of the public classes and functions, followed by ``Class.method`` for each method."""
         methods = [f"{name}.{method.name}" for name in self.public for method in _methods(self.definitions[name])]
         return [*self.public, *methods]
 
     def find(self, name: str, docstrings: bool) -> Piece | None:
-        """Return a definition, or a method as ``Class.method``; None if there is none."""
+        """Return the code of a definition or of a ``Class.method``, or None if the file doesn't contain it."""
         owner, _, method = name.partition(".")
         node = self.definitions.get(owner)
         if node is None or not method:
@@ -57,15 +63,18 @@ class Module:
         return None
 
     def _method(self, node: Any, wanted: tuple[str, ...]) -> list[ast.FunctionDef]:
-        """Return the methods of some names: of the class, also under another name, or of a base in the same file."""
-        names = {*wanted, *(value for name, value in _aliases(node) if name in wanted)}  # as in ``forward = encode``
+        """Return the methods with one of the wanted names.
+
+        Also search aliases in the class, such as ``forward = encode``, and base classes in the same file.
+        """
+        names = {*wanted, *(value for name, value in _aliases(node) if name in wanted)}
         if methods := [child for child in _methods(node) if child.name in names]:
             return methods
         bases = [self.definitions.get(base.id) for base in getattr(node, "bases", []) if isinstance(base, ast.Name)]
         return next((methods for base in bases if (methods := self._method(base, wanted))), [])
 
     def cut(self, nodes: list[Any], docstrings: bool) -> Piece:
-        """Return the code of some neighbouring nodes, with or without their docstrings."""
+        """Return the code of adjacent nodes, with or without their docstrings."""
         blocks = []
         for node in nodes:
             hidden = set() if docstrings else {number for part in ast.walk(node) for number in self._docstring(part)}
@@ -77,14 +86,17 @@ class Module:
         return Piece(place, "\n\n".join(blocks), " ".join(summary.partition("\n\n")[0].split()))
 
     def _extent(self, node: Any) -> tuple[int, int]:
-        """Return the first and the last line of a node, its decorators included."""
+        """Return the first and the last line of a node, including its decorators."""
         if isinstance(node, ast.Module):
             return 1, len(self.lines)
         decorators = getattr(node, "decorator_list", [])
         return min(part.lineno for part in (node, *decorators)), node.end_lineno
 
     def _docstring(self, node: ast.AST) -> range:
-        """Return the lines of a node's docstring and the empty one behind it, if it holds more than that."""
+        """Return the line numbers of a node's docstring and the following empty line.
+
+        The range is empty if the docstring is the entire body.
+        """
         if not isinstance(node, DOCUMENTED) or ast.get_docstring(node) is None or len(node.body) == 1:
             return range(0)
         first, last = self._extent(node.body[0])
@@ -92,27 +104,27 @@ class Module:
 
 
 class SourcePackage:
-    """One package's modules, in the order in which they are read."""
+    """The modules of one package, in reading order."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        spec = find_spec(name)  # of a name without a dot: finds the folder and imports nothing
+        spec = find_spec(name)  # finds the directory of a top-level package without importing it
         if spec is None or not spec.submodule_search_locations:
-            raise ModuleNotFoundError(f"there is no package {name}")
+            raise ModuleNotFoundError(f"the package {name} is not installed")
         folder = Path(spec.submodule_search_locations[0])
         files = {path.stem: path for path in sorted(folder.glob("[!_]*.py"))}
         order = [*(name for name in READING_ORDER if name in files), *files]
         self.modules = {name: Module(files[name]) for name in dict.fromkeys(order)}
 
     def find(self, name: str, docstrings: bool = False) -> Piece | None:
-        """Return a module, a definition or a method; None if the package has none of that name."""
+        """Return the code of a module, definition or method, or None if the package doesn't contain the name."""
         if name in self.modules:
             return self.modules[name].cut([self.modules[name].tree], docstrings)
         found = (module.find(name, docstrings) for module in self.modules.values())
         return next((piece for piece in found if piece is not None), None) or self._inherited(name, docstrings)
 
     def _inherited(self, name: str, docstrings: bool) -> Piece | None:
-        """Return a method of a base class that is defined in a different file."""
+        """Return the code of a method that is inherited from a base class in a different file."""
         owner, _, method = name.partition(".")
         nodes = (module.definitions.get(owner) for module in self.modules.values())
         bases = [base.id for node in nodes for base in getattr(node, "bases", []) if isinstance(base, ast.Name)]
@@ -121,7 +133,7 @@ class SourcePackage:
 
 
 def _definitions(tree: ast.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what a module defines: functions, classes and, as in ``Dropout = nn.Dropout``, other names."""
+    """Yield the name and node of each definition: functions, classes, and assignments such as ``X = nn.Dropout``."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name, node
@@ -137,14 +149,14 @@ def _methods(node: ast.AST) -> list[ast.FunctionDef]:
 
 
 def _aliases(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield what a class gives a second name: the name and what it stands for."""
+    """Yield the aliases that a class defines, as pairs of alias and original name."""
     for child in node.body if isinstance(node, ast.ClassDef) else []:
         if isinstance(child, ast.Assign) and isinstance(child.value, ast.Name):
             yield from ((target.id, child.value.id) for target in child.targets if isinstance(target, ast.Name))
 
 
 def list_names(packages: list[SourcePackage]) -> str:
-    """Return the public names of all packages by module; a star marks those that not all of them have."""
+    """Return the public names of all packages by module. A star marks names that some packages don't define."""
     lines = []
     modules = dict.fromkeys(name for package in packages for name in package.modules)
     for module in modules:
@@ -157,7 +169,10 @@ def list_names(packages: list[SourcePackage]) -> str:
 
 
 def not_found(name: str, packages: list[SourcePackage], asked_for: list[SourcePackage]) -> str:
-    """Return a message: where else a name is, which names are like it, or, on more lines, all names."""
+    """Return an error message for an unknown name.
+
+    The message lists the packages that contain the name, or similar names, or all names on separate lines.
+    """
     if elsewhere := [package.name for package in packages if package.find(name)]:
         return f"{name} is not in {', '.join(package.name for package in asked_for)}, but in {', '.join(elsewhere)}"
     modules = [module for package in packages for module in package.modules.values()]
@@ -167,7 +182,7 @@ def not_found(name: str, packages: list[SourcePackage], asked_for: list[SourcePa
     methods = [entry for entry in known if entry.rpartition(".")[2].lower() == name.lower()]
     alike = [folded[entry] for entry in difflib.get_close_matches(name.lower(), folded, n=3)]
     guesses = list(dict.fromkeys([*methods, *alike]))[:3]
-    absent = f"there is no {name!r} in the packages"
+    absent = f"none of the packages defines {name!r}"
     if guesses:
-        return f"{absent}; did you mean {' or '.join(guesses)}?\nparity source, without a name, lists all names"
+        return f"{absent}; did you mean {' or '.join(guesses)}?\nRun `parity source` without a name to list all names"
     return f"{absent}\n{list_names(packages)}"

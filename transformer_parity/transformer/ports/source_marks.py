@@ -1,6 +1,6 @@
-"""Where pieces of code differ from the reference's, token by token; used by ``parity source`` and by the site.
+"""Token-by-token differences between a port's code and the reference's, for ``parity source`` and the site.
 
-Compared is what the code does: without comments and annotations, and with one name for the forward method.
+The comparison ignores comments, annotations and layout, and treats all names of the forward method as equal.
 """
 
 from __future__ import annotations
@@ -16,29 +16,49 @@ from typing import NamedTuple
 from transformer_parity.transformer.ports.source_code import FORWARD
 
 LAYOUT = {tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT}
-MOVED = 4  # tokens: a run of so many counts as the same also where it stands elsewhere in its function
+MOVED = 4  # minimum length in tokens of a run that is matched even if its position in the function has changed
 
 
 class Token(NamedTuple):
-    """A token, and where it stands in the code."""
+    """A token and its position in the code.
+
+    Attributes:
+        text: Text of the token.
+        start: Index of its first character.
+        stop: Index after its last character.
+        owner: Class or function that contains it, as ``Class.method``.
+    """
 
     text: str
     start: int
     stop: int
-    owner: str  # the class or function, as Class.method
+    owner: str
 
 
 class Marks(NamedTuple):
-    """The tokens of a piece that the reference does not have; of the reference, those that not all others have."""
+    """Marked tokens of a piece of code.
 
-    spans: list[tuple[int, int]]  # of characters; neighbours on one line are one span
-    different: int  # tokens
-    missing: int  # tokens of the reference that the piece does not have
-    total: int  # tokens
+    In a port, tokens are marked if the reference doesn't contain them. In the reference, tokens are marked if at least
+    one port doesn't contain them.
+
+    Attributes:
+        spans: Character ranges of the marked tokens. Adjacent tokens on a line are merged.
+        different: Number of marked tokens.
+        missing: Number of the reference's tokens that the piece doesn't contain.
+        total: Number of tokens in the piece.
+    """
+
+    spans: list[tuple[int, int]]
+    different: int
+    missing: int
+    total: int
 
 
 def compare(codes: Mapping[str, str], base: str) -> dict[str, Marks]:
-    """Return the marks of some pieces of code, each compared with the piece of one name; of that one, with all."""
+    """Return the marks of each piece of code, compared with the piece named ``base``.
+
+    The piece named ``base`` is compared with all other pieces.
+    """
     reference = tokens(codes[base])
     found, lacking = {}, set()
     for name, code in codes.items():
@@ -53,7 +73,7 @@ def compare(codes: Mapping[str, str], base: str) -> dict[str, Marks]:
 
 
 def note(marks: Marks, *, is_base: bool = False) -> str:
-    """Return a phrase: how much of the code differs."""
+    """Return a phrase with the number of tokens and of differences."""
     if is_base:
         return f"{marks.total} tokens" + f", {marks.different} not in all ports" * bool(marks.different)
     counts = {"added": marks.different, "missing": marks.missing}
@@ -61,13 +81,13 @@ def note(marks: Marks, *, is_base: bool = False) -> str:
 
 
 def tokens(code: str) -> list[Token]:
-    """Return the tokens of a piece of Python that are compared."""
+    """Return the tokens of Python code that the comparison uses."""
     tree, lines = ast.parse(code), code.splitlines(keepends=True)
     starts = [0, *itertools.accumulate(map(len, lines))]
     owners = list(_owners(tree))
     unread = [
         range(*(starts[row - 1] + len(lines[row - 1].encode()[:at].decode()) for row, at in ends))
-        for ends in _annotations(tree)  # in bytes
+        for ends in _annotations(tree)  # column offsets are in bytes
     ]
     found = []
     for token in tokenize.generate_tokens(io.StringIO(code).readline):
@@ -79,7 +99,7 @@ def tokens(code: str) -> list[Token]:
 
 
 def _owners(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, range]]:
-    """Yield the lines of each class and function, and those of a class before those of its methods."""
+    """Yield the name and the line range of each class and function. Classes come before their methods."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             name = prefix + _one_name(node.name)
@@ -89,7 +109,7 @@ def _owners(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, range]]:
 
 
 def _annotations(tree: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yield from where to where annotations go, with the colon before them."""
+    """Yield the start and end position of each annotation, including the preceding colon."""
     for node in ast.walk(tree):
         annotation = getattr(node, "annotation", None) or getattr(node, "returns", None)
         if annotation is None:
@@ -107,13 +127,16 @@ def _one_name(text: str) -> str:
 
 
 def _matched(reference: list[Token], ours: list[Token]) -> dict[int, int]:
-    """Return which tokens of ours are which of the reference's, by index: those of one function or class each."""
+    """Match the reference's tokens with ours, and return a dict from index to index.
+
+    A token only matches a token in the same class or function.
+    """
     found: dict[int, int] = {}
     for owner in dict.fromkeys(token.owner for token in reference):
         theirs_here = [i for i, token in enumerate(reference) if token.owner == owner]
         ours_here = [i for i, token in enumerate(ours) if token.owner == owner]
         shortest = 1
-        while True:  # first in order, then what has moved
+        while True:  # first match tokens in order, then runs that have moved
             left = [_one_name(reference[i].text) if i not in found else ("theirs", i) for i in theirs_here]
             taken = set(found.values())
             right = [_one_name(ours[i].text) if i not in taken else ("ours", i) for i in ours_here]
@@ -128,7 +151,11 @@ def _matched(reference: list[Token], ours: list[Token]) -> dict[int, int]:
 
 
 def _whole_lines(code: str, found: list[Token], marked: set[int]) -> set[int]:
-    """Return the same number of marks: a run that starts with a line's end, ``, b`` of ``a, b, c``, is ``b,``."""
+    """Shift marks so that they don't start at the end of a line.
+
+    For example, if ``b`` begins a new line in ``a, b, c``, mark ``b,`` instead of ``, b``. The number of marks stays
+    the same.
+    """
     chosen = set(marked)
     for first in sorted(marked):
         behind = next(i for i in range(first, len(found) + 1) if i not in marked)
@@ -139,7 +166,10 @@ def _whole_lines(code: str, found: list[Token], marked: set[int]) -> set[int]:
 
 
 def _spans(code: str, found: list[Token], marked: set[int]) -> Iterator[tuple[int, int]]:
-    """Yield the spans of the tokens of some indices; neighbours on one line are one, with what is not compared."""
+    """Yield the character ranges of the marked tokens.
+
+    Adjacent tokens on a line are merged into one range, which includes any ignored text between them.
+    """
     spans: list[tuple[int, int]] = []
     chosen = _whole_lines(code, found, marked)
     for i in sorted(chosen):

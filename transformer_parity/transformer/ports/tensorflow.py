@@ -1,6 +1,6 @@
-"""The TensorFlow package behind the port protocol."""
+"""Adapter from the TensorFlow package to the port protocol."""
 
-# ruff: noqa: D102  methods are documented in LoadedPackage
+# ruff: noqa: D102  LoadedPackage documents the methods
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transformer_spec.training_config import TrainingConfig
 
 
 class LoadedTf(LoadedPackage):
-    """A model of the TensorFlow package: in float32, what runs fast is compiled."""
+    """A model of the TensorFlow package. In float32, the fast path is compiled with XLA."""
 
     def __init__(self, package: Any, model: Any, placement: Placement) -> None:
         super().__init__(package, model, placement)
@@ -36,7 +36,7 @@ class LoadedTf(LoadedPackage):
     def run(
         self, block: str, inputs: Mapping[str, ndarray], *, taps: bool, given: Mapping[str, ndarray] | None = None
     ) -> Result:
-        """Run one block. In Keras' layers, the mask of the scores is called ``attention_mask``."""
+        """Run one block. Keras layers call the mask argument ``attention_mask``, so rename it."""
         if block != ATTENTION:
             inputs = {"attention_mask" if name == "mask" else name: x for name, x in inputs.items()}
         return super().run(block, inputs, taps=taps, given=given)
@@ -72,7 +72,7 @@ class LoadedTf(LoadedPackage):
         import tensorflow as tf
 
         by_xla = self.dtype == COMPILED_IN_FULL
-        if block and not by_xla:  # to trace a part, once for each model, takes many times as long as to run it
+        if block and not by_xla:  # run the part eagerly, because tracing it takes much longer than running it once
             return super().run_fast(block, arrays)
         if block not in self._compiled:
             function = find(*self.holding(block))
@@ -82,14 +82,15 @@ class LoadedTf(LoadedPackage):
             return self._compiled[block](arrays)
 
     def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
-        # Searches by other programs' rules run in float64 alone, and so by XLA: what it makes of each must be compared.
+        # Searches with other programs' rules only run in float64. Compile them with XLA, because the check must cover
+        # the compiled program.
         if self.dtype != COMPILED_IN_FULL and options.rules == SearchRules():
             with self.package.runtime.quick_compilation():
                 return super().search(source_ids, options, on_step)
         with self._compiling((options, source_ids.shape)) as stop:
 
             def show(ids: ndarray) -> None:
-                stop()  # by the end of the first step, all is compiled
+                stop()  # everything is compiled by the end of the first step
                 if on_step is not None:
                     on_step(ids)
 
@@ -100,7 +101,7 @@ class LoadedTf(LoadedPackage):
 
     @contextmanager
     def _compiling(self, what: Any) -> Iterator[Callable[[], None]]:
-        """Count the first call as time spent compiling: TensorFlow does not tell how much of it is."""
+        """Record the duration of the first call as compile time, because TensorFlow doesn't report compile times."""
         first = what not in self._called
         self._called.add(what)
         with COMPILING.running() if first else nullcontext(lambda: None) as stop:

@@ -1,6 +1,6 @@
-"""The PyTorch package behind the port protocol."""
+"""Adapter from the PyTorch package to the port protocol."""
 
-# ruff: noqa: D102  methods are documented in LoadedPackage
+# ruff: noqa: D102  LoadedPackage documents the methods
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LoadedTorch(LoadedPackage):
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
         mode = self.model.training
-        self.model.train()  # gradients are without dropout in this mode too
+        self.model.train()  # gradients() doesn't apply dropout in training mode either
         try:
             return super().gradients(inputs)
         finally:

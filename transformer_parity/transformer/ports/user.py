@@ -1,4 +1,4 @@
-"""A port of your own: the few methods that it takes to be compared. NumPy goes in, NumPy comes out."""
+"""The base class for users' ports, and the code that loads and runs them."""
 
 from __future__ import annotations
 
@@ -26,31 +26,34 @@ from transformer_spec.search_rules import SearchRules
 from transformer_spec.taps import Recorder, Tap, matches, no_tap
 from transformer_spec.training_config import Gradients, StepResult, TrainingConfig
 
-GROUP = "transformer_parity.ports"  # of entry points
+GROUP = "transformer_parity.ports"  # entry point group in which installed packages register their ports
 
 
 class Port:
-    """What a model of yours has to offer to be compared. Subclass it; only ``load`` and ``forward`` are needed.
+    """Base class for ports: wraps your model so that ``parity`` can compare it with the reference.
 
-    Whatever else you leave out is skipped and counted. In inference, dropout is off. ``parity init-port`` writes a
-    subclass that runs, to start from.
+    Only ``load`` and ``forward`` are required. If you don't define one of the other methods, ``parity`` skips the
+    comparisons that need it and reports how many it skipped. ``parity init-port`` writes a working subclass to start
+    from.
 
-    Ids are int64 arrays in C order, which must not be changed. Sentences have at least one token and are padded with
-    ``config.pad_id`` at the end; a batch may be one sentence, and have up to ``config.max_positions`` tokens. Batches
-    of any shape follow one another, several models are loaded at once, and no result may depend on earlier calls,
-    except on the weights that ``train_step`` has changed.
+    IDs are C-contiguous int64 arrays. Don't modify them. Each sequence has at least one token and is padded at the end
+    with ``config.pad_id``. A batch contains one or more sequences of up to ``config.max_positions`` tokens. ``parity``
+    passes batches of different shapes to the same model and keeps multiple models loaded. Results must not depend on
+    earlier calls, except through the weights that ``train_step`` has updated.
 
     Attributes:
-        name: What tables call it; the name of the class if empty.
-        preset: The published conventions that it follows, one of ``transformer_spec.config.PRESETS``.
-        overrides: Fields of ``TransformerConfig`` in which it differs from the preset, conventions and sizes.
-        dtypes: Those it computes in. Without float64, a wrong convention cannot be told from rounding.
-        taps: Which intermediate values ``forward`` shows: names as in ``parity info --names``; one star stands for one
-            part of a name, two stand for any number of parts.
-        left_out: Cases that it is not made for, by name, and why; they are counted as skipped, and so are the cases
-            whose names continue with a slash.
-        one_process: Whether one process has all devices, as in JAX and under TensorFlow's MirroredStrategy: then only
-            that of rank 0 is asked to train.
+        name: Display name in reports. If empty, the name of the class.
+        preset: The published conventions that the model follows, one of ``transformer_spec.config.PRESETS``.
+        overrides: ``TransformerConfig`` fields, conventions as well as sizes, in which the model differs from the
+            preset.
+        dtypes: The dtypes that the model supports. Without float64, a wrong convention can't be distinguished from a
+            rounding error.
+        taps: Patterns for the taps (named intermediate values) that ``forward`` reports. ``parity info --names`` lists
+            the names. ``*`` matches one part of a name, and ``**`` matches any number of parts.
+        left_out: Cases that the model doesn't support: case name to reason. A name also covers the cases whose names
+            start with it and a slash. The report lists these cases as skipped.
+        one_process: True if a single process controls all devices, as in JAX and with TensorFlow's
+            ``MirroredStrategy``. In that case, only the process with rank 0 trains.
     """
 
     name = ""
@@ -62,117 +65,128 @@ class Port:
     one_process = False
 
     def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str) -> None:
-        """Build the model, in inference mode, and give it a copy of the weights.
+        """Build the model in inference mode and load a copy of the weights.
 
         Args:
-            config: Sizes and conventions.
-            weights: One float32 array per canonical name; ``kernel`` is [in, out].
-            dtype: Of parameters and computation, one of ``dtypes``.
+            config: Sizes and conventions of the model.
+            weights: One float32 array per canonical name. Kernels have shape [in, out].
+            dtype: Dtype of the parameters and the computation, one of ``dtypes``.
         """
         raise NotImplementedError
 
     def forward(self, source_ids: ndarray, target_ids: ndarray, tap: Tap) -> ndarray:
-        """Return the logits [B, T, V] of source [B, S] and target ids [B, T].
+        """Return the logits [B, T, V] for source IDs [B, S] and target IDs [B, T], without dropout.
 
-        Show intermediate values with ``tap(name, array)``, and go on with what it returns: then a block that differs
-        can be run again on the right input. Without ``taps``, ignore it.
+        Report each intermediate value with ``value = tap(name, value)``, and use the return value in the rest of the
+        forward pass. ``parity`` can then rerun a single block on the reference's input. If ``taps`` is empty, ignore
+        the argument.
         """
         raise NotImplementedError
 
     def export_weights(self) -> Mapping[str, ndarray]:
-        """Return every parameter by its canonical name, as it was loaded or as training has left it."""
+        """Return all current parameters by canonical name, including any updates from training."""
         raise NotImplementedError
 
     def gradients(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Gradients:
-        """Return the label-smoothed loss per target token that is no padding, and its gradient, without dropout.
+        """Return the label-smoothed loss per non-padding target token and its gradients, without dropout.
 
-        ``Gradients(loss, parameters)`` by canonical name, or ``Gradients(loss, parameters, taps)`` with the gradient
-        at every tap that you show. A tied table has one gradient. Labels are padded with ``config.pad_id``: a sentence
-        may have none, but not all sentences of a batch.
+        Return ``Gradients(loss, parameters)``, with one gradient per canonical name, or
+        ``Gradients(loss, parameters, taps)``, which adds the gradient at every tap that you report. A tied embedding
+        matrix has a single gradient. Labels are padded with ``config.pad_id``. A sequence may consist of padding only,
+        but every batch contains at least one label.
         """
         raise NotImplementedError
 
     def start_training(self, settings: TrainingConfig) -> None:
-        """Make an Adam optimizer; ``settings.learning_rate(step, d_model)`` is the rate of step 1, 2, ...
+        """Create an Adam optimizer whose learning rate at each step is ``settings.learning_rate(step, d_model)``.
 
-        A second call makes a new optimizer, which starts at step 1 with the present weights.
+        The first step is step 1. Calling this method a second time creates a new optimizer, which starts at step 1
+        with the current weights.
 
-        Where ``settings.clip_norm`` is no None, the whole gradient is scaled down to that norm: a port without clipping
-        leaves the case ``steps/port_clipped`` out. ``settings.accumulation_steps`` asks for slices of a batch, and for
-        the step of the whole batch: a port may take it at once. It divides the number of sentences.
+        If ``settings.clip_norm`` is not None, scale the full gradient down to that norm. If your model doesn't support
+        clipping, add the case ``steps/port_clipped`` to ``left_out``. ``settings.accumulation_steps`` is the number of
+        micro-batches, and divides the number of sequences. The step must equal a step on the full batch, so you may
+        also process the batch at once.
         """
         raise NotImplementedError
 
     def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
-        """Take one step, without dropout, and return the loss before it.
+        """Take one training step without dropout, and return the loss before the update.
 
-        Batches may differ in their number of sentences. Between two steps, the other methods may be called: they
-        compute with the present weights, and the next step is as it would have been without them.
+        The number of sequences may differ between batches. ``parity`` may call the other methods between two steps.
+        They must use the current weights and must not affect the next step.
         """
         raise NotImplementedError
 
     def distribute(self, plan: Plan) -> None:
-        """Train this model with other processes from now on: on the devices of ``plan``, by default ``data=2``.
+        """Distribute the training of this model over the devices of ``plan``.
 
-        From here on, ``gradients``, ``train_step`` and ``export_weights`` are called in all processes together. Each
-        process reads only its rows of the batch that it is given, in any order; the other rows may differ between
-        processes, except those that differ only in ``tensor``. It returns what the whole batch gives: the loss per
-        target token of all processes, the gradient as your engine has reduced it, before clipping, and whole
-        parameters.
+        The default plan is ``data=2``. After this call, all processes call ``gradients``, ``train_step`` and
+        ``export_weights`` together. Every process receives a full batch but must read only the rows of its shard. Your
+        engine may assign the rows to shards in any order. The remaining rows may differ between processes, unless the
+        processes differ only in their ``tensor`` index. Each process returns the results for the full batch: the loss
+        per target token over all processes, the reduced gradient before clipping, and unsharded parameters.
 
-        The environment is that of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Ranks are numbered
-        along ``data``, then ``fsdp``, then ``tensor``. A process may call ``load`` and ``distribute`` again, for
-        another run. Raise a ValueError for a plan that you do not have.
+        The environment contains the same variables as with torchrun: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
+        MASTER_PORT. Ranks are numbered in row-major order over the axes ``data``, ``fsdp`` and ``tensor``. A process
+        may call ``load`` and ``distribute`` more than once. Raise a ValueError if you don't support the plan.
         """
         raise NotImplementedError
 
     def parameters_per_device(self) -> Sequence[int]:
-        """Return how many numbers of parameters each device of this process holds, after ``distribute``.
+        """Return the number of parameter elements on each device of this process, after ``distribute``.
 
-        Only a plan with ``fsdp`` or ``tensor``, and a port with ``one_process``, need it. For PyTorch's ``fully_shard``
-        it is ``[sum(p.to_local().numel() for p in model.parameters())]``.
+        This method is only required for plans with ``fsdp`` or ``tensor``, and for ports with ``one_process``. With
+        PyTorch's ``fully_shard``, return ``[sum(p.to_local().numel() for p in model.parameters())]``.
         """
         raise NotImplementedError
 
     def generate(self, source_ids: ndarray, max_length: int, beam_size: int, length_penalty: float) -> ndarray:
-        """Return the best hypothesis of each sentence [B, <= max_length], from behind the start symbol.
+        """Return the best hypothesis [B, <= max_length] for each sequence, without the BOS token.
 
-        ``max_length`` holds for every sentence; more padding behind the hypotheses is accepted.
-        With a ``beam_size`` of 1, greedily; otherwise by log-probability over ``((5 + length) / 6)**length_penalty``.
-        A hypothesis ends with ``config.eos_id``, which belongs to it, or at ``max_length`` tokens; padding follows.
-        Of the continuations of a step, an end symbol counts only among the ``beam_size`` likeliest, and the likeliest
-        ``beam_size`` others go on. Hypotheses that are cut off at ``max_length`` compete with those that ended. The
-        search of a sentence stops as soon as none of its unfinished hypotheses can beat its best finished one, even
-        if all further tokens up to ``max_length`` had probability 1. Of equally likely continuations, the better
-        hypothesis comes first, and then the lower token ID.
-        Exclude padding after the log-softmax: it keeps its probability, so that the others don't sum to one.
+        A hypothesis ends with ``config.eos_id``, which is included, or after ``max_length`` tokens. The same
+        ``max_length`` applies to every sequence. Pad shorter hypotheses with ``config.pad_id``; additional padding is
+        accepted.
+
+        If ``beam_size`` is 1, search greedily. Otherwise, score hypotheses by their log-probability divided by
+        ``((5 + length) / 6)**length_penalty``, and follow these rules:
+
+        - At each step, a hypothesis only finishes if its EOS continuation is among the ``beam_size`` most likely
+          continuations. The beam keeps the ``beam_size`` most likely continuations without EOS.
+        - Hypotheses that are truncated at ``max_length`` compete with finished ones.
+        - The search for a sequence stops when none of its unfinished hypotheses could beat the best finished one, even
+          if all further tokens up to ``max_length`` had probability 1.
+        - If continuations are equally likely, prefer the one from the better hypothesis, then the lower token ID.
+        - Never generate padding. Exclude it after the log-softmax, without renormalizing the other probabilities.
         """
         raise NotImplementedError
 
 
 class PluginPort:
-    """A ``Port`` class as the comparison sees it."""
+    """Adapter from a user's ``Port`` class to the ``Implementation`` protocol."""
 
     def __init__(self, reference: str) -> None:
-        self.reference = reference  # module:class, or the name of an entry point
+        self.reference = reference  # "module:class", or the name of an entry point
         self.kind = find(reference)
         self.name = printable(self.kind.name or self.kind.__name__)
         for needed in ("load", "forward"):
             if getattr(self.kind, needed) is getattr(Port, needed):
-                raise ValueError(f"port {reference!r} must have {needed}(): see `parity init-port`")
+                raise ValueError(
+                    f"port {reference!r} must define {needed}(): run `parity init-port` for a template that does"
+                )
         self.left_out = self.kind.left_out
 
     def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], placement: Placement) -> LoadedPlugin:
-        """Build a model that holds a copy of the weights; where it runs and how precisely is the port's business."""
+        """Build a model with a copy of the weights. The port itself chooses the device and the precision."""
         if placement.dtype not in self.kind.dtypes:
-            raise MissingAbilityError(f"{self.name} computes in {', '.join(self.kind.dtypes)}")
+            raise MissingAbilityError(f"{self.name} supports only {', '.join(self.kind.dtypes)}")
         port = self.kind()
         port.load(config, {name: np.array(array, np.float32) for name, array in weights.items()}, placement.dtype)
-        _check_reference(self.reference)  # the port may have changed sys.path
+        _check_reference(self.reference)  # load() may have changed sys.path
         return LoadedPlugin(port, config)
 
     def describe(self) -> dict[str, str]:
-        """Return where it and its modules of our names come from, and the versions of what it imported."""
+        """Return the port's import path, the versions of its frameworks, and the origin of any shadowed packages."""
         versions: dict[str, str] = {
             name: str(getattr(sys.modules[name], "__version__", "unknown"))
             for name in ("torch", "jax", "flax", "tensorflow", "keras", "numpy")
@@ -184,28 +198,28 @@ class PluginPort:
 
 @dataclass(frozen=True)
 class LoadedPlugin:
-    """A port that holds weights."""
+    """A user's port with loaded weights."""
 
     port: Port
     config: TransformerConfig
 
     def export(self) -> dict[str, ndarray]:
-        """Return every parameter by its canonical name."""
+        """Return all parameters by canonical name."""
         return _arrays(self.ability("export_weights")())
 
     def run(
         self, block: str, inputs: Mapping[str, ndarray], *, taps: bool, given: Mapping[str, ndarray] | None = None
     ) -> Result:
-        """Run the whole model: a part of it alone, or with other masks, is not asked of a port."""
+        """Run the full model. User ports don't run single blocks and don't accept explicit masks."""
         if block or not inputs.keys() <= {"source_ids", "target_ids"}:
-            raise MissingAbilityError("only the whole model is run, with masks derived from the ids")
+            raise MissingAbilityError("user ports run only the full model, with masks derived from the ids")
         names = tap_shapes(self.config, 1, 1, 1)
         shown = _Shown({name: self.shows(name) for name in names}, given)
         logits = self.ability("forward")(inputs["source_ids"], inputs["target_ids"], shown if taps else no_tap)
         return Result(_array(logits), dict(shown))
 
     def shows(self, tap: str) -> bool:
-        """Whether the port promises to show a tap."""
+        """Return True if the port declares the tap."""
         return any(matches(pattern, tap) for pattern in self.port.taps)
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
@@ -214,20 +228,20 @@ class LoadedPlugin:
         return Gradients(float(found.loss), _arrays(found.parameters), _arrays(found.taps))
 
     def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> Result:
-        """Say that a cache is not asked of a port."""
-        raise MissingAbilityError("a cache is not asked of a port")
+        """Raise a MissingAbilityError, because user ports don't expose a cache."""
+        raise MissingAbilityError("user ports do not expose a cache")
 
     def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
-        """Return the best hypothesis of each sentence; its score is not asked of a port."""
+        """Return the best hypothesis for each sequence, without scores, because ``generate`` returns none."""
         if options.start_id is not None or options.min_length > 1 or options.rules != SearchRules():
-            raise MissingAbilityError("a search by other rules than the paper's is not asked of a port")
+            raise MissingAbilityError("user ports support only the paper's search rules")
         beam_size = options.beam_size or 1
         limit = options.limit(source_ids.shape[1], self.config)
         ids = _array(self.ability("generate")(source_ids, limit, beam_size, options.length_penalty))
-        return SearchResult(ids[:, None], None)  # type: ignore[arg-type]  # None: not asked for
+        return SearchResult(ids[:, None], None)  # type: ignore[arg-type]  # ports return no scores
 
     def trainer(self, settings: TrainingConfig) -> _PluginTrainer:
-        """Return what trains this model."""
+        """Start training, and return a trainer for this model."""
         self.ability("train_step")
         self.ability("start_training")(settings)
         return _PluginTrainer(self.port)
@@ -236,10 +250,10 @@ class LoadedPlugin:
         """Return a method of the port.
 
         Raises:
-            MissingAbilityError: It has none.
+            MissingAbilityError: If the port doesn't define the method.
         """
         if getattr(type(self.port), name) is getattr(Port, name):
-            raise MissingAbilityError(f"it has no {name}()")
+            raise MissingAbilityError(f"it does not define {name}()")
         return getattr(self.port, name)
 
 
@@ -251,11 +265,11 @@ class _PluginTrainer:
         return StepResult(float(self.port.train_step(source_ids, target_ids, labels)), None, None)
 
     def export_state(self) -> None:
-        """Moments are not asked of a port: they show in the weights."""
+        """Return None, because ports don't export Adam's moments. Wrong moments change the weights."""
 
 
 class _Shown(Recorder):
-    """The tap that a port is given: it keeps copies of what was promised, and refuses unknown names."""
+    """The tap passed to a port: copies the values of declared taps and rejects unknown names."""
 
     def __init__(self, promised: Mapping[str, bool], given: Mapping[str, ndarray] | None) -> None:
         super().__init__(replace=given, keep_computed=True)
@@ -263,25 +277,28 @@ class _Shown(Recorder):
 
     def __call__(self, name: str, value: Any) -> ndarray:
         if name not in self.promised:
-            raise ValueError(f"there is no tap {name!r}: see `parity info --names`")
+            raise ValueError(f"unknown tap {name!r}: run `parity info --names` to list all taps")
         if not self.promised[name]:
             return value
         seen = super().__call__(name, _array(value))
-        return np.array(seen, value.dtype)  # what a port goes on with it may change, what was seen stays
+        return np.array(seen, value.dtype)  # a copy, because the port may modify the value in place
 
 
 def find(reference: str) -> type[Port]:
-    """Return the class that ``module:class``, or the name of an entry point, stands for.
+    """Import the port class for ``module:class`` or for the name of an entry point.
 
     Raises:
-        ValueError: There is no such module, class or entry point, or it is no port.
+        ValueError: If the module, class or entry point doesn't exist, or if the class is not a port.
     """
     module, colon, name = reference.partition(":")
     if not colon:
         registered = {entry.name: entry for entry in entry_points(group=GROUP)}
         if reference not in registered:
-            known = f"registered are {', '.join(sorted(registered))}" if registered else "none is registered"
-            raise ValueError(f"a port must be module:class, or registered as {GROUP}: got {reference!r}; {known}")
+            known = f"registered ports: {', '.join(sorted(registered))}" if registered else "no ports are registered"
+            raise ValueError(
+                f"a port must be module:class or the name of an entry point in the group {GROUP}: "
+                f"got {reference!r}; {known}"
+            )
         provenance.import_port(registered[reference].module)
         kind = registered[reference].load()
     else:
@@ -306,13 +323,13 @@ def find(reference: str) -> type[Port]:
 
 
 def _check_reference(port: str) -> None:
-    """Raise a ValueError if the port finds a different reference from the one that it is compared with."""
+    """Raise a ValueError if the port would import a different reference from the one that ``parity`` uses."""
     if why := provenance.other_reference():
         raise ValueError(f"port {port!r} cannot be compared: {why}")
 
 
 def _origin(module: str) -> str:
-    """Return from which file a module was imported; empty if it was not. Another of the same name may stand before."""
+    """Return a phrase with the file that a module was imported from, because it may be a namesake; empty if none."""
     imported = sys.modules.get(module)
     if imported is None:
         return ""
@@ -321,22 +338,22 @@ def _origin(module: str) -> str:
 
 
 def _hint(module: str, name: str) -> str:
-    """Return how to write a path as a module; empty where no path was given."""
+    """Return a hint that writes a path as a module name, or an empty string if the user didn't pass a path."""
     path = module.removesuffix(".py")
     parts = [part for part in re.split(r"[/\\]", path) if part not in ("", ".")]
     if path == module and len(parts) == 1:
         return ""
     if not all(part.isidentifier() for part in parts) or os.path.isabs(module):
         folder, file = os.path.split(path)
-        return f"; name a module{f', run in {folder}' if folder else ''}: {file}:{name}"
-    return f"; name a module, with dots and without .py: {'.'.join(parts)}:{name}"
+        return f"; use a module name{f' and run in {folder}' if folder else ''}: {file}:{name}"
+    return f"; use a module name, with dots and without .py: {'.'.join(parts)}:{name}"
 
 
 def _array(value: Any) -> ndarray:
-    """Return a copy of an array, of no subclass: another class can answer for its shape and its comparisons."""
+    """Return a copy of an array as a plain ``ndarray``, because a subclass could override its shape or comparisons."""
     if not isinstance(value, np.ndarray):
         kind = f"{type(value).__module__}.{type(value).__name__}"
-        hint = "; a torch tensor becomes one by .detach().cpu().numpy(), in bfloat16 after .float()"
+        hint = "; convert a torch tensor with .detach().cpu().numpy(), and call .float() first if it is bfloat16"
         raise TypeError(f"a port must return NumPy arrays: got {kind}{hint if kind.startswith('torch.') else ''}")
     return np.array(value, subok=False)
 

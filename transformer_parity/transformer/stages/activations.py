@@ -1,4 +1,4 @@
-"""The stage ``activations``: every intermediate value of one run, in the order of computation."""
+"""The stage ``activations``: compares all intermediate values of a forward pass in the order of computation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformer_spec.names import tap_shapes
 
 
 class ActivationStage(Stage):
-    """The value at every tap, and the output of a run without taps, as users compute it."""
+    """Compares the value at every tap, and the output of a run without taps, as in normal use."""
 
     name = ACTIVATIONS
     component = "full model"
@@ -25,28 +25,31 @@ class ActivationStage(Stage):
     reproduces = 1e-12
 
     def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Way]:
-        """Yield a run with every tap, and one without."""
+        """Yield a run with all taps and a run without taps."""
         yield TAPS, lambda: _shown(case, loaded)
         outputs.hidden = hidden(case, loaded)
         if case.fast and TAPS in outputs.paths:
             yield FAST, lambda: {OUTPUT: loaded.run(case.block, case.inputs, taps=False).output}
 
     def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
-        """Return the tolerance of each tap: in float32, by the error of the reference at the same tap."""
+        """Return the tolerance of each tap. In float32, it depends on the reference's error at the same tap."""
         return tolerances(truth, baseline, *placement)
 
     def problem(self, name: str, actual: ndarray, expected: ndarray, dtype: str) -> str:
-        """Return what is wrong with a tensor; scores are shown before the mask makes some of them infinite."""
+        """Return an error message if a tensor is invalid, or an empty string.
+
+        Scores must be reported before the mask makes some of them infinite.
+        """
         if name.endswith("scores") and actual.dtype.kind == "f" and np.isneginf(actual).any():
-            return "scores are compared before the mask is added: show them before it"
+            return "scores must be finite: report them before the mask is added"
         return super().problem(name, actual, expected, dtype)
 
     def due(self, shown: PathTensors) -> list[str]:
-        """Return the names of a path: without taps, there is only the output."""
+        """Return the names of the tensors to compare. A run without taps only has the output."""
         return [OUTPUT] if shown.path == FAST else super().due(shown)
 
     def not_offered(self, due: list[str], shown: PathTensors) -> tuple[list[str], list[str]]:
-        """Leave out the taps that the port does not promise to show."""
+        """Exclude the taps that the port doesn't declare."""
         unseen = {*shown.outputs.hidden} - shown.tensors.keys()
         rest = [name for name in due if name not in unseen]
         missing = len(due) - len(rest)
@@ -55,13 +58,13 @@ class ActivationStage(Stage):
     def left_out(
         self, case: Case, tensors: Collection[str], hidden: Sequence[str]
     ) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield the taps that are not shown."""
+        """Yield the taps that the port doesn't report, with the reason."""
         if hidden:
             yield tuple(hidden), "these taps are not shown"
 
 
 def hidden(case: Case, loaded: LoadedPort) -> tuple[str, ...]:
-    """Return the taps that a port does not promise to show."""
+    """Return the taps that a port doesn't declare."""
     return tuple(tap for tap in tap_shapes(case.config, 1, 1, 1) if not loaded.shows(tap))
 
 

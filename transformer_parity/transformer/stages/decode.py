@@ -1,4 +1,4 @@
-"""The stage ``decode``: greedy and beam search, token by token and score by score, and the decoder with a cache."""
+"""The stage ``decode``: compares the tokens and scores of greedy and beam search, and decoding with a cache."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from transformer_spec.search import SearchResult
 
 TOKENS, SCORES = "tokens", "scores"
 STEPS = "steps"  # the unfinished hypotheses after each step
-SEARCHED = (TOKENS, SCORES, STEPS)  # the others are computed with a cache, position by position
+SEARCHED = (TOKENS, SCORES, STEPS)  # tensors of a search; all others come from decoding with a cache
 
 
 class DecodeStage(Stage):
-    """The hypotheses and scores of a search, and for greedy search the taps and logits position by position."""
+    """Compares the hypotheses and scores of a search. For greedy search, also compares the taps of each position."""
 
     name = DECODE
     component = "decoding"
@@ -38,14 +38,17 @@ class DecodeStage(Stage):
     optional: ClassVar[Mapping[str, str]] = {SCORES: SCORES}
 
     def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Way]:
-        """Yield the run position by position, and the search."""
+        """Yield the run that decodes one position at a time, and the search."""
         source_ids = case.inputs["source_ids"]
         if _is_stepwise(case):
             yield CACHED, lambda: _stepwise(loaded.decode_stepwise(source_ids, case.inputs["target_ids"]))
         yield FAST, lambda: _search(case, loaded, outputs)
 
     def expected(self, case: Case, reference: LoadedPackage, dtype: str) -> Tensors:
-        """Return the logits of all positions at once, the taps position by position, and the result of the search."""
+        """Return the expected tensors.
+
+        The logits come from a single forward pass, the taps from decoding one position at a time.
+        """
         found = Decoded.by(partial(reference.search, case.inputs["source_ids"], case.options))
         searched = {TOKENS: found.result.nbest_ids, SCORES: found.result.nbest_scores, STEPS: _padded(found.shown)}
         if not _is_stepwise(case):
@@ -54,9 +57,9 @@ class DecodeStage(Stage):
         return {**_stepwise(reference.decode_stepwise(*inputs)), OUTPUT: reference.model(*inputs), **searched}
 
     def diagnosed(self, case: Case, tensors: Tensors) -> Tensors:
-        """Return the tensors with tokens in a fixed shape: padding after a hypothesis is 0, and tokens are positive.
+        """Return the tensors with the tokens in a fixed shape, in which padding is 0 and tokens are positive.
 
-        A search that returns no token at all supports no hypothesis and contradicts none, so its tokens are omitted.
+        If a search returned no tokens at all, omit its tokens, because they neither support nor contradict a candidate.
         """
         if TOKENS not in tensors or tensors[TOKENS].ndim != 3:
             return tensors
@@ -69,40 +72,40 @@ class DecodeStage(Stage):
         return {**tensors, TOKENS: wide}
 
     def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
-        """Return the tolerances with a cache; the tolerances of a search depend on its result."""
+        """Return the tolerances for decoding with a cache. The tolerances of a search depend on its result."""
         return tolerances({name: truth[name] for name in truth if name not in SEARCHED}, baseline, *placement)
 
     def due(self, shown: PathTensors) -> list[str]:
-        """Return the names of a path: logits and taps with a cache, or tokens and scores of a search."""
+        """Return the names of the tensors to compare: logits and taps with a cache, or tokens and scores."""
         if shown.path != CACHED:
             return [TOKENS, SCORES]
         return [name for name in shown.expected.tensors if name not in SEARCHED]
 
     def not_offered(self, due: list[str], shown: PathTensors) -> tuple[list[str], list[str]]:
-        """Leave out the scores of a search."""
+        """Exclude the scores if the search doesn't return any."""
         if SCORES not in due or SCORES in shown.tensors:
             return due, []
         return [name for name in due if name != SCORES], ["scores are not shown"]
 
     def compare_tensors(self, names: Sequence[str], shown: PathTensors) -> Iterator[Finding]:
-        """Compare logits and taps with a cache, or the tokens and then their scores."""
+        """Compare logits and taps with a cache, or compare the tokens and then their scores."""
         yield from super().compare_tensors([name for name in names if name not in SEARCHED], shown)
         if TOKENS in names:
             yield from _compare_search(shown)
 
 
 def _is_stepwise(case: Case) -> bool:
-    """Whether positions are decoded one after another too, which yields what all at once do."""
+    """Return True if the case also decodes one position at a time, which must give the same result as a single pass."""
     return case.options.beam_size is None and "target_ids" in case.inputs
 
 
 def _stepwise(found: Result) -> Tensors:
-    """Return taps and logits; the tap of the logits comes first, because every mistake of a step shows there."""
+    """Return taps and logits in reverse order. The logits come first, because any bug in a step affects them."""
     return {**dict(reversed(found.taps.items())), OUTPUT: found.output}
 
 
 def _padded(steps: Sequence[ndarray]) -> ndarray:
-    """Return the hypotheses after each step [B, K, n] as one array [step, B, K, steps]."""
+    """Stack the hypotheses after each step [B, K, n] into one padded array [step, B, K, steps]."""
     return np.stack([np.pad(ids, ((0, 0), (0, 0), (0, len(steps) - ids.shape[2]))) for ids in steps])
 
 
@@ -121,32 +124,31 @@ def _compare_search(shown: PathTensors) -> Iterator[Finding]:
     if problem := _tokens_problem(case, ids, expected.tensors[TOKENS]):
         yield author.compared(path, TOKENS, math.inf, 0.0, problem=problem)
         return
-    ids = ids.astype(np.int64)  # with a signed integer, NumPy turns uint64 into float64
+    ids = ids.astype(np.int64)  # NumPy would convert uint64 to float64 in operations with signed integers
     wrong = "" if scores is None else structure_problem(scores, expected.tensors[SCORES], author.dtype)
     if wrong:
         yield author.compared(path, SCORES, math.inf, 0.0, problem=wrong)
     exact = expected.exact.model
     rounded = None if expected.rounded is None else expected.rounded.model
     source_ids, options = case.inputs["source_ids"], case.options
-    # If the steps of a search are not known, only its result is explained.
+    # Without scores, or if the tokens come from files, the steps of the search are unknown, so only explain its result.
     unknown = None if path == FILES or scores is None else scores
     found = Decoded(SearchResult(ids, unknown), shown.outputs.trace)  # type: ignore[arg-type]
     doubts = explain(exact, rounded, source_ids, found, expected.tensors[TOKENS], options)
     worst = max(doubts, key=lambda doubt: (not doubt.is_near_tie, doubt.margin), default=None)
-    problem = (
-        summary(doubts) if worst and worst.margin == math.inf else ""
-    )  # rounding does not explain an infinite margin
+    # Rounding can't explain an infinite margin.
+    problem = summary(doubts) if worst and worst.margin == math.inf else ""
     margin, noise = (worst.margin, worst.noise) if worst else (0.0, 0.0)
     if not doubts and unknown is not None and rounded is None:
-        # In float32, rounding may decide which hypotheses a beam keeps; in float64, it never has in these cases.
+        # Compare the steps in float64 only. In float32, rounding may affect which hypotheses a beam keeps.
         problem = _steps_problem(found.shown, expected.tensors[STEPS])
         margin = math.inf if problem else 0.0
     yield author.compared(path, TOKENS, margin, noise, problem=problem, detail=summary(doubts))
     if scores is None or wrong:
         return
     truth = score(exact, source_ids, ids, options)
-    if not np.isfinite(truth).all():  # some tokens are not allowed
-        problem = f"scores must be finite: the reference finds {truth.min()} for these tokens"
+    if not np.isfinite(truth).all():  # a hypothesis contains a forbidden token
+        problem = f"scores must be finite: the reference returns {truth.min()} for these tokens"
         yield author.compared(path, SCORES, math.inf, 0.0, problem=problem)
         return
     usual = None if rounded is None else score(rounded, source_ids, ids, options)
@@ -154,17 +156,17 @@ def _compare_search(shown: PathTensors) -> Iterator[Finding]:
 
 
 def _steps_problem(shown: Sequence[ndarray], expected: ndarray) -> str:
-    """Return what is wrong with the hypotheses that ``on_step`` is called with; empty if nothing is."""
+    """Return an error message if the hypotheses passed to ``on_step`` are wrong, or an empty string."""
     if len(shown) != len(expected):
         return f"on_step must be called {len(expected)} times: got {len(shown)}"
     for n, (ids, truth) in enumerate(zip(shown, expected, strict=True), 1):
         if not np.array_equal(ids, truth[..., :n]):
-            return f"on_step is called with other hypotheses than the reference's after step {n}"
+            return f"on_step must be called with the reference's hypotheses: they differ after step {n}"
     return ""
 
 
 def _tokens_problem(case: Case, ids: ndarray, truth: ndarray) -> str:
-    """Return what is wrong with tokens before any decision is compared; empty if nothing is."""
+    """Return an error message if the dtype, shape or range of the tokens is invalid, or an empty string."""
     limit = case.options.limit(case.inputs["source_ids"].shape[1], case.config)
     shape, size = list(truth.shape[:2]), case.config.target_vocab_size
     if ids.dtype.kind not in "iu":
@@ -172,7 +174,7 @@ def _tokens_problem(case: Case, ids: ndarray, truth: ndarray) -> str:
     if ids.ndim != 3 or list(ids.shape[:2]) != shape:
         return f"shape must be {[*shape, 'length']}: got {list(ids.shape)}".replace("'", "")
     if not 0 < ids.shape[2] <= limit:
-        return f"hypotheses must be of 1 to {limit} tokens: got {ids.shape[2]}"
+        return f"hypotheses must have 1 to {limit} tokens: got {ids.shape[2]}"
     if not ((ids >= 0) & (ids < size)).all():
         return f"tokens must be in 0 to {size - 1}: got {ids.min()} to {ids.max()}"
     return ""

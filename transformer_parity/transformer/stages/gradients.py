@@ -1,4 +1,4 @@
-"""The stage ``gradients``: the loss of one batch, and its gradient at every tap and for every parameter."""
+"""The stage ``gradients``: compares the loss for one batch, and its gradients at all taps and for all parameters."""
 
 from __future__ import annotations
 
@@ -23,35 +23,38 @@ AT = "at "  # prefix of the gradients at taps; gradients of parameters have the 
 
 
 class GradientStage(TrainingStage):
-    """The loss, and gradients in the order of the backward pass: where a mistake is introduced, it shows first."""
+    """Compares the loss and the gradients in the order of the backward pass, so that a bug shows first at its cause."""
 
     name = component = GRADIENTS
-    perturbed_baselines = 4  # with one run only, one correct implementation in ten exceeds its tolerance
+    perturbed_baselines = 4  # with a single run, 10% of correct implementations would exceed their tolerance
     reproduces = 1e-10
     optional: ClassVar[Mapping[str, str]] = {"at *": "gradients at taps"}
 
     def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Way]:
-        """Yield the one run: the backward pass of one batch."""
+        """Yield a single run: the backward pass for one batch."""
         yield TAPS, lambda: gradients(loaded, case.inputs)
         outputs.hidden = hidden(case, loaded)
 
     def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
-        """Return the tolerance of each gradient: in float32, by the error of the reference's own."""
+        """Return the tolerance of each gradient. In float32, it depends on the error of the reference's gradient."""
         own = {name: training_error(name, baseline, truth) for name in truth if name in baseline}
         whole = own.get(WHOLE, 0.0)
         return {name: tolerance(name, placement.dtype, own.get(name, 0.0), whole) for name in truth}
 
     def compare(self, shown: PathTensors) -> Iterator[Finding]:
-        """Compare the gradients, and the concatenation of all gradients of parameters, computed here."""
+        """Compare the gradients, and also the concatenation of all parameter gradients."""
         return super().compare(replace(shown, tensors=_with_whole(shown.tensors, shown.expected.tensors)))
 
     def due(self, shown: PathTensors) -> list[str]:
-        """Return the names of a path: there is no whole gradient if files omit the gradient of a parameter."""
+        """Return the names of the tensors to compare.
+
+        If files omit the gradient of a parameter, the concatenated gradient can't be compared.
+        """
         names = super().due(shown)
         return [name for name in names if name in shown.tensors or name != WHOLE or shown.path != FILES]
 
     def not_offered(self, due: list[str], shown: PathTensors) -> tuple[list[str], list[str]]:
-        """Leave out the gradients at taps that the port does not promise to show, or else those at all taps."""
+        """Exclude the gradients at undeclared taps, or at all taps if the port doesn't return any."""
         if any(name.startswith(AT) for name in shown.tensors):
             unseen = {f"{AT}{tap}" for tap in shown.outputs.hidden} - shown.tensors.keys()
             due = [name for name in due if name not in unseen]
@@ -60,17 +63,17 @@ class GradientStage(TrainingStage):
     def left_out(
         self, case: Case, tensors: Collection[str], hidden: Sequence[str]
     ) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield the gradients at taps that are not shown."""
+        """Yield the gradients at taps that the port doesn't report, with the reason."""
         if hidden and any(name.startswith(AT) for name in tensors):
             yield tuple(f"{AT}{tap}" for tap in hidden), "gradients at these taps are not shown"
         yield from super().left_out(case, tensors, hidden)
 
 
 def gradients(loaded: Any, inputs: Arrays) -> Tensors:
-    """Return loss and gradients in the order of the backward pass."""
+    """Return the loss and the gradients in the order of the backward pass."""
     found = loaded.gradients(inputs)
     if not found.parameters:
-        raise ValueError("gradients must hold one array per parameter: got none")
+        raise ValueError("gradients must contain one array per parameter: got none")
     whole = np.concatenate([np.ravel(found.parameters[name]) for name in sorted(found.parameters)])
     return {
         LOSS: np.asarray(found.loss),
@@ -81,13 +84,13 @@ def gradients(loaded: Any, inputs: Arrays) -> Tensors:
 
 
 def tolerance(name: str, dtype: str, baseline: float, whole: float) -> float:
-    """Return the largest error allowed.
+    """Return the maximum allowed error of a tensor.
 
     Args:
-        name: The name of the tensor.
-        dtype: The working dtype.
-        baseline: The error that the NumPy reference itself makes here in float32.
-        whole: The same error of the whole gradient.
+        name: Name of the tensor.
+        dtype: Working dtype.
+        baseline: Error of the NumPy reference in float32 for this tensor.
+        whole: Error of the NumPy reference in float32 for the concatenated gradient.
     """
     rule = POLICY[GRADIENTS][dtype]
     kind = {LOSS: "loss", WHOLE: "whole"}.get(name, "tensor")
@@ -98,7 +101,7 @@ def tolerance(name: str, dtype: str, baseline: float, whole: float) -> float:
 
 
 def _with_whole(tensors: Tensors, expected: Tensors) -> Tensors:
-    """Return the tensors with the gradient of all parameters, one after another, computed here."""
+    """Replace the concatenated gradient by the concatenation of the given gradients, or omit it if one is missing."""
     names = sorted(name for name in expected if name.startswith("of "))
     if any(name not in tensors for name in names):
         return {name: value for name, value in tensors.items() if name != WHOLE}

@@ -1,6 +1,6 @@
-"""Values that nothing reads: at the padding behind a sentence, and at the scores of keys that a mask forbids.
+"""Masks for unused values: activations at padding positions, and scores of keys that a mask excludes.
 
-No loss, token or gradient of a parameter depends on them. Correct ports compute zeros, garbage or NaN there.
+No loss, token or parameter gradient depends on these values. A correct port may return zeros, garbage or NaN for them.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, STEPS, 
 
 @dataclass(frozen=True)
 class Read:
-    """The positions of each tensor of a case that the model reads.
+    """The positions of each tensor that the model uses.
 
     Attributes:
-        masks: True where a tensor is read, by its name and in a shape that broadcasts to its own. A tensor without a
-            mask is read everywhere.
+        masks: A mask for each tensor name, True for used positions, with a shape that broadcasts to the tensor. If a
+            tensor has no mask, all its positions are used.
     """
 
     masks: Mapping[str, ndarray]
 
     @classmethod
     def of(cls, case: Case, names: Iterable[str]) -> Read:
-        """Return the positions that are read, of tensors by their names."""
+        """Return the used positions of the named tensors in a case."""
         if case.compares_padding or case.stage == DECODE:
             return cls({})
         source, target = (before_padding(case.inputs[f"{side}_ids"], case.config.pad_id) for side in SIDES)
-        # A gradient flows back from wherever it is: only the softmax multiplies it by zero, at keys that are forbidden.
+        # All gradients are used, except at the attention weights of excluded keys, which the softmax multiplies by 0.
         backward = case.stage == GRADIENTS
-        if case.stage == STEPS:  # between two steps, the model is run forward
+        if case.stage == STEPS:  # only the logits of forward passes between two steps have unused positions
             names = [name for name in names if name.endswith(" logits")]
         elif backward:
             names = [name for name in names if name.startswith("at ") and name.endswith(".weights")]
         return cls({name: _mask(name.removeprefix("at "), source, target, backward) for name in names})
 
     def combine(self, read: Arrays, unread: Arrays) -> Tensors:
-        """Return tensors with the values of one side where they are read, and of the other side elsewhere."""
+        """Return tensors with the values of ``read`` at used positions and the values of ``unread`` elsewhere."""
         return {name: self._combined(name, value, unread.get(name)) for name, value in read.items()}
 
     def _combined(self, name: str, read: ndarray, unread: ndarray | None) -> ndarray:
@@ -56,7 +56,10 @@ SIDES = ("source", "target")
 
 
 def before_padding(ids: ndarray, pad_id: int) -> ndarray:
-    """Return where ids [B, L] are no padding at the end; the first position is never padding."""
+    """Return a mask that is False for padding at the end of each row of ids [B, L].
+
+    The first position is always True.
+    """
     is_token = ids != pad_id
     is_token[:, :1] = True
     return np.logical_or.accumulate(is_token[:, ::-1], axis=1)[:, ::-1]

@@ -1,7 +1,8 @@
-"""Learning rates of float32: the rounding that a schedule may have where everything else is computed in float64.
+"""Float32 learning rates: detects ports that round the learning rate to float32 but compute all else in float64.
 
-Several frameworks keep the learning rate in float32, or compute the schedule in it. The weights then differ from the
-reference's by more than their tolerance, in a way that twenty numbers describe: how far the rate of each step is off.
+Several frameworks store the learning rate in float32 or compute the schedule in float32. As a result, the weights
+differ from the reference's by more than their tolerance. The relative errors of the learning rates at the 20 steps
+fully describe this difference.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.transformer.cases.case import STEPS, Case
 from transformer_spec.training_config import TrainingConfig
 
-DISTURBED = 1e-9  # relative: how far a rate is moved to measure its effect
-ITERATIONS = 4  # of the fit, because an effect is not quite proportional to its cause
-ROUNDED = 1e-4  # relative: rates of float32 leave less in every tensor, so that a larger error has another cause
+DISTURBED = 1e-9  # relative change of a learning rate for measuring its effect
+ITERATIONS = 4  # number of iterations of the fit, because the effects are not exactly linear
+ROUNDED = 1e-4  # relative error of a tensor above which float32 learning rates can't be the cause
 
 
 @dataclass(frozen=True)
 class Scheduled(TrainingConfig):
-    """Settings whose learning rates are multiples of those of the schedule."""
+    """Training settings that multiply the learning rate of each step by a factor."""
 
     factors: tuple[float, ...] = ()
 
     def learning_rate(self, step: int, d_model: int) -> float:
-        """Return the learning rate of a step, counted from 1."""
+        """Return the learning rate of a step. The first step is 1."""
         return super().learning_rate(step, d_model) * self.factors[step - 1]
 
 
 def scheduled(case: Case, factors: tuple[float, ...]) -> Case:
-    """Return a case whose learning rates are multiplied by a factor for each step."""
+    """Return a copy of a case that multiplies the learning rate of each step by a factor."""
     settings = {entry.name: getattr(case.training, entry.name) for entry in fields(case.training)}
     return replace(case, settings=Scheduled(**settings, factors=factors))
 
@@ -43,20 +44,20 @@ def scheduled(case: Case, factors: tuple[float, ...]) -> Case:
 def rounded_rates(
     case: Case, actual: Arrays, truth: Arrays, run: Callable[[Case], Arrays], last: int
 ) -> Iterator[tuple[float, ...]]:
-    """Yield by which factors the rates of a port may differ from the schedule, if float32 explains all of them.
+    """Yield factors between a port's learning rates and the schedule if rounding to float32 can explain them.
 
-    A schedule of float64, rounded, takes one run to test. Otherwise the factors are fitted to the weights. They explain
-    a port only if the reference, run with them, agrees with it.
+    The first tuple rounds the float64 learning rates to float32. The second one is fitted to the port's weights.
+    The factors only explain a port if the reference agrees with it when run with them.
 
     Args:
-        case: What is trained.
+        case: The training case.
         actual: The port's tensors.
         truth: The reference's tensors.
-        run: Runs the reference in a case.
-        last: The number of the last step.
+        run: A function that runs the reference on a case.
+        last: Number of the last step.
 
     Yields:
-        A factor for each step; none if a larger error, or one in the rates, has another cause.
+        One factor per step. Yields nothing if the errors are too large for float32 learning rates.
     """
     names = [name for name in truth if " weight " in name and name in actual]
     if not names or any(relative_error(actual[name], truth[name]) > ROUNDED for name in names):

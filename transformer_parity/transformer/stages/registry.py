@@ -2,15 +2,14 @@
 
 To add a stage:
 
-1. Name it in ``cases/case.py``, and add cases for the packages to ``cases/standard.py`` and for ports of users to
+1. Add its name to ``cases/case.py``. Add cases for the packages to ``cases/standard.py``, and cases for user ports to
    ``cases/for_ports.py``. A stage without cases never runs.
-2. Write its file next to this one: a subclass of ``Stage`` in ``stage.py``, with the numbers of its tolerances in
-   ``engine/tolerances.toml``.
-3. Add it to ``STAGES``, and to the texts that list the stages: the help of ``--stage`` in ``cli/check.py``, of
-   ``--parity-stage`` in ``check/pytest_plugin.py``, and ``docs/result.schema.json``.
+2. Write a subclass of ``Stage`` in a new file in this directory, and add its tolerances to ``engine/tolerances.toml``.
+3. Add the stage to ``STAGES`` and to all texts that list the stages: the help of ``--stage`` in ``cli/check.py``, the
+   help of ``--parity-stage`` in ``check/pytest_plugin.py``, and ``docs/result.schema.json``.
 
-If it requires a new method of ports, add the method to ``protocol.py``, ``package.py``, ``user.py`` and templates in
-``ports``.
+If the stage requires a new port method, add the method to ``protocol.py``, ``package.py``, ``user.py`` and the
+templates in ``ports``.
 """
 
 from __future__ import annotations

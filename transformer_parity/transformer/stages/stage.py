@@ -1,4 +1,4 @@
-"""A stage: it runs a port in a case, and defines the expected tensors and their tolerances."""
+"""The base class of the stages. A stage runs a port on a case, and defines the expected tensors and tolerances."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ Way = tuple[str, Callable[[], Tensors]]  # a path, and the function that runs th
 
 @dataclass(frozen=True)
 class Expected:
-    """The tensors that one case must yield in one dtype.
+    """The expected tensors of a case in one dtype.
 
     Attributes:
-        tensors: The float64 truth by name, in the order of computation.
-        tolerances: The largest error that agrees, by name; a search has none here, because they depend on its result.
+        tensors: The reference's float64 tensors by name, in the order of computation.
+        tolerances: Maximum allowed error by tensor name. Tensors of a search are not included, because their
+            tolerances depend on the result of the search.
         exact: The reference in float64, for searches.
-        rounded: The reference in float32, if that is the dtype.
+        rounded: The reference in float32, or None unless the dtype is float32.
     """
 
     tensors: Tensors
@@ -41,15 +42,15 @@ class Expected:
 
 @dataclass(frozen=True)
 class PathTensors:
-    """The tensors that a port shows in a case on one path, and the expected ones.
+    """The tensors that a port returns for a case on one path, and the expected tensors.
 
     Attributes:
-        author: Makes the findings.
+        author: Factory for the findings.
         case: The case.
-        path: How the port was run.
-        tensors: The tensors of the port by name.
+        path: The way in which the port was run.
+        tensors: The port's tensors by name.
         expected: The expected tensors and their tolerances.
-        outputs: All results of the case.
+        outputs: All results of the port for this case.
     """
 
     author: Author
@@ -64,20 +65,20 @@ class Stage(Measure, ABC):
     """One kind of comparison.
 
     Attributes:
-        name: Its name in ``--stage`` and in findings.
-        component: The part of the model that cases of golden vectors are about.
-        path: The path whose tensors golden vectors hold.
-        is_ordered: Whether the tensors must come in the order of the reference's.
-        searches: Whether the model is run by a search.
-        has_baseline: Whether tolerances in float32 follow from the error of the reference in float32.
-        perturbed_baselines: The number of further runs of the reference in float32, with weights perturbed by one unit
-            in the last place. A tolerance follows from the largest error.
-        has_loss: Whether the model is run with labels.
-        trains: Whether running a case changes the model, which then is loaded for this case only.
-        reproduces: The largest error that a right hypothesis leaves when it repeats what a port does: rounding. The
-            weakest mistake leaves 1.8e-10 in activations (an epsilon rounded to float32) and 8e-9 in weights (1e-6
-            added to a norm before clipping).
-        optional: Tensors that a port may omit: a pattern of their names, and their description.
+        name: Name of the stage in ``--stage`` and in findings.
+        component: Part of the model that golden-vector cases of this stage test.
+        path: The path whose tensors golden vectors contain.
+        is_ordered: True if the tensors must be in the same order as the reference's.
+        searches: True if the stage runs a search.
+        has_baseline: True if float32 tolerances depend on the error of the reference in float32.
+        perturbed_baselines: Number of additional float32 runs of the reference with weights perturbed by one unit in
+            the last place. The tolerance depends on the largest error of all runs.
+        has_loss: True if the stage requires labels.
+        trains: True if the stage changes the model, so that each case loads a new one.
+        reproduces: Maximum difference between a port and a correct candidate that reproduces it, due to rounding. The
+            weakest bug causes an error of 1.8e-10 in activations (an epsilon rounded to float32) and 8e-9 in weights
+            (1e-6 added to a norm before clipping).
+        optional: Tensors that a port may omit: name pattern to description.
     """
 
     name: str
@@ -94,27 +95,27 @@ class Stage(Measure, ABC):
 
     @abstractmethod
     def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Way]:
-        """Yield the ways to run a port in a case; the caller runs each one before it requests the next.
+        """Yield the ways to run a port on a case. The caller runs each one before it requests the next.
 
         Args:
             case: The case, with copies of its inputs for the port.
             loaded: The port.
-            outputs: The results of the case so far.
+            outputs: Results of the case so far.
         """
 
     def tensors(self, case: Case, loaded: LoadedPort, dtype: str = "float64") -> Tensors:
-        """Return all tensors that a model yields in a case, in the order of computation, each once."""
+        """Return all tensors that a model computes for a case, in the order of computation."""
         found: Tensors = {}
         for _, run in self.run(replace(case, fast=False), loaded, Outputs(case.name, dtype)):
             found |= run()
         return found
 
     def expected(self, case: Case, reference: LoadedPackage, dtype: str) -> Tensors:
-        """Return the reference's tensors in a case; ``dtype`` is the working dtype of the port."""
+        """Return the reference's tensors for a case. ``dtype`` is the working dtype of the port."""
         return self.tensors(case, reference, dtype)
 
     def diagnosed(self, case: Case, tensors: Tensors) -> Tensors:
-        """Return the tensors of a case in the form in which hypotheses are compared with them."""
+        """Return the tensors of a case in the form that the diagnosis compares with its candidates."""
         return tensors
 
     @abstractmethod
@@ -122,17 +123,17 @@ class Stage(Measure, ABC):
         """Return the tolerance of each tensor.
 
         Args:
-            truth: The tensors of the reference in float64.
-            baseline: The tensors of the reference in float32; empty if that is not the working dtype.
-            placement: The working dtype, device and precision.
+            truth: The reference's tensors in float64.
+            baseline: The reference's tensors in float32; empty if the working dtype is not float32.
+            placement: Working dtype, device and precision.
         """
 
     def problem(self, name: str, actual: ndarray, expected: ndarray, dtype: str) -> str:
-        """Return what is wrong with a tensor; losses, norms and counts are float64 in every dtype."""
+        """Return an error message if a tensor is invalid, or an empty string. Scalars are float64 in every dtype."""
         return super().problem(name, actual, expected, dtype if expected.ndim else "float64")
 
     def compare(self, shown: PathTensors) -> Iterator[Finding]:
-        """Yield the omissions, a finding about wrong names, and then the comparison of each tensor."""
+        """Yield findings about skipped tensors, then about wrong names, then about each compared tensor."""
         names, skips = self._due(shown)
         yield from (shown.author.skipped(shown.path, why) for why in skips)
         due, known = set(names), shown.expected.tensors
@@ -141,18 +142,18 @@ class Stage(Measure, ABC):
         yield from self.compare_tensors([name for name in names if name in shown.tensors], shown)
 
     def compare_tensors(self, names: Sequence[str], shown: PathTensors) -> Iterator[Finding]:
-        """Yield the comparison of each tensor."""
+        """Yield a finding for each tensor."""
         expected = shown.expected
         yield from compare_tensors(
             shown.author, shown.path, names, shown.tensors, expected.tensors, expected.tolerances, self
         )
 
     def due(self, shown: PathTensors) -> list[str]:
-        """Return the names of the tensors that belong to a path."""
+        """Return the names of the tensors to compare on a path."""
         return list(shown.expected.tensors)
 
     def not_offered(self, due: list[str], shown: PathTensors) -> tuple[list[str], list[str]]:
-        """Return the names that are required, and why others are not."""
+        """Return the names of the required tensors, and the reasons for skipping the others."""
         skips = []
         for pattern, what in self.optional.items():
             names = [name for name in due if fnmatchcase(name, pattern)]
@@ -164,19 +165,22 @@ class Stage(Measure, ABC):
     def left_out(
         self, case: Case, tensors: Collection[str], hidden: Sequence[str]
     ) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield the names, or patterns of names, that files leave out, and why.
+        """Yield the names or name patterns of the tensors that golden files omit, with the reasons.
 
         Args:
             case: The case.
-            tensors: The names of the tensors that the port shows.
-            hidden: The taps that it does not promise to show.
+            tensors: Names of the tensors that the port returns.
+            hidden: Taps that the port doesn't declare.
         """
         for pattern, what in self.optional.items():
             if not any(fnmatchcase(name, pattern) for name in tensors):
                 yield (pattern,), f"{what} are not shown"
 
     def _due(self, shown: PathTensors) -> tuple[list[str], list[str]]:
-        """Return the names that are required, and why others are not; files give their own reasons."""
+        """Return the names of the required tensors, and the reasons for skipping the others.
+
+        Golden files contain their own reasons.
+        """
         due = self.due(shown)
         if shown.path != FILES:
             return self.not_offered(due, shown)

@@ -1,9 +1,9 @@
-"""The stage ``steps``: losses and norms of twenty optimizer steps, and weights and moments after some of them.
+"""The stage ``steps``: compares the losses and gradient norms of 20 optimizer steps, and weights and moments.
 
-Some cases call forward, gradients and generate between two steps: they must use the weights that training has changed,
-and change nothing for the steps that follow. They do so twice, because the first call may prepare something that the
-second one uses. One case starts training a second time: the moments and the step are then those of a new optimizer.
-In one case of the packages, the trainer also evaluates, returns a gradient, and loads its state after step 1.
+Some cases call ``forward``, ``gradients`` and ``generate`` between two steps. These methods must use the current
+weights and must not affect later steps. The cases call them twice, because the first call may cache something that the
+second call uses. One case starts training a second time, which must reset the moments and the step. In one case for the
+packages, the trainer also evaluates, returns a gradient, and loads the state after step 1.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from transformer_parity.transformer.stages.training_stage import LOSS, TrainingS
 from transformer_spec.search import Search
 from transformer_spec.training_config import Gradients
 
-SNAPSHOTS = (1, 5, 20)  # steps after which weights and moments are compared; in float32, only before the last
-LIMIT = 12  # tokens of a hypothesis between two steps
+SNAPSHOTS = (1, 5, 20)  # steps after which weights and moments are compared; float32 runs omit the last one
+LIMIT = 12  # maximum number of tokens in searches between two steps
 
 
 class StepStage(TrainingStage):
-    """Every loss and norm of the gradient, and the state of model and optimizer after the steps of ``SNAPSHOTS``."""
+    """Compares all losses and gradient norms, and the weights and moments after the steps in ``SNAPSHOTS``."""
 
     name = STEPS
     component = "optimizer steps"
@@ -54,28 +54,28 @@ class StepStage(TrainingStage):
     }
 
     def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Way]:
-        """Yield the one run: the steps that a user trains by."""
+        """Yield a single run: the training steps."""
         snapshots = case.snapshots or SNAPSHOTS
         last = snapshots[-1] if outputs.dtype == "float64" else snapshots[-2]
         yield FAST, lambda: train(case, loaded, range(1, last + 1), snapshots)
 
     def compare(self, shown: PathTensors) -> Iterator[Finding]:
-        """Compare the tensors; if they differ, also with the reference trained by the port's rounded learning rates."""
+        """Compare the tensors. If they differ, also compare them with a reference that rounds its learning rates."""
         findings = list(super().compare(shown))
         wrong = {finding.tap for finding in findings if finding.verdict == DIVERGES}
-        # The first loss comes before the first update, so no learning rate explains it.
+        # The first loss precedes the first update, so the learning rate can't explain a difference in it.
         if shown.author.dtype == "float64" and wrong and f"step 1 {LOSS}" not in wrong:
             findings = self._with_rounded_rates(shown) or findings
         yield from findings
 
     def compare_tensors(self, names: Sequence[str], shown: PathTensors) -> Iterator[Finding]:
-        """Yield the comparison of each tensor; of tokens that differ, say how many sentences do."""
+        """Yield a finding for each tensor. If tokens differ, add the number of sentences in which they do."""
         for finding in super().compare_tensors(names, shown):
             is_wrong = finding.tap.endswith(" tokens") and finding.verdict == DIVERGES and not finding.detail
             yield replace(finding, detail=_different_tokens(finding.tap, shown)) if is_wrong else finding
 
     def _with_rounded_rates(self, shown: PathTensors) -> list[Finding]:
-        """Return findings that all agree, with the reference's rates rounded; none if that is not what differs."""
+        """Return findings that all agree after rounding the reference's learning rates, or an empty list otherwise."""
         case, truth = shown.case, shown.expected.tensors
 
         def run(other: Case) -> Tensors:
@@ -99,21 +99,21 @@ class StepStage(TrainingStage):
     def left_out(
         self, case: Case, tensors: Collection[str], hidden: Sequence[str]
     ) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield the tensors that are not shown; without calls between two steps, those calls have none."""
+        """Yield the tensors that the port doesn't return, with the reasons."""
         for patterns, why in super().left_out(case, tensors, hidden):
             if case.calls or "between two steps" not in why:
                 yield patterns, why
 
     def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
-        """Return the tolerance of each tensor, which is fixed."""
+        """Return the fixed tolerance of each tensor."""
         return {name: tolerance(name, placement.dtype) for name in truth}
 
 
 def train(case: Case, loaded: Any, steps: Sequence[int], snapshots: Sequence[int]) -> Tensors:
-    """Train a model and return every loss, and weights and moments after some steps.
+    """Train a model, and return all losses, and the weights and moments after the steps in ``snapshots``.
 
-    The weights of key biases are excluded. Their gradients are rounding noise (see ``training_error``), which Adam
-    scales up to whole steps, and their values change no output.
+    Key biases are excluded. Their gradients are rounding noise (see ``training_error``), which Adam scales up to full
+    steps, and their values don't affect any output.
     """
     batches = shifted(case.inputs, case.rows)
     trainer = loaded.trainer(case.training)
@@ -151,16 +151,17 @@ def train(case: Case, loaded: Any, steps: Sequence[int], snapshots: Sequence[int
 
 
 def _different_tokens(name: str, shown: PathTensors) -> str:
-    """Say in how many sentences the tokens of a greedy search differ, and from which one on."""
+    """Return a phrase with the number of sentences whose tokens differ and the first differing position."""
     differ = shown.tensors[name] != shown.expected.tensors[name]  # [B, L]
     first = int(differ.any(0).argmax()) + 1
-    return f"{int(differ.any(1).sum())} of {len(differ)} sentences have different tokens, from token {first} on"
+    return f"{int(differ.any(1).sum())} of {len(differ)} sentences have different tokens, starting at token {first}"
 
 
 def other_calls(case: Case, loaded: Any) -> Iterator[tuple[str, ndarray]]:
-    """Yield the results of the model's other methods, if it has them.
+    """Yield the results of ``forward``, ``gradients`` and ``generate``, if the port defines them.
 
-    The gradient is one tensor, without those of key biases. Tokens are padded to one shape, and a token is one number.
+    The gradients are concatenated into one tensor, without key biases. The tokens are padded to a fixed shape and
+    returned as floats.
     """
     source_ids, target_ids = case.inputs["source_ids"], case.inputs["target_ids"]
     with suppress(MissingAbilityError):
@@ -175,7 +176,7 @@ def other_calls(case: Case, loaded: Any) -> Iterator[tuple[str, ndarray]]:
 
 
 def _trainer_calls(loaded: Any, trainer: Any, batch: Arrays) -> Iterator[tuple[str, ndarray]]:
-    """Yield the results of the trainer's other methods, which only the packages have."""
+    """Yield the results of the trainer's other methods, which only the packages define."""
     with loaded.quickly():
         loss, tokens = trainer.evaluate(**batch)
         gradient = trainer.gradient(**batch)
@@ -184,17 +185,17 @@ def _trainer_calls(loaded: Any, trainer: Any, batch: Arrays) -> Iterator[tuple[s
 
 
 def _as_vector(gradient: Gradients) -> ndarray:
-    """Return the gradients of all parameters as one vector, without those of key biases."""
+    """Concatenate the gradients of all parameters, except key biases, into one vector."""
     names = sorted(name for name in gradient.parameters if not is_noise(name))
     return np.concatenate([np.ravel(gradient.parameters[name]) for name in names])
 
 
 def shifted(inputs: Arrays, rows: Sequence[int] = ()) -> list[dict[str, ndarray]]:
-    """Return a different batch for each step: the source sentences rotate against the targets.
+    """Return a different batch for each step by rotating the source sentences relative to the targets.
 
     Args:
-        inputs: The whole batch.
-        rows: The number of rows that each batch takes from the beginning; all batches take all rows if it is empty.
+        inputs: The full batch.
+        rows: Number of rows in each batch, repeated cyclically. If empty, each batch contains all rows.
     """
     size = len(inputs["source_ids"])
     turned = [{**inputs, "source_ids": np.roll(inputs["source_ids"], shift, axis=0)} for shift in range(size)]
@@ -205,10 +206,10 @@ def shifted(inputs: Arrays, rows: Sequence[int] = ()) -> list[dict[str, ndarray]
 def _weights(loaded: Any) -> Mapping[str, ndarray]:
     try:
         return loaded.export()
-    except MissingAbilityError:  # losses are still to be seen
+    except MissingAbilityError:  # compare the losses only
         return {}
 
 
 def tolerance(name: str, dtype: str) -> float:
-    """Return the largest error allowed. It is fixed, because later steps amplify rounding beyond any baseline."""
+    """Return the maximum allowed error. It is fixed, because later steps amplify rounding beyond any baseline."""
     return POLICY[STEPS][dtype]["loss" if name.endswith(LOSS) else "tensor"]

@@ -1,4 +1,4 @@
-"""Names and errors that the stages ``gradients`` and ``steps`` share."""
+"""Names and error measures that the stages ``gradients`` and ``steps`` share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOSS, WHOLE = "loss", "the whole gradient"
 
 
 class TrainingStage(Stage):
-    """A stage that runs the model with labels."""
+    """A stage that requires labels."""
 
     has_loss = True
 
@@ -26,20 +26,20 @@ class TrainingStage(Stage):
 def training_error(name: str, actual: Arrays, expected: Arrays) -> float:
     """Return the error of a tensor.
 
-    The gradient of a key bias is zero, because adding a constant to every score changes no attention weight. Its
-    rounding noise is measured relative to the gradient of the query bias. Other gradients are zero in some cases, for
-    example those of scores, and of the query bias, if there is only one key. Noise in them is measured relative to the
-    whole gradient.
+    The exact gradient of a key bias is zero, because adding a constant to all scores doesn't change the attention
+    weights. Its rounding noise is measured relative to the gradient of the query bias. Some other gradients are zero in
+    some cases, for example the gradients of the scores and of the query bias if there is only one key. Their noise is
+    measured relative to the concatenated gradient.
     """
     usual = expected[name.replace("key_proj.bias", "query_proj.bias")] if is_noise(name) else expected[name]
     scale = usual if usual.any() or WHOLE not in expected else expected[WHOLE]
     if scale is expected[name] or expected[name].shape != np.shape(actual[name]):
         return relative_error(actual[name], expected[name])
     difference = np.linalg.norm(np.asarray(actual[name], np.float64) - expected[name])
-    size = np.linalg.norm(scale)  # zero if a mistake leaves no gradient at all
+    size = np.linalg.norm(scale)  # zero if a bug removes the entire gradient
     return float(difference / size) if difference and size else math.inf if difference else 0.0
 
 
 def is_noise(name: str) -> bool:
-    """Whether a tensor belongs to a key bias, whose gradient is rounding noise."""
+    """Return True for tensors of a key bias, because its gradient is rounding noise."""
     return name.endswith("key_proj.bias")

@@ -1,1 +1,1 @@
-"""Mistakes that are planted in no package and only serve as hypotheses."""
+"""Bugs that are not injected into any package and only serve as candidates for the diagnosis."""

@@ -1,7 +1,8 @@
-"""Mistakes of a backward pass that someone writes by hand, and of the loss that it begins with. Only hypotheses.
+"""Bugs in handwritten backward passes and in losses, as candidates for the diagnosis only.
 
-The frameworks derive the backward pass, so these mistakes can't be planted in our ports. ``BLOCKS`` edits the functions
-of single blocks, which the search for a place can limit to some blocks; ``PATHS`` and ``LOSSES`` edit the whole pass.
+The frameworks derive the backward pass automatically, so these bugs can't be injected into our ports. ``BLOCKS`` edits
+the functions of single blocks. The diagnosis can limit such bugs to some blocks. ``PATHS`` and ``LOSSES`` edit the full
+backward pass.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ OF_TABLE = "np.add.at(dtable, ids, self.multiplier * dvectors)"
 OF_PROJECTION = (
     '        if self.bias is not None:\n            tap("bias", dbias)\n        return dx\n\n\nclass LayerNorm'
 )
-# Numbers of positions by which a gradient is divided, in the norm and in a matrix product.
+# Expressions for the number of positions by which a gradient is divided, in layer norm and in a projection.
 AVERAGES = {
     "over the positions of all sentences": ("(dy.size // dy.shape[-1])", "len(rows)"),
     "over the sentences": ("len(dy)", "len(x)"),
@@ -28,7 +29,7 @@ AVERAGES = {
 
 
 def of_function(old: str, new: str) -> Edits:
-    """Return an edit of the backward pass of a function."""
+    """Return an edit of a function's backward pass."""
     return changed("functional", numpy=(old, new))
 
 
@@ -45,14 +46,14 @@ def of_norms(divisor: str, what: str) -> Edits:
 
 
 def mistakes(entries: dict[str, Edits]) -> list[Mistake]:
-    """Return a mistake for each name."""
+    """Return the named bugs."""
     return [Mistake(name, "", edits) for name, edits in entries.items()]
 
 
 BLOCKS = mistakes(
     {
-        "a backward pass of the norm without the term of the variance": of_function(DX, DX.replace(VARIANCE, "")),
-        "a backward pass of the norm without the term of the mean": of_function(DX, DX.replace(MEAN, "")),
+        "a backward pass of the norm without the variance term": of_function(DX, DX.replace(VARIANCE, "")),
+        "a backward pass of the norm without the mean term": of_function(DX, DX.replace(MEAN, "")),
         "a backward pass of the norm with constant mean and variance": of_function(DX, "dx = dn / sigma"),
         "a backward pass of the norm that isn't multiplied by scale": of_function(OF_X, OF_X.replace(" * scale", "")),
         "a backward pass of the norm that is multiplied by scale twice": of_function(OF_X, f"{OF_X}**2"),
@@ -101,7 +102,7 @@ BLOCKS = mistakes(
 )
 
 RESIDUAL = "return dtotal + sublayer_backward(x, dropout(dtotal), sublayer_trace)"
-# Parts of the model by a condition on the name of the sub-layer and on its place.
+# Parts of the model, with a condition on the name and position of the sub-layer.
 SUBLAYERS = {
     "cross-attention": 'name == "cross_attention"',
     "self-attention": 'name == "self_attention"',
@@ -126,7 +127,7 @@ INPUTS = {  # inputs of attention, with the lines that compute their gradients
 
 
 def of_pass(*changes: tuple[str, str]) -> Edits:
-    """Return edits of the backward pass of the model."""
+    """Return edits of the model's backward pass."""
     return together(*(changed("backward", numpy=change) for change in changes))
 
 
@@ -187,7 +188,7 @@ LOSS = "(smoothing / classes * spread if smoothing else 0.0)  # [B, T]\n"
 COUNTED = "counted = labels != config.pad_id\n    return"
 OF_LOSS = "counted = (labels != config.pad_id)[..., None]"
 NUMBER = "np.asarray(counted.sum()"
-# The derivative for a target whose shares don't add up to one.
+# The derivative if the target probabilities don't add up to 1.
 ANY_SUM = ("masked_softmax(logits) - target", "masked_softmax(logits) * target.sum(-1, keepdims=True) - target")
 ENTROPY = """\
     if smoothing:
@@ -198,7 +199,7 @@ ENTROPY = """\
 """
 # Labels that a loss omits, with a condition on ``labels`` [B, T] for all others.
 OMITTED = {
-    "the end symbol": "(labels != config.eos_id)",
+    "EOS": "(labels != config.eos_id)",
     "the first label": "(np.arange(labels.shape[1]) > 0)",
     "the last position": "(np.arange(labels.shape[1]) < labels.shape[1] - 1)",
 }
@@ -212,7 +213,7 @@ def of_loss(*changes: tuple[str, str]) -> Edits:
 
 
 def omitted(condition: str, is_in_number: bool) -> Edits:
-    """Return edits that leave some labels out of the loss."""
+    """Return edits that omit some labels from the loss."""
     usual = "np.asarray((labels != config.pad_id).sum()" if is_in_number else NUMBER
     return of_loss(
         (COUNTED, COUNTED.replace("pad_id\n", f"pad_id) & {condition}\n").replace("= labels", "= (labels")),
@@ -222,7 +223,7 @@ def omitted(condition: str, is_in_number: bool) -> Edits:
 
 
 def other_labels(new: str) -> Edits:
-    """Return edits by which loss and backward pass read other labels."""
+    """Return edits that replace the labels in the loss and in its backward pass."""
     return of_loss((LABELS, f"{LABELS}    labels = {new}\n"), (OTHERS, f"labels = {new}\n    {OTHERS}"))
 
 
@@ -232,18 +233,18 @@ LOSSES = mistakes(
             (LOSS, f"{LOSS}    losses = losses / np.log(2.0)\n"),
             ("masked_softmax(logits) - target, 0.0)", "(masked_softmax(logits) - target) / np.log(2.0), 0.0)"),
         ),
-        "a Kullback-Leibler divergence as loss, which lacks the entropy of the smoothed labels": of_loss(
+        "Kullback-Leibler divergence as the loss, which subtracts the entropy of the smoothed labels": of_loss(
             (LOSS, f"{LOSS}{ENTROPY}")
         ),
         **{
             f"a loss without {words}{number}": omitted(condition, is_in_number)
             for words, condition in OMITTED.items()
-            for is_in_number, number in ((False, ""), (True, ", which is in the number of tokens"))
+            for is_in_number, number in ((False, ""), (True, ", but counted in the number of tokens"))
         },
-        "a loss that doesn't leave out padding, and the right number of tokens": of_loss(
+        "a loss that includes padding, divided by the correct number of tokens": of_loss(
             ("np.where(counted, losses, 0.0)", "losses"), ("target, 0.0)", "target, masked_softmax(logits) - target)")
         ),
-        "averaged by sentence, with sentences without labels in the number": of_loss(
+        "averaged per sentence, counting sentences without labels": of_loss(
             (
                 f"np.where(counted, losses, 0.0).sum()), {NUMBER}",
                 "(np.where(counted, losses, 0.0).sum(1) / np.maximum(counted.sum(1), 1)).sum()),"
@@ -254,18 +255,18 @@ LOSSES = mistakes(
                 "masked_softmax(logits) - target, 0.0) / np.maximum(counted.sum(1, keepdims=True), 1)",
             ),
         ),
-        "the right label's whole weight beside the smoothing": of_loss(
+        "full weight of the correct label in addition to the smoothing": of_loss(
             ("losses = -(1.0 - smoothing) * right", "losses = -right"),
             ("right = 1.0 - smoothing", "right = 1.0"),
             ANY_SUM,
         ),
-        "smoothing of the wrong labels divided by the number of all labels": of_loss(
+        "smoothing of the wrong labels divided by the total number of labels": of_loss(
             ("smoothing / classes * spread", "smoothing / config.target_vocab_size * spread"),
             ("smoothing / (config.target_vocab_size - others)", "smoothing / config.target_vocab_size"),
             ANY_SUM,
         ),
-        "labels one position further": other_labels("np.roll(labels, -1, 1)"),
-        "labels one position further, padded at the end": other_labels(
+        "labels shifted by one more position": other_labels("np.roll(labels, -1, 1)"),
+        "labels shifted by one more position, padded at the end": other_labels(
             "np.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=config.pad_id)"
         ),
     }

@@ -1,4 +1,4 @@
-"""Mistakes of the forward pass that are hypotheses and are planted in no port: variants of those in the catalog."""
+"""Bugs in the forward pass that are candidates for the diagnosis only: variants of bugs in the catalog."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ACTIVATIONS = {
     "softplus": "np.logaddexp(x, 0.0)",
     "tanh": "np.tanh(x)",
     "sigmoid": "1.0 / (1.0 + np.exp(-x))",
-    "GELU by a sigmoid of 1.702 x": "x / (1.0 + np.exp(-1.702 * x))",
+    "x * sigmoid(1.702 x)": "x / (1.0 + np.exp(-1.702 * x))",
 }
 NORM = "return layer_norm(x, self.scale, self.bias, self.epsilon, self.kind)"
 OUTPUT, QUERY = "self.output_proj(merge_heads(context))", "split_heads(self.query_proj(query)"
@@ -26,13 +26,11 @@ ENCODED = "memory = self._encode(source_ids, source_mask, tap, rng)\n        ret
 STACK = 'x = layer(x, mask, within(tap, f"layers.{i}"), rng)'
 MEMORY = 'x = self.final_norm(x)\n        return tap("output", x)'
 SHIFTED = {
-    "right, with the start symbol first": (
-        "np.pad(target_ids[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.bos_id)"
-    ),
-    "right, with padding first": "np.pad(target_ids[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.pad_id)",
-    "right, with the last token first": "np.roll(target_ids, 1, 1)",
-    "left, with padding last": "np.pad(target_ids[:, 1:], ((0, 0), (0, 1)), constant_values=self.config.pad_id)",
-    "left, with the first token last": "np.roll(target_ids, -1, 1)",
+    "right, starting with BOS": ("np.pad(target_ids[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.bos_id)"),
+    "right, starting with padding": "np.pad(target_ids[:, :-1], ((0, 0), (1, 0)), constant_values=self.config.pad_id)",
+    "right, starting with the last token": "np.roll(target_ids, 1, 1)",
+    "left, ending with padding": "np.pad(target_ids[:, 1:], ((0, 0), (0, 1)), constant_values=self.config.pad_id)",
+    "left, ending with the first token": "np.roll(target_ids, -1, 1)",
 }
 SOURCE_MASKS = {
     "the source's padding mask negated, in encoder and cross-attention": "~source_mask",
@@ -40,11 +38,11 @@ SOURCE_MASKS = {
     "a source mask that ends one token too early, but keeps the first one": (
         "source_mask & ((np.cumsum(source_mask, 1) < lengths) | (np.arange(source_mask.shape[1]) == 0))"
     ),
-    "a source mask that hides the end symbol": "source_mask & (source_ids != self.config.eos_id)",
-    "a source mask that hides the end symbol, except as the first token": (
+    "a source mask that hides EOS": "source_mask & (source_ids != self.config.eos_id)",
+    "a source mask that hides EOS, except as the first token": (
         "source_mask & ((source_ids != self.config.eos_id) | (np.arange(source_mask.shape[1]) == 0))"
     ),
-    "a source mask that hides the start symbol": "source_mask & (source_ids != self.config.bos_id)",
+    "a source mask that hides BOS": "source_mask & (source_ids != self.config.bos_id)",
 }
 
 
@@ -57,17 +55,19 @@ UNPLANTED = [
     Mistake(name, "", edits)
     for name, edits in {
         **{
-            f"{name} for {usual}": changed("functional", numpy=(f'"{key}": {key},', f'"{key}": lambda x: {formula},'))
+            f"{name} instead of {usual}": changed(
+                "functional", numpy=(f'"{key}": {key},', f'"{key}": lambda x: {formula},')
+            )
             for usual, key in (("ReLU", "relu"), ("GELU", "gelu"))
             for name, formula in ACTIVATIONS.items()
         },
-        "1 + scale for scale in the norm": changed("layers", numpy=(NORM, NORM.replace("scale", "scale + 1.0"))),
+        "norm multiplied by 1 + scale": changed("layers", numpy=(NORM, NORM.replace("scale", "scale + 1.0"))),
         "a norm without its scale": changed("layers", numpy=(NORM, NORM.replace("self.scale", "1.0"))),
         "a norm without its bias": changed("layers", numpy=(NORM, NORM.replace("self.bias", "0.0"))),
         "a norm without its scale and bias": changed(
             "layers", numpy=(NORM, NORM.replace("self.scale", "1.0").replace("self.bias", "0.0"))
         ),
-        "a norm left out": changed("layers", numpy=(NORM, "return x")),
+        "missing norm": changed("layers", numpy=(NORM, "return x")),
         "no output projection": changed("attention", numpy=(OUTPUT, "merge_heads(context)")),
         "no query projection": changed("attention", numpy=(QUERY, "split_heads(query")),
         "no key projection": changed("attention", numpy=(KEY, "split_heads(memory")),
@@ -77,19 +77,19 @@ UNPLANTED = [
             "embedding", numpy=(MULTIPLIER, "self.multiplier = config.d_model**-0.5")
         ),
         **{
-            f"sqrt(d_model) of the embedding rounded to {dtype}": changed(
+            f"embedding factor sqrt(d_model) rounded to {dtype}": changed(
                 "embedding", numpy=(MULTIPLIER, f'{MULTIPLIER.replace("= ", "= float(np.array(")}).astype("{dtype}"))')
             )
             for dtype in ("float32", "bfloat16")
         },
-        "sqrt(d_k) of the scores rounded to float32": changed(
+        "sqrt(d_k) rounded to float32": changed(
             "attention", numpy=(SCORES, "query @ key.mT / float(np.float32(math.sqrt(d_k)))")
         ),
-        "1 / sqrt(d_k) of the scores rounded to float32": changed(
+        "1 / sqrt(d_k) rounded to float32": changed(
             "attention", numpy=(SCORES, "query @ key.mT * float(np.float32(d_k**-0.5))")
         ),
         **{
-            f"the decoder's input shifted {words}": in_transformer(
+            f"decoder input shifted {words}": in_transformer(
                 (ENCODED, f'target_ids, target_mask = self._take("target", {ids}, None)\n        {ENCODED}')
             )
             for words, ids in SHIFTED.items()

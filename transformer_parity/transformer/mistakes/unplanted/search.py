@@ -1,4 +1,4 @@
-"""Mistakes of searches and of their caches that are hypotheses and are planted in no port."""
+"""Bugs in searches and their caches that are candidates for the diagnosis only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ none = self.finished == -inf
         size = none.shape[1]
         return np.where(none[:, :, None], self.ids[:, :size], self.finished_ids), self.finished"""
 RESULT = "return search_result(ids, scores, plan.pad_id, plan.num_hypotheses)"
-# How the rows of a beam [R], in which a sentence's rows are adjacent, may read the tensors of sentences [B].
+# Ways to expand the tensors of the sentences [B] to the rows of a beam [R], in which a sentence's rows are adjacent.
 RIGHT, TILED, FIRST = "x.repeat(copies, 0)", "np.tile(x, (copies, 1, 1, 1))", "x[:1].repeat(copies * len(x), 0)"
 RIGHT_ROWS, TILED_ROWS = "{x}.repeat(beam_size, 0)", "np.concatenate([{x}] * beam_size)"
 KEPT_IN_PLACE = """\
@@ -63,18 +63,18 @@ def with_result(line: str) -> Edits:
 
 
 def seen(where: str) -> Edits:
-    """Return an edit that limits which positions the self-attention of a cached step sees."""
+    """Return an edit that masks some positions in the self-attention of cached steps."""
     return changed("decoder", numpy=(SELF_MASK, f"{SELF_MASK} & ({where})"))
 
 
 def at_position(position: str) -> Edits:
-    """Return an edit that gives each token of a cached step another position."""
+    """Return an edit that changes the position of each token in cached steps."""
     vectors = f"self.target_position.vectors({position}.max() + 1)[{position}].astype(cache.positions.dtype)"
     return changed("transformer", numpy=(POSITION, vectors))
 
 
 def read_by_rows(memory: str, mask: str) -> Edits:
-    """Return edits by which the rows of a beam attend to other memories, or under other masks."""
+    """Return edits that assign different encoder memories or masks to the rows of a beam."""
     lines = f"""{SELF_MASK}
         copies = len(x) // len(cache.cross_mask)
         memories = [type(one)(*({memory} for x in one)) for one in cache.memory]
@@ -84,7 +84,7 @@ def read_by_rows(memory: str, mask: str) -> Edits:
 
 
 def read_without_cache(memory: str, mask: str) -> Edits:
-    """Return edits by which a search without a cache decodes under other memories or masks, each prefix by one."""
+    """Return edits that make a search decode without a cache, and change its memories or masks."""
     edits = (
         ("decoder = model if use_cache else _Uncached(model)", "decoder = _Uncached(model)"),
         ("source_mask.repeat(beam_size, 0)", f"{mask.format(x='source_mask')}"),
@@ -95,17 +95,17 @@ def read_without_cache(memory: str, mask: str) -> Edits:
 
 
 def kept_in_place(stop: str, final: str, compared: str = "1.0") -> Edits:
-    """Return an edit that keeps ended hypotheses in the beam, so that fewer places are left for unfinished ones.
+    """Return an edit that keeps finished hypotheses in the beam, which leaves less space for unfinished ones.
 
     Args:
-        stop: When the search of a sentence is over, given which hypotheses have ended [B, K].
-        final: The divisor of log-probabilities in the last beam, by which the best is found.
-        compared: The divisor of log-probabilities of candidates, by which the beam is chosen.
+        stop: Condition for ending the search of a sentence, based on the finished hypotheses ``ended`` [B, K].
+        final: Divisor of the log-probabilities that selects the best hypothesis in the last beam.
+        compared: Divisor of the log-probabilities that selects the hypotheses in the beam.
     """
     return in_search(IN_STEP, IN_STEP + KEPT_IN_PLACE.format(stop=stop, final=final, compared=compared))
 
 
-# A sentence may end up without a hypothesis, which is an error in the reference.
+# Allow a sentence without any hypothesis, which would be an error in the reference.
 MAY_BE_EMPTY = changed(
     "search_loop", numpy=(RESULT, "return SearchResult(*(x[:, : plan.num_hypotheses] for x in (ids, scores)))")
 )
@@ -114,56 +114,56 @@ ONE_IS_ENOUGH = together(
     in_search("return self.unfinished.any()", "return self.unfinished.all()"),
     in_search("return (self.alive != -inf).any()", "return (self.alive != -inf).any(1).all()"),
 )
-STOPS = {"ended.all(1)": "", "ended[:, 0]": ", until the best one has ended"}
+STOPS = {"ended.all(1)": "", "ended[:, 0]": ", until the best one is finished"}
 SCORE = "plan.penalties[lengths]"
 
 SEARCHES = [
     Mistake(name, "", edits)
     for name, edits in {
-        "the memory tiled for the beam, so that hypotheses read other sentences": read_by_rows(TILED, RIGHT),
-        "the source's mask tiled for the beam, so that hypotheses have masks of other sentences": read_by_rows(
-            RIGHT, TILED
+        "memory tiled for the beam, so hypotheses attend to other sentences": read_by_rows(TILED, RIGHT),
+        "source mask tiled for the beam, so hypotheses use masks of other sentences": read_by_rows(RIGHT, TILED),
+        "memory and source mask tiled for the beam, so hypotheses attend to other sentences": read_by_rows(
+            TILED, TILED
         ),
-        "memory and mask tiled for the beam, so that hypotheses read other sentences": read_by_rows(TILED, TILED),
         **{
             f"{what} tiled for the beam, in a search without a cache": read_without_cache(memory, mask)
             for what, memory, mask in (
-                ("the memory", TILED_ROWS, RIGHT_ROWS),
-                ("the source's mask", RIGHT_ROWS, TILED_ROWS),
-                ("memory and mask", TILED_ROWS, TILED_ROWS),
+                ("memory", TILED_ROWS, RIGHT_ROWS),
+                ("source mask", RIGHT_ROWS, TILED_ROWS),
+                ("memory and source mask", TILED_ROWS, TILED_ROWS),
             )
         },
-        "the memory of the first sentence in every cached step": read_by_rows(FIRST, RIGHT),
-        "the source's mask of the first sentence in every cached step": read_by_rows(RIGHT, FIRST),
+        "memory of the first sentence used in every cached step": read_by_rows(FIRST, RIGHT),
+        "source mask of the first sentence used in every cached step": read_by_rows(RIGHT, FIRST),
         "positions of cached steps one too high": at_position("(n + 1)"),
-        "positions of cached steps one too high, from the second on": at_position("(n + (n > 0))"),
-        "cached steps whose token does not see itself, from the second on": seen(
+        "positions of cached steps one too high, starting at the second step": at_position("(n + (n > 0))"),
+        "tokens do not attend to themselves in cached steps, starting at the second step": seen(
             "(np.arange(cache.length + 1) < cache.length) | (cache.length == 0)"
         ),
-        "stops for all sentences as soon as one is done": ONE_IS_ENOUGH,
-        "stops for all sentences as soon as one is done, with what is unfinished of the others": together(
+        "stops for all sentences when one is finished": ONE_IS_ENOUGH,
+        "stops for all sentences when one is finished, and returns unfinished hypotheses for the others": together(
             ONE_IS_ENOUGH, in_search(POOL, UNFINISHED_POOL)
         ),
-        "stops when the best hypothesis of the beam has ended": in_search(IS_OVER, "is_over = ends[:, 0]"),
+        "stops when the best hypothesis of the beam is finished": in_search(IS_OVER, "is_over = ends[:, 0]"),
         **{
-            f"ended hypotheses keep their places in the beam{words}{ranked}": kept_in_place(stop, final, compared)
+            f"finished hypotheses keep their places in the beam{words}{ranked}": kept_in_place(stop, final, compared)
             for (stop, words), (final, compared, ranked) in product(
                 STOPS.items(),
                 (
                     (SCORE, "1.0", ""),
-                    ("1.0", "1.0", ", and no length penalty"),
-                    (SCORE, SCORE, ", all compared by their scores"),
+                    ("1.0", "1.0", ", without length penalty"),
+                    (SCORE, SCORE, ", all ranked by their scores"),
                 ),
             )
         },
-        "an ended hypothesis leaves its place in the beam empty for a step": in_search(
+        "finished hypotheses leave their beam slots empty for one step": in_search(
             MOST, f"{MOST}\n        best = np.where(np.arange(best.shape[1]) < beam_size, best, -inf)"
         ),
-        "the first hypothesis that ends is kept, not the best": ruled("pool='first'"),
-        "hypotheses at the maximum length do not count": together(
+        "the first finished hypothesis is returned instead of the best": ruled("pool='first'"),
+        "truncated hypotheses are discarded": together(
             MAY_BE_EMPTY, in_search("where(ends, best", "where(token == plan.eos_id, best")
         ),
-        "hypotheses at the maximum length count only where none has ended before": in_search(
+        "truncated hypotheses only considered if none has finished before": in_search(
             "where(ends, best",
             "where((token == plan.eos_id) | ends & (self.finished == -inf).all(1)[:, None], best",
         ),
@@ -173,20 +173,20 @@ SEARCHES = [
         "scores of running hypotheses divided by the growth of the length penalty in each step": in_search(
             TOTALS, "totals = (self.alive * (plan.penalties[n - 1] / plan.penalties[n]))[:, :, None] +"
         ),
-        "probabilities added up in place of log-probabilities": in_search(
+        "probabilities summed instead of log-probabilities": in_search(
             NEXT, NEXT.replace("log_softmax(logits)", "np.exp(log_softmax(logits))")
         ),
-        "the end symbol's log-probability is not added": in_search(
+        "log-probability of EOS is not added": in_search(
             PENALISED, PENALISED.replace("best", "np.where(token == plan.eos_id, self.alive[sentence, parent], best)")
         ),
-        "hypotheses keep the earlier tokens of their places in the beam": in_search(
+        "earlier tokens of the beam are not reordered": in_search(
             "candidates = self.ids[sentence, parent]",
             "candidates = self.ids[sentence, np.arange(parent.shape[1]) % beam_size]",
         ),
-        "the cache is reordered without the sentence's offset": in_search(
+        "the cache is reordered without the sentence offset": in_search(
             "(sentence * beam_size + parent)", "(sentence * 0 + parent)"
         ),
-        "the cache is reordered only until a hypothesis has ended": changed(
+        "the cache is reordered only until a hypothesis finishes": changed(
             "search_loop", numpy=("if rows is not None:", "if rows is not None and not (state.finished > -9e9).any():")
         ),
         **{
@@ -198,17 +198,17 @@ SEARCHES = [
                 ("bfloat16", "float16"),
             )
         },
-        "returned tokens without the end symbol": with_result("ids = np.where(ids == plan.eos_id, plan.pad_id, ids)"),
-        "returned tokens that begin with the start symbol": with_result(
+        "EOS removed from the returned tokens": with_result("ids = np.where(ids == plan.eos_id, plan.pad_id, ids)"),
+        "returned tokens start with BOS": with_result(
             "ids = np.concatenate([np.full_like(ids[:, :, :1], plan.start_id), ids], 2)"
         ),
         **{
-            f"sentences returned in the order of their source lengths, the {which} first": with_result(
+            f"sentences returned in order of their source lengths, the {which} first": with_result(
                 f'ids = ids[np.argsort({sign}source_mask.sum(1), kind="stable")]'
             )
             for sign, which in (("", "shortest"), ("-", "longest"))
         },
-        "sources are cut at the length of the first sentence": planned(
+        "sources are truncated to the length of the first sentence": planned(
             "source_mask = source_mask & (__import__('numpy').arange(source_mask.shape[1]) < source_mask[0].sum())"
         ),
     }.items()

@@ -1,42 +1,42 @@
-"""Variants of an optimizer step, as hypotheses that are planted in no port: Adam, clipping, slices and restarts."""
+"""Variants of training steps as candidates for the diagnosis only: Adam, clipping, micro-batches and restarts."""
 
 from __future__ import annotations
 
 from transformer_parity.transformer.mistakes.mistake import Edits, Mistake
 from transformer_parity.transformer.mistakes.other_optimizers import MATRICES, T, formulas
 
-KEPT = "kept = self.__dict__.setdefault('kept', {{}})"  # from one step to the next
+KEPT = "kept = self.__dict__.setdefault('kept', {{}})"  # values that are kept between steps
 LARGEST = f"{KEPT}\nkept[name] = np.maximum(kept.get(name, 0.0), {{largest}})"
 IN_KERAS = "step = learning_rate * m_hat / (v_hat**0.5 + epsilon / correction2**0.5)"
 MEAN_OF_PARTS = "total, tokens = total + part_total, tokens + part_tokens"
-LIMIT_OF_A_SUM = "clipped if the norm of the gradient's sum over tokens is above the limit"
+LIMIT_OF_A_SUM = "clipped if the norm of the summed gradient exceeds the limit"
 SCALE = "scale = clip_factor(norm, settings.clip_norm) / count"
 NORM = "norm = global_norm(gradient) / count\n"
 MULTIPLIED = "{{name: {factor} * array for name, array in of_parameters.items()}}"
-FUSED = {  # tensors that a port may fuse, with an expression for the name of the fused tensor
-    "queries, keys and values of self-attention, and keys and values of cross-attention, are one": (
+FUSED = {  # groups of tensors that a port may fuse, with an expression for the name of the fused tensor
+    "queries, keys and values of self-attention, and keys and values of cross-attention, are fused": (
         r"__import__('re').sub(r'(self_attention\.)(query|key|value)|(cross_attention\.)(key|value)', r'\1\3', name)"
     ),
-    "queries, keys and values of every attention block are one": (
+    "queries, keys and values of every attention block are fused": (
         r"__import__('re').sub(r'(_attention\.)(query|key|value)', r'\1', name)"
     ),
-    "keys and values of every attention block are one": (
+    "keys and values of every attention block are fused": (
         r"__import__('re').sub(r'(_attention\.)(key|value)', r'\1', name)"
     ),
-    "kernel and bias of a layer are one": "name.rpartition('.')[0]",
-    "all tensors of an encoder or decoder layer are one": "'.'.join(name.split('.')[:3])",
+    "kernel and bias of a layer are fused": "name.rpartition('.')[0]",
+    "all tensors of an encoder or decoder layer are fused": "'.'.join(name.split('.')[:3])",
 }
 
 
 def corrected(first: str, second: str) -> Edits:
-    """Return edits that correct the moments with different steps, which are expressions of the step ``t``."""
+    """Return edits that change the steps in the bias corrections. The arguments are expressions of the step ``t``."""
     return formulas(
         m_hat=f"{T}\nm_hat = m / (1.0 - beta1 ** ({first}))", v_hat=f"v_hat = v / (1.0 - beta2 ** ({second}))"
     )
 
 
 def first_gradient(*moments: str, **others: str) -> Edits:
-    """Return edits that initialize some moments with the first gradient, or its square."""
+    """Return edits that initialize moments with the first gradient or its square."""
     values = {"m": "g", "v": "g * g"}
     lines = "".join(f"\n    {moment}[...] = {values[moment]}" for moment in moments)
     return formulas(m=f"{T}\nif t == 1:{lines}\n{{m}}", **others)
@@ -48,7 +48,7 @@ def largest(of: str, corrected_by: str = "1.0", **others: str) -> Edits:
 
 
 def reduced_by(value: str, where: str = "1.0") -> Edits:
-    """Return edits that subtract a multiple of each parameter from it, regardless of the learning rate."""
+    """Return edits that add weight decay regardless of the learning rate."""
     return formulas(theta=f"theta *= 1.0 - {value} * {where}\n{{theta}}")
 
 
@@ -58,12 +58,12 @@ def in_trainer(*changes: tuple[str, str]) -> Edits:
 
 
 def clipped_by(norm: str) -> Edits:
-    """Return edits that clip by an expression instead of the norm."""
+    """Return edits that replace the norm for clipping by a different expression."""
     return in_trainer((SCALE, SCALE.replace("(norm", f"({norm}")))
 
 
 def clipped_in_groups(key: str) -> Edits:
-    """Return edits that clip each group of tensors by its own norm; ``key`` is the expression of a group's name."""
+    """Return edits that clip each group of tensors separately. ``key`` is an expression for the group's name."""
     return in_trainer(
         (
             SCALE,
@@ -78,7 +78,13 @@ def clipped_in_groups(key: str) -> Edits:
 
 
 def clipped_slices(tokens: str, divisor: str = "1.0", *more: tuple[str, str]) -> Edits:
-    """Return edits that clip the gradient of each slice, taken per token of the slice or of the batch."""
+    """Return edits that clip the gradient of each micro-batch.
+
+    Args:
+        tokens: Expression for the number of tokens by which the gradient is divided.
+        divisor: Factor of the clipped gradient.
+        *more: Further changes of the trainer.
+    """
     lines = (
         f"of_slice = max(int({tokens}), 1)",
         "factor = clip_factor(global_norm(of_parameters) / of_slice, self.settings.clip_norm)",
@@ -103,7 +109,7 @@ def kept_on_the_model(what: str) -> list[tuple[str, str]]:
 
 
 def of_gradient(*lines: str) -> Edits:
-    """Return edits that change the gradient of a batch, summed over its tokens, before its norm is taken."""
+    """Return edits that change the summed gradient of a batch before its norm is computed."""
     return in_trainer((NORM, "".join(f"{line}\n        " for line in lines) + NORM))
 
 
@@ -122,7 +128,7 @@ FORMULAS: dict[str, Edits] = {
         f"bias corrections of {words}": corrected(first, second)
         for words, (first, second) in {
             "step n + 1": ("t + 1", "t + 1"),
-            "step n - 1, from step 1 on": ("max(t - 1, 1)", "max(t - 1, 1)"),
+            "step n - 1, but at least step 1": ("max(t - 1, 1)", "max(t - 1, 1)"),
             "the first step in all steps": ("1", "1"),
             "step n + 1 for the first moment": ("t + 1", "t"),
             "step n + 1 for the second moment": ("t", "t + 1"),
@@ -130,16 +136,18 @@ FORMULAS: dict[str, Edits] = {
             "step n - 1 for the second moment": ("t", "max(t - 1, 1)"),
         }.items()
     },
-    "bias corrections of the other moment": formulas(m_hat="m_hat = m / correction2", v_hat="v_hat = v / correction1"),
+    "bias corrections of the two moments swapped": formulas(
+        m_hat="m_hat = m / correction2", v_hat="v_hat = v / correction1"
+    ),
     "bias corrections that multiply": formulas(m_hat="m_hat = m * correction1", v_hat="v_hat = v * correction2"),
     "the root of the second moment divided by the correction": formulas(v_hat="v_hat = v / correction2**2"),
     "the second moment divided by the root of the correction": formulas(v_hat="v_hat = v / correction2**0.5"),
     **{
-        f"{words} at the first gradient{suffix}": first_gradient(*moments, **others)
+        f"{words} with the first gradient{suffix}": first_gradient(*moments, **others)
         for words, moments in {
-            "moments that begin": ("m", "v"),
-            "a first moment that begins": ("m",),
-            "a second moment that begins": ("v",),
+            "moments initialized": ("m", "v"),
+            "a first moment initialized": ("m",),
+            "a second moment initialized": ("v",),
         }.items()
         for suffix, others in {
             "": {},
@@ -166,8 +174,8 @@ FORMULAS: dict[str, Edits] = {
     "Nesterov momentum, corrected by this step and the next": formulas(
         m_hat=f"{T}\nm_hat = beta1 * m / (1.0 - beta1 ** (t + 1)) + (1.0 - beta1) * g / correction1"
     ),
-    "the first moment of the step before": formulas(m="old = m.copy()\n{m}", m_hat="m_hat = old / correction1"),
-    "the second moment of the step before": formulas(v="old = v.copy()\n{v}", v_hat="v_hat = old / correction2"),
+    "the first moment of the previous step": formulas(m="old = m.copy()\n{m}", m_hat="m_hat = old / correction1"),
+    "the second moment of the previous step": formulas(v="old = v.copy()\n{v}", v_hat="v_hat = old / correction2"),
     "no first moment, as in RMSprop": formulas(m_hat="m_hat = g", v_hat="v_hat = v"),
     "no first moment, and the second corrected": formulas(m_hat="m_hat = g"),
     "a centered second moment, as in RMSprop": formulas(v_hat="v_hat = np.maximum(v / correction2 - m_hat**2, 0.0)"),
@@ -197,7 +205,7 @@ FORMULAS: dict[str, Edits] = {
     **{
         f"weight decay of {value} per step, regardless of the learning rate{words}": reduced_by(value, where)
         for value in ("0.01", "0.0001")
-        for words, where in {"": "1.0", ", not of biases and norms": MATRICES}.items()
+        for words, where in {"": "1.0", ", except for biases and norms": MATRICES}.items()
     },
     **{
         f"{words} rounded to {dtype}": formulas(**{key: text.replace("DTYPE", dtype) for key, text in new.items()})
@@ -224,7 +232,7 @@ AROUND: dict[str, Edits] = {
             "        scale = limit / (norm * count) if norm * count > limit else 1.0 / count",
         )
     ),
-    "a limit of clipping that is rounded to float32": in_trainer(
+    "clipping limit rounded to float32": in_trainer(
         (SCALE, SCALE.replace("settings.clip_norm", "settings.clip_norm and float(np.float32(settings.clip_norm))"))
     ),
     "clipped by the norm with the first embedding matrix counted twice": clipped_by(
@@ -249,41 +257,43 @@ AROUND: dict[str, Edits] = {
     },
     "every tensor clipped by its own norm, if clipping is on": clipped_in_groups("name"),
     **{f"every tensor clipped by its own norm, if {words}": clipped_in_groups(key) for words, key in FUSED.items()},
-    "every slice clipped before the sum, and the sum clipped too": clipped_slices(BATCH_TOKENS),
-    "every slice clipped before the sum": clipped_slices(BATCH_TOKENS, "1.0", (SCALE, "scale = 1.0 / count")),
-    "every slice clipped by the norm per its own token, and their mean": clipped_slices(
+    "every micro-batch clipped before the sum, and the sum clipped too": clipped_slices(BATCH_TOKENS),
+    "every micro-batch clipped before the sum": clipped_slices(BATCH_TOKENS, "1.0", (SCALE, "scale = 1.0 / count")),
+    "mean of micro-batches clipped by the norm per micro-batch token": clipped_slices(
         "part_tokens",
         "(1.0 / of_slice / self.settings.accumulation_steps)",
         (SCALE, "scale = 1.0"),
     ),
-    "every slice clipped by the norm per its own token, and their sum": clipped_slices(
+    "sum of micro-batches clipped by the norm per micro-batch token": clipped_slices(
         "part_tokens",
         "(1.0 / of_slice)",
         (SCALE, "scale = 1.0"),
     ),
-    "a loss of the last slice only": in_trainer(
+    "the loss of the last micro-batch only": in_trainer(
         (MEAN_OF_PARTS, MEAN_OF_PARTS.replace("total + part_total", "part_total", 1))
     ),
-    "the gradient of the first slice only": in_trainer(("of_parameters[name] += array", "of_parameters[name] = array")),
-    "gradients of all steps before, not clipped, are still there": of_gradient(
+    "the gradient of the first micro-batch only": in_trainer(
+        ("of_parameters[name] += array", "of_parameters[name] = array")
+    ),
+    "unclipped gradients of all previous steps not reset": of_gradient(
         BEFORE.replace("{first}", "0.0"),
         "gradient = {name: before[name] * count + g for name, g in gradient.items()}",
         HELD,
     ),
-    "gradients of all steps before, not clipped, are still there when training starts again": of_gradient(
+    "unclipped gradients of all previous steps not reset, even when training restarts": of_gradient(
         BEFORE.replace("{first}", "0.0").replace("self.", "self.model."),
         "gradient = {name: before[name] * count + g for name, g in gradient.items()}",
         HELD.replace("self.", "self.model."),
     ),
-    "the gradient of the step before": of_gradient(
+    "the gradient of the previous step": of_gradient(
         BEFORE.replace("{first}", "0.0 * g"), HELD, "gradient = {name: before[name] * count for name in gradient}"
     ),
-    "the gradient of the step before, from step 2 on": of_gradient(
+    "the gradient of the previous step, starting at step 2": of_gradient(
         BEFORE.replace("{first}", "g / count"), HELD, "gradient = {name: before[name] * count for name in gradient}"
     ),
-    "the number of the step kept from the training before": in_trainer(*kept_on_the_model("step")),
-    "moments kept from the training before": in_trainer(*kept_on_the_model("moments")),
-    "moments and the number of the step kept from the training before": in_trainer(
+    "step number kept from the previous training": in_trainer(*kept_on_the_model("step")),
+    "moments kept from the previous training": in_trainer(*kept_on_the_model("moments")),
+    "moments and step number kept from the previous training": in_trainer(
         *kept_on_the_model("step"), *kept_on_the_model("moments")
     ),
 }

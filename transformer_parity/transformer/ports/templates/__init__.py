@@ -1,1 +1,1 @@
-"""What ``parity init-port`` writes: one port per framework, around our own package as a stand-in."""
+"""Templates for ``parity init-port``: one port per framework, with the repository's package as a placeholder model."""
