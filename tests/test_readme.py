@@ -84,8 +84,8 @@ def small(name: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_block_is_run_parsed_or_only_read(page):
-    """Python in the README runs above, that of the guides in test_site, and that of golden.md in test_golden."""
-    run = page == PAGES[0] or page.parent.name == "how-to" or page.name == "golden.md"
+    """Other tests run the Python of README.md (above), of the guides (test_site) and of golden-vectors.md."""
+    run = page == PAGES[0] or page.parent.name == "how-to" or page.name == "golden-vectors.md"
     for language, code in BLOCK.findall(page.read_text("utf-8")):
         if language == "python":
             assert run, code

@@ -148,6 +148,7 @@ SHOWN = (
     "results/benchmarks.html",
     "speed.html",
     "agreement.html",
+    "reference/attacks.html",
     "why.html",
     "reference/api/transformer_torch/attention/index.html",
 )

@@ -56,7 +56,7 @@ examples:
   parity golden --port mymodel:Port --stage activations --out mine
   parity compare truth mine
 
-docs/golden.md describes the files, for a port that is not written in Python.
+docs/reference/golden-vectors.md describes the files, for a port that is not written in Python.
 
 exit code: 0 written, 3 not
 """
@@ -163,7 +163,7 @@ def _write(
 COMPARE_EXAMPLES = """
 examples:
   parity golden --out truth
-  parity compare truth mine                      mine: the same cases, computed by you; see docs/golden.md
+  parity compare truth mine                      mine/how-to/other-languages.md
   parity compare truth mine --stage activations  only this has to be there
   parity compare truth mine --json result.json
 

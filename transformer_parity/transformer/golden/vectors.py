@@ -1,7 +1,8 @@
 """Golden vectors: what one small model computes, in files that any language can read and write.
 
 A folder holds a model's weights and inputs, and every tensor that was computed from them; its manifest names each file
-and each tensor. ``docs/golden.md`` describes the format. Nothing in it is ever executed, and no framework is needed.
+and each tensor. ``docs/reference/golden-vectors.md`` describes the format. Nothing in it is ever executed, and no
+framework is needed.
 """
 
 from __future__ import annotations
