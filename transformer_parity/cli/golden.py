@@ -163,7 +163,7 @@ def _write(
 COMPARE_EXAMPLES = """
 examples:
   parity golden --out truth
-  parity compare truth mine                      mine/how-to/other-languages.md
+  parity compare truth mine                      mine: the cases that you computed; see docs/how-to/other-languages.md
   parity compare truth mine --stage activations  only this has to be there
   parity compare truth mine --json result.json
 
