@@ -340,7 +340,7 @@ def test_the_names_that_a_user_gives_are_taken(tmp_path):
 
 
 def test_every_habit_of_a_framework_is_listed_with_its_test():
-    named = set(re.findall(r"`(test_\w+)`", (DOCS / "native.md").read_text("utf-8")))
+    named = set(re.findall(r"`(test_\w+)`", (DOCS / "native" / "tests.md").read_text("utf-8")))
     tests, of_one_framework = set(), set()
     for path in (ROOT / "tests").glob("test_native*.py"):
         names = re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.MULTILINE)
@@ -350,3 +350,13 @@ def test_every_habit_of_a_framework_is_listed_with_its_test():
         else:  # beside tests of all packages
             of_one_framework.update(name for name in names if re.match(r"test_(torch|jax|tf)_", name))
     assert of_one_framework <= named <= tests, (of_one_framework - named, named - tests)
+
+
+def test_every_feature_of_a_framework_has_tests():
+    tests = (DOCS / "native" / "tests.md").read_text("utf-8")
+    for page in ("torch", "jax", "keras", "numpy"):
+        title, _, text = (DOCS / "native" / f"{page}.md").read_text("utf-8").partition("\n")
+        listed = text.partition("\n## Limitations\n")[0]
+        tested = tests.partition(f"\n#{title}\n")[2].partition("\n## ")[0]
+        features, rows = (re.findall(r"^\| (?!Feature )(.+?) \| ", part, re.MULTILINE) for part in (listed, tested))
+        assert features == rows != []
