@@ -1,4 +1,4 @@
-"""Tables of docs/speed.md that are made from benchmarks/*/*.json: shares of the limit, ratios, what is aimed at."""
+"""Tables generated from benchmarks/*/*.json: percentages of the peak, ratios, and goals."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from results import MACHINES, PARTICIPANTS, PORTS, RESULTS, read
 
 TASKS = ("forward", "train", "decode")
 SIZES = ("small", "base")
-ALONE = "forward-alone"  # one sentence of 8 tokens, at size tiny
+ALONE = "forward-alone"  # one sentence of 8 tokens with a model of size tiny
 PEERS = {
-    "numpy": ("its products", ("products",)),
-    "torch": ("best PyTorch peer", ("torch.nn", "torch.nn compiled", "marian")),
+    "numpy": ("its matmuls", ("products",)),
+    "torch": ("best PyTorch alternative", ("torch.nn", "torch.nn compiled", "marian")),
     "jax": ("Flax NNX", ("flax nnx",)),
-    "tf": ("best Keras hub form", ("keras hub", "keras hub XLA")),
+    "tf": ("best Keras hub mode", ("keras hub", "keras hub XLA")),
 }
-FORMS = {port: (port, f"{port} compiled") for port in ("torch", "tf")}  # of a package: the best counts, as of its peers
+FORMS = {port: (port, f"{port} compiled") for port in ("torch", "tf")}  # modes; comparisons use the fastest
 
 
 class Versus(NamedTuple):
-    """The best form of a package beside its best peer: their names, and how many times as long it takes."""
+    """The fastest mode of a package and the fastest alternative: their names and the ratio of their times."""
 
     own: str
     peer: str
@@ -29,35 +29,35 @@ class Versus(NamedTuple):
 
 
 class Aim(NamedTuple):
-    """Something to reach: what, how much, what was measured, and whether that is enough."""
+    """A goal: its description, its value, the measured value, and whether the goal is met."""
 
     what: str
     goal: str
     found: str
-    is_met: bool | None  # None where it was not measured
+    is_met: bool | None  # None if nothing was measured
 
 
 def race(name: str, machine: str) -> dict[str, Any]:
-    """Return what was measured of one work on a machine of ``MACHINES``, with the participants by name."""
+    """Return the results of one benchmark on a machine of ``MACHINES``, with the implementations by name."""
     (found,) = read(ROOT / "benchmarks" / machine / f"{name}.json")["result"]["races"]
     return {**found, "participants": {one["name"]: one for one in found["participants"]}}
 
 
 def own_race(task: str, machine: str, port: str) -> dict[str, Any]:
-    """Return the race of a task at base size that both forms of a package took part in; else the one of all."""
+    """Return the benchmark of a task at base size with all modes of a package, or else the common one."""
     name = f"{task}-base-{port}"
     return race(name if (ROOT / "benchmarks" / machine / f"{name}.json").exists() else f"{task}-base", machine)
 
 
 def share(found: dict[str, Any], name: str) -> float | None:
-    """Return the part of a participant's time that the work takes at the limit of the machine; None if unknown."""
+    """Return the time of the work at the machine's peak relative to the measured time. Return None if unknown."""
     seconds = found["participants"].get(name, {}).get("median_seconds")
     limit = found.get("limit")
     return limit["seconds"] / seconds if limit and seconds else None
 
 
 def shares() -> Iterator[str]:
-    """Yield Markdown tables of the share of the limit, of each task and size, one for each processor."""
+    """Yield one Markdown table per processor with the percentage of the peak for each task and size."""
     for machine, title in MACHINES.items():
         columns = {f"{task}, {size}": race(f"{task}-{size}", machine) for task in TASKS for size in SIZES}
         yield f"| {title} | {' | '.join(columns)} |"
@@ -71,34 +71,37 @@ def shares() -> Iterator[str]:
             f"{limit['rate'] / 1e9:,.0f} GFLOP/s, {limit['bandwidth'] / 1e9:,.0f} GB/s" if limit else ""
             for limit in limits
         ]
-        yield f"| the limit | {' | '.join(cells)} |"
+        yield f"| peak | {' | '.join(cells)} |"
         yield ""
 
 
 def percent(part: float | None) -> str:
-    """Return a share as a cell."""
-    return "" if part is None else f"{part:.0%}".replace("%", " %")
+    """Return a fraction as a percentage."""
+    return "" if part is None else f"{part:.0%}"
 
 
 def best_of(found: dict[str, Any], names: Iterable[str]) -> str | None:
-    """Return which of some participants has the lowest median time; None where none has any."""
+    """Return the implementation with the lowest median time. Return None if none has a time."""
     times = {name: found["participants"].get(name, {}).get("median_seconds") for name in names}
     return min((name for name in times if times[name]), key=times.__getitem__, default=None)
 
 
 def best_form(found: dict[str, Any], port: str) -> str | None:
-    """Return the best form of a package, by its median time; None where none was timed."""
+    """Return the fastest mode of a package by its median time. Return None if none has a time."""
     return best_of(found, FORMS.get(port, (port,)))
 
 
 def against_peer(found: dict[str, Any], name: str) -> Versus | None:
-    """Return the best form of a package beside its best peer; None where either has no time."""
+    """Compare the fastest mode of a package with the fastest alternative. Return None if either has no time."""
     own, peer = best_form(found, name), best_of(found, PEERS[name][1])
     return Versus(own, peer, found["ratios"][own][peer]) if own and peer else None
 
 
 def against_fastest(found: dict[str, Any]) -> dict[str, dict[str, float] | None]:
-    """Return the ratio of each port to the one whose median ratios to the others are below 1; None is that one."""
+    """Return the ratio of each port to the fastest port, whose median ratios to the others are below 1.
+
+    The fastest port itself has the ratio None.
+    """
     forms = {port: best_form(found, port) for port in PORTS}
     ratios = {port: {other: found["ratios"][own].get(forms[other]) for other in PORTS} for port, own in forms.items()}
     (first,) = (port for port in PORTS if all(one["median"] < 1 for one in ratios[port].values() if one))
@@ -106,7 +109,7 @@ def against_fastest(found: dict[str, Any]) -> dict[str, dict[str, float] | None]
 
 
 def compared(task: str) -> Iterator[str]:
-    """Yield Markdown tables of ratios: each package beside its peers, and each port beside the fastest."""
+    """Yield Markdown tables of the ratios of each package to its alternatives and of each port to the fastest."""
     for machine, title in MACHINES.items():
         races = [race(f"{task}-{size}", machine) for size in SIZES]
         yield f"| {task}, {title} | {' | '.join(SIZES)} |"
@@ -123,12 +126,12 @@ def compared(task: str) -> Iterator[str]:
 
 
 def spread(ratio: dict[str, float] | None, without: str) -> str:
-    """Return a ratio as a cell: its median, and the lowest and the highest."""
+    """Return a ratio as a cell: its median, its lowest and its highest value."""
     return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else without
 
 
 def said(versus: Versus | None, name: str) -> str:
-    """Return a package beside its best peer as a cell, with the names where there are several; empty if unknown."""
+    """Return the ratio to the best alternative as a cell, with both names if there are several. Empty if unknown."""
     if versus is None:
         return ""
     names = f", {versus.own} / {versus.peer}" if len(PEERS[name][1]) > 1 else ""
@@ -136,7 +139,7 @@ def said(versus: Versus | None, name: str) -> str:
 
 
 def aims(machine: str) -> Iterator[Aim]:
-    """Yield everything that is aimed at on a machine, at base size where nothing else is said."""
+    """Yield all goals for a machine, at base size unless stated otherwise."""
     races = {task: race(f"{task}-base", machine) for task in TASKS}
     below, above = dict(zip(TASKS, (0.60, 0.85, 0.40), strict=True)), dict(zip(TASKS, (0.97, 0.92, 0.60), strict=True))
     for task in races:
@@ -144,10 +147,15 @@ def aims(machine: str) -> Iterator[Aim]:
         versus = against_peer(found, "torch")
         part = share(found, versus.peer) if versus else None
         if part is None:
-            yield Aim(f"torch / best PyTorch peer, {task}", f"{below[task]:.2f} or {above[task]:.2f}", "", None)
+            yield Aim(f"torch / best PyTorch alternative, {task}", f"{below[task]:.2f} or {above[task]:.2f}", "", None)
         else:
             goal = below[task] if part < 0.6 else above[task]
-            yield at_most(f"torch / best PyTorch peer, {task} (the peer is at {percent(part)})", goal, versus, "torch")
+            yield at_most(
+                f"torch / best PyTorch alternative, {task} (which reaches {percent(part)} of the peak)",
+                goal,
+                versus,
+                "torch",
+            )
     for name, goals in (("jax", (0.80, 0.75, 0.85)), ("tf", (0.97, 0.95, 0.75)), ("numpy", (1.15, 1.7, 1.15))):
         for task, goal in zip(races, goals, strict=True):
             versus = against_peer(own_race(task, machine, name), name)
@@ -157,9 +165,9 @@ def aims(machine: str) -> Iterator[Aim]:
         parts = {form: share(races[task], form) for form in forms if form}
         listed = ", ".join(f"{form} {percent(part)}" for form, part in parts.items() if part)
         known = [part for part in parts.values() if part]
-        whole = f"every port {percent(every)}, the best {percent(best)}"
+        whole = f"every port {percent(every)}, the best port {percent(best)}"
         is_met = min(known) >= every and max(known) >= best if len(known) == len(PORTS) else None
-        yield Aim(f"share of the limit, {task}", whole, listed, is_met)
+        yield Aim(f"percentage of the peak, {task}", whole, listed, is_met)
     alone = race(ALONE, machine)
     for port in PORTS:
         what = f"{port} / {PEERS[port][0]}, forward, size tiny, one sentence of 8 tokens"
@@ -167,7 +175,7 @@ def aims(machine: str) -> Iterator[Aim]:
 
 
 def kept() -> Iterator[str]:
-    """Yield a Markdown table of median times as usual, and where glibc keeps the memory that is freed."""
+    """Yield a Markdown table of the median times with default settings and with freed memory kept by glibc."""
     races = [race(f"{task}-base{kind}", "amd") for task in ("forward", "train") for kind in ("", "-kept")]
     yield f"| {MACHINES['amd']}, base, ms | forward | with memory kept | training step | with memory kept |"
     yield "|---|" + "---:|" * len(races)
@@ -176,11 +184,11 @@ def kept() -> Iterator[str]:
         if any(times):
             yield f"| {title} | {' | '.join(f'{1000 * seconds:,.0f}' if seconds else '' for seconds in times)} |"
     rates = [f"{found['limit']['rate'] / 1e9:,.0f} GFLOP/s" for found in races]
-    yield f"| the limit: products | {' | '.join(rates)} |"
+    yield f"| matmul throughput | {' | '.join(rates)} |"
 
 
 def translated() -> Iterator[str]:
-    """Yield a Markdown table of the lines of a text that each translator takes in a second."""
+    """Yield a Markdown table of the number of sentences that each translator processes per second."""
     searches = {"greedy": "translate-base-greedy", "beams of 4": "translate-base-beam4"}
     reports = {search: read(ROOT / "benchmarks" / "amd" / f"{name}.json") for search, name in searches.items()}
     rates = [{one["name"]: one["sentences_per_second"] for one in found["translators"]} for found in reports.values()]
@@ -192,13 +200,13 @@ def translated() -> Iterator[str]:
 
 
 def at_most(what: str, goal: float, versus: Versus | None, name: str) -> Aim:
-    """Return an aim that the ratio of a package to its best peer stays below."""
+    """Return a goal for the ratio of a package to its best alternative."""
     is_met = versus.ratio["median"] <= goal if versus else None
     return Aim(what, f"{goal:.2f}", said(versus, name), is_met)
 
 
 def goals() -> Iterator[str]:
-    """Yield Markdown tables of what is aimed at, and whether it was met, one for each processor."""
+    """Yield one Markdown table per processor with all goals and whether they are met."""
     words = {True: "yes", False: "no", None: "not measured"}
     for machine in MACHINES:
         found = read(ROOT / "benchmarks" / machine / "forward-base.json")
@@ -210,7 +218,7 @@ def goals() -> Iterator[str]:
     seconds, where = report["time"]["seconds"], report["machine"].get("processor", "")
     yield f"| `parity check`{f', on {where}' * bool(where)} | goal | measured | met |"
     yield "|---|---|---|---|"
-    shown = "a first run, the last that is [shown](results/conformance.md)"
+    shown = "duration of [the last full check](results/conformance.md), a first run"
     yield f"| {shown} | 120 s | {seconds:.0f} s | {words[seconds <= 120]} |"
 
 
