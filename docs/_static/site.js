@@ -1,6 +1,6 @@
-/* The reader chooses one framework for all pages: in the page header or in the tabs of a group of panes. The choice also
- * selects the content that is shown only for one framework. It is stored in localStorage or, if that isn't available,
- * passed on in the query of links. */
+/* The reader chooses one framework for all pages, in the page header or in the tabs of a group of panes. The choice
+ * also selects the content that is shown only for one framework. It is stored in localStorage or, if that isn't
+ * available, passed on in the query of links. */
 (() => {
   "use strict";
   const FRAMEWORKS = ["numpy", "torch", "jax", "tf"];
@@ -39,7 +39,7 @@
     for (const group of document.querySelectorAll(".panes:not(.is-single)")) showGroup(group);
   }
 
-  /* Show the four panes side by side if there is enough space, otherwise as tabs according to the WAI-ARIA practices. */
+  /* Show the panes side by side if there is enough space, otherwise as tabs according to the WAI-ARIA practices. */
   function showGroup(group) {
     const tabbed = group.clientWidth < WIDE;
     const tablist = group.querySelector(".panes-tabs");
