@@ -61,7 +61,7 @@ def chosen(part_names: str, only: str = "", without: str = "") -> list[Mistake]:
 def shown_at(mistake: Mistake) -> str:
     """Return the first place at which a bug shows, as HTML."""
     if mistake.verdict == "failed" or not mistake.at:
-        return f"Causes {escape(mistake.announced) if mistake.announced else 'an exception'}."
+        return f"Reported as: {escape(mistake.announced)}." if mistake.announced else "Raises an exception."
     how = "differs" if mistake.verdict == DIVERGES else "loses precision"
     taps = " The taps are correct. Only the fast path is wrong." if mistake.path == "fast" else ""
     return f"First place that {how}: <code>{escape(mistake.at)}</code>.{taps}"
