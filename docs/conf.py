@@ -1,4 +1,4 @@
-"""How the site is built: ``sphinx-build -W docs build/site``. No framework is imported, and no network is needed."""
+"""Configuration of the site. ``sphinx-build -W docs build/site`` builds it without a framework or a network."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "_ext")]
 
 
 def commit() -> str:
-    """Return the commit that the site shows; empty outside of a checkout."""
+    """Return the commit that the site shows, or an empty string outside of a Git checkout."""
     command = ["git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -51,7 +51,7 @@ autoapi_add_toctree_entry = False
 autoapi_keep_files = False
 autoapi_member_order = "bysource"
 autodoc_typehints = "none"
-suppress_warnings = ["autoapi.python_import_resolution"]  # names that only annotations use
+suppress_warnings = ["autoapi.python_import_resolution"]  # annotations use names that autoapi can't resolve
 napoleon_use_ivar = True
 napoleon_custom_sections = [("Taps", "params_style")]
 
@@ -62,7 +62,7 @@ html_css_files = ["site.css"]
 html_js_files = [("site.js", {"defer": "defer"})]
 html_show_sourcelink = False
 html_copy_source = False
-html_show_search_summary = False  # which fetches pages, and a browser refuses that for file:
+html_show_search_summary = False  # summaries require fetching pages, which browsers reject for file: URLs
 templates_path = ["_templates"]
 html_last_updated_fmt = None
 html_context = {"default_mode": "auto"}

@@ -1,4 +1,4 @@
-"""The table of attacks on the verdict AGREE: each comes to what is expected of it."""
+"""Attacks on the verdict AGREE: each attack gets its expected verdict."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from attacks.attack import FAILS, TOLERATED, Attack
 from attacks.options import TESTS
 
 FEW = 1
-DOCUMENT = Path(__file__).parent.parent / "docs" / "agreement.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "reference" / "attacks.md"
 
 
 @pytest.fixture(autouse=True)
 def _attacks_can_be_imported(monkeypatch):
-    """Let new processes import the attacks, as they import a port of a user."""
+    """Let new processes import the attacks like a user's port."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])))
 
 
@@ -34,7 +34,7 @@ def _title(attack: Attack) -> str:
 
 
 def _every_attack() -> list:
-    """Return each attack; all but the first few of each family and expectation are extended."""
+    """Return all attacks. Only the first of each family and expected verdict runs without --all."""
     parameters, seen = [], Counter()
     for attack in table.table():
         seen[attack.family, attack.expected] += 1
@@ -73,7 +73,7 @@ def test_attacks_at_once_leave_one_another_what_becomes_of_warnings(monkeypatch)
     before, both, seen = list(warnings.filters), Barrier(2, timeout=20.0), []
 
     def run_all(jobs, timeout):
-        if both.wait() > 0:  # the first ends first
+        if both.wait() > 0:  # the first thread finishes first
             time.sleep(0.2)
         seen.append(warnings.filters[0])
         return iter(())

@@ -106,7 +106,7 @@ def test_copies_are_not_compared_and_own_tensors_are(truth, copy):
 
 @pytest.mark.parametrize("noise", [moved, lambda x: x * (1.0 + 1e-14)], ids=["one ulp", "1e-14"])
 def test_copies_with_noise_are_not_told_from_computed_tensors(truth, noise):
-    """docs/agreement.md says so."""
+    """docs/reference/verdict-checks.md documents this limit."""
     own = vectors.read(truth)
     noisy = find_copies(own, with_tensors(own, lambda name, x: noise(x)), own.cases)
     assert not [place for place in noisy if place[1] == "float64"]

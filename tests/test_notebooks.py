@@ -121,7 +121,7 @@ def test_the_site_refuses_outputs_of_other_code():
         code_cells.outputs("tour", 0, code[0] + " ")
     with pytest.raises(ExtensionError, match=f"code cell {len(code)} of"):
         code_cells.outputs("tour", len(code), code[0])
-    with pytest.raises(ExtensionError, match=r"nothing.ipynb is not there: run python docs/notebooks/run.py nothing"):
+    with pytest.raises(ExtensionError, match=r"nothing.ipynb doesn't exist: run python docs/notebooks/run.py nothing"):
         code_cells.outputs("nothing", 0, "")
 
 

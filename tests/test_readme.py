@@ -84,8 +84,8 @@ def small(name: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_block_is_run_parsed_or_only_read(page):
-    """Python in the README runs above, that of the guides in test_site, and that of golden.md in test_golden."""
-    run = page == PAGES[0] or page.parent.name == "how-to" or page.name == "golden.md"
+    """Other tests run the Python of README.md (above), of the guides (test_site) and of golden-vectors.md."""
+    run = page == PAGES[0] or page.parent.name == "how-to" or page.name == "golden-vectors.md"
     for language, code in BLOCK.findall(page.read_text("utf-8")):
         if language == "python":
             assert run, code
@@ -267,7 +267,7 @@ def test_every_tolerance_is_listed():
     sections = [policy[name] for name in ("float64", "float32", "bfloat16")]
     sections += [policy[name][dtype] for name in ("gradients", "decode", "steps") for dtype in ("float64", "float32")]
     assert {value for section in sections for name, value in section.items() if name != "floor_in_eps"} <= listed
-    assert "plus\nfour eps" in (DOCS / "results" / "conformance.md").read_text("utf-8")
+    assert "plus four eps" in " ".join((DOCS / "results" / "conformance.md").read_text("utf-8").split())
     assert {section["floor_in_eps"] for section in sections if "floor_in_eps" in section} == {4.0}
 
 
@@ -340,7 +340,7 @@ def test_the_names_that_a_user_gives_are_taken(tmp_path):
 
 
 def test_every_habit_of_a_framework_is_listed_with_its_test():
-    named = set(re.findall(r"`(test_\w+)`", (DOCS / "native.md").read_text("utf-8")))
+    named = set(re.findall(r"`(test_\w+)`", (DOCS / "native" / "tests.md").read_text("utf-8")))
     tests, of_one_framework = set(), set()
     for path in (ROOT / "tests").glob("test_native*.py"):
         names = re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.MULTILINE)
@@ -350,3 +350,13 @@ def test_every_habit_of_a_framework_is_listed_with_its_test():
         else:  # beside tests of all packages
             of_one_framework.update(name for name in names if re.match(r"test_(torch|jax|tf)_", name))
     assert of_one_framework <= named <= tests, (of_one_framework - named, named - tests)
+
+
+def test_every_feature_of_a_framework_has_tests():
+    tests = (DOCS / "native" / "tests.md").read_text("utf-8")
+    for page in ("torch", "jax", "keras", "numpy"):
+        title, _, text = (DOCS / "native" / f"{page}.md").read_text("utf-8").partition("\n")
+        listed = text.partition("\n## Limitations\n")[0]
+        tested = tests.partition(f"\n#{title}\n")[2].partition("\n## ")[0]
+        features, rows = (re.findall(r"^\| (?!Feature )(.+?) \| ", part, re.MULTILINE) for part in (listed, tested))
+        assert features == rows != []

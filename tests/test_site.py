@@ -140,9 +140,9 @@ def test_facts_that_are_gone_fail_the_build():
         example_numbers.example("nothing")
     with pytest.raises(ExtensionError, match="no tap 'nothing': it has query, key"):
         example_numbers.values("attention", "nothing")
-    with pytest.raises(ExtensionError, match="no part nothing"):
+    with pytest.raises(ExtensionError, match="unknown parts nothing: choose from"):
         catalogue.chosen("attention, nothing")
-    with pytest.raises(ExtensionError, match="nothing in mask matches 'gone'"):
+    with pytest.raises(ExtensionError, match="no bug in mask matches 'gone'"):
         catalogue.chosen("mask", "gone")
     with pytest.raises(ExtensionError, match=r"there is no benchmarks/intel/nothing-small.json"):
         list(results.speed("nothing"))

@@ -150,6 +150,7 @@ SHOWN = (
     "reference/checkpoint-formats.html",
     "speed.html",
     "agreement.html",
+    "reference/attacks.html",
     "why.html",
     "reference/api/transformer_torch/attention/index.html",
 )

@@ -1,4 +1,4 @@
-"""What the site says from the packages themselves: known mistakes, and comments that say why something is not used.
+"""Directives that show bugs of the bug catalog, and comments of the packages.
 
 ::
 
@@ -9,7 +9,7 @@
     ```{side-note} jax scaled_dot_product_attention is not used
     ```
 
-A part of the catalogue, a mistake or a comment that is gone fails the build.
+The build fails if the part of the catalog, the bug or the comment doesn't exist.
 """
 
 from __future__ import annotations
@@ -33,15 +33,20 @@ from transformer_parity.transformer.mistakes.mistake import Mistake
 
 
 def chosen(part_names: str, only: str = "", without: str = "") -> list[Mistake]:
-    """Return the mistakes of some parts of the catalogue whose names match, each name once.
+    """Return the bugs in some parts of the catalog whose names match, without duplicate names.
+
+    Args:
+        part_names: Names of the parts, separated by commas.
+        only: Regular expression that the names must match.
+        without: Regular expression that the names must not match. An empty string excludes no bugs.
 
     Raises:
-        ExtensionError: There is no such part, or nothing matches.
+        ExtensionError: If a part doesn't exist or no bug matches.
     """
     known = catalogue.parts()
     named = [part.strip() for part in part_names.split(",")]
     if unknown := [part for part in named if part not in known]:
-        raise ExtensionError(f"mistakes: the catalogue has no part {', '.join(unknown)}: it has {', '.join(known)}")
+        raise ExtensionError(f"mistakes: unknown parts {', '.join(unknown)}: choose from {', '.join(known)}")
     found = {mistake.name: mistake for part in reversed(named) for mistake in reversed(known[part])}
     kept = [
         mistake
@@ -49,22 +54,22 @@ def chosen(part_names: str, only: str = "", without: str = "") -> list[Mistake]:
         if re.search(only, mistake.name) and not (without and re.search(without, mistake.name))
     ]
     if not kept:
-        raise ExtensionError(f"mistakes: nothing in {part_names} matches {only!r}")
+        raise ExtensionError(f"mistakes: no bug in {part_names} matches {only!r}")
     return kept
 
 
 def shown_at(mistake: Mistake) -> str:
-    """Return where and how a mistake shows."""
+    """Return the first place at which a bug shows, as HTML."""
     if mistake.verdict == "failed" or not mistake.at:
-        return f"Shows as {escape(mistake.announced) if mistake.announced else 'an exception'}."
-    how = "differs" if mistake.verdict == DIVERGES else "is less precise than it has to be"
-    taps = " The taps are right: only the fast path is wrong." if mistake.path == "fast" else ""
+        return f"Reported as: {escape(mistake.announced)}." if mistake.announced else "Raises an exception."
+    how = "differs" if mistake.verdict == DIVERGES else "loses precision"
+    taps = " The taps are correct. Only the fast path is wrong." if mistake.path == "fast" else ""
     return f"First place that {how}: <code>{escape(mistake.at)}</code>.{taps}"
 
 
 @cache
 def reports() -> dict[str, str]:
-    """Return the links to the threads in which mistakes were reported, as HTML, by the name of the mistake."""
+    """Return the links to the threads that reported each bug, as HTML, by the name of the bug."""
     page = (ROOT / "docs" / "reported-mistakes.md").read_text("utf-8")
     found = {}
     for name, threads in re.findall(r"^\| [^|]*\| (.+?) \| (\[.+?) \| (?:yes|no)", page, re.MULTILINE):
@@ -74,7 +79,7 @@ def reports() -> dict[str, str]:
 
 
 def edit(backend: str, mistake: Mistake) -> str:
-    """Return what changes in a package, as lines that go and lines that come."""
+    """Return the code that injects a bug into a package, as HTML with removed and added lines."""
     package = PACKAGES[backend]
     changes = ""
     for module, old, new in mistake.edits[backend]:
@@ -85,7 +90,7 @@ def edit(backend: str, mistake: Mistake) -> str:
 
 
 def whole_lines(text: str, old: str, new: str) -> tuple[str, str]:
-    """Return the lines that hold a piece of text, before and after it is replaced, without their common indent."""
+    """Return the full lines around a replaced piece of text, before and after the replacement, without indentation."""
     start = text.index(old)
     first = text.rfind("\n", 0, start) + 1
     last = text.find("\n", start + len(old))
@@ -97,27 +102,27 @@ def whole_lines(text: str, old: str, new: str) -> tuple[str, str]:
 
 
 def prefixed(prefix: str, text: str) -> str:
-    """Return text as HTML with a sign before each line."""
+    """Return text as HTML with a prefix on each line."""
     return "\n".join(prefix + escape(line) for line in text.split("\n"))
 
 
 def entry(mistake: Mistake) -> str:
-    """Return one mistake, folded: where it shows, and the code that makes it in the framework of choice."""
+    """Return a bug as a collapsed HTML element with its first visible place and its code in each package."""
     made = "".join(edit(backend, mistake) for backend in PACKAGES if backend in mistake.edits)
     if mistake.config:
         fields = ", ".join(f"{name}={value!r}" for name, value in mistake.config.items())
         made = f"<p class='where'>The port computes with <code>{escape(fields)}</code>.</p>"
     elif not made:
-        made = "<p class='where'>The weights are converted wrongly.</p>"
+        made = "<p class='where'>The weights are converted incorrectly.</p>"
     elif absent := [TITLES[backend] for backend in PACKAGES if not mistake.edits.get(backend)]:
-        made += f"<p class='where'>Not planted in {', '.join(absent)}.</p>"
+        made += f"<p class='where'>Not injected into {', '.join(absent)}.</p>"
     seen = f'<p class="where">Reported in {reports()[mistake.name]}.</p>' if mistake.name in reports() else ""
     where = f'<p class="where">{shown_at(mistake)}</p>{seen}'
     return f"<details><summary>{escape(mistake.name)}</summary>{where}{made}</details>"
 
 
 class Mistakes(SphinxDirective):
-    """List the known mistakes of some parts of the catalogue."""
+    """List the bugs in some parts of the catalog."""
 
     required_arguments = 1
     final_argument_whitespace = True
@@ -134,14 +139,14 @@ class Mistakes(SphinxDirective):
 
 
 class Catalogue(SphinxDirective):
-    """List the names of all mistakes, by part, for the search and for an overview."""
+    """List the names of all bugs by part, so that the site's search finds them."""
 
     def run(self) -> list[nodes.Node]:
         """Return a table for each part."""
         parts = catalogue.parts()
         text = []
         for name, mistakes in parts.items():
-            text += [f"## {name[0].upper()}{name[1:]}", "", "| mistake | first shows at | in |", "|---|---|---|"]
+            text += [f"## {name[0].upper()}{name[1:]}", "", "| bug | first shows at | injected into |", "|---|---|---|"]
             for mistake in {mistake.name: mistake for mistake in mistakes}.values():
                 at = f"`{mistake.at}`" if mistake.at else mistake.announced or "an exception"
                 planted = [TITLES[backend] for backend in PACKAGES if backend in mistake.edits]
@@ -151,7 +156,7 @@ class Catalogue(SphinxDirective):
 
 
 def comment(code: str, phrase: str) -> str | None:
-    """Return the whole comment that holds a phrase, as one line; None where there is none."""
+    """Return the full comment that contains a phrase, as one line. Return None if there is no such comment."""
     block: list[str] = []
     for line in [*code.split("\n"), ""]:
         before, found, text = line.partition("#")
@@ -167,7 +172,7 @@ def comment(code: str, phrase: str) -> str | None:
 
 
 class SideNote(SphinxDirective):
-    """Show a comment of a package: why something of the framework's own is not used."""
+    """Show a comment of a package, for example the reason for not using a function of the framework."""
 
     required_arguments = 3
     final_argument_whitespace = True
@@ -178,7 +183,7 @@ class SideNote(SphinxDirective):
         piece = packages()[backend].find(name)
         found = comment(piece.code, phrase) if piece else None
         if piece is None or found is None:
-            raise ExtensionError(f"side-note: no comment with {phrase!r} in {name} of {PACKAGES[backend]}")
+            raise ExtensionError(f"side-note: {name} in {PACKAGES[backend]} has no comment that contains {phrase!r}")
         place = f'<span class="pane-place">{escape(piece.place)}</span>'
         html = f"<p><strong>{TITLES[backend]}</strong> {place}</p><p>{escape(found)}</p>"
         label = f"A comment in {PACKAGES[backend]}, {name}"

@@ -1,7 +1,7 @@
-"""The directive ``code-cell``: the code of a notebook, and what it printed and drew when it was executed.
+"""The directive ``code-cell``, which shows the code of a notebook cell and its stored outputs.
 
-The notebooks are MyST sources that Jupyter opens through Jupytext. Their outputs are those of the ``.ipynb`` beside
-them, which ``docs/notebooks/run.py`` writes. A cell whose stored code is another one fails the build.
+The notebooks are MyST sources, which Jupyter opens via Jupytext. Their outputs come from the ``.ipynb`` files in the
+same directory, which ``docs/notebooks/run.py`` writes. The build fails if the stored code of a cell differs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def code_cells(name: str) -> list[dict[str, Any]]:
     """Return the stored code cells of a notebook.
 
     Raises:
-        ExtensionError: It has never been executed.
+        ExtensionError: If the notebook has never been executed.
     """
     try:
         stored = json.loads((FOLDER / f"{name}.ipynb").read_text("utf-8"))
     except FileNotFoundError:
-        raise ExtensionError(f"docs/notebooks/{name}.ipynb is not there: {command(name)}") from None
+        raise ExtensionError(f"docs/notebooks/{name}.ipynb doesn't exist: {command(name)}") from None
     return [cell for cell in stored["cells"] if cell["cell_type"] == "code"]
 
 
@@ -42,10 +42,10 @@ def command(name: str) -> str:
 
 
 def outputs(name: str, number: int, code: str) -> list[dict[str, Any]]:
-    """Return the stored outputs of the cell of a number, counted from 0.
+    """Return the stored outputs of a cell, whose number is counted from 0.
 
     Raises:
-        ExtensionError: What is stored was computed by other code.
+        ExtensionError: If the outputs belong to different code.
     """
     cells = code_cells(name)
     if number >= len(cells) or joined(cells[number]["source"]) != code:
@@ -54,19 +54,19 @@ def outputs(name: str, number: int, code: str) -> list[dict[str, Any]]:
 
 
 def joined(text: str | list[str]) -> str:
-    """Return a text that a notebook may hold in lines."""
+    """Return the text of a notebook entry, which may be stored as a list of lines."""
     return text if isinstance(text, str) else "".join(text)
 
 
 class CodeCell(SphinxDirective):
-    """Show a cell of a notebook and its outputs; the option ``alt`` says in words what its figure shows."""
+    """Show a cell of a notebook and its outputs. The option ``alt`` describes its figure in words."""
 
     optional_arguments = 1  # the language
     has_content = True
     option_spec: ClassVar[OptionSpec] = {"alt": directives.unchanged}
 
     def run(self) -> list[nodes.Node]:
-        """Return the code, then each output."""
+        """Return the code and the outputs."""
         name = Path(self.env.docname).name
         self.env.note_dependency(str(FOLDER / f"{name}.ipynb"))
         code = "\n".join(self.content)
@@ -80,14 +80,14 @@ class CodeCell(SphinxDirective):
         if "image/png" not in data:
             return [block(joined(data["text/plain"]), "text", "cell-output")]
         if "alt" not in self.options:
-            raise self.error("a cell that draws must say in words what is drawn: :alt: ...")
+            raise self.error("a cell that draws a figure must describe it in words: add :alt: ...")
         alt = escape(self.options["alt"], quote=True)
         image = f'<img alt="{alt}" src="data:image/png;base64,{joined(data["image/png"]).strip()}">'
         return [nodes.raw("", f'<p class="cell-figure">{image}</p>', format="html")]
 
 
 def block(text: str, language: str, kind: str) -> nodes.literal_block:
-    """Return a text as it stands."""
+    """Return a text as a literal block."""
     text = text.rstrip("\n")
     return nodes.literal_block(text, text, language=language, classes=[kind])
 

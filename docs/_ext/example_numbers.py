@@ -1,4 +1,4 @@
-"""The directives ``numbers``, ``heat-map`` and ``curve``: what the four backends computed for an example.
+"""The directives ``numbers``, ``heat-map`` and ``curve``, which show the results of the four backends for an example.
 
 ::
 
@@ -6,8 +6,8 @@
     :taps: scores weights context
     ```
 
-The numbers are those of ``docs/examples/*.json``, which ``docs/examples/compute.py`` writes and a test computes again.
-An example or a tap that is not there fails the build.
+The numbers come from ``docs/examples/*.json``. ``docs/examples/compute.py`` writes these files, and a test recomputes
+them. The build fails if an example or a tap doesn't exist.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import OptionSpec
 
 FOLDER = Path(__file__).parents[1] / "examples"
-TALL, WIDE = 16, 34  # pixels of a cell of a heat map
+TALL, WIDE = 16, 34  # height and width of a cell of a heat map, in pixels
 
 
 @cache
 def example(name: str) -> dict[str, Any]:
-    """Return what a command wrote about an example.
+    """Return the stored results of an example.
 
     Raises:
-        ExtensionError: There is no such example.
+        ExtensionError: If the example doesn't exist.
     """
     try:
         return json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
@@ -46,10 +46,10 @@ def example(name: str) -> dict[str, Any]:
 
 
 def values(name: str, tap: str) -> dict[str, ndarray]:
-    """Return one tap of an example by every backend.
+    """Return the values of one tap of an example, by backend.
 
     Raises:
-        ExtensionError: The example has no such tap.
+        ExtensionError: If the example has no such tap.
     """
     by = example(name)["values"]
     if any(tap not in found for found in by.values()):
@@ -58,7 +58,7 @@ def values(name: str, tap: str) -> dict[str, ndarray]:
 
 
 def furthest_apart(name: str, taps: list[str]) -> dict[str, float]:
-    """Return how far each backend is from NumPy, at most, over some taps."""
+    """Return the largest absolute difference of each backend from NumPy over the given taps."""
     found: dict[str, float] = {}
     for tap in taps:
         by = values(name, tap)
@@ -69,13 +69,13 @@ def furthest_apart(name: str, taps: list[str]) -> dict[str, float]:
 
 
 def agreement(name: str, taps: list[str]) -> str:
-    """Return a sentence that says how far apart the four are, and with which versions."""
+    """Return a sentence with the largest differences and the versions of the frameworks."""
     apart = furthest_apart(name, taps)
     versions = example(name)["versions"]
     said = [
         f"{TITLES[backend]} {versions[backend].partition(',')[0]}: {error:.1e}"
         if error
-        else f"{TITLES[backend]}: the same bits"
+        else f"{TITLES[backend]}: equal bit by bit"
         for backend, error in apart.items()
         if backend != "numpy"
     ]
@@ -83,7 +83,7 @@ def agreement(name: str, taps: list[str]) -> str:
 
 
 def cell(value: Any, largest: float, digits: int) -> str:
-    """Return one cell of a table, tinted by its value."""
+    """Return one cell of a table with a background color that depends on its value."""
     if isinstance(value, bool | np.bool_):
         return f'<td class="{"plus" if value else "none"}" style="--v:{int(value)}">{"yes" if value else "no"}</td>'
     if isinstance(value, int | np.integer):
@@ -100,7 +100,7 @@ def matrix(array: ndarray, digits: int, largest: float) -> str:
 
 
 def figure(tap: str, array: ndarray, title: str, digits: int) -> str:
-    """Return one tap: a matrix, or a matrix for each head."""
+    """Return one tap as a matrix, or as one matrix per head."""
     array = array[0] if array.ndim > 2 and array.shape[0] == 1 else array
     array = array[0] if array.ndim > 2 and array.shape[0] == 1 else array
     largest = float(np.abs(array).max(initial=0)) if array.dtype == float else 1.0
@@ -115,19 +115,19 @@ def figure(tap: str, array: ndarray, title: str, digits: int) -> str:
 
 
 def words(argument: str) -> list[str]:
-    """Return the taps of an option: one a line, or divided by commas."""
+    """Return the taps in an option, which are separated by commas or line breaks."""
     return [part.strip() for part in argument.replace("\n", ",").split(",") if part.strip()]
 
 
 class Numbers(SphinxDirective):
-    """Show the taps of an example as tables; its content may give titles, as in ``scores: before the softmax``."""
+    """Show the taps of an example as tables. The content can contain titles, as in ``scores: before the softmax``."""
 
     required_arguments = 1
     has_content = True
     option_spec: ClassVar[OptionSpec] = {"taps": words, "digits": directives.nonnegative_int}
 
     def run(self) -> list[nodes.Node]:
-        """Return the tables, and how far apart the backends are."""
+        """Return the tables and a sentence with the differences between the backends."""
         (name,) = self.arguments
         self.env.note_dependency(str(FOLDER / f"{name}.json"))
         titles = dict(line.split(": ", 1) for line in self.content)
@@ -139,7 +139,7 @@ class Numbers(SphinxDirective):
 
 
 class HeatMap(SphinxDirective):
-    """Draw a tap of an example, a cell for each value: the colours are those of the page."""
+    """Draw a tap of an example with one cell per value, in the colors of the page."""
 
     required_arguments = 2
     final_argument_whitespace = True

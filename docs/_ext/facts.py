@@ -1,4 +1,4 @@
-"""Tables that are made from the sources: fields, names, exit codes, modules; and those of ``results``."""
+"""The directive ``facts``, which generates tables from the sources and from committed results."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ DATACLASSES = {
 }
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(configs.TransformerConfig)}
 DEFAULTS["dropout"] = configs.DropoutRates()
-MEANINGS = {  # of fields whose source has no comment, because the name says it there
-    "source_vocab_size": "how many source tokens there are",
-    "target_vocab_size": "how many target tokens there are",
-    "d_model": "the width of every position's vector",
-    "num_heads": "attention heads of each layer",
-    "d_ff": "the inner width of the feed-forward network",
-    "num_encoder_layers": "N of the encoder",
-    "num_decoder_layers": "N of the decoder",
-    "position_encoding": "section 3.5; learned: Table 3, row E",
-    "output_bias": "a bias on the logits",
-    "activation": "of the feed-forward network, section 3.3",
-    "dropout": "the rates, a `DropoutRates`",
-    "pad_id": "the padding token",
-    "bos_id": "what decoding starts with",
-    "eos_id": "what decoding ends with",
-    "label_smoothing": "section 5.4",
-    "warmup_steps": "steps in which the learning rate rises, section 5.3",
-    "beta1": "of Adam, section 5.3",
-    "beta2": "of Adam, section 5.3",
-    "epsilon": "of Adam, section 5.3",
+MEANINGS = {  # descriptions of fields whose definitions have no comment
+    "source_vocab_size": "size of the source vocabulary",
+    "target_vocab_size": "size of the target vocabulary",
+    "d_model": "width of the vector at each position",
+    "num_heads": "number of attention heads per layer",
+    "d_ff": "inner width of the feed-forward network",
+    "num_encoder_layers": "number of encoder layers, N in the paper",
+    "num_decoder_layers": "number of decoder layers, N in the paper",
+    "position_encoding": "positional encoding: sinusoids of section 3.5, or learned as in Table 3, row E",
+    "output_bias": "whether the logits have a bias",
+    "activation": "activation function of the feed-forward network, section 3.3",
+    "dropout": "dropout rates, a `DropoutRates`",
+    "pad_id": "ID of the padding token",
+    "bos_id": "ID of the BOS token, the first input of the decoder",
+    "eos_id": "ID of the EOS token, which ends a sentence",
+    "label_smoothing": "probability that label smoothing moves away from the correct label, section 5.4",
+    "warmup_steps": "number of steps during which the learning rate increases, section 5.3",
+    "beta1": "decay rate of Adam's first moment, section 5.3",
+    "beta2": "decay rate of Adam's second moment, section 5.3",
+    "epsilon": "Adam's epsilon, section 5.3",
 }
-# Sizes that differ from each other, so that a number in a shape says which size it is.
+# All sizes are different, so each number in a shape identifies one size.
 SIZES = {"d_model": 110, "d_ff": 170, "source_vocab_size": 190, "max_length": 230}
 HEADS, D_K, D_V = 11, 7, 13
 SYMBOLS = {
@@ -72,7 +72,7 @@ SYMBOLS = {
 
 
 def comments(cls: type) -> dict[str, str]:
-    """Return what stands behind or above each field of a dataclass, in its source."""
+    """Return the comment after or above each field of a dataclass in its source, by the name of the field."""
     path = Path(str(__import__(cls.__module__, fromlist=[""]).__file__))
     text = path.read_text("utf-8")
     owner = next(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
@@ -101,7 +101,7 @@ def default(field: dataclasses.Field[Any]) -> str:
 
 
 def users(name: str) -> str:
-    """Return the presets that set a field of the model's config to something else than the default, by value."""
+    """Return the presets that set a field of ``TransformerConfig`` to a different value than the default, by value."""
     by: dict[str, list[str]] = {}
     for preset, fields in configs.PRESETS.items():
         value = fields.get(name, DEFAULTS.get(name))
@@ -126,12 +126,12 @@ def field_table(cls: type) -> Iterator[str]:
 
 
 def symbolic(shape: tuple[int, ...]) -> str:
-    """Return a shape in symbols."""
+    """Return a shape with symbols instead of numbers."""
     return "[" + ", ".join(SYMBOLS.get(size, str(size)) for size in shape) + "]"
 
 
 def name_tables() -> Iterator[str]:
-    """Yield Markdown tables of every parameter and every tap of a model with one layer a side."""
+    """Yield Markdown tables of every parameter and every tap of a model with one layer on each side."""
     config = configs.TransformerConfig(
         **SIZES,
         target_vocab_size=190,
@@ -153,8 +153,8 @@ def name_tables() -> Iterator[str]:
 
 
 def exit_codes() -> Iterator[str]:
-    """Yield a Markdown table of what the commands say about their exit codes, read from their sources."""
-    yield from ("| source of the command | exit codes |", "|---|---|")
+    """Yield a Markdown table of the exit codes in the help of each command, read from the source files."""
+    yield from ("| source file of the command | exit codes |", "|---|---|")
     cli = sorted((ROOT / "transformer_parity" / "cli").glob("*.py"))
     for path in (*cli, ROOT / "transformer_bench" / "options.py"):
         for found in re.findall(r"^exit code: (.+(?:\n(?!\"\"\"|\n).+)*)", path.read_text("utf-8"), re.MULTILINE):
@@ -162,7 +162,7 @@ def exit_codes() -> Iterator[str]:
 
 
 def paper_section(summary: str) -> tuple[str, str]:
-    """Return the section that the first line of a docstring cites, or nothing, and the rest of the line."""
+    """Split the first line of a docstring into the section that it cites, which may be empty, and the rest."""
     found = re.fullmatch(r"(.+?) \(Vaswani et al., 2017, (?:sections? )?(.+?)\)(.*)", summary)
     return (found[2], (found[1] + found[3]).rstrip(".")) if found else ("", summary.rstrip("."))
 
@@ -174,15 +174,15 @@ def summary(package: str, module: str) -> str:
 
 
 def shared() -> list[str]:
-    """Return the modules that all four packages have: first those that cite a section of the paper, by its number."""
+    """Return the modules that all packages contain, sorted by the section of the paper that they cite."""
     by_package = [{path.stem for path in (ROOT / package).glob("*.py")} for package in PACKAGES.values()]
     found = sorted(set.intersection(*by_package) - {"__init__"})
     return sorted(found, key=lambda name: (paper_section(summary(PACKAGES["numpy"], name))[0] or "no section", name))
 
 
 def modules() -> Iterator[str]:
-    """Yield a Markdown table of the modules that all four packages have, with links to their API."""
-    yield f"| paper | what | {' | '.join(TITLES[backend] for backend in PACKAGES)} |"
+    """Yield a Markdown table of the modules that all four packages contain, with links to their API."""
+    yield f"| paper | content | {' | '.join(TITLES[backend] for backend in PACKAGES)} |"
     yield "|---|---|" + "---|" * len(PACKAGES)
     for name in shared():
         section, what = paper_section(summary(PACKAGES["numpy"], name))
@@ -191,8 +191,8 @@ def modules() -> Iterator[str]:
 
 
 def other_modules() -> Iterator[str]:
-    """Yield a Markdown table of the modules that not all packages have."""
-    yield from ("| package | module | what |", "|---|---|---|")
+    """Yield a Markdown table of the modules that only some packages contain."""
+    yield from ("| package | module | content |", "|---|---|---|")
     for backend, package in PACKAGES.items():
         for path in sorted((ROOT / package).glob("*.py")):
             if path.stem not in ("__init__", *shared()):
@@ -202,7 +202,7 @@ def other_modules() -> Iterator[str]:
 
 def spec_modules() -> Iterator[str]:
     """Yield a Markdown table of the modules of ``transformer_spec``, with links to their API."""
-    yield from ("| module | what |", "|---|---|")
+    yield from ("| module | content |", "|---|---|")
     for path in sorted((ROOT / "transformer_spec").glob("*.py")):
         if path.stem != "__init__":
             link = f"[{path.stem}](api/transformer_spec/{path.stem}/index.rst)"
@@ -234,7 +234,7 @@ TABLES = {
 
 
 class Facts(SphinxDirective):
-    """Show a table: ``fields CLASS``, ``speed``, ``compared`` or ``mutation`` of something, or one of ``TABLES``."""
+    """Show a table: one of ``TABLES``, or ``fields``, ``speed``, ``compared``, ``mutation`` or ``conformance``."""
 
     required_arguments = 1
     optional_arguments = 1
@@ -255,7 +255,7 @@ class Facts(SphinxDirective):
         elif kind in TABLES:
             lines = TABLES[kind]()
         else:
-            raise ExtensionError(f"facts: there is no table {kind!r}")
+            raise ExtensionError(f"facts: unknown table {kind!r}")
         return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
 
 

@@ -1,4 +1,4 @@
-"""Formulas by KaTeX, whose script, style and fonts (one version) lie in ``docs/_static/katex``; see site.js."""
+"""Formulas rendered by KaTeX. ``docs/_static/katex`` contains its script, style and fonts, and site.js calls it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from sphinx.application import Sphinx
 
 
 def inline(writer: Any, node: nodes.math) -> None:
-    """Write a formula as LaTeX, which is what a reader without scripts sees."""
+    """Write an inline formula as LaTeX, which remains visible if scripts are disabled."""
     writer.body.append(f'<span class="math">{escape(node.astext())}</span>')
     raise nodes.SkipNode
 
 
 def displayed(writer: Any, node: nodes.math_block) -> None:
-    """Write a formula on lines of its own."""
+    """Write a displayed formula as LaTeX."""
     writer.body.append(f'<div class="math" data-display>{escape(node.astext())}</div>')
     raise nodes.SkipNode
 
 
 def add_katex(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: nodes.document | None) -> None:
-    """Let a page with formulas load KaTeX, and no other."""
+    """Load KaTeX only on pages that contain formulas."""
     if tree is not None and (next(tree.findall(nodes.math), None) or next(tree.findall(nodes.math_block), None)):
         app.add_css_file("katex/katex.min.css")
         app.add_js_file("katex/katex.min.js", loading_method="defer")

@@ -1,12 +1,13 @@
-"""The directive ``four-panes``: one definition in the four packages, cut from their sources when the site is built.
+"""The directive ``four-panes``, which shows one definition in the four packages.
 
 ::
 
     ```{four-panes} MultiHeadAttention.forward
     ```
 
-Marked are the tokens of a port that the NumPy reference does not have, and those of the reference that a port lacks.
-A name that a package does not have fails the build.
+The code comes from the packages when the site is built. Two kinds of tokens are marked: tokens of a port that the NumPy
+reference lacks, and tokens of the reference that a port lacks. The build fails if a package has no definition with the
+name.
 """
 
 from __future__ import annotations
@@ -36,28 +37,31 @@ PACKAGES = {"numpy": "reference_numpy", "torch": "transformer_torch", "jax": "tr
 TITLES = {"numpy": "NumPy", "torch": "PyTorch", "jax": "JAX", "tf": "TensorFlow"}
 
 
-# Of no use to a reader: comments for mypy and ruff. A reason behind it stays.
+# Comments for mypy and ruff, which are hidden. An explanation after such a comment remains visible.
 TO_TOOLS = re.compile(r"\s*# (?:type: ignore\S*|noqa\S*(?: [A-Z]+\d+)?)(?: +(?=[^\s#])|(?=\s|$))")
-BREAKS_BEHIND, BREAKS_BEFORE = ("(", "[", "{", ",", "="), (".",)  # where a long line may be continued
+BREAKS_BEHIND, BREAKS_BEFORE = (
+    ("(", "[", "{", ",", "="),
+    (".",),
+)  # characters where a line may wrap
 
 
 @cache
 def packages() -> dict[str, SourcePackage]:
-    """Return the four packages, parsed once for a build."""
+    """Return the four packages, which are parsed once per build."""
     return {backend: SourcePackage(name) for backend, name in PACKAGES.items()}
 
 
 @cache
 def specification() -> SourcePackage:
-    """Return the package of facts, whose public names the four packages re-export."""
+    """Return ``transformer_spec``, whose public names the four packages also export."""
     return SourcePackage("transformer_spec")
 
 
 def pieces(name: str, backends: Sequence[str] = tuple(PACKAGES), *, docstrings: bool = False) -> dict[str, Piece]:
-    """Return one definition from each of some packages.
+    """Return one definition from each of the given packages.
 
     Raises:
-        ExtensionError: A package has no definition of that name.
+        ExtensionError: If a package has no definition with this name.
     """
     found = {
         backend: package.find(name, docstrings) or specification().find(name, docstrings)
@@ -72,12 +76,12 @@ def pieces(name: str, backends: Sequence[str] = tuple(PACKAGES), *, docstrings: 
 
 
 def to_readers(code: str) -> str:
-    """Return code without comments for tools."""
+    """Return code without comments that are only for tools."""
     return TO_TOOLS.sub(lambda found: "  # " if found[0].endswith(" ") else "", code)
 
 
 def highlighted(code: str, spans: list[tuple[int, int]]) -> str:
-    """Return code as HTML: one element for each line, Pygments' classes, and ``<mark>`` around the spans."""
+    """Return code as HTML with one element per line, Pygments' classes, and ``<mark>`` around the spans."""
     marked = [False] * len(code)
     for start, stop in spans:
         marked[start:stop] = [True] * (stop - start)
@@ -106,7 +110,7 @@ def highlighted(code: str, spans: list[tuple[int, int]]) -> str:
 
 
 def _runs(text: str, marked: list[bool]) -> list[tuple[str, bool]]:
-    """Return a token's text in runs of characters that are all marked, or all not."""
+    """Split a token's text into runs of characters that are either all marked or all unmarked."""
     runs: list[tuple[str, bool]] = []
     for character, mark in zip(text, marked, strict=True):
         if runs and runs[-1][1] == mark:
@@ -117,7 +121,7 @@ def _runs(text: str, marked: list[bool]) -> list[tuple[str, bool]]:
 
 
 def panes(name: str, found: dict[str, Piece], serial: int) -> str:
-    """Return four panes as HTML: all of them below each other where no script runs."""
+    """Return four panes as HTML. Without scripts, the panes are below each other."""
     base = next(iter(found))
     marked = compare({backend: piece.code for backend, piece in found.items()}, base)
     tabs, panels = [], []
@@ -145,13 +149,13 @@ def panes(name: str, found: dict[str, Piece], serial: int) -> str:
 
 
 class FourPanes(SphinxDirective):
-    """Show one definition from each of the four packages."""
+    """Show one definition of each package."""
 
     required_arguments = 1
     option_spec: ClassVar[OptionSpec] = {"docstrings": directives.flag, "only": str.split}
 
     def run(self) -> list[nodes.Node]:
-        """Return a caption, which the search finds, and the panes."""
+        """Return a caption, which the site's search finds, and the panes."""
         (name,) = self.arguments
         found = pieces(name, self.options.get("only", tuple(PACKAGES)), docstrings="docstrings" in self.options)
         for piece in found.values():

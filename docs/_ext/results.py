@@ -1,4 +1,4 @@
-"""Tables that are made from committed results: the last full check and self-test, and what was timed."""
+"""Tables generated from committed results: the last full check, self-test and mutation test, and benchmarks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ RESULTS = ROOT / "docs" / "results"
 TOLERANCES = ROOT / "transformer_parity" / "engine" / "tolerances.toml"
 MIB = 2**20
 PORTS = ("torch", "jax", "tf")
-MACHINES = {"intel": "Intel Xeon", "amd": "AMD EPYC"}  # by folder of benchmarks
+MACHINES = {"intel": "Intel Xeon", "amd": "AMD EPYC"}  # title of each directory in benchmarks
 ON_FOUR = tuple(f"| `{plan}`" for plan in ("data=4", "fsdp=4", "fsdp=2,tensor=2"))  # of the README
-PARTICIPANTS = {  # as docs/speed.md calls them
+PARTICIPANTS = {  # names in docs/speed.md
     "numpy": "**reference_numpy**",
     **{port: f"**transformer_{port}**" for port in PORTS},
     "torch compiled": "**transformer_torch**, compiled",
@@ -29,12 +29,12 @@ PARTICIPANTS = {  # as docs/speed.md calls them
     "flax nnx": "Flax NNX",
     "keras hub": "Keras hub",
     "keras hub XLA": "Keras hub, XLA",
-    "products": "the products alone, by NumPy",
+    "products": "matmuls only, NumPy",
 }
 
 
 def stamp(report: dict[str, Any], versions: dict[str, str]) -> str:
-    """Return when, where, of which commit and with which versions something was measured."""
+    """Return the date, commit, versions and machine of a measurement."""
     machine = report["machine"]
     commit = f", commit `{report['commit'][:10]}`" if "commit" in report else ""
     named = ", ".join(f"{TITLES.get(name, name)} {version}" for name, version in versions.items())
@@ -48,7 +48,7 @@ def read(path: Path) -> dict[str, Any]:
     """Return a committed result.
 
     Raises:
-        ExtensionError: It is not there.
+        ExtensionError: If the file doesn't exist.
     """
     if not path.is_file():
         raise ExtensionError(f"there is no {path.relative_to(ROOT)}")
@@ -56,7 +56,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def speed(task: str) -> Iterator[str]:
-    """Yield Markdown tables of one task at both sizes, one for each processor, from benchmarks/*/*.json."""
+    """Yield one Markdown table per processor with the results of a task at both sizes, from benchmarks/*/*.json."""
     for machine, title in MACHINES.items():
         sizes = ("small", "base")
         reports = {size: read(ROOT / "benchmarks" / machine / f"{task}-{size}.json") for size in sizes}
@@ -79,7 +79,7 @@ def speed(task: str) -> Iterator[str]:
 
 
 def timed(one: dict[str, Any] | None) -> str:
-    """Return the cells of one participant: median, extremes, memory; its problem where it has no time."""
+    """Return the cells of one implementation: median, range and memory, or the reason why it has no time."""
     if not one or one.get("median_seconds") is None:
         return f"{one['problem'] if one else 'not run'} | |"
     seconds = one["seconds"]
@@ -102,7 +102,7 @@ def conformance(dtype: str) -> Iterator[str]:
 
 
 def verdict() -> Iterator[str]:
-    """Yield how the last full check ended, and what it was."""
+    """Yield the verdict, size, duration and environment of the last full check."""
     report = read(RESULTS / "conformance.json")
     size = f"{report['cases']:,} cases and " if "cases" in report else ""
     yield f"Verdict: **{report['verdict']}**, with {size}{report['comparisons']:,} comparisons."
@@ -110,19 +110,19 @@ def verdict() -> Iterator[str]:
         compiling = ", ".join(
             f"{TITLES[name]} {spent['compiling']:.0f} s" for name, spent in report["time"]["ports"].items()
         )
-        yield f"It took {report['time']['seconds']:.0f} s. Compiling in the process of each port: {compiling}."
+        yield f"It took {report['time']['seconds']:.0f} s. Compilation time in the process of each port: {compiling}."
     yield stamp(report, report["versions"])
 
 
 def shown_error(row: dict[str, Any]) -> str:
-    """Return an error, its tolerance, and how much of that it uses."""
+    """Return an error, its tolerance, and the percentage of the tolerance that it uses."""
     error, tolerance = (re.sub(r"e-0*", "e-", f"{row[name]:.0e}") for name in ("error", "tolerance"))
     share = "<0.1" if 100 * row["share"] < 0.1 else f"{100 * row['share']:.2g}"
-    return f"{error} of {tolerance} ({share}\u00a0%)" if row["error"] else "exact"
+    return f"{error} of {tolerance} ({share}%)" if row["error"] else "exact"
 
 
 def short(tolerance: float) -> str:
-    """Return a number as people write it: 1e-5."""
+    """Return a number in short scientific notation, such as 1e-5."""
     return f"{tolerance:.1e}".replace(".0e", "e").replace("e-0", "e-")
 
 
@@ -132,7 +132,7 @@ def tolerances() -> Iterator[str]:
     kinds = {
         "taps and logits": ("tap", ""),
         "loss": ("loss", "gradients"),
-        "gradient of all parameters together": ("whole", "gradients"),
+        "gradients of all parameters together": ("whole", "gradients"),
         "gradient of one tensor": ("tensor", "gradients"),
         "scores of a search": ("score", "decode"),
         "optimizer steps: loss": ("loss", "steps"),
@@ -159,40 +159,40 @@ def selftest() -> Iterator[str]:
     report = read(RESULTS / "selftest.json")
     yield stamp(report, report["versions"])
     yield ""
-    yield from ("| part | planted | caught | located | named, of those that can be |", "|---|---:|---:|---:|---:|")
+    yield from ("| part | injected | caught | located | named, of the bugs with a name |", "|---|---:|---:|---:|---:|")
     for row in [*report["parts"], {"part": "together", **report["together"]}]:
-        named = f"{row['named']} of {row['nameable']}" if row["nameable"] else "none can be"
+        named = f"{row['named']} of {row['nameable']}" if row["nameable"] else "no names"
         yield f"| {row['part']} | {row['planted']} | {row['caught']} | {row['located']} | {named} |"
 
 
 def closest() -> Iterator[str]:
-    """Yield the README's table: for each framework, the comparison that uses most of its tolerance."""
+    """Yield the README's table: for each framework, the comparison closest to its tolerance."""
     rows = read(RESULTS / "conformance.json")["summary"]
     yield f"| | {' | '.join(TITLES[port] for port in PORTS)} |"
     yield "|---|" + "---|" * len(PORTS)
     for dtype in ("float64", "float32"):
         of_dtype = [[row for row in rows if (row["backend"], row["dtype"]) == (port, dtype)] for port in PORTS]
         worst = (max(of_port, key=lambda row: row["share"]) for of_port in of_dtype)
-        yield f"| {dtype} | {' | '.join(shown_error(row) for row in worst)} |".replace("\u00a0", " ")
+        yield f"| {dtype} | {' | '.join(shown_error(row) for row in worst)} |"
     yield from (row for row in devices() if row.startswith(ON_FOUR))
 
 
 def devices() -> Iterator[str]:
-    """Yield a Markdown table of the last check of training on several devices, in float64, from devices.json."""
+    """Yield a Markdown table of the last check of training on multiple devices, in float64, from devices.json."""
     report = read(RESULTS / "devices.json")
     summary = [row for row in report["summary"] if row["dtype"] == "float64"]
     rows = {(row["component"], row["backend"]): row for row in summary}
     yield f"| plan | {' | '.join(TITLES[port] for port in PORTS)} |"
     yield "|---|" + "---|" * len(PORTS)
     for plan in dict.fromkeys(plan for plan, _ in rows):
-        cells = [shown_error(rows[plan, port]) if (plan, port) in rows else "refused" for port in PORTS]
-        yield f"| `{plan}` | {' | '.join(cells)} |".replace("\u00a0", " ")
+        cells = [shown_error(rows[plan, port]) if (plan, port) in rows else "not supported" for port in PORTS]
+        yield f"| `{plan}` | {' | '.join(cells)} |"
     yield ""
     yield stamp(report, report["versions"])
 
 
 def mutation(part: str) -> Iterator[str]:
-    """Yield Markdown about the last mutation testing, from docs/results/mutation.json: ``scores`` or ``survivors``."""
+    """Yield Markdown tables of the last mutation test, from docs/results/mutation.json: ``scores`` or ``survivors``."""
     report = read(RESULTS / "mutation.json")
     if part == "scores":
         counts = "by a difference | by an exception | not run | equivalent | missed | not examined"

@@ -1,10 +1,11 @@
-/* One choice of framework for the whole site: in the head of the page, in the tabs of every group of panes, and in what
- * is shown for the chosen framework alone. It is kept in localStorage; where there is none, links carry it along. */
+/* The reader chooses one framework for all pages, in the page header or in the tabs of a group of panes. The choice
+ * also selects the content that is shown only for one framework. It is stored in localStorage or, if that isn't
+ * available, passed on in the query of links. */
 (() => {
   "use strict";
   const FRAMEWORKS = ["numpy", "torch", "jax", "tf"];
   const KEY = "framework";
-  const WIDE = 760; // pixels of a group that has room for two panes beside each other
+  const WIDE = 760; // minimum width in pixels of a group that shows two panes side by side
 
   let stored = true;
   function read() {
@@ -38,7 +39,7 @@
     for (const group of document.querySelectorAll(".panes:not(.is-single)")) showGroup(group);
   }
 
-  /* Four panes beside each other where there is room; else tabs, as the WAI-ARIA practices describe them. */
+  /* Show the panes side by side if there is enough space, otherwise as tabs according to the WAI-ARIA practices. */
   function showGroup(group) {
     const tabbed = group.clientWidth < WIDE;
     const tablist = group.querySelector(".panes-tabs");
@@ -89,14 +90,14 @@
     next.focus();
   }
 
-  /* Other groups on the page change their height: what the reader looks at stays where it is. */
+  /* Keep the scroll position of an element, because other groups on the page change their height. */
   function keepingPlace(element, change) {
     const before = element.getBoundingClientRect().top;
     change();
     window.scrollBy({ top: element.getBoundingClientRect().top - before, behavior: "instant" });
   }
 
-  /* What can be scrolled can be scrolled by keyboard. */
+  /* Make every element that scrolls accessible by keyboard. */
   function focusable() {
     for (const element of document.querySelectorAll(".bd-article table, .katex-display, .bd-article pre")) {
       const scrolls = element.scrollWidth > element.clientWidth || element.scrollHeight > element.clientHeight;
@@ -125,7 +126,7 @@
     for (const formula of document.querySelectorAll(".math")) {
       window.katex.render(formula.textContent, formula, { displayMode: "display" in formula.dataset });
     }
-    /* The theme gives the toggles of its sidebar no name. */
+    /* The theme doesn't label the toggles in its sidebar. */
     for (const summary of document.querySelectorAll("summary:has(.toctree-toggle)")) {
       const link = summary.closest("li").querySelector("a");
       summary.setAttribute("aria-label", `Pages below ${link.textContent.trim()}`);

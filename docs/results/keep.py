@@ -1,4 +1,4 @@
-"""The figures of checks and of a self-test that the site and the README show, taken from what the commands write.
+"""Store the results that the site and the README show, from the JSON output of the commands.
 
 parity check --json check.json && python docs/results/keep.py conformance check.json COMMIT
 parity selftest --json selftest.json && python docs/results/keep.py selftest selftest.json COMMIT
@@ -20,12 +20,12 @@ from typing import Any
 from transformer_parity.engine.system.machine import describe_machine
 
 LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax", "tf": "tensorflow"}
-CHECK = "check of the packages"  # the cases whose survivors are examined
+CHECK = "check of the packages"  # every survivor in this column needs a reason
 FOLDER = Path(__file__).parent
 
 
 def conformance(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the verdict, and the worst comparison of each component."""
+    """Return the verdict and the comparison of each component that comes closest to its tolerance."""
     return {
         **{name: report[name] for name in ("date", "verdict", "comparisons", "machine")},
         "time": {"seconds": report["seconds"], **report["time"]},
@@ -48,7 +48,7 @@ def worst(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def devices(*reports: dict[str, Any]) -> dict[str, Any]:
-    """Return the worst comparison of each framework and plan, of reports of parity check-distributed."""
+    """Return the comparison of each framework and plan closest to its tolerance, from check-distributed reports."""
     return {
         **{name: reports[0][name] for name in ("date", "machine")},
         "cases": sum(len({row["case"] for row in report["cases"] if row["case"]}) for report in reports),
@@ -59,7 +59,7 @@ def devices(*reports: dict[str, Any]) -> dict[str, Any]:
 
 
 def selftest(report: dict[str, Any]) -> dict[str, Any]:
-    """Return how many mistakes of each part were planted, caught, located and named; of this environment."""
+    """Return the numbers of bugs that were injected, caught, located and named, by part."""
     by: dict[str, list[dict[str, Any]]] = {}
     for trial in report["trials"]:
         by.setdefault(trial["part"], []).append(trial)
@@ -73,7 +73,7 @@ def selftest(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def counted(trials: list[dict[str, Any]]) -> dict[str, int]:
-    """Return how many of some trials ended well."""
+    """Return the number of trials with each outcome."""
     nameable = [trial for trial in trials if trial["named"] is not None]
     return {
         "planted": len(trials),
@@ -85,7 +85,7 @@ def counted(trials: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def mutation(*reports: dict[str, Any]) -> dict[str, Any]:
-    """Return the number of mutants of each package that are caught, and the reason of each that survives."""
+    """Return the number of caught mutants of each package, and the reason for each survivor."""
     packages = {name: found for report in reports for name, found in report["packages"].items()}
     return {
         **{name: reports[0][name] for name in ("date", "machine")},
@@ -104,10 +104,10 @@ def mutation(*reports: dict[str, Any]) -> dict[str, Any]:
 
 
 def judged(column: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the survivors of a column by their reasons in mutation-reasons.toml.
+    """Return the survivors of a column, grouped by their reasons in mutation-reasons.toml.
 
     Raises:
-        SystemExit: A survivor of the check has no reason.
+        SystemExit: If a survivor of the check has no reason.
     """
     reasons = tomllib.loads((FOLDER / "mutation-reasons.toml").read_text("utf-8"))
     known = {
@@ -127,7 +127,9 @@ def judged(column: str, found: dict[str, Any]) -> dict[str, Any]:
         elif kind == "missed":
             missed.append({"place": place, "kind": one["kind"], "change": change, "why": why})
         elif column == CHECK:
-            raise SystemExit(f"mutation-reasons.toml has no reason for {place} {one['kind']}: {change}")
+            raise SystemExit(
+                f"mutation-reasons.toml has no reason for {place} {one['kind']}: {change}. Add a reason or a case"
+            )
         else:
             unexamined += 1
     return {
@@ -139,7 +141,7 @@ def judged(column: str, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(path: str) -> dict[str, Any]:
-    """Return the result of a command, with what is particular to the command beside what all commands have."""
+    """Return the JSON output of a command with the entries of ``result`` at the top level."""
     document = json.loads(Path(path).read_text("utf-8"))
     return {**document, **document.get("result", {})}
 
@@ -148,7 +150,7 @@ KINDS = {"conformance": conformance, "devices": devices, "mutation": mutation, "
 
 
 def main(kind: str, *paths: str, commit: str) -> None:
-    """Write what is kept."""
+    """Write the results to keep."""
     kept = {"commit": commit, **KINDS[kind](*map(read, paths))}
     (FOLDER / f"{kind}.json").write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
     print("tests/test_readme.py compares README.md with these figures, and prints the lines that it should have")

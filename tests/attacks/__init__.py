@@ -1,1 +1,1 @@
-"""Attacks on the verdict AGREE: what each plants in a port, in files or in options, and what has to come of it."""
+"""Attacks on the verdict AGREE through ports, files, options and the location of code, with the expected verdicts."""

@@ -1,4 +1,4 @@
-"""What an attack is, and the sound port that attacks through ports are derived from."""
+"""The class ``Attack``, and the correct port from which attacks through ports are derived."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from transformer_spec.taps import matches
 from transformer_spec.training_config import Gradients
 
 FAILS, INCOMPLETE, TOLERATED = "fails", "incomplete", "agrees"
-REFUSED = "fails or incomplete"  # where either is right, as long as it is not AGREE
+REFUSED = "fails or incomplete"  # both verdicts are correct, because neither is AGREE
 PORT, FILES, OPTIONS, PLACES = "port", "files", "options", "places"
-BUSY = 60.0  # seconds that the process of a port may be silent
+BUSY = 60.0  # seconds without a message after which the process of a port is stopped
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,17 @@ class Attack:
 
     Attributes:
         name: A short name, unique in its family.
-        what: What it does, in one sentence.
-        expected: ``fails`` (a divergence or a loss of precision), ``incomplete``, ``agrees`` where it is harmless, or
-            ``fails or incomplete``.
-        family: How it reaches the comparison: ``port``, ``files``, ``options`` or ``places``.
-        plant: A port as ``module:class``; otherwise a function that runs the attack and returns the exit code and what
-            is said.
-        says: What has to be said.
-        stages: What is asked for.
-        cases: What a port of a config is compared on; None is every case of these stages.
-        alone: Whether it needs a process of its own, because it may end or alter the one that it runs in.
-        timeout: Seconds without a message after which that process is ended.
-        needs: Modules that have to be installed.
+        what: A description in one or two sentences.
+        expected: ``fails`` (a divergence or a loss of precision), ``incomplete``, ``agrees`` (the attack is harmless),
+            or ``fails or incomplete``.
+        family: How the attack reaches the comparison: ``port``, ``files``, ``options`` or ``places``.
+        plant: A port as ``module:class``, or a function that runs the attack and returns the exit code and the output.
+        says: Text that the output must contain.
+        stages: The requested stages.
+        cases: Function that returns the cases for a config. None selects every case of ``stages``.
+        alone: Whether the attack needs a separate process because it may end or modify its process.
+        timeout: Seconds without a message after which that process is stopped.
+        needs: Modules that must be installed.
     """
 
     name: str
@@ -57,16 +56,16 @@ class Attack:
     needs: tuple[str, ...] = ()
 
     def expects(self, verdict: str, said: str) -> bool:
-        """Whether a verdict, and what is said, are as expected."""
+        """Return whether the verdict is expected and the output contains ``says``."""
         verdicts = (FAILS, INCOMPLETE) if self.expected == REFUSED else (self.expected,)
         return verdict in verdicts and self.says in said
 
 
-PORTS: list[Attack] = []  # in the order in which they are defined
+PORTS: list[Attack] = []  # in the order of their definitions
 
 
 def attack(expected: str, **options: Any) -> Callable[[type[Port]], type[Port]]:
-    """Return a decorator that adds a port to the table: its docstring is what the attack does."""
+    """Return a decorator that adds a port to the table, with its docstring as the description."""
 
     def add(port: type[Port]) -> type[Port]:
         what = " ".join((port.__doc__ or "").split())
@@ -77,18 +76,18 @@ def attack(expected: str, **options: Any) -> Callable[[type[Port]], type[Port]]:
 
 
 def plant(module: str, name: str, expected: str, what: str, methods: Mapping[str, Any], **options: Any) -> None:
-    """Add a port to the table, and to a module, that differs from the sound one in some methods or attributes."""
+    """Add a port to the table and to a module that differs from ``Sound`` in some methods or attributes."""
     port = type(name, (Sound,), {"__doc__": what, "__module__": module, **methods})
     setattr(sys.modules[module], name, attack(expected, **options)(port))
 
 
 def padded(config: TransformerConfig) -> list[Case]:
-    """Return the one case that most attacks show in."""
+    """Return the case that reveals most attacks, in a list."""
     return [case for case in port_cases(config, (ACTIVATIONS,)) if case.name == "full/padded"]
 
 
 def showing(show: Callable[[Any, str, ndarray], Any]) -> Callable[..., ndarray]:
-    """Return a forward pass that shows something else at its taps than it goes on with: ``show(tap, name, value)``."""
+    """Return a forward pass that calls ``show(tap, name, value)`` at each tap and continues with ``value``."""
 
     def forward(self: Any, source_ids: ndarray, target_ids: ndarray, tap: Any) -> ndarray:
         def seen(name: str, value: ndarray) -> ndarray:
@@ -101,12 +100,12 @@ def showing(show: Callable[[Any, str, ndarray], Any]) -> Callable[..., ndarray]:
 
 
 class Sound(MyPort):
-    """The reference itself as a port: it offers everything, and agrees."""
+    """The reference as a port, which supports everything and agrees."""
 
     taps: tuple[str, ...] = ("**",)  # type: ignore[assignment]
 
     def gradients(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-        """Return loss and gradients, at taps only where these are promised."""
+        """Return the loss and the gradients, with gradients only at promised taps."""
         found = super().gradients(source_ids, target_ids, labels)
         shown = {name: x for name, x in found.taps.items() if any(matches(pattern, name) for pattern in self.taps)}
         return replace(found, taps=shown)

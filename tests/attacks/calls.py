@@ -1,4 +1,4 @@
-"""Attacks through what a port does between its calls: with its inputs, with earlier results, and only now and then."""
+"""Attacks by ports that are wrong only in some calls, modify their inputs, or reuse earlier results."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -25,7 +25,7 @@ STAGES = (ACTIVATIONS,)
 
 
 def wrong_where(name: str, what: str, is_wrong: Callable[..., Any], expected: str = FAILS) -> None:
-    """Plant a port whose logits are wrong in some calls: ``is_wrong(source_ids, target_ids, tap, calls)``."""
+    """Add a port whose logits are wrong if ``is_wrong(source_ids, target_ids, tap, calls)``."""
 
     def forward(self: Any, source_ids: ndarray, target_ids: ndarray, tap: Any) -> ndarray:
         self.calls = getattr(self, "calls", 0) + 1
@@ -35,24 +35,28 @@ def wrong_where(name: str, what: str, is_wrong: Callable[..., Any], expected: st
     plant(__name__, name, expected, what, {"forward": forward}, stages=STAGES)
 
 
-wrong_where("WrongTwice", "The logits are wrong but in the first call.", lambda s, t, tap, calls: calls > 1)
-wrong_where("WrongUntapped", "The logits are wrong in a call without taps.", lambda s, t, tap, calls: tap is no_tap)
-wrong_where("WrongForOne", "The logits of a single sentence are wrong.", lambda s, t, tap, calls: len(s) == 1)
-wrong_where("WrongForSeveral", "The logits of several sentences are wrong.", lambda s, t, tap, calls: len(s) > 1)
-wrong_where("WrongForOneToken", "The logits of one token are wrong.", lambda s, t, tap, calls: t.shape[1] == 1)
+wrong_where("WrongTwice", "The logits are wrong in every call except the first.", lambda s, t, tap, calls: calls > 1)
+wrong_where("WrongUntapped", "The logits are wrong in calls without taps.", lambda s, t, tap, calls: tap is no_tap)
+wrong_where("WrongForOne", "The logits are wrong for a batch of one sentence.", lambda s, t, tap, calls: len(s) == 1)
 wrong_where(
-    "WrongWherePadded", "The logits are wrong where a source is padded.", lambda s, t, tap, calls: (s == 0).any()
+    "WrongForSeveral", "The logits are wrong for a batch of several sentences.", lambda s, t, tap, calls: len(s) > 1
+)
+wrong_where(
+    "WrongForOneToken", "The logits are wrong for targets of one token.", lambda s, t, tap, calls: t.shape[1] == 1
+)
+wrong_where(
+    "WrongWherePadded", "The logits are wrong for batches with source padding.", lambda s, t, tap, calls: (s == 0).any()
 )
 wrong_where(
     "WrongWhereLong",
-    "The logits are wrong where a sentence has more than 16 tokens: the model takes 32.",
+    "The logits are wrong for sentences of more than 16 tokens. The model supports 32.",
     lambda s, t, tap, calls: max(s.shape[1], t.shape[1]) > 16,
 )
 
 
 @attack(FAILS, stages=STAGES)
 class WrongButTheFirstSentence(Sound):
-    """The logits of all sentences but the first are wrong."""
+    """The logits are wrong for all sentences except the first."""
 
     def forward(self, source_ids, target_ids, tap):
         logits = super().forward(source_ids, target_ids, tap)
@@ -61,7 +65,7 @@ class WrongButTheFirstSentence(Sound):
 
 @attack(FAILS, stages=STAGES)
 class WrongButTheFirstPosition(Sound):
-    """The logits of all positions but the first are wrong."""
+    """The logits are wrong for all positions except the first."""
 
     def forward(self, source_ids, target_ids, tap):
         logits = super().forward(source_ids, target_ids, tap)
@@ -70,7 +74,7 @@ class WrongButTheFirstPosition(Sound):
 
 @attack(FAILS, stages=STAGES)
 class NoSourceMask(Sound):
-    """The padding of the source is attended to."""
+    """Queries attend to source padding."""
 
     def forward(self, source_ids, target_ids, tap):
         return self.model(source_ids, target_ids, np.ones(source_ids.shape, bool), tap=tap)
@@ -81,7 +85,7 @@ class NoSourceMask(Sound):
 
 @attack(FAILS, stages=STAGES)
 class IdsOfSixteenBits(Sound):
-    """The ids are cast to 16-bit integers: those above 32,767 become negative."""
+    """The port casts IDs to int16, so IDs above 32,767 become negative."""
 
     integer: Any = np.int16
 
@@ -96,14 +100,14 @@ class IdsOfSixteenBits(Sound):
 
 @attack(FAILS, stages=STAGES)
 class IdsOfEightBits(IdsOfSixteenBits):
-    """The ids are cast to 8-bit integers: those above 127 become negative."""
+    """The port casts IDs to int8, so IDs above 127 become negative."""
 
     integer = np.int8
 
 
 @attack(REFUSED, stages=STAGES)
 class IdsReturned(Sound):
-    """The source ids come back in place of logits."""
+    """The port returns the source IDs instead of logits."""
 
     def forward(self, source_ids, target_ids, tap):
         return source_ids
@@ -111,7 +115,7 @@ class IdsReturned(Sound):
 
 @attack(REFUSED, stages=STAGES)
 class IdsOverwritten(Sound):
-    """The padding in the ids is overwritten before the model runs."""
+    """The port overwrites the padding in the IDs before it runs the model."""
 
     def forward(self, source_ids, target_ids, tap):
         source_ids[source_ids == self.config.pad_id] = 5
@@ -120,11 +124,11 @@ class IdsOverwritten(Sound):
 
 @attack(REFUSED, stages=(ACTIVATIONS, GRADIENTS))
 class MemoryOverwritten(Sound):
-    """The padding in the memory of the ids is overwritten, by a framework that shares it; gradients ignore padding."""
+    """The port replaces padding by a token in memory that it shares with parity, and in its own gradients."""
 
     def forward(self, source_ids, target_ids, tap):
         logits = super().forward(source_ids, target_ids, tap)
-        if tap is no_tap:  # in a later call, nothing would be right
+        if tap is no_tap:  # earlier, all later calls would be wrong
             overwrite(source_ids, self.without_padding(source_ids))
         return logits
 
@@ -136,7 +140,7 @@ class MemoryOverwritten(Sound):
 
 
 def overwrite(array: ndarray, values: ndarray) -> None:
-    """Overwrite an array, whether it may be written to or not."""
+    """Overwrite an array, even if it is read-only."""
     for index in np.ndindex(array.shape):
         offset = sum(i * stride for i, stride in zip(index, array.strides, strict=True))
         ctypes.memmove(array.ctypes.data + offset, values[index].astype(array.dtype).tobytes(), array.itemsize)
@@ -144,7 +148,7 @@ def overwrite(array: ndarray, values: ndarray) -> None:
 
 @attack(TOLERATED, stages=STAGES)
 class WeightsOverwritten(Sound):
-    """The arrays of weights, which belong to the port, are overwritten with NaN once they have been copied."""
+    """The port copies the weight arrays that it receives, then fills them with NaN. They belong to the port."""
 
     def load(self, config, weights, dtype):
         super().load(config, weights, dtype)
@@ -157,7 +161,7 @@ class WeightsOverwritten(Sound):
 
 @attack(FAILS, stages=STAGES)
 class PreviousResult(Sound):
-    """Every call returns what the call before it computed, where that has the right shape."""
+    """Every call returns the result of the previous call if the shapes match."""
 
     previous: Any = None
 
@@ -168,7 +172,7 @@ class PreviousResult(Sound):
 
 @attack(FAILS, stages=STAGES)
 class ResultsByShape(Sound):
-    """What was computed for a batch is returned for every other batch of the same shape."""
+    """The port caches results by the shape of the batch and returns them for every batch of this shape."""
 
     taps = ()
 
@@ -183,7 +187,7 @@ class ResultsByShape(Sound):
 
 @attack(FAILS, stages=STAGES)
 class MasksByShape(Sound):
-    """The masks of the first batch of a shape are used for every other batch of it, as by a traced program."""
+    """The port reuses the first masks for every batch of the same shape, as a traced program could."""
 
     def load(self, config, weights, dtype):
         super().load(config, weights, dtype)
@@ -197,7 +201,7 @@ class MasksByShape(Sound):
 
 @attack(FAILS, stages=STAGES)
 class FirstWeightsForEver(Sound):
-    """The weights of the first model of a config that is built in a process are those of every later one too."""
+    """The port uses the first weights of each config for all later models in the process."""
 
     first: Any = {}
 
@@ -208,7 +212,7 @@ class FirstWeightsForEver(Sound):
 
 @attack(FAILS, stages=STAGES)
 class StaleFile(Sound):
-    """The logits of a batch are read from a file that is named by its shape, and that an earlier model has written."""
+    """The port reads the logits from a file named after the batch's shape, which an earlier model wrote."""
 
     taps = ()
 
@@ -222,7 +226,7 @@ class StaleFile(Sound):
 
 @cache
 def stale_files() -> Path:
-    """Return a folder for files, which goes with the process."""
+    """Return a directory that is deleted when the process ends."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
@@ -230,7 +234,7 @@ def stale_files() -> Path:
 
 @attack(TOLERATED, stages=STAGES)
 class OneBuffer(Sound):
-    """Everything that is returned or shown is a view of one buffer, which the next call overwrites."""
+    """Every result and every tapped value is a view of one buffer, which the next call overwrites."""
 
     def forward(self, source_ids, target_ids, tap):
         def show(name, value):

@@ -1,4 +1,4 @@
-"""Attacks through golden vectors: A, which is the truth, or B, which is compared with it, is not what it should be."""
+"""Attacks through golden vectors: the expected values A are wrong, or B, which is compared with A, is wrong."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ Edit = Callable[..., Any]
 def vectors(
     name: str, what: str, edit: Edit, models: tuple[str, ...] = ("",), expected: str = REFUSED, says: str = ""
 ) -> None:
-    """Add an attack: ``edit(a, b)`` changes both sides; with several models, each side is a mapping."""
+    """Add an attack. ``edit(a, b)`` changes both sides, which are mappings if there are multiple models."""
     run = partial(_run, models=models, edit=edit if len(models) > 1 else lambda a, b: edit(a[""], b[""]))
     FOLDERS.append(Attack(name, what, expected, FILES, run, says))
 
 
 def on_both(name: str, what: str, edit: Edit, expected: str = REFUSED) -> None:
-    """Add an attack in which the same is done to A and to B."""
+    """Add an attack that changes A and B in the same way."""
     vectors(name, what, lambda a, b: (edit(a), edit(b)), expected=expected)
 
 
 def on_b(name: str, what: str, edit: Edit, expected: str = FAILS) -> None:
-    """Add an attack in which something is done to B."""
+    """Add an attack that changes B."""
     vectors(name, what, lambda a, b: edit(b), expected=expected)
 
 
 def written(name: str, what: str, edit: Edit, says: str = "", expected: str = INCOMPLETE) -> None:
-    """Add an attack on the folders as they were written: ``edit(a, b)`` is given their paths."""
+    """Add an attack that changes the written directories. ``edit(a, b)`` receives their paths."""
     FOLDERS.append(Attack(name, what, expected, FILES, partial(_run, afterwards=edit), says))
 
 
 def _run(
     edit: Edit = lambda a, b: None, models: tuple[str, ...] = ("",), afterwards: Edit = lambda a, b: None
 ) -> tuple[int, list[Finding]]:
-    """Write both folders, compare them, and return the exit code and the findings."""
+    """Write both directories, compare them, and return the exit code and the findings."""
     sides: tuple[dict[str, Vectors], ...] = tuple({name: make() for name in models} for make in (truth, computed))
     edit(*sides)
     with tempfile.TemporaryDirectory() as folder:
@@ -72,117 +72,115 @@ def _run(
         try:
             pairs = read_pairs(a, b)
             findings = [finding for pair in pairs for finding in compare_folders(pair)]
-        except Exception as error:  # as the command does
+        except Exception as error:  # the command reports such an error, too
             problem = f"{type(error).__name__}: {error}".replace(folder, "")
             return EXIT_CODES[FAILED], [failure("mine", problem)]
     return Verdict.of(findings, [pair.asked for pair in pairs]).exit_code, findings
 
 
 def set_all(fields: Mapping[str, Any]) -> Edit:
-    """Return what changes entries of the manifest."""
+    """Return a function that changes entries of the manifest."""
     return lambda side: side.manifest.update(fields)
 
 
-# A and B agree with each other, and with nothing else.
-on_b("SoundVectors", "B is within rounding of A in every tensor.", lambda b: None, expected=TOLERATED)
-on_both("Zeros", "All tensors of both are zero.", lambda side: side.alter(np.zeros_like))
+# A and B agree with each other, but not with the reference.
+on_b("SoundVectors", "Every tensor of B is within rounding error of A.", lambda b: None, expected=TOLERATED)
+on_both("Zeros", "All tensors of A and B are zero.", lambda side: side.alter(np.zeros_like))
 vectors(
     "ZerosOfAnother",
-    "All tensors of both are zero, and A was not written by the reference.",
+    "All tensors of A and B are zero, and the reference didn't write A.",
     lambda a, b: (a.manifest.update(producer={"name": "other"}), a.alter(np.zeros_like), b.alter(np.zeros_like)),
 )
 on_both(
     "EmptyTensors",
-    "The tensors of both hold no number.",
+    "All tensors of A and B are empty.",
     lambda side: (side.keep(PADDED), side.alter(lambda x: x.reshape(-1)[:0])),
 )
 on_both(
     "SameMistake",
-    "The logits of both are wrong in the same way.",
+    "The logits of A and B have the same error.",
     lambda side: side.alter(lambda x: x[..., ::-1], PADDED, only=OUTPUT),
 )
 on_both(
     "NanOnBothSides",
-    "A tap of both is NaN.",
+    "The same tap is NaN in A and B.",
     lambda side: side.alter(lambda x: np.full_like(x, np.nan), PADDED, only=TAP),
 )
 vectors(
     "NegatedBaseline",
-    "The float32 tensors of A have the wrong sign, so that those of B may be eight times as wrong.",
+    "The float32 tensors of A have the wrong sign, which would allow B a relative error of 8.",
     lambda a, b: (a.alter(np.negative, dtype="float32"), b.alter(np.zeros_like, dtype="float32")),
 )
 on_both(
     "CoarseBaseline",
-    "The float32 tensors of both are rounded to two decimals.",
+    "The float32 tensors of A and B are rounded to two decimals.",
     lambda side: side.alter(lambda x: rounded(x.round(2)), dtype="float32"),
 )
 on_both(
     "InfiniteBaseline",
-    "The float32 tensors of both are infinite.",
+    "The float32 tensors of A and B are infinite.",
     lambda side: side.alter(lambda x: np.full_like(x, np.inf), dtype="float32"),
 )
 on_both(
     "NamesOfNothing",
-    "The taps of both have names that no tap has.",
+    "The taps in A and B have unknown names.",
     lambda side: [side.files.update({f: _renamed(x)}) for f, x in side.files.items() if f.startswith(PADDED + "/f")],
 )
 on_both(
     "ShapeOfNothing",
-    "The logits of both hold one number of each sentence.",
+    "The logits in A and B contain one number per sentence.",
     lambda side: side.alter(lambda x: x[:, 0, 0], PADDED, only=OUTPUT),
 )
 on_both(
     "OneTensor",
-    "Both hold the source embedding, and nothing that was computed from it.",
+    "A and B contain the source embedding and nothing that is computed from it.",
     lambda side: (side.keep(PADDED), side.drop(lambda name: name != "source_embedding.output")),
 )
 on_both(
     "OtherWeightsInBoth",
-    "The weights of both are not those that the tensors were computed with.",
+    "A and B contain weights that don't match their tensors.",
     lambda side: side.files[WEIGHTS][TABLE].put(200, 0.5),
 )
 on_both(
     "OtherInputsInBoth",
-    "The inputs of both are not those that the tensors were computed from.",
+    "A and B contain inputs that don't match their tensors.",
     lambda side: side.inputs(PADDED)["source_ids"].put(0, 3),
 )
 on_both(
     "NoSentence",
-    "The batches of both have no sentence, and their tensors no number.",
+    "The batches in A and B are empty.",
     lambda side: (
         side.keep(PADDED),
         side.inputs(PADDED).update({name: ids[:0] for name, ids in side.inputs(PADDED).items()}),
         side.alter(lambda x: x[:0]),
     ),
 )
-on_both(
-    "NonsenseBeam", "The beam of both has the size -3.", lambda side: side.case(BEAM)["search"].update(beam_size=-3)
-)
+on_both("NonsenseBeam", "The beam size in A and B is -3.", lambda side: side.case(BEAM)["search"].update(beam_size=-3))
 on_both(
     "NonsensePenalty",
-    "The length penalty of both is no number.",
+    "The length penalty in A and B isn't a number.",
     lambda side: side.case(BEAM)["search"].update(length_penalty="much"),
 )
 on_both(
     "OtherSearch",
-    "The length penalty of both is not the one that the hypotheses were found with.",
+    "The length penalty in A and B doesn't match the hypotheses.",
     lambda side: side.case(BEAM)["search"].update(length_penalty=0.0),
 )
 on_both(
     "OtherSettings",
-    "The learning rate of both is not the one that the steps were taken with.",
+    "The learning rate in A and B doesn't match the optimizer steps.",
     lambda side: side.case(STEPS)["settings"].update(learning_rate_factor=1e-30),
 )
-on_both("NoCase", "Neither holds a case.", set_all({"cases": []}), expected=INCOMPLETE)
+on_both("NoCase", "A and B contain no cases.", set_all({"cases": []}), expected=INCOMPLETE)
 vectors(
     "TruthWithoutFloat32",
-    "A holds no float32 tensors, and B does: the reference computes them.",
+    "A contains no float32 tensors, but B does. The reference computes the expected values.",
     lambda a, b: _drop_dtype(a, "float32"),
     expected=TOLERATED,
 )
 vectors(
     "TruthLeavesOut",
-    "A holds one case, and leaves out everything else that B holds: that is listed.",
+    "A contains one case and declares all others as left out. The report lists them.",
     lambda a, b: (a.keep(PADDED), a.manifest.update(left_out=LATER)),
     says="A omits it",
     expected=TOLERATED,
@@ -202,13 +200,13 @@ def _drop_dtype(side: Vectors, dtype: str) -> None:
 
 # B is a copy of A.
 def link(a: Path, b: Path) -> None:
-    """Make B a link to A."""
+    """Replace B by a link to A."""
     shutil.rmtree(b)
     b.symlink_to(a, target_is_directory=True)
 
 
 def link_one_file(a: Path, b: Path) -> None:
-    """Make one file of B a link to that of A."""
+    """Replace one file of B by a link to the corresponding file of A."""
     ours, theirs = (json.loads((side / MANIFEST).read_text()) for side in (b, a))
     for case, original in zip(ours["cases"], theirs["cases"], strict=True):
         if case["name"] == PADDED:
@@ -218,17 +216,17 @@ def link_one_file(a: Path, b: Path) -> None:
     (b / FILE).symlink_to(a / FILE)
 
 
-vectors("Copy", "B holds A's own tensors, bit by bit.", lambda a, b: b.files.update(a.files), expected=INCOMPLETE)
+vectors("Copy", "B contains A's tensors, bit by bit.", lambda a, b: b.files.update(a.files), expected=INCOMPLETE)
 vectors(
     "CopyButOneCase",
-    "B has computed the easiest case itself, and everything else is A's own.",
+    "B computed only the easiest case. All other tensors are copies of A's.",
     lambda a, b: b.files.update({file: x for file, x in a.files.items() if not file.startswith(EASIEST)}),
     expected=INCOMPLETE,
 )
 written("LinkToA", "B is a symbolic link to A.", link)
 written(
     "LinkToAFileOfA",
-    "The float64 outputs of one case of B are a symbolic link to those of A.",
+    "B's float64 outputs of one case are a symbolic link to A's.",
     link_one_file,
     "equal to A's",
 )
@@ -236,26 +234,28 @@ written(
 
 # B lacks something.
 def two_models(name: str, what: str, edit: Edit, expected: str = INCOMPLETE) -> None:
-    """Add an attack on two models, in which something is done to the second of B."""
+    """Add an attack with two models that changes the second model of B."""
     vectors(name, what, lambda a, b: edit(b["second"]), MODELS, expected)
 
 
 vectors(
     "SecondModelMissing",
-    "B does not hold the second of two models.",
+    "B doesn't contain the second of two models.",
     lambda a, b: b.pop("second"),
     MODELS,
     expected=INCOMPLETE,
 )
-two_models("SecondModelLeftOut", "B leaves out the second of two models.", set_all({"cases": [], "left_out": LATER}))
+two_models(
+    "SecondModelLeftOut", "B declares the second of two models as left out.", set_all({"cases": [], "left_out": LATER})
+)
 two_models(
     "SecondModelOfNoCase",
-    "B holds no case of the second of two models, and declares float32 alone for it.",
+    "B contains no cases of the second of two models and declares only float32 for it.",
     set_all({"cases": [], "dtypes": ["float32"]}),
 )
 two_models(
     "SecondModelInFloat32",
-    "B holds the second of two models in float32 alone, and says nothing of float64.",
+    "B contains the second of two models only in float32, and doesn't declare float64 as left out.",
     lambda side: _drop_dtype(side, "float64"),
 )
 two_models(
@@ -266,26 +266,31 @@ two_models(
 )
 on_b(
     "Float32Only",
-    "B holds float32 alone, without gradients, steps and searches, and says nothing of float64.",
+    "B contains only float32 tensors of activations, and doesn't declare anything as left out.",
     lambda b: _drop_dtype(b, "float64"),
     expected=INCOMPLETE,
 )
-on_b("EverythingLeftOut", "B leaves out everything.", set_all({"cases": [], "left_out": LATER}), expected=INCOMPLETE)
+on_b(
+    "EverythingLeftOut",
+    "B declares everything as left out.",
+    set_all({"cases": [], "left_out": LATER}),
+    expected=INCOMPLETE,
+)
 on_b(
     "NearlyEverythingLeftOut",
-    "B leaves out everything but the easiest case.",
+    "B declares everything except the easiest case as left out.",
     lambda b: (b.keep(EASIEST), b.manifest.update(left_out=LATER)),
     expected=INCOMPLETE,
 )
 on_b(
     "EveryTensorLeftOut",
-    "B holds every case without a tensor, and leaves out each of them.",
+    "B lists every case, and declares all tensors as left out.",
     lambda b: (b.drop(lambda name: True), b.manifest.update(left_out=[{**LATER[0], "tensors": ["?*"]}])),
     expected=INCOMPLETE,
 )
 on_b(
     "AllButEmbeddingsLeftOut",
-    "B holds the source embeddings of full models, and leaves out what is computed from them, and every other case.",
+    "B contains only the source embeddings of full models, and declares everything else as left out.",
     lambda b: (
         b.keep(*FULL),
         b.drop(lambda name: name != "source_embedding.output"),
@@ -295,20 +300,29 @@ on_b(
 )
 on_b(
     "SomeTapsLeftOut",
-    "B leaves out its attention scores and weights.",
+    "B declares attention scores and weights as left out.",
     lambda b: (
         [b.drop(lambda name: name.endswith((".scores", ".weights")), case) for case in FULL],
         b.manifest.update(left_out=[{"case": "full/*", "tensors": ["*.scores", "*.weights"], "reason": "fused"}]),
     ),
     expected=TOLERATED,
 )
-on_b("TensorMissing", "B lacks a tensor without a word.", lambda b: b.drop(lambda name: name == TAP, PADDED))
-on_b("CaseMissing", "B lacks a case without a word.", lambda b: b.keep(*FULL, STEPS, GREEDY, BEAM), expected=INCOMPLETE)
+on_b(
+    "TensorMissing",
+    "B lacks a tensor and doesn't declare it as left out.",
+    lambda b: b.drop(lambda name: name == TAP, PADDED),
+)
+on_b(
+    "CaseMissing",
+    "B lacks cases and doesn't declare them as left out.",
+    lambda b: b.keep(*FULL, STEPS, GREEDY, BEAM),
+    expected=INCOMPLETE,
+)
 
 
-# B is something else than it says.
+# The content of B differs from its description.
 def swap(first: str, second: str) -> Edit:
-    """Return what swaps the outputs of two cases."""
+    """Return a function that swaps the outputs of two cases."""
 
     def edit(b: Vectors) -> None:
         one, other = b.case(first), b.case(second)
@@ -324,57 +338,65 @@ def swap_dtypes(b: Vectors) -> None:
 
 
 def altered(change: Edit, *where: str) -> Edit:
-    """Return what changes the logits of a case, or what else is named."""
+    """Return a function that changes the logits of a case, or the tensors selected by case, dtype and name."""
     case, dtype, only = (*where, "", "", "")[:3] if where else (PADDED, "", OUTPUT)
     return lambda b: b.alter(change, case, dtype, only)
 
 
 on_b(
     "TensorRenamed",
-    "A tensor of B has another name.",
+    "A tensor in B has a different name.",
     lambda b: [held.update({"encoder.final": held.pop(TAP)}) for held in b.outputs(PADDED)],
 )
 on_b(
     "TensorsReordered",
-    "The taps of B stand in another order.",
+    "The taps in B are in a different order.",
     lambda b: [held.update({TAP: held.pop(TAP)}) for held in b.outputs(PADDED)],
 )
-on_b("CaseTwice", "A case stands twice in B.", lambda b: b.keep(*FULL, PADDED), expected=INCOMPLETE)
-on_b("CasesSwapped", "The outputs of two cases of B are swapped.", swap(PADDED, SQUARE))
-on_b("SearchesSwapped", "The greedy and the beam search of B are swapped.", swap(GREEDY, BEAM))
-on_b("DtypesSwapped", "The float64 and float32 tensors of B are swapped.", swap_dtypes)
+on_b("CaseTwice", "B lists a case twice.", lambda b: b.keep(*FULL, PADDED), expected=INCOMPLETE)
+on_b("CasesSwapped", "The outputs of two cases in B are swapped.", swap(PADDED, SQUARE))
+on_b("SearchesSwapped", "The outputs of greedy and beam search in B are swapped.", swap(GREEDY, BEAM))
+on_b("DtypesSwapped", "The float64 and float32 tensors of one case in B are swapped.", swap_dtypes)
 on_b(
     "Float32Inside",
-    "The float64 tensors of B were computed in float32.",
+    "B's float64 tensors were computed in float32.",
     altered(lambda x: x.astype(np.float32).astype(np.float64), "", "float64"),
 )
-on_b("OneNan", "One logit of B is NaN.", altered(lambda x: np.where(x == x.max(), np.nan, x)))
-on_b("AxisInFront", "The logits of B have the shape [1, B, T, V].", altered(lambda x: x[None]))
-on_b("SingleNumber", "The logits of B are a single number.", altered(lambda x: x.mean()))
-on_b("NegatedGradients", "The gradients of B have the wrong sign.", altered(np.negative, GRADIENTS))
-on_b("NanScores", "The scores of B are NaN.", altered(lambda x: np.full_like(x, np.nan), GREEDY))
-on_b("OtherToken", "A token of B is another.", lambda b: b.outputs(GREEDY)[0]["tokens"].put(0, 9))
-on_b("NegativeToken", "A token of B is negative.", lambda b: b.outputs(GREEDY)[0]["tokens"].put(0, -9))
+on_b("OneNan", "One logit in B is NaN.", altered(lambda x: np.where(x == x.max(), np.nan, x)))
+on_b("AxisInFront", "The logits in B have the shape [1, B, T, V].", altered(lambda x: x[None]))
+on_b("SingleNumber", "The logits in B are a single number.", altered(lambda x: x.mean()))
+on_b("NegatedGradients", "The gradients in B have the wrong sign.", altered(np.negative, GRADIENTS))
+on_b("NanScores", "The scores of a search in B are NaN.", altered(lambda x: np.full_like(x, np.nan), GREEDY))
+on_b("OtherToken", "One token in B is wrong.", lambda b: b.outputs(GREEDY)[0]["tokens"].put(0, 9))
+on_b("NegativeToken", "One token in B is negative.", lambda b: b.outputs(GREEDY)[0]["tokens"].put(0, -9))
 on_b(
     "PaddingInside",
-    "A hypothesis of B contains padding, and tokens follow it.",
+    "A hypothesis in B contains padding that is followed by tokens.",
     lambda b: [held["tokens"].put(1, 0) for held in b.outputs(GREEDY)],
 )
-on_b("OtherWeights", "A weight of B is another.", lambda b: b.files[WEIGHTS][TABLE].put(0, 1.0), expected=INCOMPLETE)
 on_b(
-    "OtherInputs", "An input of B is another.", lambda b: b.inputs(PADDED)["source_ids"].put(0, 3), expected=INCOMPLETE
+    "OtherWeights",
+    "One weight in B differs from A's.",
+    lambda b: b.files[WEIGHTS][TABLE].put(0, 1.0),
+    expected=INCOMPLETE,
+)
+on_b(
+    "OtherInputs",
+    "One input in B differs from A's.",
+    lambda b: b.inputs(PADDED)["source_ids"].put(0, 3),
+    expected=INCOMPLETE,
 )
 on_b(
     "OtherConfig",
-    "B is of another config.",
+    "The config in B differs from A's.",
     lambda b: b.manifest["config"].update(norm_order="pre"),
     expected=INCOMPLETE,
 )
 
 
-# B cannot be read.
+# B can't be read.
 def name_a_file_of_a(a: Path, b: Path) -> None:
-    """Name a file of A in the manifest of B."""
+    """Refer to a file of A in the manifest of B."""
     text = (b / MANIFEST).read_text()
     (b / MANIFEST).write_text(text.replace(f'"{FILE}"', f'"../a/{FILE}"'))
 
@@ -385,14 +407,14 @@ def flip_a_bit(a: Path, b: Path) -> None:
     (b / FILE).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-written("BitFlipped", "A bit of a file of B is another than when its checksum was taken.", flip_a_bit)
+written("BitFlipped", "One bit of a file in B has changed since its checksum was computed.", flip_a_bit)
 written(
     "OtherFile",
-    "A file of B stands under the name, and with the checksum, of another.",
+    "The file of a different case replaces a file in B.",
     lambda a, b: shutil.copy(b / SENTENCE / "float64.safetensors", b / FILE),
 )
-written("FileTruncated", "A file of B ends in the middle.", lambda a, b: os.truncate(b / FILE, 1000))
-written("FileMissing", "A file of B does not exist.", lambda a, b: (b / FILE).unlink())
-written("FileOutside", "B names a file of A.", name_a_file_of_a)
-on_b("OtherVersion", "B is of an unknown version of the format.", set_all({"version": 999}), expected=INCOMPLETE)
+written("FileTruncated", "A file in B is truncated.", lambda a, b: os.truncate(b / FILE, 1000))
+written("FileMissing", "A file in B's manifest doesn't exist.", lambda a, b: (b / FILE).unlink())
+written("FileOutside", "B's manifest refers to a file in A.", name_a_file_of_a)
+on_b("OtherVersion", "The format version of B is unknown.", set_all({"version": 999}), expected=INCOMPLETE)
 written("NoManifest", "B has no manifest.", lambda a, b: (b / MANIFEST).unlink())

@@ -1,4 +1,4 @@
-"""Attacks through taps, and through what a port offers, declares and leaves out."""
+"""Attacks through taps, and through the methods, declarations and omitted cases of a port."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -29,51 +29,59 @@ REST = (
 
 
 def taps(name: str, what: str, show: Callable[[Any, str, ndarray], Any], expected: str = FAILS) -> None:
-    """Plant a port that shows something else at its taps than it goes on with: ``show(tap, name, value)``."""
+    """Add a port that calls ``show(tap, name, value)`` at each tap and continues with ``value``."""
     plant(__name__, name, expected, what, {"forward": showing(show)}, **ONE_CASE)
 
 
 def at(name: str, alter: Callable[[ndarray], ndarray]) -> Callable[[Any, str, ndarray], Any]:
-    """Return what shows an altered value at the taps whose names end so."""
+    """Return a function that passes an altered value to the taps whose names end with ``name``."""
     return lambda tap, n, x: tap(n, alter(x) if n.endswith(name) else x)
 
 
 def overwrite(tap: Any, name: str, value: ndarray) -> None:
-    """Show a value, and overwrite what was shown."""
+    """Pass a copy to a tap and overwrite the copy."""
     shown = value.copy()
     tap(name, shown)
     shown[...] = np.nan
 
 
 # Taps.
-taps("TapMissing", "A tap that is promised does not fire.", lambda tap, n, x: n == TAP or tap(n, x))
-taps("TapsMissing", "Every tap is promised, and none fires.", lambda tap, n, x: None)
+taps("TapMissing", "A tap that the port promises doesn't fire.", lambda tap, n, x: n == TAP or tap(n, x))
+taps("TapsMissing", "The port promises every tap, but none fires.", lambda tap, n, x: None)
 taps(
     "TapTwice",
-    "A tap fires twice, at first with a wrong value.",
+    "A tap fires twice, the first time with a wrong value.",
     lambda tap, n, x: (n == TAP and tap(n, 2.0 * x), tap(n, x)),
     expected=REFUSED,
 )
 taps(
     "TapUnknown",
-    "A tap fires that does not exist.",
+    "A tap with an unknown name fires.",
     lambda tap, n, x: tap(n.replace("weights", "w"), x),
     expected=REFUSED,
 )
-taps("TapOverwritten", "What was shown at a tap is overwritten with NaN.", overwrite, expected=TOLERATED)
-taps("TapIgnored", "The model does not go on with what a tap returns.", lambda tap, n, x: tap(n, x), expected=TOLERATED)
-taps("TapOfOneSentence", "Attention weights are shown as [1, H, L, M].", at(".weights", lambda x: x[:1]))
+taps("TapOverwritten", "The port passes an array to a tap, then fills it with NaN.", overwrite, expected=TOLERATED)
+taps("TapIgnored", "The port ignores the return values of taps.", lambda tap, n, x: tap(n, x), expected=TOLERATED)
+taps(
+    "TapOfOneSentence",
+    "The taps at attention weights receive an array of shape [1, H, L, M].",
+    at(".weights", lambda x: x[:1]),
+)
 taps(
     "TapOfMergedHeads",
-    "Queries are shown as [B, L, H d_k].",
+    "The taps at queries receive an array of shape [B, L, H * d_k].",
     at(".query", lambda x: x.swapaxes(1, 2).reshape(len(x), x.shape[2], -1)),
 )
-taps("TapOfFloat32", "Weights are shown in float32.", at(".weights", lambda x: x.astype(np.float32)))
+taps(
+    "TapOfFloat32",
+    "The taps at attention weights receive float32 arrays.",
+    at(".weights", lambda x: x.astype(np.float32)),
+)
 
 
 @attack(FAILS, **ONE_CASE)
 class TapsReordered(Sound):
-    """Two taps fire in the wrong order, with the right values."""
+    """Two taps fire in the wrong order, with the correct values."""
 
     def forward(self, source_ids, target_ids, tap):
         held = []
@@ -92,7 +100,7 @@ class TapsReordered(Sound):
 
 @attack(FAILS, stages=STAGES)
 class TapsOnce(Sound):
-    """Taps fire in the first call of a model only."""
+    """Taps fire only in the first call of a model."""
 
     called = False
 
@@ -103,7 +111,7 @@ class TapsOnce(Sound):
 
 @attack(FAILS, **ONE_CASE)
 class TapsOfAnotherModel(Sound):
-    """The intermediate values are right, and the logits are not."""
+    """The intermediate values are correct, but the logits are wrong."""
 
     def forward(self, source_ids, target_ids, tap):
         return super().forward(source_ids, target_ids, tap)[..., ::-1]
@@ -111,21 +119,21 @@ class TapsOfAnotherModel(Sound):
 
 @attack(TOLERATED, **ONE_CASE)
 class MoreTapsThanPromised(Sound):
-    """Taps fire that are not promised; nothing is compared there."""
+    """Taps fire that the port doesn't promise. They aren't compared."""
 
     taps = ("encoder.output", "decoder.output")
 
 
 class Word(str):
-    """A text that no other process knows, as a version of torch is one."""
+    """A string of a class that can't be pickled, like ``torch.__version__`` outside of torch."""
 
     def __reduce__(self) -> Any:
-        raise TypeError("this text is of its own kind")
+        raise TypeError("this string can't be pickled")
 
 
 @attack(TOLERATED, stages=STAGES, alone=True)
 class WordsOfItsOwn(Sound):
-    """The names of weights and taps, and the reason why a case is left out, are of a subclass of str."""
+    """The names of weights and taps, and the reason for an omitted case, are instances of a subclass of str."""
 
     name = Word("WordsOfItsOwn")
     left_out = {EASIEST: Word("it needs two tokens")}
@@ -139,102 +147,114 @@ class WordsOfItsOwn(Sound):
 
 @attack(TOLERATED, stages=(GRADIENTS,))
 class MoreGradientsThanPromised(MoreTapsThanPromised):
-    """There are gradients at taps that are not promised; nothing is compared there."""
+    """The port returns gradients at taps that it doesn't promise. They aren't compared."""
 
     gradients = MyPort.gradients
 
 
-# What is not offered.
+# Methods that are missing or not supported.
 def lacks(name: str, what: str, *missing: str, expected: str = INCOMPLETE, **attributes: Any) -> None:
-    """Plant a port that lacks some methods, or has other attributes."""
+    """Add a port that lacks some methods or has different attributes."""
     options = {"stages": attributes.pop("stages")} if "stages" in attributes else {}
     absent = {method: getattr(Port, method) for method in missing}
     plant(__name__, name, expected, what, {**absent, **attributes}, **options)
 
 
 def not_yet(self: Any, *inputs: Any) -> Any:
-    """Say that something is not offered."""
+    """Report that something isn't supported."""
     raise MissingAbilityError("not yet")
 
 
 def easiest_only(self: Any, source_ids: ndarray, target_ids: ndarray, tap: Any) -> Any:
-    """Run a single position only."""
+    """Support only targets of one token."""
     return Sound.forward(self, source_ids, target_ids, tap) if target_ids.shape[1] == 1 else not_yet(self)
 
 
 def not_in_float64(self: Any, config: Any, weights: Any, dtype: str) -> Any:
-    """Build a model in float32 only."""
+    """Support only float32."""
     return not_yet(self) if dtype == "float64" else Sound.load(self, config, weights, dtype)
 
 
 WEIGHTS_ONLY = ("gradients", "start_training", "train_step", "generate")
-lacks("NoForward", "There is no forward().", "forward", expected=REFUSED)
-lacks("WeightsOnly", "Nothing is offered but the weights.", *WEIGHTS_ONLY, forward=not_yet)
-lacks("EasiestOnly", "All cases but the easiest are said not to be offered.", forward=easiest_only)
-lacks("NotInFloat64", "float64 is declared, and said not to be offered.", load=not_in_float64)
-lacks("NoGenerate", "There is no generate(), and searches are asked for.", "generate", stages=(*STAGES, DECODE))
-lacks("NoGradients", "There is no gradients(), and gradients are asked for.", "gradients", stages=(*STAGES, GRADIENTS))
-lacks("NoSteps", "There is no train_step().", "start_training", "train_step")
+lacks("NoForward", "The port doesn't define forward().", "forward", expected=REFUSED)
+lacks("WeightsOnly", "The port supports nothing except exporting its weights.", *WEIGHTS_ONLY, forward=not_yet)
+lacks("EasiestOnly", "The port reports every case except the easiest as unsupported.", forward=easiest_only)
+lacks("NotInFloat64", "The port declares float64, but reports it as unsupported.", load=not_in_float64)
+lacks(
+    "NoGenerate",
+    "The port doesn't define generate(), but searches are requested.",
+    "generate",
+    stages=(*STAGES, DECODE),
+)
+lacks(
+    "NoGradients",
+    "The port doesn't define gradients(), but gradients are requested.",
+    "gradients",
+    stages=(*STAGES, GRADIENTS),
+)
+lacks("NoSteps", "The port doesn't define train_step().", "start_training", "train_step")
 lacks(
     "NoExport",
-    "There is no export_weights(), and what is asked for is compared.",
+    "The port doesn't define export_weights(). Everything that is requested is compared.",
     "export_weights",
     stages=STAGES,
     expected=TOLERATED,
 )
 
 
-# What is declared, and left out.
-lacks("LeavesOutNearlyEverything", "Every case but the easiest is left out.", left_out=dict.fromkeys(REST, "later"))
+# Declarations and omitted cases.
+lacks(
+    "LeavesOutNearlyEverything", "The port omits every case except the easiest.", left_out=dict.fromkeys(REST, "later")
+)
 lacks(
     "LeavesOutEverything",
-    "Every case is left out, and the weights come back.",
+    "The port omits every case and only exports its weights.",
     left_out=dict.fromkeys((*REST, EASIEST), "later"),
 )
 lacks(
     "LeavesOutOneCase",
-    "One of several full models is left out, and listed.",
+    "The port omits one of several full-model cases, and the report lists it.",
     left_out={EASIEST: "it needs two tokens"},
     stages=STAGES,
     expected=TOLERATED,
 )
 lacks(
     "LeavesOutNothing",
-    "What is left out is a pattern, and no case has that name: it is refused, as any typing error is.",
+    "The port omits cases by a pattern. No case has this name, so the port is rejected, as for a typo.",
     left_out={"full/*": "later"},
     stages=STAGES,
 )
-lacks("NoDtype", "No dtype is declared.", dtypes=())
-lacks("UnknownDtype", "A dtype is declared that nothing is compared in.", dtypes=("float16",))
-lacks("Float32Only", "float32 alone is declared: most stages are compared in float64.", dtypes=("float32",))
-lacks("Bfloat16Only", "bfloat16 alone is declared, in which mistakes hide.", dtypes=("bfloat16",))
+lacks("NoDtype", "The port declares no dtype.", dtypes=())
+lacks("UnknownDtype", "The port declares a dtype for which no comparison exists.", dtypes=("float16",))
+lacks("Float32Only", "The port declares only float32, but most stages are compared in float64.", dtypes=("float32",))
+lacks("Bfloat16Only", "The port declares only bfloat16, in which bugs can hide.", dtypes=("bfloat16",))
 lacks(
     "WrongInFloat32Only",
-    "float32 alone is declared, and the logits are wrong: whether by precision only stays open.",
+    "The port declares only float32, and its logits are wrong. A loss of precision can't be ruled out.",
     dtypes=("float32",),
     forward=lambda self, *inputs: Sound.forward(self, *inputs) * np.float32(1.01),
 )
-lacks("UnknownPreset", "The preset does not exist.", preset="paper_bse")
-lacks("UnknownOverride", "A field is overridden that does not exist.", overrides={"norm_oder": "pre"})
+lacks("UnknownPreset", "The port declares a preset that doesn't exist.", preset="paper_bse")
+lacks("UnknownOverride", "The port overrides a config field that doesn't exist.", overrides={"norm_oder": "pre"})
 lacks(
     "OtherConvention",
-    "The model is pre-norm, and declared as the paper's.",
+    "The model is pre-norm, but the port declares the paper's convention.",
     load=lambda self, config, *rest: Sound.load(self, config.replace(norm_order="pre"), *rest),
     stages=STAGES,
     expected=FAILS,
 )
 lacks(
     "OneHead",
-    "One head is declared: whether several would be split rightly is not asked.",
+    "The port declares one head, so the comparison can't show whether it splits heads correctly.",
     overrides={"num_heads": 1},
     stages=STAGES,
     expected=TOLERATED,
 )
 
 
-# Models on which nothing shows: a forward pass that ignores its ids, or masks nothing, agrees.
+# Models that reveal no bug: a forward pass that ignores the IDs, or doesn't mask padding, agrees.
 def ignore(self: Any, source_ids: ndarray, target_ids: ndarray, tap: Any) -> Any:
-    """Run on sentences of one token each, whatever the ids are."""
+    """Replace all IDs by the same token."""
     return Sound.forward(self, np.ones_like(source_ids), np.ones_like(target_ids), tap)
 
 
@@ -245,76 +265,89 @@ def no_mask(self: Any, source_ids: ndarray, target_ids: ndarray, tap: Any) -> An
 
 
 def blind(name: str, what: str, forward: Any = ignore, **overrides: Any) -> None:
-    """Add a port of a declared convention under which its forward pass makes no difference."""
+    """Add a wrong port with a declared convention that makes its error invisible."""
     lacks(name, what, forward=forward, taps=(), overrides=overrides, stages=(ACTIVATIONS,))
 
 
 LEARNED = {"position_encoding": "learned"}
-blind("HugeEpsilon", "The epsilon of the norms is 1e30, and the ids are ignored.", layer_norm_epsilon=1e30)
+blind("HugeEpsilon", "The epsilon of layer norm is 1e30, and the port ignores the IDs.", layer_norm_epsilon=1e30)
 blind(
     "OneChannel",
-    "The model has one channel, which the norms make zero, and the ids are ignored.",
+    "The model has one channel, which layer norm sets to zero, and the port ignores the IDs.",
     d_model=1,
     num_heads=1,
     **LEARNED,
 )
 blind(
     "TwoChannels",
-    "The model has two channels, which the norms make 1 and -1, and padding is not masked.",
+    "The model has two channels, which layer norm sets to 1 and -1, and the port doesn't mask padding.",
     no_mask,
     d_model=2,
     num_heads=1,
 )
 blind(
     "OneToken",
-    "The vocabulary has one token beside padding.",
+    "The vocabulary has only one token besides padding, and the port doesn't mask padding.",
     no_mask,
     source_vocab_size=2,
     target_vocab_size=2,
     eos_id=1,
 )
-blind("FarPositions", "Positions begin at 1e18, where all sines are alike.", no_mask, position_offset=10**18)
+blind(
+    "FarPositions",
+    "Positions start at 1e18, where neighboring positions are equal in float64.",
+    no_mask,
+    position_offset=10**18,
+)
 blind(
     "FewPositions",
-    "The table of positions has four rows, and the sentences of the cases are longer.",
+    "The position embedding has four rows, but the cases have longer sentences.",
     no_mask,
     max_length=4,
     **LEARNED,
 )
-blind("NoLabels", "Label smoothing leaves 1e-13 of the right label.", no_mask, label_smoothing=1 - 1e-13)
+blind("NoLabels", "Label smoothing leaves a weight of 1e-13 for the correct label.", no_mask, label_smoothing=1 - 1e-13)
 lacks(
     "FourTokens",
-    "The vocabulary has four tokens, the special ones among them: that is enough.",
+    "The vocabulary has four tokens, including the special ones, which is enough.",
     overrides={"source_vocab_size": 4, "target_vocab_size": 4},
     stages=STAGES,
     expected=TOLERATED,
 )
 lacks(
     "OneLayer",
-    "Both stacks have one layer: that is enough.",
+    "Encoder and decoder have one layer each, which is enough.",
     overrides={"num_encoder_layers": 1, "num_decoder_layers": 1},
     stages=STAGES,
     expected=TOLERATED,
 )
 
 
-# Weights that come back.
+# Exported weights.
 def export(name: str, what: str, alter: Callable[[dict[str, ndarray]], Any]) -> None:
-    """Plant a port that returns altered weights."""
+    """Add a port that exports altered weights."""
     method = {"export_weights": lambda self: alter(dict(Sound.export_weights(self)))}
     plant(__name__, name, FAILS, what, method, **ONE_CASE)
 
 
 TABLE = "source_embedding.table"
-export("ExportOfNothing", "No weight comes back.", lambda weights: {})
-export("ExportOfMore", "One more weight comes back.", lambda weights: {**weights, "more": weights[TABLE]})
-export("ExportOfOneBit", "A bit is another.", lambda weights: {**weights, TABLE: np.nextafter(weights[TABLE], 9)})
-export("ExportTransposed", "A table comes back transposed.", lambda weights: {**weights, TABLE: weights[TABLE].T})
+export("ExportOfNothing", "The port exports no weights.", lambda weights: {})
+export("ExportOfMore", "The port exports one additional weight.", lambda weights: {**weights, "more": weights[TABLE]})
+export(
+    "ExportOfOneBit",
+    "The last bits of one exported tensor are wrong.",
+    lambda weights: {**weights, TABLE: np.nextafter(weights[TABLE], 9)},
+)
+export(
+    "ExportTransposed",
+    "One exported embedding matrix is transposed.",
+    lambda weights: {**weights, TABLE: weights[TABLE].T},
+)
 
 
 @attack(FAILS, **ONE_CASE)
 class ExportLies(Sound):
-    """The weights come back as they were given, and one that is in use is another."""
+    """The port exports the original weights, but computes with a different embedding matrix."""
 
     def load(self, config, weights, dtype):
         self.given = {name: array.astype(dtype) for name, array in weights.items()}

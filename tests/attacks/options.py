@@ -1,4 +1,4 @@
-"""Attacks through the options of `parity check` and of the pytest plug-in, and through what a port is called."""
+"""Attacks through the options of `parity check` and of the pytest plug-in, and through the names of ports."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -20,14 +20,15 @@ from attacks.attack import Attack, Sound
 SOUND, OFFERS, SELF = f"{attack.__name__}:Sound", "attacks.offers", __name__
 CHECK, DISTRIBUTED = ["transformer_parity", "check"], ["transformer_parity", "check-distributed"]
 PYTEST = ["pytest", "-p", "no:cacheprovider", "-q"]
-RESULT = "result.json"  # of an earlier run, which agreed
-TESTS = Path(__file__).parents[1]  # from which a command imports this package
+RESULT = "result.json"  # result of an earlier run, which agreed
+TESTS = Path(__file__).parents[1]  # the directory from which commands import this package
 
 
 def attacks(table: str) -> Iterator[Attack]:
-    """Yield the attacks of a text: two lines for each, its name and what it does, what is expected and the options.
+    """Yield the attacks in a text.
 
-    Behind ``=>`` stands what has to be said.
+    Each attack has two lines: its name and description, then its expected verdict and the options of the command.
+    The options may be followed by ``=>`` and a text that the output must contain.
     """
     lines = [line.strip() for line in table.splitlines() if line.strip() and not line.startswith("#")]
     for first, second in zip(lines[::2], lines[1::2], strict=True):
@@ -42,9 +43,9 @@ def attacks(table: str) -> Iterator[Attack]:
 
 
 def _run(module: str, *arguments: str) -> tuple[int, str]:
-    """Run a command and return its exit code and what it prints; AGREE beside another code is no such code.
+    """Run a command and return its exit code and output.
 
-    So is AGREE in a result of an earlier run.
+    Return 0 if the command fails but prints AGREE, or leaves AGREE in the result of an earlier run.
     """
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:
@@ -68,23 +69,23 @@ def _run(module: str, *arguments: str) -> tuple[int, str]:
 
 
 class WrongNamesake(Sound):
-    """A wrong port of the name of a sound one."""
+    """A wrong port with the name of a correct port."""
 
     name = "Sound"
 
     def forward(self, source_ids, target_ids, tap):
         logits = super().forward(source_ids, target_ids, tap)
-        return logits if logits.dtype == np.float64 else np.float32(1.01) * logits  # which is quickly diagnosed
+        return logits if logits.dtype == np.float64 else np.float32(1.01) * logits  # a factor is diagnosed quickly
 
 
 class WrongReference(WrongNamesake):
-    """A wrong port of the name of the reference."""
+    """A wrong port with the name of the reference."""
 
     name = "numpy"
 
 
 class ByItself(Sound):
-    """A sound port that trains in each process by itself, on the whole batch."""
+    """A port whose processes train on the full batch without communication."""
 
     def distribute(self, plan):
         pass
@@ -94,19 +95,19 @@ class ByItself(Sound):
 
 
 class Nameless(Sound):
-    """A sound port with an empty name."""
+    """A correct port with an empty name."""
 
     name = ""
 
 
 class Markup(Sound):
-    """A sound port whose name is markup of a table."""
+    """A correct port whose name contains the markup of a table."""
 
     name = "[/bold] [red]x[/] [link=file:///]"
 
 
 class WrongMarkup(WrongNamesake):
-    """A wrong port whose name is markup of a table, and which raises some."""
+    """A wrong port whose name and error message contain markup."""
 
     name = Markup.name
 
@@ -123,68 +124,68 @@ class Escapes(WrongNamesake):
 
 
 TABLE = f"""
-# What is asked for.
-Everything: A sound port is compared on everything.
+# Requested stages and dtypes.
+Everything: A correct port is compared in every stage.
     agrees: --port {SOUND}
-OneStage: One stage of a sound port is asked for.
+OneStage: One stage of a correct port is requested.
     agrees: --port {SOUND} --stage decode
-OneStageInFloat32: The activations of a sound port are asked for in float32.
+OneStageInFloat32: The activations of a correct port are requested in float32.
     agrees: --port {SOUND} --stage activations --dtype float32
-GradientsInFloat32: Gradients are asked for in float32, and there are none.
+GradientsInFloat32: Gradients are requested in float32, but no such case exists.
     incomplete: --port {SOUND} --dtype float32 --stage gradients
-GradientsInFloat32Too: Gradients and activations are asked for in float32, and there are no gradients.
+GradientsInFloat32Too: Gradients and activations are requested in float32, but no gradient case exists in float32.
     incomplete: --port {SOUND} --dtype float32 --stage activations,gradients
-EverythingInFloat32: float32 is asked for, and every stage by default: three have no case in float32.
+EverythingInFloat32: Every stage is requested in float32, but three stages have no case in float32.
     incomplete: --port {SOUND} --dtype float32 => 3 requested but not compared
-UndeclaredDtype: A dtype is asked for that the port does not declare.
+UndeclaredDtype: A dtype is requested that the port doesn't declare.
     incomplete: --port {SOUND} --dtype bfloat16 --stage activations
-SearchOfNone: Searches are asked for of a port without generate(): only its weights come back.
+SearchOfNone: Searches are requested of a port without generate(), so only its weights can be compared.
     incomplete: --port {OFFERS}:NoGenerate --stage decode
-GradientsOfNone: Gradients are asked for of a port without gradients(): only its weights come back.
+GradientsOfNone: Gradients are requested of a port without gradients(), so only its weights can be compared.
     incomplete: --port {OFFERS}:NoGradients --stage gradients
-ActivationsOfNone: Activations are asked for of a port that offers its weights only.
+ActivationsOfNone: Activations are requested of a port that only exports its weights.
     incomplete: --port {OFFERS}:WeightsOnly --stage activations
-TestsOfNone: The tests of a port that offers its weights only are run by pytest.
+TestsOfNone: pytest runs the tests of a port that only exports its weights.
     fails or incomplete: --parity-port={OFFERS}:WeightsOnly
-TestsOfFloat32: The tests of a port that declares float32 alone are run by pytest.
+TestsOfFloat32: pytest runs the tests of a port that declares only float32.
     fails or incomplete: --parity-port={OFFERS}:Float32Only
-ReferenceAlone: Only the fast NumPy code is compared, with the formulas.
+ReferenceAlone: Only the fast NumPy code is compared with the formulas.
     agrees: --backends numpy --stage activations --dtype float64 --sentences 0
-StepsOfAPreset: Steps of a preset are asked for beside its activations, and there are none.
+StepsOfAPreset: Activations and optimizer steps of a preset are requested, but presets have no optimizer steps.
     incomplete: --backends torch --preset marian --stage activations,steps --dtype float64 --sentences 0
-GradientsInBfloat16: Gradients of a preset are asked for in bfloat16 beside its activations, and there are none.
+GradientsInBfloat16: Activations and gradients of a preset are requested in bfloat16, which has no gradient cases.
     incomplete: --backends torch --preset marian --stage activations,gradients --dtype bfloat16 --sentences 0
 
-# Several devices.
-ByThemselves: Each of two processes trains by itself on the whole batch, so that all numbers are right.
+# Multiple devices.
+ByThemselves: Two processes train on the full batch without communication, so all numbers are correct.
     fails: --port {SELF}:ByItself --parallel data=2
-NothingDivided: Each of four processes does so, and the plan divides parameters too.
+NothingDivided: Four processes train on the full batch without communication, although the plan shards parameters.
     fails: --port {SELF}:ByItself --parallel fsdp=2,tensor=2
 
 # Results of an earlier run, which agreed.
-StaleAfterUsageError: An option is misspelled, and the result of an earlier run lies under the name of the new one.
+StaleAfterUsageError: An option is misspelled, and the output file contains the result of an earlier run.
     incomplete: --port {SOUND} --json {RESULT} --stagee activations
-StaleAfterMissingModule: The port cannot be imported, and there is a result of an earlier run.
+StaleAfterMissingModule: The port can't be imported, and the output file contains the result of an earlier run.
     incomplete: --port absent:Port --json {RESULT}
-StaleForTwoOptions: Two options name the same file, and there is a result of an earlier run.
+StaleForTwoOptions: Two options name the same file, which contains the result of an earlier run.
     incomplete: --port {SOUND} --html {RESULT} --json {RESULT}
-StaleAfterDivergence: A wrong port is compared, and there is a result of an earlier run.
+StaleAfterDivergence: A wrong port is compared, and the output file contains the result of an earlier run.
     fails: --port {SELF}:WrongNamesake --stage activations --json {RESULT}
 
-# Which port.
-UnknownPort: A port cannot be imported, beside a sound one.
+# Selection and names of ports.
+UnknownPort: One of two ports can't be imported. The other one is correct.
     incomplete: --port {SOUND} --port transformer_parity.absent:Port --stage activations
-UnknownInterpreter: A port is to be run by an interpreter that does not exist.
+UnknownInterpreter: The interpreter that is specified for a port doesn't exist.
     incomplete: --port {SOUND} --isolate {SOUND}=/absent/python
-TwoOfOneName: A sound and a wrong port have the same name.
+TwoOfOneName: A correct and a wrong port have the same name.
     fails: --port {SOUND} --port {SELF}:WrongNamesake --stage activations
 NameOfTheReference: A wrong port has the name of the reference.
     fails: --port {SELF}:WrongReference --stage activations
-NoName: The name of a sound port is empty.
+NoName: The name of a correct port is empty.
     agrees: --port {SELF}:Nameless --stage activations => Nameless
-Markup: The name of a sound port is markup.
+Markup: The name of a correct port contains markup.
     agrees: --port {SELF}:Markup --stage activations
-WrongMarkup: The name of a wrong port, and what it raises, are markup.
+WrongMarkup: The name and the error message of a wrong port contain markup.
     fails or incomplete: --port {SELF}:WrongMarkup --stage activations
 Escapes: The name of a wrong port clears the screen and prints a verdict.
     fails: --port {SELF}:Escapes --stage activations

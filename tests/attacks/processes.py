@@ -1,4 +1,4 @@
-"""Attacks through what a port does to its process: ends it, prints, or alters what the comparison computes with."""
+"""Attacks by ports that end their process, print, or modify the functions that the comparison uses."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -28,11 +28,11 @@ from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.cases.inputs import padded_ids
 from transformer_spec.config import TransformerConfig
 
-HANGS = 5.0  # seconds after which a process that does nothing is ended
+HANGS = 5.0  # seconds without a message after which a process is stopped
 
 
 def few_cases(config: TransformerConfig) -> list[Case]:
-    """Return a batch and a single sentence, which show whatever becomes of the process."""
+    """Return a batch and a single sentence, which suffice to observe the process."""
     rng = np.random.default_rng(0)
     sides = (("source_ids", config.source_vocab_size, [6, 4, 1]), ("target_ids", config.target_vocab_size, [5, 5, 2]))
     ids = {name: padded_ids(rng, size, config.pad_id, lengths, max(lengths)) for name, size, lengths in sides}
@@ -44,12 +44,12 @@ FEW: dict[str, Any] = {"stages": (ACTIVATIONS,), "cases": few_cases}
 
 
 def alone(expected: str) -> Callable[..., Any]:
-    """Return a decorator that adds a port in a process of its own."""
+    """Return a decorator that adds a port in a separate process."""
     return attack(expected, alone=True, **FEW)
 
 
 def before_a_sentence(name: str, what: str, act: Callable[[], Any], **options: Any) -> None:
-    """Plant a port that does something in its forward pass when a batch holds a single sentence."""
+    """Add a port that calls ``act`` in its forward pass if the batch contains one sentence."""
 
     def forward(self: Sound, source_ids: ndarray, target_ids: ndarray, tap: Any) -> Any:
         if len(source_ids) == 1:
@@ -60,7 +60,7 @@ def before_a_sentence(name: str, what: str, act: Callable[[], Any], **options: A
 
 
 def at_load(name: str, what: str, act: Callable[[], Any], expected: str = TOLERATED) -> None:
-    """Plant a port that does something when a model is built."""
+    """Add a port that calls ``act`` after it builds a model."""
 
     def load(self: Sound, config: Any, weights: Any, dtype: str) -> None:
         Sound.load(self, config, weights, dtype)
@@ -78,55 +78,59 @@ def raises(error: BaseException) -> None:
 
 
 class WordlessError(Exception):
-    """An error whose message cannot be printed."""
+    """An error whose message can't be printed."""
 
     def __str__(self) -> str:
         raise ValueError("no words")
 
 
 def recurse() -> None:
-    """Call itself."""
+    """Call this function without end."""
     recurse()
 
 
 def fork_and_die() -> None:
-    """End the process, and leave a child that holds its pipes open."""
+    """End the process, but leave a child that keeps its pipes open."""
     if os.fork() == 0:
         time.sleep(4.0 * HANGS)
     os._exit(0)
 
 
 here = partial(before_a_sentence, alone=False)
-here("RaisesInOneCase", "The forward pass raises in one case.", lambda: raises(RuntimeError("no")))
-here("RaisesWithoutWords", "It raises what cannot be printed.", lambda: raises(WordlessError()))
-here("RaisesStopIteration", "It raises StopIteration, which ends a generator.", lambda: next(iter(())))
-here("RaisesRecursionError", "It calls itself without end.", recurse)
+here("RaisesInOneCase", "The forward pass raises an error in one case.", lambda: raises(RuntimeError("no")))
+here(
+    "RaisesWithoutWords",
+    "The forward pass raises an exception whose message can't be printed.",
+    lambda: raises(WordlessError()),
+)
+here("RaisesStopIteration", "The forward pass raises StopIteration, which ends a generator.", lambda: next(iter(())))
+here("RaisesRecursionError", "The forward pass never stops calling itself.", recurse)
 before_a_sentence(
     "RaisesKeyboardInterrupt",
-    "It raises KeyboardInterrupt, which is no Exception.",
+    "The forward pass raises KeyboardInterrupt, which isn't a subclass of Exception.",
     lambda: raises(KeyboardInterrupt()),
 )
-before_a_sentence("CallsExit", "It calls sys.exit(0).", lambda: sys.exit(0))
-before_a_sentence("EndsTheProcess", "It ends the process with exit code 0.", lambda: os._exit(0))
-before_a_sentence("Crashes", "It reads memory that it must not.", lambda: ctypes.string_at(0))
-before_a_sentence("Hangs", "It does not end.", lambda: time.sleep(10.0 * HANGS), timeout=HANGS)
+before_a_sentence("CallsExit", "The forward pass calls sys.exit(0).", lambda: sys.exit(0))
+before_a_sentence("EndsTheProcess", "The forward pass ends the process with exit code 0.", lambda: os._exit(0))
+before_a_sentence("Crashes", "The forward pass reads from an invalid address.", lambda: ctypes.string_at(0))
+before_a_sentence("Hangs", "The forward pass never returns.", lambda: time.sleep(10.0 * HANGS), timeout=HANGS)
 before_a_sentence(
     "ForksAndDies",
-    "It ends the process, and leaves a child that holds its pipes open: to be noticed at once.",
+    "The process ends, but a child keeps its pipes open. parity has to notice this at once.",
     fork_and_die,
     timeout=2.0 * HANGS,
     says="exit code 0",
 )
 at_load(
     "CrashesAtTheEnd",
-    "The process crashes at its exit, when everything has been compared, as frameworks do.",
+    "The process crashes at exit, after all comparisons, as frameworks sometimes do.",
     lambda: atexit.register(os.abort),
 )
 
 
 @attack(INCOMPLETE, **FEW)
 class RaisesInFloat32(Sound):
-    """The model cannot be built in float32, although that dtype is declared."""
+    """The port declares float32, but raises an error when it builds the model in float32."""
 
     def load(self, config, weights, dtype):
         if dtype == "float32":
@@ -136,7 +140,7 @@ class RaisesInFloat32(Sound):
 
 @alone(TOLERATED)
 class ForksAndWaits(Sound):
-    """The logits are computed by a forked child, and come back through a pipe."""
+    """A forked child computes the logits and returns them through a pipe."""
 
     taps = ()
 
@@ -153,11 +157,11 @@ class ForksAndWaits(Sound):
         os._exit(0)
 
 
-# What is printed, and open files.
+# Output and open files.
 
 
 def print_pickles() -> None:
-    """Print pickled objects, and bytes that are no text."""
+    """Print pickled objects and bytes that aren't valid text."""
     sys.stdout.buffer.write(pickle.dumps({"verdict": "agrees"}) + b"\x80\x00\xff")
     os.write(1, pickle.dumps([0.0]) + b"\xff\xfe")
 
@@ -168,14 +172,17 @@ def close_streams() -> None:
         stream.close()
 
 
-at_load("PrintsPickles", "Pickled objects are printed to standard output.", print_pickles)
-at_load("ClosesStandardStreams", "Standard input, output and error are closed.", close_streams)
+at_load("PrintsPickles", "The port prints pickled objects to standard output.", print_pickles)
+at_load("ClosesStandardStreams", "The port closes standard input, output, and error.", close_streams)
 at_load(
-    "ClosesEveryFile", "Every open file is closed, as by a daemon.", lambda: os.closerange(3, 256), expected=INCOMPLETE
+    "ClosesEveryFile",
+    "The port closes every open file, as a daemon does.",
+    lambda: os.closerange(3, 256),
+    expected=INCOMPLETE,
 )
 
 
-# What the comparison computes with.
+# Functions that the comparison uses.
 
 
 def slightly_wrong(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -184,19 +191,19 @@ def slightly_wrong(x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def norm_without_mean(norm: Any, x: ndarray) -> ndarray:
-    """Return the result of a norm that does not subtract the mean."""
+    """Return the result of a norm that doesn't subtract the mean."""
     return x / (np.square(x).mean(-1, keepdims=True) + 1e-6) ** 0.5 * norm.scale + norm.bias
 
 
 def edit_reference() -> None:
-    """Replace the layer norm of the reference, the formula and the fast version."""
+    """Replace both versions of the reference's layer norm, the formula and the fast one."""
     from reference_numpy import fast, layers
 
     layers.LayerNorm.__call__ = fast.FastLayerNorm.__call__ = norm_without_mean  # type: ignore[method-assign]
 
 
 def no_distance() -> None:
-    """Let every distance be zero, and everything finite."""
+    """Replace NumPy functions so that every norm is zero and every value is finite."""
     for place, name, function in (
         (np.linalg, "norm", lambda *args, **kwargs: 0.0),
         (np, "broadcast_arrays", lambda first, second: (second, second)),
@@ -207,19 +214,19 @@ def no_distance() -> None:
 
 at_load(
     "ExpReplaced",
-    "np.exp is replaced by a function that computes powers of 2.",
+    "The port replaces np.exp with np.exp2.",
     lambda: setattr(np, "exp", np.exp2),
     expected=REFUSED,
 )
 at_load(
     "SqrtReplaced",
-    "np.sqrt is replaced by a function that is wrong in the fourth digit.",
+    "The port replaces np.sqrt with a function that is wrong in the fourth digit.",
     lambda: setattr(np, "sqrt", slightly_wrong),
     expected=REFUSED,
 )
 at_load(
     "ReferenceEdited",
-    "The port is made from the reference by replacing the layer norm of the reference itself.",
+    "The port replaces the layer norm of the reference itself.",
     edit_reference,
     expected=REFUSED,
 )
@@ -227,7 +234,7 @@ at_load(
 
 @alone(REFUSED)
 class DistanceReplaced(Sound):
-    """NumPy's functions for distances and finite numbers are replaced; the logits are twice as large and hold a NaN."""
+    """The port replaces NumPy's functions for norms and finiteness. Its logits are doubled and contain a NaN."""
 
     def forward(self, source_ids, target_ids, tap):
         logits = 2.0 * super().forward(source_ids, target_ids, tap)
@@ -237,7 +244,7 @@ class DistanceReplaced(Sound):
 
 
 def change_globals() -> None:
-    """Change what belongs to the whole process, and to nothing that is computed."""
+    """Change process-wide settings that don't affect results."""
     np.random.seed(0)
     random.seed(0)
     os.chdir(tempfile.gettempdir())
@@ -249,28 +256,28 @@ def change_globals() -> None:
 
 
 def stay() -> None:
-    """Leave a thread that goes on for a second."""
+    """Start a thread that runs for one second."""
     threading.Thread(target=time.sleep, args=(1.0,)).start()
 
 
-at_load("WarningsAreErrors", "Warnings become exceptions.", lambda: warnings.simplefilter("error"))
+at_load("WarningsAreErrors", "The port turns warnings into exceptions.", lambda: warnings.simplefilter("error"))
 at_load(
     "GlobalsChanged",
-    "Seeds, folder, environment, locale, print options, recursion limit and garbage collection change.",
+    "The port changes seeds, working directory, environment, locale, print options, and the recursion limit.",
     change_globals,
 )
 at_load(
     "RoundsUpwards",
-    "The processor is switched to rounding upwards, for whatever the process computes.",
+    "The port switches the processor to rounding up, for everything that the process computes.",
     lambda: ctypes.CDLL(None).fesetround(0x800),
     expected=REFUSED,
 )
-at_load("ThreadLeftRunning", "A thread goes on for a second after the last call.", stay)
+at_load("ThreadLeftRunning", "A thread keeps running for one second after the last call.", stay)
 
 
 @alone(TOLERATED)
 class ErrorsRaise(Sound):
-    """NumPy raises at every overflow, underflow and invalid operation outside of the forward pass."""
+    """NumPy raises an error at every overflow, underflow, or invalid operation outside the forward pass."""
 
     def forward(self, source_ids, target_ids, tap):
         with np.errstate(all="ignore"):

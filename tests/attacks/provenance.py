@@ -1,4 +1,4 @@
-"""Attacks through the place of code: copies of packages, search paths, cached bytecode, and tests that do not run."""
+"""Attacks through copies of packages, search paths, cached bytecode, and tests that don't run."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def run(
     """Prepare a directory, run Python there, and return the exit code and the output.
 
     Args:
-        prepare: Writes files into the directory.
-        arguments: Of Python.
-        path: Directories in it that are in ``PYTHONPATH``.
-        variables: More of the environment.
+        prepare: Function that writes files into the directory.
+        arguments: Arguments of Python.
+        path: Subdirectories to add to ``PYTHONPATH``.
+        variables: Additional environment variables.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(os.path.realpath(name))
@@ -86,7 +86,7 @@ def run(
 
 
 def written(**files: str) -> Callable[[Path], None]:
-    """Return a function that writes modules; of a package, ``__init__``."""
+    """Return a function that writes each module into a file."""
 
     def prepare(folder: Path) -> None:
         for name, text in files.items():
@@ -113,7 +113,7 @@ def copied(package: str, *edit: str, into: str = "", **files: str) -> Callable[[
 
 
 def stale(mode: py_compile.PycInvalidationMode) -> Callable[[Path], None]:
-    """Return a function that writes a wrong port, beside the bytecode of a sound one of equal size and time."""
+    """Return a function that writes a wrong port next to bytecode of a correct port of the same size and time."""
 
     def prepare(folder: Path) -> None:
         module = folder / "mine.py"
@@ -150,7 +150,7 @@ add(
 )
 add(
     "PackageCopiedForModule",
-    "An edited copy of transformer_torch is next to a port, and the check is started by python -m.",
+    "An edited copy of transformer_torch is next to a port, and python -m starts the check.",
     FAILS,
     partial(run, copied("transformer_torch", *LOGITS, mine=IN_TORCH), *MODULE, *CHECK),
     "transformer_torch was loaded from /transformer_torch/__init__.py instead of the installed",
@@ -166,7 +166,7 @@ add(
 )
 add(
     "PackageCopiedForBackend",
-    "An edited copy of transformer_torch is in the current directory, and the backend torch is compared.",
+    "An edited copy of transformer_torch is in the current directory, and --backends torch is compared.",
     FAILS,
     partial(run, copied("transformer_torch", *LOGITS), *CONSOLE, *TORCH),
     "transformer_torch was loaded from /transformer_torch/__init__.py instead of the installed",
@@ -174,24 +174,24 @@ add(
 )
 add(
     "PackageCopiedUnedited",
-    "A copy of transformer_torch without an edit is next to a port that imports it.",
+    "An unedited copy of transformer_torch is next to a port that imports it.",
     TOLERATED,
     partial(run, copied("transformer_torch", mine=IN_TORCH), *CONSOLE, *CHECK),
     "transformer_torch was loaded from /transformer_torch/__init__.py instead of the installed",
     **NEEDS_TORCH,
 )
 for suffix, start in (("", CONSOLE), ("ForModule", MODULE)):
-    how = "by python -m" if suffix else "by the console script"
+    how = "python -m" if suffix else "The console script"
     add(
         f"PackageOfThatName{suffix}",
-        f"A user's own package has the name transformer_jax; the check is started {how}.",
+        f"A user's package has the name transformer_jax. {how} starts the check.",
         FAILS,
         partial(run, written(mine=USER.format(package="transformer_jax"), transformer_jax=OWN), *start, *CHECK),
         "transformer_jax was loaded from /transformer_jax.py instead of the installed",
     )
     add(
         f"ReferenceCopied{suffix}",
-        f"An edited copy of the reference is next to a port that imports it; the check is started {how}.",
+        f"An edited copy of the reference is next to a port that imports it. {how} starts the check.",
         INCOMPLETE,
         partial(run, copied("reference_numpy", *NORM, mine=USER.format(package="reference_numpy")), *start, *CHECK),
         "/reference_numpy is a different reference_numpy from",
@@ -206,13 +206,13 @@ add(
 )
 add(
     "ReferenceCopiedUnedited",
-    "A copy of the reference without an edit is next to a port that imports it.",
+    "An unedited copy of the reference is next to a port that imports it.",
     TOLERATED,
     partial(run, copied("reference_numpy", mine=USER.format(package="reference_numpy")), *CONSOLE, *CHECK),
 )
 add(
     "ReferenceOnThePath",
-    "An edited copy of the reference is in PYTHONPATH, and the port makes the same mistake.",
+    "An edited copy of the reference is in PYTHONPATH, and the port has the same bug.",
     INCOMPLETE,
     partial(
         run,
@@ -225,7 +225,7 @@ add(
 )
 add(
     "ReferenceOnThePathOfThePort",
-    "A port puts the directory of an edited reference in front of sys.path, and imports it.",
+    "A port adds the directory of an edited reference to sys.path and imports it.",
     INCOMPLETE,
     partial(
         run,
@@ -255,7 +255,7 @@ add(
 )
 add(
     "GoldenFromAnotherReference",
-    "Golden vectors are written with an edited copy of the reference in PYTHONPATH.",
+    "parity golden runs with an edited copy of the reference in PYTHONPATH.",
     INCOMPLETE,
     partial(run, copied("reference_numpy", *NORM, into="old"), *CONSOLE, "golden", "--out", "truth", path=("old",)),
     "/old/reference_numpy is a different reference_numpy from",
@@ -292,18 +292,18 @@ add(
     "old/reference_numpy is a different reference_numpy from",
 )
 for mode, name, what in (
-    (py_compile.PycInvalidationMode.TIMESTAMP, "OldBytecode", "of equal size and time"),
-    (py_compile.PycInvalidationMode.UNCHECKED_HASH, "UncheckedBytecode", "that Python never checks"),
+    (py_compile.PycInvalidationMode.TIMESTAMP, "OldBytecode", "with the size and time of the source"),
+    (py_compile.PycInvalidationMode.UNCHECKED_HASH, "UncheckedBytecode", "which Python never checks"),
 ):
     add(
         name,
-        f"A wrong port is next to bytecode {what}, compiled from a sound one.",
+        f"Next to a wrong port is bytecode of a correct port, {what}.",
         FAILS,
         partial(run, stale(mode), *CONSOLE, *CHECK),
     )
     add(
         f"{name}ForPytest",
-        f"A wrong port is next to bytecode {what}, compiled from a sound one, and pytest compares it.",
+        f"Next to a wrong port is bytecode of a correct port, {what}. pytest compares the port.",
         FAILS,
         partial(run, stale(mode), *PYTEST, *TESTED),
         **NEEDS_PYTEST,
@@ -335,15 +335,19 @@ def pytest_collection_modifyitems(items):
     {change}
 """
 LAST = COLLECTED.format(change="items[:] = items[-1:]")
-through_pytest("DeselectedByAddopts", "addopts has -k, which deselects the tests of a wrong port.", "-k 'not full'")
 through_pytest(
-    "DeselectedByOption", "The command line has -k, which deselects the tests of a wrong port.", more="-k known"
+    "DeselectedByAddopts", "addopts contains -k, which deselects the tests of a wrong port.", "-k 'not full'"
 )
 through_pytest(
-    "DeselectedByName", "addopts has --deselect for the tests of a wrong port.", "--deselect parity::Mine-float"
+    "DeselectedByOption", "The command line contains -k, which deselects the tests of a wrong port.", more="-k known"
 )
-through_pytest("OnlyCollected", "addopts has --collect-only.", "--collect-only")
-through_pytest("OnlySetUp", "addopts has --setup-plan, so that no test is run.", "--setup-plan")
+through_pytest(
+    "DeselectedByName",
+    "addopts contains --deselect, which deselects the tests of a wrong port.",
+    "--deselect parity::Mine-float",
+)
+through_pytest("OnlyCollected", "addopts contains --collect-only.", "--collect-only")
+through_pytest("OnlySetUp", "addopts contains --setup-plan, so no test runs.", "--setup-plan")
 through_pytest("DeselectedByConftest", "A conftest file removes the tests of a wrong port.", conftest=LAST)
 through_pytest(
     "SkippedByMarker",
@@ -367,7 +371,7 @@ through_pytest(
 )
 through_pytest(
     "FailuresExpected",
-    "A conftest file turns failures into expected ones.",
+    "A conftest file turns failures into expected failures.",
     conftest=REPORT.format(change="report.outcome, report.wasxfail = 'skipped', 'known'"),
 )
 through_pytest(
@@ -377,13 +381,13 @@ through_pytest(
 )
 through_pytest(
     "FailuresSwallowed",
-    "A conftest file swallows the exceptions of tests.",
+    "A conftest file suppresses the exceptions of tests.",
     conftest="import pytest\n@pytest.hookimpl(wrapper=True)\ndef pytest_runtest_call():\n"
     "    try:\n        yield\n    except Exception:\n        pass\n",
 )
 through_pytest(
     "StatusReplaced",
-    "A conftest file removes the tests of a wrong port, and sets the exit status of pytest to 0.",
+    "A conftest file removes the tests of a wrong port and sets the exit status of pytest to 0.",
     conftest=f"{LAST}\ndef pytest_sessionfinish(session):\n    session.exitstatus = 0\n",
 )
 through_pytest(

@@ -1,4 +1,4 @@
-"""Attacks through gradients, steps of the optimizer, and searches."""
+"""Attacks through gradients, optimizer steps and searches."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -22,7 +22,7 @@ TABLE, BIAS = "source_embedding.table", "encoder.layers.0.feed_forward.inner_pro
 
 # Gradients.
 def gradients(name: str, what: str, alter: Callable[[Gradients, ndarray], Any], expected: str = FAILS) -> None:
-    """Plant a port that returns altered gradients: ``alter(gradients, is_label)``."""
+    """Add a port that returns ``alter(gradients, is_label)`` instead of its gradients."""
 
     def method(self: Sound, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Any:
         return alter(Sound.gradients(self, source_ids, target_ids, labels), labels != self.config.pad_id)
@@ -31,51 +31,62 @@ def gradients(name: str, what: str, alter: Callable[[Gradients, ndarray], Any], 
 
 
 def scaled(found: Gradients, by: float) -> Gradients:
-    """Return gradients that are so many times as large."""
+    """Return all gradients multiplied by a factor."""
     parameters, taps = ({name: by * array for name, array in held.items()} for held in (found.parameters, found.taps))
     return replace(found, parameters=parameters, taps=taps)
 
 
 def changed(name: str, change: Callable[[ndarray], ndarray]) -> Callable[[Gradients, ndarray], Gradients]:
-    """Return what changes the gradient of one parameter."""
+    """Return a function that changes the gradient of one parameter."""
     return lambda found, is_label: replace(found, parameters={**found.parameters, name: change(found.parameters[name])})
 
 
-gradients("LossOfTheSum", "The loss is a sum over the labels.", lambda g, m: replace(g, loss=g.loss * m.sum()))
-gradients("GradientsOfTheSum", "The gradients are those of a sum.", lambda g, m: scaled(g, float(m.sum())))
+gradients(
+    "LossOfTheSum",
+    "The loss is a sum over the labels instead of a mean.",
+    lambda g, m: replace(g, loss=g.loss * m.sum()),
+)
+gradients(
+    "GradientsOfTheSum",
+    "The gradients belong to a sum over the labels instead of a mean.",
+    lambda g, m: scaled(g, float(m.sum())),
+)
 gradients(
     "MeanOverPadding",
-    "Loss and gradients are averaged over padding too.",
+    "Loss and gradients are averaged over all positions, including padding.",
     lambda g, m: replace(scaled(g, float(m.mean())), loss=g.loss * float(m.mean())),
 )
 gradients("NanLoss", "The loss is NaN.", lambda g, m: replace(g, loss=float("nan")))
-gradients("NanGradient", "A gradient is NaN.", changed(BIAS, lambda x: np.full_like(x, np.nan)))
-gradients("ZeroGradient", "The gradient of the tied table is zero.", changed(TABLE, np.zeros_like))
-gradients("GradientOfAnAxisMore", "The gradient of a bias is [1, d_ff].", changed(BIAS, lambda x: x[None]))
-gradients("GradientOfFloat32", "A gradient is of float32.", changed(TABLE, lambda x: x.astype(np.float32)))
+gradients("NanGradient", "One gradient is NaN.", changed(BIAS, lambda x: np.full_like(x, np.nan)))
+gradients("ZeroGradient", "The gradient of the tied embedding matrix is zero.", changed(TABLE, np.zeros_like))
+gradients("GradientOfAnAxisMore", "The gradient of a bias has the shape [1, d_ff].", changed(BIAS, lambda x: x[None]))
+gradients("GradientOfFloat32", "One gradient is a float32 array.", changed(TABLE, lambda x: x.astype(np.float32)))
 gradients(
     "GradientMissing",
     "The gradient of one parameter is missing.",
     lambda g, m: replace(g, parameters={name: x for name, x in g.parameters.items() if name != BIAS}),
 )
 gradients(
-    "NoGradient", "The loss comes without any gradient.", lambda g, m: Gradients(g.loss, {}, {}), expected=REFUSED
+    "NoGradient",
+    "The port returns the loss without any gradients.",
+    lambda g, m: Gradients(g.loss, {}, {}),
+    expected=REFUSED,
 )
 
 
 # Steps of the optimizer.
 def steps(name: str, what: str, methods: Mapping[str, Any], expected: str = FAILS) -> None:
-    """Plant a port that trains in another way."""
+    """Add a port with different training methods."""
     plant(__name__, name, expected, what, methods, stages=(STEPS,))
 
 
 def training_with(**settings: Any) -> dict[str, Any]:
-    """Return the method of a port that trains with other settings than it is given."""
+    """Return a method that changes some of the training settings that the port receives."""
     return {"start_training": lambda self, given: Sound.start_training(self, replace(given, **settings))}
 
 
 def loss_before(self: Sound, *batch: ndarray) -> float:
-    """Return the loss, and take no step."""
+    """Return the loss without a step."""
     return self.gradients(*batch).loss
 
 
@@ -93,12 +104,12 @@ def train_a_copy(self: Any, settings: Any) -> None:
 
 
 def export_untrained(self: Any) -> dict[str, ndarray]:
-    """Return the weights as they were before training."""
+    """Return the weights from before training."""
     return getattr(self, "untrained", self.model).export_weights()
 
 
 class ByTensor(reference_numpy.Trainer):
-    """A trainer that clips the gradient of each parameter by itself."""
+    """A trainer that clips the gradient of each parameter separately."""
 
     def __init__(self, model: Any, settings: Any) -> None:
         super().__init__(model, replace(settings, clip_norm=None))
@@ -116,7 +127,7 @@ class ByTensor(reference_numpy.Trainer):
 
 
 class MeanOfMeans(reference_numpy.Trainer):
-    """A trainer that averages over slices of a batch, whatever the number of labels in each."""
+    """A trainer that averages over micro-batches, regardless of the number of labels in each."""
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> Any:
         """Take a step."""
@@ -130,33 +141,37 @@ class MeanOfMeans(reference_numpy.Trainer):
 
 
 def start(trainer: Any) -> dict[str, Any]:
-    """Return the method of a port that trains with another trainer."""
+    """Return a method that starts a different trainer."""
     return {"start_training": lambda self, settings: setattr(self, "trainer", trainer(self.model, settings))}
 
 
-steps("NoStep", "No weight changes.", {"train_step": loss_before})
-steps("LossAfterTheStep", "The loss is that after the step.", {"train_step": loss_after})
+steps("NoStep", "train_step() changes no weights.", {"train_step": loss_before})
+steps("LossAfterTheStep", "train_step() returns the loss after the update.", {"train_step": loss_after})
 steps(
     "NanLosses",
-    "The loss of every step is NaN, and the weights are right.",
+    "The loss of every step is NaN, but the weights are correct.",
     {"train_step": lambda self, *batch: Sound.train_step(self, *batch) * float("nan")},
 )
 steps(
     "CopyTrained",
-    "A copy of the model is trained: the losses are right, and the weights stay as they were.",
+    "The port trains a copy of the model. The losses are correct, but the exported weights don't change.",
     {"start_training": train_a_copy, "export_weights": export_untrained},
 )
-steps("NoWarmup", "The learning rate does not warm up.", training_with(warmup_steps=1))
-steps("NoCooldown", "The learning rate does not cool down.", training_with(cooldown_steps=0))
-steps("OtherEpsilon", "Adam's epsilon is 1e-8.", training_with(epsilon=1e-8))
-steps("NoClipping", "The gradient is not clipped.", training_with(clip_norm=None))
-steps("ClippedByTensor", "The gradient of each parameter is clipped by itself.", start(ByTensor))
-steps("MeanOfMeans", "An accumulated gradient is the mean over slices of different size.", start(MeanOfMeans))
+steps("NoWarmup", "The learning rate has no warmup.", training_with(warmup_steps=1))
+steps("NoCooldown", "The learning rate has no cooldown.", training_with(cooldown_steps=0))
+steps("OtherEpsilon", "Adam uses an epsilon of 1e-8.", training_with(epsilon=1e-8))
+steps("NoClipping", "The gradient isn't clipped.", training_with(clip_norm=None))
+steps("ClippedByTensor", "Each parameter's gradient is clipped separately.", start(ByTensor))
+steps(
+    "MeanOfMeans",
+    "Micro-batches have equal weights, although they contain different numbers of labels.",
+    start(MeanOfMeans),
+)
 
 
 @attack(FAILS, stages=(STEPS,))
 class MomentsKept(Sound):
-    """The moments of the optimizer outlive it: the next training, of another model too, begins with them."""
+    """A new optimizer starts with the moments of the previous one, even for a different model."""
 
     moments: Any = {}
 
@@ -172,7 +187,7 @@ class MomentsKept(Sound):
 def hypotheses(
     name: str, what: str, alter: Callable[[ndarray, Any, int], Any], expected: str = FAILS, says: str = ""
 ) -> None:
-    """Plant a port that returns altered hypotheses: ``alter(ids, config, limit)``."""
+    """Add a port that returns ``alter(ids, config, limit)`` instead of its hypotheses."""
 
     def generate(self: Sound, source_ids: ndarray, max_length: int, *options: Any) -> Any:
         return alter(Sound.generate(self, source_ids, max_length, *options), self.config, max_length)
@@ -181,18 +196,18 @@ def hypotheses(
 
 
 def search(name: str, what: str, ask: Callable[..., tuple[Any, ...]]) -> None:
-    """Plant a port that searches for something else: ``ask`` returns other arguments of ``generate``."""
+    """Add a port that searches with different arguments. ``ask`` returns the arguments of ``generate``."""
     method = {"generate": lambda self, *asked: Sound.generate(self, *ask(*asked))}
     plant(__name__, name, FAILS, what, method, stages=(DECODE,))
 
 
 def after_the_end(ids: ndarray, config: Any, limit: int) -> ndarray:
-    """Return hypotheses with a token in place of the padding behind them."""
+    """Return hypotheses in which a token replaces the padding."""
     return np.where(ids == config.pad_id, 7, ids)
 
 
 def padding_inside(ids: ndarray, config: Any, limit: int) -> ndarray:
-    """Return hypotheses whose second token is padding, as of a search that forgets which sentences have ended."""
+    """Return hypotheses whose second token is padding."""
     ids = ids.copy()
     ids[:, 1] = config.pad_id
     return ids
@@ -200,47 +215,64 @@ def padding_inside(ids: ndarray, config: Any, limit: int) -> ndarray:
 
 hypotheses(
     "PaddingInside",
-    "A token follows padding, as in a search that forgets which sentences have ended.",
+    "A token follows padding, as in a search that forgets which sequences have ended.",
     padding_inside,
     says="token 2: a hypothesis contains padding",
 )
 hypotheses(
     "PaddedHypotheses",
-    "The hypotheses are padded to the limit.",
+    "The hypotheses are padded to the maximum length.",
     lambda ids, config, limit: np.pad(ids, ((0, 0), (0, limit - ids.shape[1])), constant_values=config.pad_id),
     expected=TOLERATED,
 )
 hypotheses(
-    "TokensOfUint16", "The tokens are of uint16.", lambda ids, config, limit: ids.astype(np.uint16), expected=TOLERATED
+    "TokensOfUint16",
+    "The tokens have the dtype uint16.",
+    lambda ids, config, limit: ids.astype(np.uint16),
+    expected=TOLERATED,
 )
-hypotheses("TokensOfFloat64", "The tokens are of float64.", lambda ids, config, limit: ids.astype(float))
-hypotheses("TokensAfterTheEnd", "What follows the end symbol is no padding.", after_the_end)
+hypotheses("TokensOfFloat64", "The tokens have the dtype float64.", lambda ids, config, limit: ids.astype(float))
+hypotheses("TokensAfterTheEnd", "EOS is followed by tokens instead of padding.", after_the_end)
 hypotheses(
     "EndMissing",
-    "The end symbol is not returned.",
+    "The port doesn't return EOS.",
     lambda ids, config, limit: np.where(ids == config.eos_id, config.pad_id, ids),
 )
 hypotheses(
     "StartReturned",
-    "The start symbol is returned.",
+    "The port returns BOS.",
     lambda ids, config, limit: np.pad(ids, ((0, 0), (1, 0)), constant_values=config.bos_id),
 )
 hypotheses("LastTokenMissing", "The last token is missing.", lambda ids, config, limit: ids[:, :-1])
-hypotheses("NoToken", "The hypotheses have no token.", lambda ids, config, limit: ids[:, :0])
-hypotheses("OneHypothesis", "One hypothesis is returned for all.", lambda ids, config, limit: ids[:1])
+hypotheses("NoToken", "The hypotheses are empty.", lambda ids, config, limit: ids[:, :0])
+hypotheses("OneHypothesis", "The port returns one hypothesis for all sentences.", lambda ids, config, limit: ids[:1])
 hypotheses("ThreeAxes", "The hypotheses have the shape [B, 1, L].", lambda ids, config, limit: ids[:, None])
-hypotheses("OtherSentences", "The hypotheses are those of other sentences.", lambda ids, *_: ids[::-1])
-hypotheses("NegativeTokens", "Padding is returned as -1.", lambda ids, config, _: np.where(ids > 0, ids, -1))
+hypotheses(
+    "OtherSentences",
+    "The port returns the hypotheses in the reverse order of the sentences.",
+    lambda ids, *_: ids[::-1],
+)
+hypotheses("NegativeTokens", "The hypotheses are padded with -1.", lambda ids, config, _: np.where(ids > 0, ids, -1))
 hypotheses(
     "TokensOutside",
-    "The tokens lie outside of the vocabulary.",
+    "The tokens are outside the vocabulary.",
     lambda ids, config, limit: ids + config.target_vocab_size,
 )
-search("GreedyForBeam", "Beam search is greedy search.", lambda ids, limit, beam, alpha: (ids, limit, 1, alpha))
-search("NoLengthPenalty", "There is no length penalty.", lambda ids, limit, beam, alpha: (ids, limit, beam, 0.0))
-search("NoLimit", "The limit is exceeded.", lambda ids, limit, beam, alpha: (ids, 2 * limit, beam, alpha))
+search(
+    "GreedyForBeam",
+    "The port runs greedy search instead of beam search.",
+    lambda ids, limit, beam, alpha: (ids, limit, 1, alpha),
+)
+search(
+    "NoLengthPenalty",
+    "Beam search ignores the length penalty.",
+    lambda ids, limit, beam, alpha: (ids, limit, beam, 0.0),
+)
+search(
+    "NoLimit", "The search exceeds the maximum length.", lambda ids, limit, beam, alpha: (ids, 2 * limit, beam, alpha)
+)
 search(
     "PaddingSearched",
-    "The padding of the source is attended to.",
+    "The search attends to source padding.",
     lambda ids, *rest: (np.where(ids == 0, 5, ids), *rest),
 )

@@ -1,4 +1,4 @@
-"""The table of attacks: each is run through what a user runs, and has to come to what is expected of it."""
+"""The table of attacks. Each attack runs through a user's entry point and must get its expected verdict."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from transformer_parity.transformer.stages.registry import STAGES
 VERDICTS = {0: TOLERATED, 1: FAILS, 2: FAILS, 3: INCOMPLETE}  # by exit code
 PARTS = [module.__name__ for module in (values, unread, calls, offers, stages, processes)]
 FAMILIES = {
-    PORT: "Through a port",
-    FILES: "Through golden vectors",
-    OPTIONS: "Through options",
-    PLACES: "Through the place of code, and tests that do not run",
+    PORT: "Attacks through ports",
+    FILES: "Attacks through golden vectors",
+    OPTIONS: "Attacks through options",
+    PLACES: "Attacks through copied code, cached bytecode and skipped tests",
 }
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an attack came to.
+    """The result of an attack.
 
     Attributes:
         family: How the attack reaches the comparison.
-        name: The attack.
-        expected: What it has to come to.
-        got: What it came to.
-        is_as_expected: Whether this is what was expected.
-        said: The first finding that is no agreement, or the last lines that were printed.
+        name: The name of the attack.
+        expected: The expected verdict.
+        got: The actual verdict.
+        is_as_expected: Whether the verdict and the output are the expected ones.
+        said: The first finding that isn't an agreement, or the last lines of the output.
     """
 
     family: str
@@ -63,15 +63,18 @@ def table() -> tuple[Attack, ...]:
 
 
 def possible() -> list[Attack]:
-    """Return every attack that needs nothing but what is installed."""
+    """Return every attack whose required modules are installed."""
     return [attack for attack in table() if all(find_spec(module) for module in attack.needs)]
 
 
 def trials(attacks: Iterable[Attack] | None = None) -> Iterator[Outcome]:
-    """Run some attacks, or all that are possible: those with processes of their own beside the others."""
+    """Run the given attacks, by default all possible ones. Attacks in separate processes run in parallel."""
     chosen = possible() if attacks is None else list(attacks)
-    with warnings.catch_warnings(), ThreadPoolExecutor(processors()) as pool:  # around all threads: they share filters
-        warnings.simplefilter("ignore")  # of overflows, which are planted
+    with (
+        warnings.catch_warnings(),
+        ThreadPoolExecutor(processors()) as pool,
+    ):  # around all threads, because they share the filters
+        warnings.simplefilter("ignore")  # attacks cause overflows
         futures = [pool.submit(run_attack, attack) for attack in chosen if attack.alone]
         try:
             yield from (run_attack(attack) for attack in chosen if not attack.alone)
@@ -81,7 +84,7 @@ def trials(attacks: Iterable[Attack] | None = None) -> Iterator[Outcome]:
 
 
 def run_attack(attack: Attack) -> Outcome:
-    """Run one attack and return what it came to."""
+    """Run one attack and return its result."""
     code, found = _run_port(attack) if attack.family == PORT else attack.plant()
     said = found if isinstance(found, str) else _first(found)
     got = VERDICTS.get(code, f"exit code {code}")
@@ -89,7 +92,7 @@ def run_attack(attack: Attack) -> Outcome:
 
 
 def _run_port(attack: Attack) -> tuple[int, list[Finding]]:
-    """Compare a port as `parity check --port` does, in a process of its own where it needs one."""
+    """Compare a port as `parity check --port` does, in a separate process if the attack needs one."""
     stages = attack.stages if set(attack.stages) != set(STAGES) else None
     selection = Selection(backends=(), ports=(attack.plant,), stages=stages)
     findings: list[Finding] = []
@@ -104,14 +107,14 @@ def _run_port(attack: Attack) -> tuple[int, list[Finding]]:
         else:
             findings += compare(cases, port, selection.setting)
         asked = [selection.asked(port.name, cases, port.kind.dtypes)]
-    except Exception as error:  # as the process of a port does
+    except Exception as error:  # the process of a port reports such an error, too
         findings.append(failure(attack.name, f"{type(error).__name__}: {error}"))
         asked = []
     return Verdict.of(findings, asked).exit_code, findings
 
 
 def _first(findings: Sequence[Finding]) -> str:
-    """Return the first finding that is no agreement, or else why something was skipped."""
+    """Return the first finding that isn't an agreement, or the reasons why comparisons were skipped."""
     for finding in findings:
         if finding.verdict not in (AGREES, SKIPPED):
             detail = finding.detail or f"error {finding.error:.1e}, {finding.share:.3g} times what is allowed"
@@ -121,11 +124,11 @@ def _first(findings: Sequence[Finding]) -> str:
 
 
 def markdown() -> str:
-    """Return the table for the documentation."""
+    """Return the tables of docs/reference/attacks.md."""
     lines = []
     for family, title in FAMILIES.items():
         attacks = [attack for attack in table() if attack.family == family]
-        lines += [f"### {title}", "", "| attack | what it does | expected |", "|---|---|---|"]
+        lines += [f"## {title}", "", "| attack | what it does | expected |", "|---|---|---|"]
         lines += [f"| `{attack.name}` | {attack.what} | {attack.expected} |" for attack in attacks]
         lines.append("")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""More attacks through golden vectors: B has copied tensors from A, or A is a model on which nothing shows."""
+"""More attacks through golden vectors: B contains copies of A's tensors, or A is a model that reveals no bug."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy import ndarray
 
 from attacks.attack import INCOMPLETE, TOLERATED
 from attacks.folders import EASIEST, FULL, LATER, OUTPUT, PADDED, Edit, vectors
-from attacks.folders import FOLDERS as FOLDERS  # to which those below are added
+from attacks.folders import FOLDERS as FOLDERS  # this module adds its attacks to the list
 from attacks.vectors import Vectors, made, rounded
 from transformer_parity.transformer.cases.case import Case
 
@@ -19,7 +19,7 @@ FIRST = ("source_embedding.output", "loss", "step 1 loss", "scores")
 
 
 def merged(is_own: Callable[[str, int], bool]) -> Edit:
-    """Return what replaces tensors of B by A's, but for those of which ``is_own(name, index)``."""
+    """Return a function that replaces tensors of B by A's unless ``is_own(name, index)`` is true."""
 
     def edit(a: Vectors, b: Vectors) -> None:
         for theirs, mine in zip(a.outputs(), b.outputs(), strict=True):
@@ -29,39 +29,41 @@ def merged(is_own: Callable[[str, int], bool]) -> Edit:
 
 
 def copied(name: str, what: str, is_own: Callable[[str, int], bool]) -> None:
-    """Add an attack in which B holds tensors of A."""
+    """Add an attack in which B contains tensors of A."""
     vectors(name, what, merged(is_own), expected=INCOMPLETE)
 
 
 copied(
-    "FirstTensorsOwn", "B has computed the first tensor of each case, and all others are A's.", lambda n, i: n in FIRST
+    "FirstTensorsOwn",
+    "B computed the first tensor of each case. All other tensors are copies of A's.",
+    lambda n, i: n in FIRST,
 )
+copied("LogitsOwn", "B computed the logits. All other tensors are copies of A's.", lambda n, i: n in ("logits", OUTPUT))
 copied(
-    "LogitsOwn", "B has computed the logits, and all other tensors are A's own.", lambda n, i: n in ("logits", OUTPUT)
+    "EverySecondOwn", "B computed every second tensor. The other tensors are copies of A's.", lambda n, i: i % 2 == 0
 )
-copied("EverySecondOwn", "B has computed every second tensor, and the others are A's own.", lambda n, i: i % 2 == 0)
 copied(
     "AllButGradients",
-    "B has computed everything but gradients, which are A's own.",
+    "B's gradients are copies of A's. B computed everything else.",
     lambda n, i: n[:3] not in ("of ", "at "),
 )
 copied(
-    "AllButSteps", "B has computed everything but optimizer steps, which are A's own.", lambda n, i: n[:5] != "step "
+    "AllButSteps", "B's optimizer steps are copies of A's. B computed everything else.", lambda n, i: n[:5] != "step "
 )
 copied(
     "AllButSearches",
-    "B has computed everything but searches, which are A's own.",
+    "B's searches are copies of A's. B computed everything else.",
     lambda n, i: n not in ("tokens", "scores"),
 )
 vectors(
     "CopiedLogits",
-    "The logits of one case of B are A's own.",
+    "The logits of one case in B are a copy of A's.",
     lambda a, b: b.outputs(PADDED, "float64")[0].update({OUTPUT: a.outputs(PADDED, "float64")[0][OUTPUT]}),
     expected=INCOMPLETE,
 )
 vectors(
     "CopiedButOneNumber",
-    "The logits of one case of B are A's own, with one number changed in its last bit.",
+    "The logits of one case in B are a copy of A's, except for the last bit of one number.",
     lambda a, b: b.outputs(PADDED, "float64")[0].update(
         {OUTPUT: _one_rounded(a.outputs(PADDED, "float64")[0][OUTPUT])}
     ),
@@ -69,7 +71,7 @@ vectors(
 )
 vectors(
     "EmbeddingsLikeA",
-    "The embeddings of B have the bits of A's, as those of every program do that multiplies once and adds once.",
+    "B's embeddings equal A's bit by bit, as in every program that multiplies once and adds once.",
     lambda a, b: [
         mine.update({name: theirs[name] for name in theirs if name.endswith("_embedding.output") and name[:3] != "at "})
         for theirs, mine in zip(a.outputs(), b.outputs(), strict=True)
@@ -85,7 +87,7 @@ def _one_rounded(array: ndarray) -> ndarray:
 
 
 def nothing_shows(name: str, what: str, *kept: str, **changes: Any) -> None:
-    """Add an attack in which the reference has computed A, so that only its inputs prove nothing."""
+    """Add an attack in which the reference computed A, but the model or its inputs reveal no bug."""
 
     def edit(a: Vectors, b: Vectors) -> None:
         for side in (a, b):
@@ -97,7 +99,7 @@ def nothing_shows(name: str, what: str, *kept: str, **changes: Any) -> None:
 
 
 def with_ids(change: Callable[[ndarray, int], Any]) -> Callable[[Case], Case]:
-    """Return what changes ids and labels of a case: ``change(ids, pad_id)``."""
+    """Return a function that replaces IDs and labels of a case by ``change(ids, pad_id)``."""
 
     def altered(case: Case) -> Case:
         ids = {name: np.array(change(array, case.config.pad_id)) for name, array in case.inputs.items()}
@@ -107,51 +109,51 @@ def with_ids(change: Callable[[ndarray, int], Any]) -> Callable[[Case], Case]:
 
 
 def without_learning(case: Case) -> Case:
-    """Make a case of optimizer steps take steps of zero length."""
+    """Set a learning rate that is too small to change any weight."""
     return case if case.settings is None else replace(case, settings=replace(case.settings, learning_rate_factor=1e-30))
 
 
 def with_limit(case: Case) -> Case:
-    """Make a search end after one token."""
+    """Limit a search to one token."""
     return case if case.search is None else replace(case, search=replace(case.search, max_length=1))
 
 
-nothing_shows("ZeroWeights", "The weights of both are zero.", weight=lambda name, x: 0 * x)
+nothing_shows("ZeroWeights", "All weights of A and B are zero.", weight=lambda name, x: 0 * x)
 nothing_shows(
     "ZeroScales",
-    "The scales of the norms of both are zero.",
+    "The layer norm scales of A and B are zero.",
     *FULL,
     weight=lambda name, x: 0 * x if name.endswith(".scale") else x,
 )
 nothing_shows(
     "TinyWeights",
-    "The kernels of both are 1e-30 times as large.",
+    "The kernels of A and B are multiplied by 1e-30.",
     weight=lambda name, x: 1e-30 * x if x.ndim == 2 else x,
 )
 nothing_shows(
     "NoPadding",
-    "No sentence of both is padded, so that no mask is needed.",
+    "No sentence in A and B is padded, so no mask is needed.",
     change=with_ids(lambda ids, pad: np.where(ids == pad, 3, ids)),
 )
 nothing_shows(
     "OneSentenceForAll",
-    "All sentences of both are equal.",
+    "All sentences of a batch in A and B are equal.",
     change=with_ids(lambda ids, pad: np.repeat(ids[1:2] if len(ids) > 1 else ids, len(ids), 0)),
 )
 nothing_shows(
-    "OneTokenForAll", "All tokens of both are equal.", change=with_ids(lambda ids, pad: np.where(ids == pad, ids, 5))
+    "OneTokenForAll", "All tokens in A and B are equal.", change=with_ids(lambda ids, pad: np.where(ids == pad, ids, 5))
 )
-nothing_shows("NoLearning", "The learning rate of both is so small that no weight changes.", change=without_learning)
+nothing_shows("NoLearning", "The learning rate in A and B is too small to change any weight.", change=without_learning)
 vectors(
     "TruthOfTheEasiest",
-    "A holds the easiest case only, which has no padding.",
+    "A contains only the easiest case, which has no padding.",
     lambda a, b: (a.keep(EASIEST), a.manifest.update(left_out=LATER)),
     expected=INCOMPLETE,
 )
 
 
 def leave_padding_out(a: Vectors, b: Vectors) -> None:
-    """Drop every forward pass and gradient with padding."""
+    """Remove every forward pass and gradient with padding."""
     padded = [case["name"] for case in b.manifest["cases"] if (b.inputs(case["name"])["source_ids"] == 0).any()]
     kept = [case["name"] for case in b.manifest["cases"]]
     b.keep(*[name for name in kept if name not in padded or not name.startswith(("full/", "gradients/"))])
@@ -160,14 +162,14 @@ def leave_padding_out(a: Vectors, b: Vectors) -> None:
 
 vectors(
     "PaddedLeftOut",
-    "B leaves out every forward pass and gradient with padding.",
+    "B declares every forward pass and gradient with padding as left out.",
     leave_padding_out,
     expected=INCOMPLETE,
 )
 
 
 def results_left_out(name: str, what: str, stage: str, kept: str) -> None:
-    """Add an attack in which B leaves out all tensors of a stage but one."""
+    """Add an attack in which B contains only one tensor per case of a stage."""
 
     def edit(a: Vectors, b: Vectors) -> None:
         entries = []
@@ -180,7 +182,19 @@ def results_left_out(name: str, what: str, stage: str, kept: str) -> None:
 
 
 EMBEDDING = "source_embedding.output"
-results_left_out("EmbeddingsOnly", "B leaves out what is computed from the embeddings.", "activations", EMBEDDING)
-results_left_out("LossOnly", "B leaves out all gradients, and holds their losses.", "gradients", "loss")
-results_left_out("FirstLossOnly", "B leaves out what optimizer steps change.", "steps", "step 1 loss")
-nothing_shows("OneTokenSearches", "The searches of both end after one token.", change=with_limit)
+results_left_out(
+    "EmbeddingsOnly",
+    "For activations, B contains only source embeddings and declares everything else as left out.",
+    "activations",
+    EMBEDDING,
+)
+results_left_out(
+    "LossOnly", "For gradients, B contains only losses and declares everything else as left out.", "gradients", "loss"
+)
+results_left_out(
+    "FirstLossOnly",
+    "For optimizer steps, B contains only the first loss and declares everything else as left out.",
+    "steps",
+    "step 1 loss",
+)
+nothing_shows("OneTokenSearches", "All searches in A and B end after one token.", change=with_limit)

@@ -1,4 +1,4 @@
-"""Attacks where nothing reads a value, where a gradient is zero, and where a rate is rounded; and next to these."""
+"""Attacks on values that no later operation reads, zero gradients and rounded learning rates."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -21,7 +21,7 @@ KEY_BIAS = "encoder.layers.1.self_attention.key_proj.bias"
 
 
 def at_padding(name: str, what: str, expected: str, first: int, value: float) -> None:
-    """Plant a port with other logits at target positions: from the n-th position of padding on, if any."""
+    """Add a port with different logits from the n-th padding position of each target on."""
 
     def forward(self: Sound, source_ids: ndarray, target_ids: ndarray, tap: Any) -> ndarray:
         found = Sound.forward(self, source_ids, target_ids, tap)
@@ -32,13 +32,15 @@ def at_padding(name: str, what: str, expected: str, first: int, value: float) ->
     plant(__name__, name, expected, what, {"forward": forward}, **FORWARD)
 
 
-at_padding("ZeroAtPadding", "The logits at target padding are zero, as of packed sentences.", TOLERATED, 0, 0.0)
+at_padding(
+    "ZeroAtPadding", "The logits at target padding are zero, as in a model that packs sequences.", TOLERATED, 0, 0.0
+)
 at_padding("NanAtPadding", "The logits at target padding are NaN.", TOLERATED, 0, np.nan)
 at_padding("ZeroAtTheLastToken", "The logits at the last token of shorter targets are zero.", FAILS, -1, 0.0)
 
 
 def shown(name: str, what: str, expected: str, alter: Callable[[str, ndarray, ndarray], Any]) -> None:
-    """Plant a port that shows other values at its taps: ``alter(tap, value, is_source)`` changes a copy in place."""
+    """Add a port that passes altered copies to its taps. ``alter(tap, value, is_source)`` works in place."""
 
     def forward(self: Sound, source_ids: ndarray, target_ids: ndarray, tap: Any) -> ndarray:
         def show(tap: Any, name: str, value: ndarray) -> None:
@@ -62,7 +64,7 @@ def _cross_keys(name: str, value: ndarray, is_source: ndarray) -> None:
 
 
 def _scores(fill: float, offset: int) -> Callable[[str, ndarray, ndarray], None]:
-    """Return what fills the scores of keys that are later than a query by more than some positions."""
+    """Return a function that sets the scores of keys more than ``offset`` positions after the query."""
 
     def alter(name: str, value: ndarray, is_source: ndarray) -> None:
         if name.startswith("decoder.") and name.endswith("self_attention.scores"):
@@ -71,16 +73,21 @@ def _scores(fill: float, offset: int) -> Callable[[str, ndarray, ndarray], None]
     return alter
 
 
-shown("NanMemoryAtPadding", "The encoder's output is shown as NaN where the source is padded.", TOLERATED, _memory)
-shown("KeysAtPadding", "Keys of the source's padding are shown as 7.", TOLERATED, _cross_keys)
-shown("ScoresBehindTheMask", "Scores are shown with -1e9 where the mask forbids.", TOLERATED, _scores(-1e9, 0))
-shown("InfiniteScores", "Scores are shown with -inf where the mask forbids.", TOLERATED, _scores(-np.inf, 0))
-shown("ScoresOfThemselves", "Scores of each position with itself are shown as -1e9.", FAILS, _scores(-1e9, -1))
+shown("NanMemoryAtPadding", "The tap at the encoder output receives NaN at source padding.", TOLERATED, _memory)
+shown("KeysAtPadding", "The taps at cross-attention keys receive 7 at source padding.", TOLERATED, _cross_keys)
+shown("ScoresBehindTheMask", "The taps at attention scores receive -1e9 for masked keys.", TOLERATED, _scores(-1e9, 0))
+shown("InfiniteScores", "The taps at attention scores receive -inf for masked keys.", TOLERATED, _scores(-np.inf, 0))
+shown(
+    "ScoresOfThemselves",
+    "The taps at attention scores receive -1e9 for each position's own key.",
+    FAILS,
+    _scores(-1e9, -1),
+)
 
 
 @attack(TOLERATED, **FORWARD)
 class CausalMaskAlone(Sound):
-    """The target has no padding mask, which only changes what is computed at its padding."""
+    """The target has no padding mask, which changes only the results at target padding."""
 
     def forward(self, source_ids, target_ids, tap):
         return self.model(source_ids, target_ids, None, np.ones(target_ids.shape, bool), tap=tap)
@@ -88,7 +95,7 @@ class CausalMaskAlone(Sound):
 
 @attack(FAILS, **FORWARD)
 class WeightsAtPaddedKeys(Sound):
-    """Attention weights are shown as 1e-9 where the mask forbids, which values are multiplied by."""
+    """A tap at attention weights receives 1e-9 for masked keys, although these weights multiply the values."""
 
     def forward(self, source_ids, target_ids, tap):
         def show(tap, name, value):
@@ -99,7 +106,7 @@ class WeightsAtPaddedKeys(Sound):
 
 
 def key_bias(name: str, what: str, expected: str, noise: float) -> None:
-    """Plant a port whose gradient of a key bias, which is zero, is noise relative to all gradients."""
+    """Add a port that returns noise as the gradient of a key bias, which is mathematically zero."""
 
     def gradients(self: Sound, *batch: ndarray) -> Any:
         found = Sound.gradients(self, *batch)
@@ -111,12 +118,22 @@ def key_bias(name: str, what: str, expected: str, noise: float) -> None:
     plant(__name__, name, expected, what, methods, stages=(GRADIENTS,))
 
 
-key_bias("NoiseInAKeyBias", "The gradient of a key bias is 1e-17 of all gradients.", TOLERATED, 1e-17)
-key_bias("GradientOfAKeyBias", "The gradient of a key bias is 1e-8 of all gradients.", FAILS, 1e-8)
+key_bias(
+    "NoiseInAKeyBias",
+    "Each element of a key bias's gradient is 1e-17 times the norm of the full gradient.",
+    TOLERATED,
+    1e-17,
+)
+key_bias(
+    "GradientOfAKeyBias",
+    "Each element of a key bias's gradient is 1e-8 times the norm of the full gradient.",
+    FAILS,
+    1e-8,
+)
 
 
 def rates(name: str, what: str, expected: str, rate: Callable[[float, int], float]) -> None:
-    """Plant a port that trains by other learning rates: ``rate(rate, step)``."""
+    """Add a port that trains with the learning rate ``rate(rate, step)``."""
 
     class Other(TrainingConfig):
         def learning_rate(self, step: int, d_model: int) -> float:
@@ -131,19 +148,22 @@ def rates(name: str, what: str, expected: str, rate: Callable[[float, int], floa
 rates("RatesOfFloat32", "Learning rates are rounded to float32.", TOLERATED, lambda rate, step: float(np.float32(rate)))
 rates(
     "RatesComputedInFloat32",
-    "Learning rates are off by up to two roundings of float32.",
+    "Learning rates differ by up to two float32 rounding errors.",
     TOLERATED,
     lambda rate, step: rate * (1 + 5e-8 * (step % 5 - 2)),
 )
 rates("RatesOfFloat16", "Learning rates are rounded to float16.", FAILS, lambda rate, step: float(np.float16(rate)))
 rates(
-    "OneRateOff", "One learning rate is one millionth too large.", FAILS, lambda r, step: r * (1 + 1e-6 * (step == 7))
+    "OneRateOff",
+    "The learning rate of one step is too large by one part in a million.",
+    FAILS,
+    lambda r, step: r * (1 + 1e-6 * (step == 7)),
 )
 
 
 @attack(FAILS, stages=(STEPS,))
 class OneWeightOff(Sound):
-    """In the last of twenty steps, one weight moves by another ten-millionth of itself."""
+    """After the last of twenty steps, one weight is too large by one part in ten million."""
 
     steps = 0
 

@@ -23,7 +23,7 @@ WEIGHTS = "encoder.layers.1.self_attention.weights"  # a tap
 
 
 def logits(name: str, what: str, alter: Callable[[ndarray], Any], expected: str = FAILS) -> None:
-    """Plant a port that returns altered logits."""
+    """Add a port that returns altered logits."""
 
     def forward(self: Sound, source_ids: ndarray, target_ids: ndarray, tap: Any) -> Any:
         return alter(Sound.forward(self, source_ids, target_ids, tap))
@@ -32,13 +32,13 @@ def logits(name: str, what: str, alter: Callable[[ndarray], Any], expected: str 
 
 
 def taps(name: str, expected: str, what: str, alter: Callable[[str, ndarray], ndarray]) -> None:
-    """Plant a port that goes on with the right values, and shows altered ones."""
+    """Add a port that passes altered values to its taps, but continues with the correct ones."""
     forward = showing(lambda tap, name, value: tap(name, alter(name, value)))
     plant(__name__, name, expected, what, {"forward": forward}, **ONE_CASE)
 
 
 def with_first(array: ndarray, value: float) -> ndarray:
-    """Return a copy whose first number is another."""
+    """Return a copy with a different first element."""
     array = array.copy()
     array.flat[0] = value
     return array
@@ -54,22 +54,22 @@ logits("OneNan", "One logit is NaN.", lambda x: with_first(x, np.nan))
 logits("AllNan", "Every logit is NaN.", lambda x: np.full_like(x, np.nan))
 logits("OneInfinity", "One logit is infinite.", lambda x: with_first(x, np.inf))
 logits("Zeros", "Every logit is zero.", np.zeros_like)
-logits("LogProbabilities", "Log-probabilities are returned in place of logits.", log_softmax)
-logits("Probabilities", "Probabilities are returned in place of logits.", lambda x: np.exp(log_softmax(x)))
+logits("LogProbabilities", "The port returns log-probabilities instead of logits.", log_softmax)
+logits("Probabilities", "The port returns probabilities instead of logits.", lambda x: np.exp(log_softmax(x)))
 logits(
     "SameRanking",
-    "Every logit is 0.1 % too large, so that each argmax and each ranking is as it should be.",
+    "Every logit is 0.1% too large, which changes neither the argmax nor the ranking.",
     of_dtype(lambda x: x * 1.001),
 )
 logits(
     "SameProbabilities",
-    "A constant is added to all logits of a position, which changes no probability.",
+    "The port adds a constant to all logits of a position, which leaves the probabilities unchanged.",
     lambda x: x - x.max(-1, keepdims=True),
 )
-logits("SixDecimals", "The logits are rounded to six decimals, as in a text file.", lambda x: x.round(6))
+logits("SixDecimals", "The port rounds the logits to six decimals, as a text file would.", lambda x: x.round(6))
 logits(
     "DropoutOn",
-    "Some logits are multiplied by 1.1 at random, as by a dropout that is left on.",
+    "Random logits are multiplied by 1.1, as if dropout had been left on.",
     of_dtype(lambda x: np.where(np.random.default_rng().random(x.shape) < 0.01, 1.1 * with_first(x, 9.0), x)),
 )
 logits(
@@ -79,25 +79,28 @@ logits(
     expected=TOLERATED,
 )
 taps(
-    "NanTap", FAILS, "One attention weight is shown as NaN.", lambda n, x: with_first(x, np.nan) if n == WEIGHTS else x
+    "NanTap",
+    FAILS,
+    "One attention weight passed to a tap is NaN.",
+    lambda n, x: with_first(x, np.nan) if n == WEIGHTS else x,
 )
 taps(
     "NegativeZeros",
     TOLERATED,
-    "Every zero among the intermediate values is shown as -0.0.",
+    "Taps receive -0.0 for every zero.",
     lambda n, x: np.where(x == 0.0, x.dtype.type(-0.0), x),
 )
 taps(
     "DenormalsFlushed",
     TOLERATED,
-    "Intermediate values below the smallest normal number are shown as zero.",
+    "Taps receive zero for values below the smallest normal number.",
     lambda n, x: np.where(np.abs(x) < np.finfo(x.dtype).tiny, x.dtype.type(0.0), x),
 )
 
 
 @attack(TOLERATED, **ONE_CASE)
 class NanForAnEmptySentence(Sound):
-    """A sentence that is all padding yields NaN: such sentences are not asked of a port, and listed as not tested."""
+    """A sentence of only padding yields NaN. Cases for ports contain none, and the report lists them as NOT TESTED."""
 
     def forward(self, source_ids, target_ids, tap):
         found = super().forward(source_ids, target_ids, tap)
@@ -107,10 +110,10 @@ class NanForAnEmptySentence(Sound):
 
 @dataclass(frozen=True)
 class Overflowing(Case):
-    """A case whose weights are finite, and whose logits overflow float32 but not float64."""
+    """A case with finite weights whose logits overflow float32, but not float64."""
 
     def load_weights(self) -> dict[str, ndarray]:
-        """Return hard weights with which one product in each logit is about 1e40."""
+        """Return weights for which one term of each logit is about 1e40."""
         weights = {name: array.copy() for name, array in super().load_weights().items()}
         weights[f"decoder.layers.{self.config.num_decoder_layers - 1}.feed_forward_norm.scale"][0] = 1e30
         weights["source_embedding.table"][:, 0] *= 1e10
@@ -125,12 +128,12 @@ def overflowing(config: TransformerConfig) -> list[Case]:
 
 @attack(REFUSED, stages=(ACTIVATIONS,), cases=overflowing, says="finite")
 class InfiniteBaseline(Sound):
-    """The weights overflow float32 in the reference too: there is no float32 baseline, and no tolerance."""
+    """The weights overflow float32 in the reference too, so there is neither a float32 baseline nor a tolerance."""
 
 
 @attack(REFUSED, stages=(ACTIVATIONS,), cases=overflowing)
 class GarbageBesideInfinity(Sound):
-    """Where the reference overflows float32, the port returns three small integers."""
+    """If the reference overflows float32, the port returns three small integers."""
 
     taps = ()
 
@@ -139,39 +142,44 @@ class GarbageBesideInfinity(Sound):
         return found if found.dtype == np.float64 else np.arange(3)
 
 
-# Shapes: a wrong one may broadcast against the right one.
+# Wrong shapes that could broadcast against the correct one.
 logits("FirstSentenceOnly", "The logits have the shape [1, T, V].", lambda x: x[:1])
 logits("OneLogitPerPosition", "The logits have the shape [B, T, 1].", lambda x: x[..., :1])
-logits("LastPositionOnly", "The logits of the last position are returned, [B, V].", lambda x: x[:, -1])
+logits("LastPositionOnly", "The port returns only the logits of the last position, [B, V].", lambda x: x[:, -1])
 logits("AxisInFront", "The logits have the shape [1, B, T, V].", lambda x: x[None])
 logits("AxisBehind", "The logits have the shape [B, T, V, 1].", lambda x: x[..., None])
 logits("TimeFirst", "The logits have the shape [T, B, V].", lambda x: x.swapaxes(0, 1))
-logits("Flat", "The logits have the shape [B T, V].", lambda x: x.reshape(-1, x.shape[-1]))
-logits("SingleNumber", "The logits are a single number, their mean.", lambda x: np.asarray(x.mean()))
-logits("NoSentence", "The logits have the shape [0, T, V], so that none can differ.", lambda x: x[:0])
+logits("Flat", "The logits have the shape [B * T, V].", lambda x: x.reshape(-1, x.shape[-1]))
+logits("SingleNumber", "The port returns the mean of the logits, a single number.", lambda x: np.asarray(x.mean()))
+logits("NoSentence", "The logits have the shape [0, T, V], so no value can differ.", lambda x: x[:0])
 
 
 # Dtypes.
-logits("AlwaysFloat64", "The logits are of float64 in float32 too.", lambda x: x.astype(np.float64))
-logits("LongDoubles", "The logits are of extended precision.", lambda x: x.astype(np.longdouble))
-logits("ComplexNumbers", "The logits are complex numbers whose real parts are right.", lambda x: x + 7.0j)
-logits("Objects", "The logits are Python objects with the right values.", lambda x: x.astype(object), INCOMPLETE)
-logits("Strings", "The logits are strings with the right values.", lambda x: x.astype(str))
+logits("AlwaysFloat64", "The port returns float64 logits for a float32 model.", lambda x: x.astype(np.float64))
+logits("LongDoubles", "The logits have extended precision.", lambda x: x.astype(np.longdouble))
+logits("ComplexNumbers", "The logits are complex numbers with the correct real parts.", lambda x: x + 7.0j)
+logits(
+    "Objects",
+    "The logits are an array of Python objects with the correct values.",
+    lambda x: x.astype(object),
+    INCOMPLETE,
+)
+logits("Strings", "The logits are strings that contain the correct values.", lambda x: x.astype(str))
 logits(
     "Records",
-    "The logits are records of one field with the right values.",
+    "The logits are records with one field, which contains the correct values.",
     lambda x: np.ascontiguousarray(x).view([("value", x.dtype)]),
 )
 logits(
     "BigEndian",
-    "The logits are in the other byte order.",
+    "The logits have the non-native byte order.",
     lambda x: x.astype(x.dtype.newbyteorder(">")),
     expected=TOLERATED,
 )
 
 
 class OtherPrecision(Sound):
-    """A port that computes in another dtype than it returns."""
+    """A port that computes in one dtype and returns a different one."""
 
     taps = ()
     inside = "float64"
@@ -189,19 +197,19 @@ class OtherPrecision(Sound):
 
 @attack(FAILS, **ONE_CASE)
 class Float32Inside(OtherPrecision):
-    """Everything is computed in float32, and cast to float64 at the end."""
+    """The port computes everything in float32 and casts the result to float64."""
 
     inside = "float32"
 
 
 @attack(TOLERATED, **ONE_CASE)
 class Float64Inside(OtherPrecision):
-    """Everything is computed in float64, and rounded to float32 at the end: nothing is less precise."""
+    """The port computes everything in float64 and rounds the result to float32, which loses no precision."""
 
 
 @attack(FAILS, **ONE_CASE)
 class HalfPrecisionInside(Sound):
-    """In float32, the weights are rounded to float16 on the way in, and come back as they were given."""
+    """A float32 model rounds its weights to float16 on loading, but exports the original weights."""
 
     def load(self, config, weights, dtype):
         self.given = {name: array.astype(dtype) for name, array in weights.items()}
@@ -212,45 +220,47 @@ class HalfPrecisionInside(Sound):
         return self.given
 
 
-# Layouts: all of them are harmless.
+# Memory layouts, all harmless.
 def read_only(x: ndarray) -> ndarray:
-    """Return an array that cannot be written to."""
+    """Make an array read-only and return it."""
     x.setflags(write=False)
     return x
 
 
 def strided(x: ndarray) -> ndarray:
-    """Return a view of every second number of another array, from the last to the first."""
+    """Return an equal array that is a reversed view of every second element of a larger one."""
     wide = np.full((*x.shape[:-1], 2 * x.shape[-1]), np.nan, x.dtype)
     wide[..., ::2] = x[..., ::-1]
     return wide[..., ::2][..., ::-1]
 
 
 def unaligned(x: ndarray) -> ndarray:
-    """Return an array that begins at an odd address."""
+    """Return a copy that starts at an odd address."""
     view = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
     view[...] = x
     return view
 
 
 def mapped(x: ndarray) -> ndarray:
-    """Return an array that is a file."""
+    """Return a copy in a memory-mapped file."""
     with tempfile.TemporaryFile() as file:
         found = np.memmap(file, x.dtype, "w+", shape=x.shape)
     found[...] = x
     return found
 
 
-logits("ReadOnly", "The logits cannot be written to.", read_only, expected=TOLERATED)
-logits("FortranOrder", "The logits lie in Fortran order.", np.asfortranarray, expected=TOLERATED)
-logits("Strided", "The logits are a view of every second number, backwards.", strided, expected=TOLERATED)
-logits("Unaligned", "The logits begin at an odd address.", unaligned, expected=TOLERATED)
-logits("MemoryMap", "The logits are a memory map of a file.", mapped, expected=TOLERATED)
+logits("ReadOnly", "The logits are read-only.", read_only, expected=TOLERATED)
+logits("FortranOrder", "The logits are in Fortran order.", np.asfortranarray, expected=TOLERATED)
+logits(
+    "Strided", "The logits are a reversed view of every second element of a larger array.", strided, expected=TOLERATED
+)
+logits("Unaligned", "The logits start at an odd memory address.", unaligned, expected=TOLERATED)
+logits("MemoryMap", "The logits are a memory-mapped file.", mapped, expected=TOLERATED)
 
 
-# Subclasses of arrays, and what is no array.
+# Subclasses of ndarray, and objects that aren't arrays.
 class Lying(ndarray):
-    """Zeros that answer every question as if they were right."""
+    """Zeros that compare as if they were correct."""
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if function is np.broadcast_arrays:
@@ -270,7 +280,7 @@ class Lying(ndarray):
         return np.ones(self.shape, bool)
 
     def any(self, *args: Any, **kwargs: Any) -> Any:
-        """Deny that any number differs from zero."""
+        """Return False, as if all elements were zero."""
         return False
 
     def copy(self, order: Any = "C") -> Any:
@@ -279,19 +289,19 @@ class Lying(ndarray):
 
 
 class Misshapen(ndarray):
-    """An array that states a shape without its first axis."""
+    """An array that reports its shape without the first axis."""
 
     shape = property(lambda self: ndarray.shape.__get__(self)[1:])
 
 
 class Mistyped(ndarray):
-    """An array that states to be of float32."""
+    """An array that reports the dtype float32."""
 
     dtype = property(lambda self: np.dtype(np.float32))
 
 
 class Lazy:
-    """What becomes an array when NumPy asks for one."""
+    """An object that NumPy can convert to an array."""
 
     def __init__(self, value: ndarray) -> None:
         self.__array__ = lambda dtype=None, copy=None: value
@@ -299,31 +309,31 @@ class Lazy:
 
 logits(
     "LyingArray",
-    "The logits are zeros in a subclass of ndarray whose differences from anything are zero.",
+    "The logits are zeros, in a subclass of ndarray that reports a difference of zero from any array.",
     lambda x: np.zeros_like(x).view(Lying),
 )
 logits(
     "LyingShape",
-    "The logits have the shape [1, B, T, V] in a subclass of ndarray that states [B, T, V].",
+    "The logits have the shape [1, B, T, V], in a subclass of ndarray that reports [B, T, V].",
     lambda x: x[None].view(Misshapen),
 )
 logits(
     "LyingDtype",
-    "In float32, the logits are of float16 in a subclass of ndarray that states float32.",
+    "The logits of a float32 model are float16, in a subclass of ndarray that reports float32.",
     lambda x: x if x.dtype == np.float64 else x.astype(np.float16).view(Mistyped),
 )
 logits(
     "MaskedGarbage",
-    "The logits are a masked array: one is wrong, and masked.",
+    "The logits are a masked array with one wrong value, which is masked.",
     lambda x: np.ma.masked_equal(with_first(x, 1e3), 1e3),
 )
 logits(
     "MaskedNan",
-    "The logits are a masked array whose NaN are masked.",
+    "The logits are a masked array with one NaN, which is masked.",
     lambda x: np.ma.masked_invalid(with_first(x, np.nan)),
 )
 not_an_array = partial(logits, expected=INCOMPLETE)
-not_an_array("NestedLists", "The logits are nested lists with the right values.", ndarray.tolist)
-not_an_array("Pair", "The logits come with a cache, as a pair.", lambda x: (x, {}))
+not_an_array("NestedLists", "The logits are nested lists with the correct values.", ndarray.tolist)
+not_an_array("Pair", "The port returns a tuple of the logits and a cache.", lambda x: (x, {}))
 not_an_array("Nothing", "The forward pass returns None.", lambda x: None)
-not_an_array("LazyArray", "The logits are an object that is computed when NumPy asks for it.", Lazy)
+not_an_array("LazyArray", "The logits are an object that NumPy can convert to an array.", Lazy)

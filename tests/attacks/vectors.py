@@ -1,4 +1,4 @@
-"""Golden vectors as dictionaries, so that they can be altered in every way in which files can."""
+"""Golden vectors as dictionaries, which tests can alter in every way in which files can be altered."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Vectors:
     """One model's golden vectors.
 
     Attributes:
-        manifest: What stands in the manifest; checksums, dtypes and shapes are filled in when it is written.
-        files: The tensors of each file, by its path.
-        metadata: What else each file holds.
+        manifest: Content of the manifest. ``write`` updates the checksums, dtypes and shapes.
+        files: Tensors of each file by their names, for each path.
+        metadata: safetensors metadata of each file, for each path.
     """
 
     manifest: dict[str, Any]
@@ -44,17 +44,17 @@ class Vectors:
 
     @classmethod
     def read(cls, folder: Path) -> Vectors:
-        """Read a folder."""
+        """Read a directory of golden vectors."""
         vectors = cls(json.loads((folder / MANIFEST).read_text("utf-8")), {}, {})
         for record in vectors.records():
             with safetensors.safe_open(folder / record["file"], "numpy") as file:
-                # A file does not keep the order of its tensors, the manifest does.
+                # The order of the tensors is in the manifest, because a file doesn't preserve it.
                 tensors = {entry["name"]: file.get_tensor(entry["name"]) for entry in record["tensors"]}
                 vectors.files[record["file"]], vectors.metadata[record["file"]] = tensors, file.metadata()
         return vectors
 
     def write(self, folder: Path) -> None:
-        """Write a folder, with the checksums, dtypes and shapes of what is written."""
+        """Write a directory and update the checksums, dtypes and shapes in the manifest."""
         for record in self.records():
             tensors = {name: np.array(array, order="C") for name, array in self.files[record["file"]].items()}
             content = safetensors.numpy.save(tensors, self.metadata[record["file"]])
@@ -66,17 +66,17 @@ class Vectors:
         (folder / MANIFEST).write_text(json.dumps(self.manifest), "utf-8")
 
     def records(self) -> list[dict[str, Any]]:
-        """Return what the manifest holds of every file."""
+        """Return the manifest entries of all files."""
         cases = self.manifest["cases"]
         outputs = [record for case in cases for record in case["outputs"].values()]
         return [self.manifest["weights"], *(case["inputs"] for case in cases), *outputs]
 
     def case(self, name: str) -> dict[str, Any]:
-        """Return what the manifest holds of a case."""
+        """Return the manifest entry of a case."""
         return next(case for case in self.manifest["cases"] if case["name"] == name)
 
     def keep(self, *names: str) -> None:
-        """Drop all cases but some."""
+        """Remove all cases except the named ones."""
         self.manifest["cases"] = [self.case(name) for name in names]
 
     def inputs(self, case: str) -> Tensors:
@@ -84,7 +84,7 @@ class Vectors:
         return self.files[self.case(case)["inputs"]["file"]]
 
     def outputs(self, case: str = "", dtype: str = "") -> list[Tensors]:
-        """Return the outputs of a case, or of all, in a dtype, or in all."""
+        """Return the outputs of a case in a dtype. An empty string selects all cases or all dtypes."""
         return [
             self.files[record["file"]]
             for entry in self.manifest["cases"]
@@ -93,14 +93,14 @@ class Vectors:
         ]
 
     def alter(self, change: Callable[[ndarray], Any], case: str = "", dtype: str = "", only: str = "") -> None:
-        """Change the floating-point outputs of a case, or of all, in a dtype, or in all; or one of them."""
+        """Change the floating-point outputs of a case in a dtype, or only one of them. An empty string selects all."""
         for tensors in self.outputs(case, dtype):
             for name, array in tensors.items():
                 if array.dtype.kind == "f" and only in ("", name):
                     tensors[name] = np.asarray(change(array))
 
     def drop(self, is_dropped: Callable[[str], bool], case: str = "", dtype: str = "") -> None:
-        """Drop outputs by their names."""
+        """Remove outputs by name."""
         for tensors in self.outputs(case, dtype):
             for name in [name for name in tensors if is_dropped(name)]:
                 del tensors[name]
@@ -110,7 +110,7 @@ def made(
     weight: Callable[[str, ndarray], Any] = lambda name, array: array,
     change: Callable[[Case], Case] = lambda case: case,
 ) -> Vectors:
-    """Return what the reference computes with other weights, or in other cases."""
+    """Return the reference's golden vectors, optionally with changed weights or cases."""
     cases = [change(case) for case in golden_cases(tiny("paper_base", d_k=None, d_v=None))]
     config = cases[0].config
     weights = {name: np.asarray(weight(name, array)) for name, array in cases[0].load_weights().items()}
@@ -129,12 +129,12 @@ def _truth() -> Vectors:
 
 
 def truth() -> Vectors:
-    """Return what the reference computes."""
+    """Return the reference's golden vectors."""
     return copy.deepcopy(_truth())
 
 
 def computed() -> Vectors:
-    """Return what a sound port computes: everything is within rounding, and no number but zero is quite the same."""
+    """Return the vectors of a correct port: every nonzero number differs from the reference's by rounding."""
     vectors = truth()
     vectors.manifest["producer"] = {"name": "mine"}
     vectors.alter(rounded)
@@ -142,5 +142,5 @@ def computed() -> Vectors:
 
 
 def rounded(array: ndarray) -> ndarray:
-    """Return an array with every number but zero replaced by the next larger one."""
+    """Return an array in which the next larger number replaces every nonzero number."""
     return np.where(array == 0.0, array, np.nextafter(array, array.dtype.type(np.inf)))

@@ -1,7 +1,8 @@
 """Golden vectors: the results of a small model, in files that any language can read and write.
 
 A directory contains a model's weights and inputs, and every tensor that was computed from them. Its manifest lists each
-file and each tensor. ``docs/golden.md`` describes the format. Reading it requires no framework and executes no code.
+file and each tensor. ``docs/reference/golden-vectors.md`` describes the format. Reading it requires no framework and
+executes no code.
 """
 
 from __future__ import annotations
