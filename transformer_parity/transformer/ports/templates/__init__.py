@@ -1,1 +1,1 @@
-"""What ``parity init-port`` writes: one port per framework, around our own package as a stand-in."""
+"""The ports that ``parity init-port`` writes. Each wraps the package of this repository for one framework."""

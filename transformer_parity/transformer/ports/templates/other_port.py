@@ -1,9 +1,12 @@
-"""My port, as `parity` sees it. It agrees as it stands: replace the stand-in by your own model, method by method.
+"""A port of my model for `parity`. It wraps reference_numpy, so it agrees with the reference.
+
+Replace reference_numpy with your own model, one method at a time, and rerun the check after each change:
 
     parity check --port my_port:MyPort
     pytest --parity-port=my_port:MyPort
 
-NumPy arrays go in and come out. B batch, S source length, T target length, V target vocabulary.
+All methods take and return NumPy arrays. In shapes, B is the batch size, S the source length, T the target length,
+and V the size of the target vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any
 
 from numpy import ndarray
 
-import reference_numpy  # the stand-in
+import reference_numpy  # replace with your own model
 from reference_numpy import TransformerConfig
 from transformer_parity.plugin import Gradients, Port, Tap, TrainingConfig
 
@@ -21,67 +24,73 @@ from transformer_parity.plugin import Gradients, Port, Tap, TrainingConfig
 class MyPort(Port):
     """My model."""
 
-    # The published conventions that your model follows (`parity info` lists them), and where it differs: for instance
-    # {"norm_order": "pre", "layer_norm_epsilon": 1e-5}. Sizes are small ones, unless you give others here.
+    # `preset` names the published conventions that your model follows; `parity info` lists them. `overrides` lists the
+    # fields in which your model differs, such as {"norm_order": "pre", "layer_norm_epsilon": 1e-5}. It can also set
+    # sizes, which are small by default.
     preset = "paper_base"
     overrides: Mapping[str, Any] = {}
-    # In float64, rounding is far below any mistake: without it, a wrong convention looks like a loss of precision.
+    # Keep float64 if you can. Its rounding errors are much smaller than any bug; without float64, a wrong convention
+    # looks like a loss of precision.
     dtypes = ("float64", "float32")
-    # Names as in `parity info --names`; "**.scores" is every name that ends so. Leave out what you cannot show.
+    # The taps (named intermediate values) that `forward` reports. `parity info --names` lists all names. The pattern
+    # "**.scores" matches every name that ends with ".scores". Remove the names that your model can't report.
     taps = ("**",)
-    # Cases that your model is not made for, and why: {"full/one_token": "it needs two tokens"}. They count as skipped.
+    # Cases that your model doesn't support, with the reason: {"full/one_token": "the model needs two tokens"}. The
+    # report lists them as skipped.
     left_out: Mapping[str, str] = {}
 
     def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str) -> None:
-        """Build the model, in inference mode, with the given weights."""
-        # A kernel is [in, out]: a layer that keeps [out, in] takes weights["....kernel"].T. A tied table has one
-        # name. The arrays are yours; the reference has its own.
+        """Build the model with the given weights, in inference mode."""
+        # Kernels are [in, out]. If a layer of your model stores [out, in], assign weights["....kernel"].T. A tied
+        # matrix has only one name. You may keep and modify these arrays, because they are copies.
         self.config = config
         self.model = reference_numpy.Transformer.from_weights(config, weights, dtype)
 
     def forward(self, source_ids: ndarray, target_ids: ndarray, tap: Tap) -> ndarray:
-        """Return the logits [B, T, V] of source ids [B, S] and target ids [B, T], both padded with ``pad_id``."""
-        # Derive the masks from the ids. Here True means that a position may be attended to; torch.nn and others mean
-        # the opposite. With other names or none in your model, show what you have: tap("encoder.output", memory).
-        # Whatever your model is written in, arrays are NumPy's here: np.array(value) copies, as a tap must.
+        """Return the logits [B, T, V] for source IDs [B, S] and target IDs [B, T], both padded with ``pad_id``."""
+        # Derive the masks from the IDs. In this repository, True means that a position may be attended to. In
+        # torch.nn.Transformer and some other libraries, True means the opposite. If your model has no taps, report
+        # the values that you have: memory = tap("encoder.output", memory).
+        # Convert every value to a NumPy array before you pass it to tap, for example with np.array(value).
         return self.model(source_ids, target_ids, tap=tap)
 
     def export_weights(self) -> Mapping[str, ndarray]:
-        """Return every parameter by its canonical name, in the model's dtype, as a copy."""
+        """Return a copy of every parameter in the model's dtype, by canonical name."""
         return self.model.export_weights()
 
     def gradients(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Gradients:
-        """Return the loss and its gradient at each parameter, of labels [B, T]."""
-        # The loss is the label-smoothed cross-entropy, averaged over the labels that are not ``pad_id``. Gradients at
-        # taps are optional: Gradients(loss, parameters, taps), in the order in which the taps fire.
+        """Return the loss for labels [B, T] and its gradient with respect to each parameter."""
+        # The loss is the label-smoothed cross-entropy, averaged over the labels that are not ``pad_id``. To report the
+        # gradients at taps too, return Gradients(loss, parameters, taps), in the order in which forward calls the taps.
         return reference_numpy.gradients(self.model, source_ids, target_ids, labels)
 
     def start_training(self, settings: TrainingConfig) -> None:
-        """Make an Adam optimizer."""
-        # Epsilon is added to the root of the corrected second moment, as in Kingma and Ba's Algorithm 1. The rate of
-        # step n, counted from 1, is settings.learning_rate(n, self.config.d_model).
-        # settings.clip_norm is the largest norm of the whole gradient, or None. settings.accumulation_steps is in how
-        # many slices a batch may be computed; the step is that of the whole batch.
+        """Create an Adam optimizer."""
+        # Add epsilon to the square root of the bias-corrected second moment, as in Algorithm 1 of Kingma and Ba. The
+        # first step is step 1. The learning rate of step n is settings.learning_rate(n, self.config.d_model).
+        # settings.clip_norm is the maximum norm of the full gradient, or None. settings.accumulation_steps is the
+        # number of micro-batches. You may ignore it, because the update must be the one for the full batch.
         self.trainer = reference_numpy.Trainer(self.model, settings)
 
     def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
-        """Take one step, still without dropout, and return the loss before it."""
+        """Take one step without dropout, and return the loss before the update."""
         return float(self.trainer.train_step(source_ids, target_ids, labels).loss)
 
-    # `parity check-distributed` compares training on several devices, in processes that it starts like torchrun.
-    # Then each process reads only its rows of every batch, and returns loss, gradient and weights of all. It needs:
+    # `parity check-distributed` compares training on multiple devices. It starts the processes as torchrun does. Each
+    # process must read only its own rows of every batch, and must return the loss, gradients, and weights of the full
+    # batch. To support the command, add these members:
     #
-    #     one_process = False  # whether one process has all devices
+    #     one_process = False  # whether one process controls all devices
     #
     #     def distribute(self, plan):
     #         ...
     #
-    #     def parameters_per_device(self):  # if a plan divides parameters, or if one process has all devices
+    #     def parameters_per_device(self):  # if the plan shards parameters or one process controls all devices
     #         ...
 
     def generate(self, source_ids: ndarray, max_length: int, beam_size: int, length_penalty: float) -> ndarray:
-        """Return the best hypothesis of each sentence [B, <= max_length], without the start symbol, padded."""
-        # After ``eos_id``, which belongs to the hypothesis, come pads only. The padding symbol is never chosen.
+        """Return the best hypothesis of each sentence [B, <= max_length], without BOS, padded with ``pad_id``."""
+        # A hypothesis includes its ``eos_id``. Only padding follows it. The search never chooses the padding token.
         if beam_size == 1:
             return reference_numpy.greedy_search(self.model, source_ids, max_length).ids
         return reference_numpy.beam_search(self.model, source_ids, beam_size, length_penalty, max_length).ids
