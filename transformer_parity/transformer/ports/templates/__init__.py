@@ -1,1 +1,1 @@
-"""The ports that ``parity init-port`` writes. Each wraps the package of this repository for one framework."""
+"""Templates for ``parity init-port``: one port per framework, with the repository's package as a placeholder model."""
