@@ -16,6 +16,7 @@ from sphinx.errors import ExtensionError
 
 import reference_numpy as ref
 from transformer_parity.apps.checkpoints.importer import export_checkpoint, load
+from transformer_parity.cli.main import main
 from transformer_parity.engine import style
 from transformer_parity.transformer.ports.source_marks import compare, tokens
 
@@ -293,7 +294,8 @@ def test_code_of_the_guides_runs(tmp_path, monkeypatch, ports):
     config = ref.TransformerConfig.preset("marian", **SIZES)
     ref.save_weights("marian.safetensors", config, ref.init_weights(config, seed=0))
     export_checkpoint(load("marian.safetensors"), "hf", "opus-mt-en-de")
-    for page in sorted((DOCS / "how-to").glob("*.md")):
+    pages = [DOCS / "quickstart.md", DOCS / "reference" / "port-api.md", *sorted((DOCS / "how-to").glob("*.md"))]
+    for page in pages:
         namespace: dict[str, object] = {}
         for code in re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
             package = re.search(r"import transformer_(torch|jax|tf)", code)
@@ -301,27 +303,53 @@ def test_code_of_the_guides_runs(tmp_path, monkeypatch, ports):
                 exec(compile(code, str(page), "exec"), namespace)
 
 
+def check_port(folder, *options: str) -> tuple[int, str]:
+    """Run `parity check` in a directory, and return its exit code and its output."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    command = [sys.executable, "-m", "transformer_parity", "check", *options]
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode in (0, 1), ran.stderr
+    return ran.returncode, ran.stdout
+
+
+# The options in the guides: every case of this port, in float64.
+QUICK = ("--stage", "activations", "--dtype", "float64")
+
+
 @pytest.mark.extended("site")
 def test_the_broken_port_is_diagnosed_as_shown(tmp_path):
     shutil.copy(DOCS / "examples" / "broken_port.py", tmp_path)
-    asked = [
-        "check",
-        "--port",
-        "broken_port:MyPort",
-        "--stage",
-        "activations",
-        "--sentences",
-        "0",
-        "--dtype",
-        "float64",
-    ]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    command = [sys.executable, "-m", "transformer_parity", *asked]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 1, ran.stderr
+    code, printed = check_port(tmp_path, "--port", "broken_port:MyPort", *QUICK)
+    assert code == 1, printed
     shown = re.compile(r"^reran each block of the port.*?^DIAGNOSIS .*?$", re.MULTILINE | re.DOTALL)
     kept = (DOCS / "examples" / "broken_port.txt").read_text("utf-8")
-    found, expected = (shown.search(text)[0] for text in (ran.stdout, kept))
+    found, expected = (shown.search(text)[0] for text in (printed, kept))
     rounding = re.compile(r"\(error \de-1[56], ")  # its size depends on the processor
     assert rounding.search(found)
     assert rounding.sub("(error", found) == rounding.sub("(error", expected)
+
+
+@pytest.mark.extended("site")
+def test_the_fixed_port_of_the_quick_start_agrees_as_shown(tmp_path):
+    page = (DOCS / "quickstart.md").read_text("utf-8")
+    code = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
+    (tmp_path / "my_port.py").write_text(re.sub(r".*  # the bug\n", "", code))
+    assert (tmp_path / "my_port.py").read_text() != code
+    ended, printed = check_port(tmp_path, "--port", "my_port:MyPort", *QUICK)
+    assert ended == 0, printed
+    assert verdict(printed) == verdict(page)
+
+
+@pytest.mark.extended("site")
+def test_a_new_port_agrees_as_the_readme_shows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init-port", "--framework", "other"]) == 0
+    ended, printed = check_port(tmp_path, "--port", "my_port:MyPort")
+    assert ended == 0, printed
+    assert verdict(printed) == verdict((ROOT / "README.md").read_text("utf-8"))
+
+
+def verdict(text: str) -> str:
+    """Return the verdict, ports, cases and comparisons in a report; the rest of the line depends on the machine."""
+    (found,) = re.findall(r"^AGREE .*? comparisons", text, re.MULTILINE)
+    return found

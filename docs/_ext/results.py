@@ -17,7 +17,7 @@ TOLERANCES = ROOT / "transformer_parity" / "engine" / "tolerances.toml"
 MIB = 2**20
 PORTS = ("torch", "jax", "tf")
 MACHINES = {"intel": "Intel Xeon", "amd": "AMD EPYC"}  # title of each directory in benchmarks
-ON_FOUR = tuple(f"| `{plan}`" for plan in ("data=4", "fsdp=4", "fsdp=2,tensor=2"))  # of the README
+ON_FOUR = tuple(f"| `{plan}`" for plan in ("data=4", "fsdp=4", "fsdp=2,tensor=2"))  # the rows in docs/how-to/install.md
 PARTICIPANTS = {  # names in docs/speed.md
     "numpy": "**reference_numpy**",
     **{port: f"**transformer_{port}**" for port in PORTS},
@@ -166,7 +166,7 @@ def selftest() -> Iterator[str]:
 
 
 def closest() -> Iterator[str]:
-    """Yield the README's table: for each framework, the comparison closest to its tolerance."""
+    """Yield the table in docs/how-to/install.md: for each framework, the comparison closest to its tolerance."""
     rows = read(RESULTS / "conformance.json")["summary"]
     yield f"| | {' | '.join(TITLES[port] for port in PORTS)} |"
     yield "|---|" + "---|" * len(PORTS)

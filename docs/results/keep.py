@@ -153,7 +153,7 @@ def main(kind: str, *paths: str, commit: str) -> None:
     """Write the results to keep."""
     kept = {"commit": commit, **KINDS[kind](*map(read, paths))}
     (FOLDER / f"{kind}.json").write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
-    print("tests/test_readme.py compares README.md with these figures, and prints the lines that it should have")
+    print("Run tests/test_readme.py to compare docs/how-to/install.md with these figures; it prints expected lines")
 
 
 if __name__ == "__main__":
