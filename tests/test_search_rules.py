@@ -294,7 +294,7 @@ BAD_RULES = [
     ({"banned_ids": [-5]}, ValueError, "banned_ids must be at least 0: got -5"),
     ({"no_repeat_ngram_size": -1}, ValueError, "no_repeat_ngram_size must be at least 0: got -1"),
     ({"max_length_factor": -1.0}, ValueError, "max_length_factor must be at least 0: got -1.0"),
-    ({"beam_shrinks": True}, ValueError, "beam_shrinks requires a pool as large as the beam: got"),
+    ({"beam_shrinks": True}, ValueError, "beam_shrinks requires pool 'beam' or 'first': got 'num_hypotheses'"),
     ({"patience": 1}, ValueError, "unknown rules of a search: patience"),
 ]
 

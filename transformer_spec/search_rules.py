@@ -83,7 +83,7 @@ class SearchRules:
         factor = check_number("max_length_factor", self.max_length_factor, "at least 0", lambda number: number >= 0.0)
         object.__setattr__(self, "max_length_factor", factor)
         if self.beam_shrinks and self.pool == "num_hypotheses":
-            raise ValueError("beam_shrinks requires a pool as large as the beam: got pool 'num_hypotheses'")
+            raise ValueError("beam_shrinks requires pool 'beam' or 'first': got 'num_hypotheses'")
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> SearchRules:

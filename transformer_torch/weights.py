@@ -21,7 +21,7 @@ from transformer_torch.layers import LayerNorm
 from transformer_torch.runtime import dtype_name
 
 TORCH_NAMES = {"kernel": "weight", "scale": "weight", "bias": "bias", "table": "weight"}
-REMEDY = "merge adapters first, for example with peft's merge_and_unload(), and export weights before quantization"
+REMEDY = "merge adapters first, for example with peft's merge_and_unload(), and export weights before you quantize"
 OWN_LAYERS = (nn.Linear, TokenEmbedding, LearnedPosition, LayerNorm, TiedProjection)
 
 
