@@ -151,7 +151,7 @@ def test_paths_of_a_marian_vocabulary_are_of_known_forms(tmp_path, names, messag
 def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(
-        UsageError, match=r"^this vocabulary needs tokenizers: pip install 'transformer-parity\[import\]'$"
+        UsageError, match=r"^this vocabulary requires tokenizers: pip install 'transformer-parity\[import\]'$"
     ):
         build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": b"{}"}), tiny_config())
 
