@@ -42,7 +42,7 @@ def rows_problem(probe: Probe, plan: Plan, seen: Sequence[Seen]) -> str:
             return f"process {process} must return a finite gradient with {len(basis)} elements for its own batch"
         solution = np.linalg.lstsq(basis, found, rcond=None)[0]
         if np.linalg.norm(found - basis @ solution) > EXACT * np.linalg.norm(found):
-            return f"the gradient of process {process} must be a sum over rows if every shard has a different batch"
+            return f"the gradient of process {process} must be a sum of the gradients of single rows: it is not"
         reads = np.abs(solution.reshape(plan.shares, rows)) > READ
         if problem := _reads_problem(process, reads, plan) or _loss_problem(process, reads, one, probe, batches):
             return problem
