@@ -69,7 +69,7 @@ class Hidden(PathFinder):
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Hidden
 """
-NEEDS = "needs jinja2, matplotlib, psutil, rich, sacrebleu, sentencepiece, not installed here: "
+NEEDS = "requires packages that are not installed (jinja2, matplotlib, psutil, rich, sacrebleu, sentencepiece): "
 NEEDS += "pip install 'transformer-parity[cli]'\n"
 
 
@@ -83,14 +83,14 @@ def bare(code: str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedPr
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["check", "--backends", "torch"]])
 def test_without_its_libraries_the_command_line_says_what_to_install(arguments):
     done = bare("import runpy; runpy.run_module('transformer_parity', run_name='__main__')", *arguments)
-    assert (done.returncode, done.stdout, done.stderr) == (3, "", f"parity: error: the command line {NEEDS}")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", f"parity: error: the parity command {NEEDS}")
 
 
 def test_one_library_that_is_missing_is_named():
     one = BARE.replace(str(LIBRARIES), "('psutil',)")
     code = "from transformer_parity.engine.system.machine import needs; print(needs())"
     done = subprocess.run([sys.executable, "-c", one + code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout == "requires psutil, which is not installed: pip install 'transformer-parity[cli]'\n"
+    assert done.stdout == "requires packages that are not installed (psutil): pip install 'transformer-parity[cli]'\n"
 
 
 PYTEST = "import pytest; sys.exit(pytest.main(sys.argv[1:]))"
