@@ -27,7 +27,7 @@ def linear(
 def linear_backward(
     x: Float[ndarray, "*axes d_in"], kernel: Float[ndarray, "d_in d_out"], dy: Float[ndarray, "*axes d_out"]
 ) -> tuple[Float[ndarray, "*axes d_in"], Float[ndarray, "d_in d_out"], Float[ndarray, " d_out"]]:
-    """Return the gradients with respect to ``x``, ``W`` and ``b``: ``dy W^T``, ``x^T dy``, and ``dy`` summed up."""
+    """Return the gradients with respect to ``x``, ``W`` and ``b``: ``dy W^T``, ``x^T dy``, and the sum of ``dy``."""
     rows, drows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     return dy @ kernel.T, rows.T @ drows, drows.sum(axis=0)
 
@@ -55,7 +55,7 @@ def masked_softmax(
 def masked_softmax_backward(
     weights: Float[ndarray, "*axes M"], dweights: Float[ndarray, "*axes M"]
 ) -> Float[ndarray, "*axes M"]:
-    """Return the gradient with respect to the scores, ``w_i (dw_i - sum_j w_j dw_j)``. It is zero where masked."""
+    """Return the gradient with respect to the scores, ``w_i (dw_i - sum_j w_j dw_j)``. It is zero for masked keys."""
     return weights * (dweights - (weights * dweights).sum(axis=-1, keepdims=True))
 
 
@@ -121,7 +121,7 @@ def relu(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
 
 
 def relu_backward(x: Float[ndarray, "*axes"], dy: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
-    """Return the gradient with respect to ``x``: ``dy`` if ``x`` is positive, else zero. ``y`` has the same sign."""
+    """Return the gradient with respect to ``x``, ``dy`` if ``x`` is positive, else zero. ``y`` can replace ``x``."""
     return dy * (x > 0.0)
 
 
@@ -131,7 +131,7 @@ _erfc = np.vectorize(math.erfc, otypes=[np.float64])  # NumPy has no error funct
 def normal_cdf(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
     """Return ``Phi(x)``, the probability that a standard normal variable is at most ``x``, in float64.
 
-    ``erfc`` keeps all digits for negative ``x``, where ``1 + erf`` cancels.
+    ``erfc`` is accurate for negative ``x``, for which ``1 + erf`` would lose digits.
     """
     return 0.5 * _erfc(-math.sqrt(0.5) * x.astype(np.float64))
 

@@ -37,7 +37,7 @@ from transformer_spec.shapes import Float, Int
 from transformer_spec.taps import Recorder
 from transformer_spec.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 
-MIXED_BFLOAT16 = False  # NumPy cannot compute in bfloat16
+MIXED_BFLOAT16 = False  # NumPy doesn't support bfloat16
 
 
 @UNDERFLOW
@@ -138,7 +138,8 @@ class Trainer:
         model: Model in float32 or float64.
         settings: Optimizer, learning rate schedule, clipping, gradient accumulation and mixed precision.
         seed: Seed of the dropout. The dropout of a step depends only on the seed and the number of the step.
-        mesh: Devices from ``make_mesh`` that divide each step. Pass the full batch. None uses the model's device only.
+        mesh: Devices from ``make_mesh`` on which each step runs. Pass the full batch. None uses the model's
+            device only.
         dropout: ``global`` draws random numbers for the full batch, so that the result doesn't depend on the number of
             devices. ``local`` draws them separately for the rows of each device, which is faster.
 

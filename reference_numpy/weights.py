@@ -32,6 +32,9 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 def get_weights(model: Model) -> dict[str, ndarray]:
     """Return a copy of every parameter of a model in the model's dtype, by canonical name.
 
+    Args:
+        model: Model to read.
+
     Raises:
         TypeError: If ``model`` is not a model.
         ValueError: If the number of layers doesn't match the config.

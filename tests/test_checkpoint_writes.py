@@ -168,6 +168,6 @@ def test_average_of_different_parts_is_refused(tmp_path):
         (encoder, whole, r"unexpected decoder\..*; and \d+ more"),
         (encoder, decoder, r"missing encoder\..*; and \d+ more"),
     ):
-        same = f"{re.escape(str(other))} must hold the same tensors as {re.escape(str(one))}"
+        same = f"{re.escape(str(other))} must contain the same tensors as {re.escape(str(one))}"
         with pytest.raises(ValueError, match=f"^{same}: {reason}$"):
             average_weights([one, other])

@@ -111,7 +111,7 @@ def test_a_checkpoint_is_a_weight_file(path, backend):
 def test_a_weight_file_is_no_checkpoint(path):
     config = small_config()
     save_weights(path, config, random_weights(config))
-    reason = f"^{re.escape(str(path))} is not a usable checkpoint: it holds weights but no training state$"
+    reason = f"^{re.escape(str(path))} is not a usable checkpoint: it contains weights but no training state$"
     with pytest.raises(ValueError, match=reason):
         load_checkpoint(path)
     with pytest.raises(FileNotFoundError, match=r"^there is no checkpoint .*nowhere$"):
@@ -197,7 +197,7 @@ def test_progress_that_would_not_come_back_is_refused(path, saved, value):
         (lambda c: with_state(c, step=-1), ValueError, "step must be at least 0: got -1"),
         (lambda c: with_state(c, step=1.0), TypeError, "step must be an integer: got 1.0"),
         (lambda c: with_state(c, seed=True), TypeError, "seed must be an integer: got True"),
-        (lambda c: with_state(c, first_moment={}), ValueError, "first moments hold 0 tensors"),
+        (lambda c: with_state(c, first_moment={}), ValueError, "first moments contain 0 tensors"),
         (
             lambda c: with_state(c, second_moment={**c.state.second_moment, NAME: np.full((24, 24), -1.0)}),
             ValueError,
@@ -208,7 +208,7 @@ def test_progress_that_would_not_come_back_is_refused(path, saved, value):
             TypeError,
             f"{NAME} must be one of float64",
         ),
-        (lambda c: dataclasses.replace(c, weights={}), ValueError, "weights hold 0 tensors"),
+        (lambda c: dataclasses.replace(c, weights={}), ValueError, "weights contain 0 tensors"),
         (lambda c: dataclasses.replace(c, config=c.config.replace(d_ff=41)), ValueError, "weights do not fit"),
         (lambda c: dataclasses.replace(c, progress=[]), TypeError, "progress must be a dict: got list"),
         (lambda c: dataclasses.replace(c, progress={1: 1}), ValueError, r"progress\[1\] must be made of"),
@@ -330,7 +330,7 @@ def test_what_a_folder_says_of_its_run_is_checked(tmp_path, case):
 def test_a_folder_without_a_run(tmp_path):
     save_weights(tmp_path / RUN, small_config(), random_weights(small_config()))
     with pytest.raises(
-        ValueError, match=r"is not a usable sharded checkpoint: it holds weights but no training state$"
+        ValueError, match=r"is not a usable sharded checkpoint: it contains weights but no training state$"
     ):
         read_run(tmp_path)
 

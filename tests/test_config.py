@@ -67,7 +67,7 @@ def bad_fields():
     yield (
         {"skip_first_self_attention": True, "num_decoder_layers": 1},
         ValueError,
-        "skip_first_self_attention needs num_decoder_layers of at least 2, so that a position sees earlier ones",
+        "skip_first_self_attention needs num_decoder_layers of at least 2, so that positions see earlier ones",
     )
     yield {"dropout": 0.1}, TypeError, "dropout must be DropoutRates: got float"
     yield {"d_model": 22}, ValueError, "num_heads must divide d_model unless d_k and d_v are given: got 3 and 22"
@@ -85,7 +85,7 @@ def bad_fields():
     yield (
         {"tie_embeddings": "all", "target_vocab_size": 41},
         ValueError,
-        "tie_embeddings='all' needs one vocabulary: got source_vocab_size 37 and target_vocab_size 41",
+        "tie_embeddings='all' needs equal vocabulary sizes: got source_vocab_size 37 and target_vocab_size 41",
     )
 
 

@@ -16,21 +16,21 @@ TARGET = np.array([[1, 3, 4], [1, 5, 0]])
 MEMORY = np.full((2, 4, 24), 0.5, np.float32)
 LONG = 300  # queries; above 256, fast attention takes them in blocks
 BOOLEAN = "must be boolean, True where attention is allowed"
-RAGGED = "must have rows of one length: got several, which padding makes one"
+RAGGED = "must have rows of equal length: got different lengths; pad the rows"
 
 # What is wrong: the ids, the exception and its message behind the name of the argument. Learned positions: 29 at most.
 BAD_IDS = {
-    "negative": ([[5, -6], [1, 2]], ValueError, "must lie in [0, 37): got -6 at [0, 1]"),
-    "too large": ([[5, 3], [37, 2]], ValueError, "must lie in [0, 37): got 37 at [1, 0]"),
-    "beyond int32": ([[5, 2**32 + 5], [1, 2]], ValueError, "must lie in [0, 37): got 4294967301 at [0, 1]"),
+    "negative": ([[5, -6], [1, 2]], ValueError, "must be in [0, 37): got -6 at [0, 1]"),
+    "too large": ([[5, 3], [37, 2]], ValueError, "must be in [0, 37): got 37 at [1, 0]"),
+    "beyond int32": ([[5, 2**32 + 5], [1, 2]], ValueError, "must be in [0, 37): got 4294967301 at [0, 1]"),
     "float": ([[5.0, 3.0], [1.0, 2.0]], TypeError, "must be integers: got float64"),
     "bool": ([[True, False], [True, True]], TypeError, "must be integers: got bool"),
     "complex": ([[1j, 2.0], [1.0, 2.0]], TypeError, "must be integers: got complex128"),
     "rank 0": (3, ValueError, "must have shape [batch, length]: got ()"),
     "rank 1": ([1, 2], ValueError, "must have shape [batch, length]: got (2,)"),
     "rank 3": ([[[1], [2]]], ValueError, "must have shape [batch, length]: got (1, 2, 1)"),
-    "empty batch": (np.zeros((0, 3), int), ValueError, "must hold at least one token: got shape (0, 3)"),
-    "length 0": (np.zeros((2, 0), int), ValueError, "must hold at least one token: got shape (2, 0)"),
+    "empty batch": (np.zeros((0, 3), int), ValueError, "must contain at least one token: got shape (0, 3)"),
+    "length 0": (np.zeros((2, 0), int), ValueError, "must contain at least one token: got shape (2, 0)"),
     "too long": (np.ones((2, 30), int), ValueError, "must be at most 29 tokens long: got 30"),
 }
 # Only lists and NumPy can hold these.

@@ -124,7 +124,7 @@ def test_arguments_in_another_order_are_refused(tmp_path, config):
 def test_impossible_place(tmp_path, config, target):
     with pytest.raises(OSError):  # noqa: PT011  each system says it in its own words
         save_weights(tmp_path / target, config, random_weights(config, dtype="float64"))
-    with pytest.raises(OSError, match=r"^there is no weight file |is a folder, and no weight file"):
+    with pytest.raises(OSError, match=r"^there is no weight file |is a directory, not a weight file"):
         load_weights(tmp_path / target)
 
 
@@ -375,20 +375,20 @@ def test_flipped_bits_of_notes_and_vocabularies_are_noticed(path, config):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"notes": {"search": [1]}}, TypeError, "search must be an object with named fields: got list"),
+        ({"notes": {"search": [1]}}, TypeError, "search must be a dict: got list"),
         *(
             (
                 {"notes": {"origin": {"x": value}}},
                 ValueError,
-                r"^origin\['x'\] must be made of dicts with text as keys, ",
+                r"^origin\['x'\] must be made of dicts with string keys, ",
             )
             for value in (object(), np.float32(1), np.float64(1), math.nan, (1, 2), {1: 2}, [{"y": (1,)}], b"bytes")
         ),
-        ({"notes": {"search": {1: 2}}}, ValueError, r"^search\[1\] must be made of dicts with text as keys, "),
+        ({"notes": {"search": {1: 2}}}, ValueError, r"^search\[1\] must be made of dicts with string keys, "),
         ({"notes": {"origin": {"x": "x" * 2**20}}}, ValueError, "origin must be at most 1,048,576 bytes of JSON: got"),
         ({"notes": {"licence": {}}}, ValueError, "note must be one of search, origin: got 'licence'"),
-        ({"vocabulary": VocabularyFiles("a.b", {"x": b""})}, ValueError, "kind that is a word, and files: got 'a.b'"),
-        ({"vocabulary": VocabularyFiles("marian", {})}, ValueError, "kind that is a word, and files"),
+        ({"vocabulary": VocabularyFiles("a.b", {"x": b""})}, ValueError, "an identifier as its kind: got 'a.b'"),
+        ({"vocabulary": VocabularyFiles("marian", {})}, ValueError, "files and an identifier as its kind"),
         (
             {"vocabulary": VocabularyFiles("marian", {"x": "x"})},
             TypeError,
@@ -407,10 +407,10 @@ def test_what_cannot_travel_is_refused_and_nothing_is_written(path, config, save
     [
         (
             {"vocabulary": b"", "vocabulary.marian.a": b""},
-            "it must hold one vocabulary: got vocabulary, vocabulary.marian.a",
+            "it must contain one vocabulary: got vocabulary, vocabulary.marian.a",
         ),
-        ({"vocabulary.marian.a": b"", "vocabulary.nllb.b": b""}, "it must hold one vocabulary"),
-        ({"vocabulary.a": b""}, "it must hold one vocabulary: got vocabulary.a"),
+        ({"vocabulary.marian.a": b"", "vocabulary.nllb.b": b""}, "it must contain one vocabulary"),
+        ({"vocabulary.a": b""}, "it must contain one vocabulary: got vocabulary.a"),
     ],
 )
 def test_a_file_holds_one_vocabulary(path, config, extra, message):

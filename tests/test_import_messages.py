@@ -204,12 +204,12 @@ def test_a_folder_is_no_weight_file(line, here, capsys):
     (here / "folder").mkdir()
     code, _, err = parity(capsys, *line.split())
     assert code == 3
-    assert "folder is a folder, and no weight file: `parity import` makes one of a checkpoint folder\n" in err
+    assert "folder is a directory, not a weight file: `parity import` converts a checkpoint directory\n" in err
     for name in ("model.safetensors", "checkpoint-20.safetensors"):  # of a run of training
         (here / "folder" / name).touch()
     code, _, err = parity(capsys, *line.split())
     assert code == 3
-    assert "folder is a folder, and no weight file: it holds checkpoint-20.safetensors, model.safetensors\n" in err
+    assert "folder is a directory, not a weight file: it contains checkpoint-20.safetensors, model.safetensors\n" in err
 
 
 def test_a_weight_file_without_vocabulary_says_how_to_get_one(here, capsys):
@@ -274,9 +274,9 @@ ORIGIN = Origin(format="hf", family="marian", preset="marian", files={}).to_dict
 LIES = {
     "another kind": ({"kind": "nllb"}, "a vocabulary of the kind nllb needs 'sentencepiece.bpe.model'"),
     "no kind": ({"kind": "klingon"}, "there is no kind of vocabulary called 'klingon'"),
-    "a start that is no id": ({"search": search(start_id=9)}, r"start_id must lie in \[0, 9\): got 9"),
-    "forced ids that are none": ({"search": search({"forced_ids": [3, 10**9]})}, r"forced_ids must lie in \[0, 9\)"),
-    "banned ids that are none": ({"search": search({"banned_ids": [9]})}, r"banned_ids must lie in \[0, 9\): got 9"),
+    "a start that is no id": ({"search": search(start_id=9)}, r"start_id must be in \[0, 9\): got 9"),
+    "forced ids that are none": ({"search": search({"forced_ids": [3, 10**9]})}, r"forced_ids must be in \[0, 9\)"),
+    "banned ids that are none": ({"search": search({"banned_ids": [9]})}, r"banned_ids must be in \[0, 9\): got 9"),
     "a beam of a billion": ({"search": search(beam_size=10**9)}, "beam_size of a search in a file must be at most"),
     "a preset that is none": ({"origin": {**ORIGIN, "preset": "nosuch"}}, "preset must be one of paper_base"),
     "files that are a text": ({"origin": {**ORIGIN, "files": "x"}}, "the fields of an origin must be text"),

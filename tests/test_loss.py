@@ -218,7 +218,7 @@ def test_cross_entropy_of_a_label_outside_the_vocabulary(backend, label):
     for given in (labels, backend.from_numpy(labels)):
         assert refusal(backend.package.cross_entropy, backend.from_numpy(logits), given, loss_config()) == (
             ValueError,
-            f"labels must lie in [0, 5): got {label} at [1, 2]",
+            f"labels must be in [0, 5): got {label} at [1, 2]",
         )
 
 

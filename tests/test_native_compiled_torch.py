@@ -35,7 +35,7 @@ def test_a_step_is_one_graph_for_all_lengths(port, graphs):
         torch.testing.assert_close(logits, right, rtol=1e-12, atol=1e-12)
         assert found.length == n + 1
         assert len(graphs) <= 1 + (n > 0) + (n == 19)  # the first step, the one that fills the cache, all others
-    with pytest.raises(ValueError, match="the cache must have room for the next target position: all 20 are taken"):
+    with pytest.raises(ValueError, match="must have capacity for the next target position: all 20 are in use"):
         model.decode_step(torch.tensor([1, 1]), expected)
 
 
@@ -116,9 +116,9 @@ def test_a_prefix_without_room_is_refused(port):
     cache = model.init_cache(SOURCE, 3)
     _, cache = model.decode_step(TARGET[:, :1], cache)
     for tokens, message in (
-        (TARGET, "a cache of 3 positions must have room: 1 are taken, got 3 more"),
+        (TARGET, "a cache of 3 positions must have capacity for 3 more: 1 are in use"),
         (TARGET[:1], r"target_ids must have shape \(2,\): got \(1,\)"),
-        (TARGET[:, :0], "target_ids must hold at least one token"),
+        (TARGET[:, :0], "target_ids must contain at least one token"),
         (TARGET[None], r"target_ids must have shape \[batch, length\]: got \(1, 2, 3\)"),
         (TARGET + 40, "target_ids must"),
     ):

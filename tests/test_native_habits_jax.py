@@ -186,7 +186,7 @@ def test_parameters_that_are_missing_are_named(port):
     for change, message in (
         (assign_an_array, rf"{KERNEL} must be an nnx\.Param: got ArrayImpl; assign an nnx\.Param"),
         (remove_a_bias, r"inner_proj\.bias must be an nnx\.Param: got NoneType"),
-        (remove_a_layer, r"the model must have encoder\.layers\.0\.\S+, as its config says"),
+        (remove_a_layer, r"the model must have encoder\.layers\.0\.\S+, as specified by its config"),
     ):
         model = build(port)
         change(model)

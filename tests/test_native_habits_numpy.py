@@ -260,7 +260,7 @@ REFUSED = {
     "NaN as padding": (lambda: MODEL(np.where(SOURCE == 0, np.nan, SOURCE), TARGET), f"{INTEGERS}float64"),
     "-1 as padding": (
         lambda: MODEL(np.where(SOURCE == 0, -1, SOURCE), TARGET),
-        "source_ids must lie in [0, 37): got -1",
+        "source_ids must be in [0, 37): got -1",
     ),
     "ids in a masked array": (lambda: MODEL(np.ma.masked_equal(SOURCE, 0), TARGET), "source_ids must be a plain array"),
     "a mask of 0 and 1": (lambda: MODEL(SOURCE, TARGET, np.uint8(SOURCE != 0)), f"{MASK}uint8"),
@@ -285,7 +285,7 @@ REFUSED = {
         "labels must be integers: got",
     ),
     "labels in one row": (lambda: ref.cross_entropy(LOGITS, LABELS.ravel(), CONFIG), f"labels {BATCH}(6,)"),
-    "labels of -100": (lambda: ref.cross_entropy(LOGITS, LABELS - 100, CONFIG), "labels must lie in [0, 37): got -100"),
+    "labels of -100": (lambda: ref.cross_entropy(LOGITS, LABELS - 100, CONFIG), "labels must be in [0, 37): got -100"),
     "a config as a dict": (lambda: ref.Transformer(CONFIG.to_dict()), "write TransformerConfig(**config)"),
     "dtype=np.float16": (lambda: build(np.float16), "dtype must be one of float64, float32: got 'float16'"),
     "weights in a list": (lambda: loads([*WEIGHTS.values()]), "weights must be a mapping of names to arrays"),
@@ -336,7 +336,7 @@ REFUSED = {
         lambda: MODEL(SOURCE, TARGET, tap=lambda name, value: value.mean()),
         "end it with `return",
     ),
-    "a Recorder for two calls": (lambda: MODEL(SOURCE, TARGET, tap=recorded()), "use one Recorder for one call"),
+    "a Recorder for two calls": (lambda: MODEL(SOURCE, TARGET, tap=recorded()), "use a new Recorder for each call"),
     "device='cuda'": (
         lambda: ref.Transformer.from_weights(CONFIG, WEIGHTS, device="cuda"),
         "device must be one of cpu",

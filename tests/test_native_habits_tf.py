@@ -38,7 +38,7 @@ def test_a_traced_step_is_refused(port, method):
     import tensorflow as tf
 
     trainer = port.package.Trainer(build(port), SETTINGS)
-    with pytest.raises(RuntimeError, match=rf"{method} needs values: call it outside of tf\.function"):
+    with pytest.raises(RuntimeError, match=rf"{method} must be called outside of tf\.function"):
         tf.function(lambda: getattr(trainer, method)(*BATCH).loss)()
     assert trainer.step == 0
 
@@ -210,7 +210,7 @@ def test_what_needs_values_is_refused_in_a_function(port, call):
     import tensorflow as tf
 
     model = build(port)
-    with pytest.raises(RuntimeError, match=r"needs values: call it outside of tf\.function"):
+    with pytest.raises(RuntimeError, match=r"must be called outside of tf\.function"):
         tf.function(lambda: CALLS[call](port.package, model)[0])()
 
 
@@ -265,7 +265,7 @@ def test_ids_in_variables(port):
     expected = np.asarray(model(SOURCE, TARGET))
     for kind in (lambda ids: keras.Variable(ids, dtype="int32"), tf.Variable):
         assert_close(np.asarray(model(kind(SOURCE), kind(TARGET))), expected)
-        with pytest.raises(ValueError, match=r"source_ids must lie in \[0, 37\): got 100"):
+        with pytest.raises(ValueError, match=r"source_ids must be in \[0, 37\): got 100"):
             model(kind(SOURCE + 100), TARGET)
 
 

@@ -290,7 +290,7 @@ def test_functional_model(port, form, tmp_path):
     assert functional.output_shape == (None, None, 37)
     expected = keras.ops.softmax(model(SOURCE, TARGET))
     close(port, functional(IDS), expected)
-    with pytest.raises(ValueError, match="target_ids must lie in"):
+    with pytest.raises(ValueError, match="target_ids must be in"):
         functional({**IDS, "target_ids": IDS["target_ids"] + 37})
     functional.save(tmp_path / "model.keras")
     close(port, keras.models.load_model(tmp_path / "model.keras")(IDS), expected)

@@ -285,6 +285,6 @@ def test_objects_that_are_no_transformer_are_refused(port):
             lambda model=model: port.package.greedy_search(model, SOURCE),
             lambda model=model: port.package.beam_search(model, SOURCE),
         ):
-            with pytest.raises(TypeError, match=rf"model must be a Transformer, or a module around one: got {kind}"):
+            with pytest.raises(TypeError, match=rf"a Transformer, or a module that wraps one: got {kind}"):
                 call()
     assert isinstance(LoRA(nn.Linear(2, 2)).merged(), nn.Linear)

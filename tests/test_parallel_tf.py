@@ -193,7 +193,7 @@ def saved_and_loaded(folder):
     with pytest.raises(FileExistsError, match=r"run exists already$"):
         save_sharded(Path(folder) / "run", many)
     other = trainer(package, probes()["untied"])
-    with pytest.raises(ValueError, match=r"must hold \S+ as float64 .*: got "):
+    with pytest.raises(ValueError, match=r"must contain \S+ as float64 .*: got "):
         load_sharded(Path(folder) / "run", other)
     assert [path.name for path in Path(folder).iterdir()] == ["run"]
 

@@ -95,8 +95,8 @@ def test_there_are_two_parts(tmp_path):
 
 
 MISSING = {
-    "no memory": ({"memory": None, "source_mask": MASK}, r"^memory must be given: a decoder alone has no encoder$"),
-    "no source": ({}, r"^source_ids or source_mask must be given, to tell what of the memory is padding: got neither$"),
+    "no memory": ({"memory": None, "source_mask": MASK}, r"^memory must be given: a Decoder has no encoder$"),
+    "no source": ({}, r"^source_ids or source_mask must be given, to mark the padding of the memory: got neither$"),
 }
 
 

@@ -227,11 +227,11 @@ def test_results_as_arrays_of_the_framework(port, search):
         ({"top_k": 0}, ValueError, "top_k must be at least 1: got 0"),
         ({"seed": None}, TypeError, "seed must be an integer: got None"),
         ({"num_samples": 0}, ValueError, "num_samples must be at least 1: got 0"),
-        ({"prefix_ids": [[4]]}, ValueError, "prefix_ids must have one row per sentence: got 1 and 5 sentences"),
-        ({"prefix_ids": [4] * 5}, TypeError, "prefix_ids must have one row of ids per sentence: got a single row"),
-        ({"prefix_ids": [[4, 0, 5]] * 5}, ValueError, "prefix_ids must hold neither end symbol nor padding: got 0"),
-        ({"prefix_ids": [[2]] * 5}, ValueError, "prefix_ids must hold neither end symbol nor padding: got 2"),
-        ({"prefix_ids": [[13]] * 5}, ValueError, "prefix_ids must lie in [0, 13): got 13"),
+        ({"prefix_ids": [[4]]}, ValueError, "prefix_ids must have one row per sequence: got 1 and 5 sequences"),
+        ({"prefix_ids": [4] * 5}, TypeError, "prefix_ids must have one row of ids per sequence: got a single row"),
+        ({"prefix_ids": [[4, 0, 5]] * 5}, ValueError, "prefix_ids must contain neither EOS nor padding: got 0"),
+        ({"prefix_ids": [[2]] * 5}, ValueError, "prefix_ids must contain neither EOS nor padding: got 2"),
+        ({"prefix_ids": [[13]] * 5}, ValueError, "prefix_ids must be in [0, 13): got 13"),
         ({"prefix_ids": [[4, 4]] * 5, "max_length": 2}, ValueError, "prefix_ids must be fewer than max_length: got 2"),
         ({"prefix_ids": [[4]] * 5, "rules": SearchRules(forced_ids=(4,))}, ValueError, "either prefix_ids or forced_"),
     ],
@@ -249,7 +249,7 @@ def test_what_makes_no_sense_is_refused(backend, given, error, message):
         (np.full((4, 3), 5), ValueError, "target_ids must have shape [5, length] or [5, count, length]: got (4, 3)"),
         (np.full(5, 5), ValueError, "target_ids must have shape [5, length] or [5, count, length]: got (5,)"),
         (np.full((5, 3), 5.0), TypeError, "target_ids must be integers: got float64"),
-        (np.full((5, 3), 13), ValueError, "target_ids must lie in [0, 13): got 13 at [0, 0]"),
+        (np.full((5, 3), 13), ValueError, "target_ids must be in [0, 13): got 13 at [0, 0]"),
     ],
 )
 def test_translations_that_make_no_sense_are_refused(backend, target_ids, error, message):
@@ -264,7 +264,7 @@ def test_translations_that_make_no_sense_are_refused(backend, target_ids, error,
     [
         (1.5, TypeError, "start_id must be an integer: got 1.5"),
         (-1, ValueError, "start_id must be at least 0: got -1"),
-        (13, ValueError, "start_id must lie in [0, 13): got 13"),
+        (13, ValueError, "start_id must be in [0, 13): got 13"),
     ],
 )
 def test_the_start_of_a_score_is_checked(backend, start_id, error, message):
@@ -276,9 +276,9 @@ def test_the_start_of_a_score_is_checked(backend, start_id, error, message):
 
 def test_settings_of_sampling_need_a_seed():
     for settings in ({"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.5}):
-        with pytest.raises(ValueError, match="are of sampling, which needs a seed"):
+        with pytest.raises(ValueError, match="require sampling: got no seed"):
             Search(**settings)
-    with pytest.raises(ValueError, match="sampling keeps no beam"):
+    with pytest.raises(ValueError, match="sampling does not use a beam"):
         Search(4, seed=1)
 
 

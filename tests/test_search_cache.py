@@ -73,7 +73,7 @@ def test_a_cache_that_is_full_refuses_more(backend):
     keys, values = (backend.from_numpy(np.ones((5, config.num_heads, 3, d))) for d in (config.d_k, config.d_v))
     kept = cache.append(keys, values)
     assert kept.key.shape[1] == config.num_heads
-    with pytest.raises(ValueError, match="a cache of 3 positions must have room: 3 are taken, got 1 more"):
+    with pytest.raises(ValueError, match="a cache of 3 positions must have capacity for 1 more: 3 are in use"):
         cache.append(keys[:, :, :1], values[:, :, :1])
     assert cache.length == 3
 

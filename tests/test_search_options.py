@@ -127,12 +127,12 @@ BAD_EVERYWHERE = {
     ],
     "start_id": [
         (-1, ValueError, "start_id must be at least 0: got -1"),
-        (13, ValueError, "start_id must lie in [0, 13): got 13"),
+        (13, ValueError, "start_id must be in [0, 13): got 13"),
     ],
     "source_ids": [
-        ([[3, 13]], ValueError, "source_ids must lie in [0, 13): got 13 at [0, 1]"),
-        (np.zeros((0, 3), int), ValueError, "source_ids must hold at least one token: got shape (0, 3)"),
-        (np.zeros((2, 0), int), ValueError, "source_ids must hold at least one token: got shape (2, 0)"),
+        ([[3, 13]], ValueError, "source_ids must be in [0, 13): got 13 at [0, 1]"),
+        (np.zeros((0, 3), int), ValueError, "source_ids must contain at least one token: got shape (0, 3)"),
+        (np.zeros((2, 0), int), ValueError, "source_ids must contain at least one token: got shape (2, 0)"),
         (np.ones((1, 27), int), ValueError, "source_ids must be at most 26 tokens long: got 27"),
         ([[1.0]], TypeError, "source_ids must be integers: got float64"),
     ],
@@ -176,7 +176,7 @@ def test_lengths_that_contradict_each_other(backend):
 def test_a_model_without_an_end(backend):
     model = load(backend, *lively(eos_id=0))
     for find in (backend.package.greedy_search, backend.package.beam_search):
-        with pytest.raises(ValueError, match="a search needs an end symbol that is not padding: both are 0"):
+        with pytest.raises(ValueError, match="eos_id must differ from pad_id in a search: both are 0"):
             find(model, [[3, 4]])
 
 
@@ -188,7 +188,7 @@ def test_a_model_that_computes_nan(backend, size):
     weights["output_proj.kernel"][:] = 1e30
     model = load(backend, config, weights, "float32")
     for find, score in ((backend.package.greedy_search, "nan"), (backend.package.beam_search, "inf")):
-        message = f"a hypothesis must have a finite score: the best of sentence 0 has {score}"
+        message = f"a hypothesis must have a finite score: the best of sequence 0 has {score}"
         with pytest.raises(ValueError, match=f"^{message}$"):
             find(model, [[3, 4]], max_length=3)
 
@@ -207,12 +207,12 @@ def test_bad_steps_are_refused_with_the_same_words(backend, limited):
     cache = limited.init_cache(source_ids, 1, beam_size=2)
     for ids, error, message in (
         ([1, 1], ValueError, "target_ids must have shape (4,): got (2,)"),
-        ([1, 1, 1, 13], ValueError, "target_ids must lie in [0, 13): got 13 at [0, 3]"),
+        ([1, 1, 1, 13], ValueError, "target_ids must be in [0, 13): got 13 at [0, 3]"),
         ([1.0] * 4, TypeError, "target_ids must be integers: got float64"),
     ):
         with pytest.raises(error) as caught:
             limited.decode_step(ids, cache)
         assert str(caught.value) == message
     _, cache = limited.decode_step([1, 1, 1, 1], cache)
-    with pytest.raises(ValueError, match="the cache must have room for the next target position: all 1 are taken"):
+    with pytest.raises(ValueError, match="the cache must have capacity for the next target position: all 1 are in use"):
         limited.decode_step([1, 1, 1, 1], cache)

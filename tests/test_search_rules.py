@@ -294,7 +294,7 @@ BAD_RULES = [
     ({"banned_ids": [-5]}, ValueError, "banned_ids must be at least 0: got -5"),
     ({"no_repeat_ngram_size": -1}, ValueError, "no_repeat_ngram_size must be at least 0: got -1"),
     ({"max_length_factor": -1.0}, ValueError, "max_length_factor must be at least 0: got -1.0"),
-    ({"beam_shrinks": True}, ValueError, "a beam that shrinks needs a pool of its size: got pool 'num_hypotheses'"),
+    ({"beam_shrinks": True}, ValueError, "beam_shrinks requires pool 'beam' or 'first': got 'num_hypotheses'"),
     ({"patience": 1}, ValueError, "unknown rules of a search: patience"),
 ]
 
@@ -312,9 +312,9 @@ def test_rules_that_do_not_fit_the_model_are_refused_with_the_same_words(backend
     model = load(backend, config, weights)
     for rules, error, message in (
         ({"stop": "first"}, TypeError, "rules must be SearchRules, such as SearchRules.preset('hf'): got dict"),
-        (SearchRules(forced_ids=(40,)), ValueError, "forced_ids must lie in [0, 40): got 40"),
-        (SearchRules(banned_ids=(0,)), ValueError, "banned_ids must hold neither end symbol nor padding: got 0"),
-        (SearchRules(forced_ids=(1,)), ValueError, "forced_ids must hold neither end symbol nor padding: got 1"),
+        (SearchRules(forced_ids=(40,)), ValueError, "forced_ids must be in [0, 40): got 40"),
+        (SearchRules(banned_ids=(0,)), ValueError, "banned_ids must contain neither EOS nor padding: got 0"),
+        (SearchRules(forced_ids=(1,)), ValueError, "forced_ids must contain neither EOS nor padding: got 1"),
         (SearchRules(forced_ids=(5, 6)), ValueError, "forced_ids must be fewer than max_length: got 2 and 2"),
     ):
         with pytest.raises(error) as caught:

@@ -49,11 +49,11 @@ def test_recording_changes_nothing(backend):
 
 def test_what_was_not_kept_is_named_with_what_was():
     seen = ref.Recorder("**.weights")
-    with pytest.raises(KeyError, match=r"^'layers.0.wieghts is none of the 0 values that were kept'$"):
+    with pytest.raises(KeyError, match=r"^'layers.0.wieghts is not among the 0 stored values'$"):
         seen["layers.0.wieghts"]
     for name in ("layers.0.weights", "layers.1.weights", "layers.0.scores"):
         seen(name, 1.0)
-    message = "layers.0.wieghts is none of the 2 values that were kept: layers.0.weights, layers.1.weights"
+    message = "layers.0.wieghts is not among the 2 stored values: layers.0.weights, layers.1.weights"
     with pytest.raises(KeyError, match=f"^'{message}'$"):
         seen["layers.0.wieghts"]
     assert seen.get("layers.0.scores") is None

@@ -255,7 +255,7 @@ def test_a_file_is_split_and_joined_again(name, alone, tmp_path, capfd):
         ([str(folder), "--out", str(again)], f"{again} exists already"),
         ([str(tmp_path / "none"), "--out", str(tmp_path / "x")], "there is no file or folder"),
         ([str(path), "--backend", name, "--out", str(folder)], f"{folder} exists already"),
-        ([str(alone / "model.safetensors"), "--backend", name, "--out", str(tmp_path / "x")], "holds weights"),
+        ([str(alone / "model.safetensors"), "--backend", name, "--out", str(tmp_path / "x")], "contains weights"),
     ):
         assert main(["checkpoint", *command]) == 3
         assert message in capfd.readouterr().err

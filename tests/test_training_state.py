@@ -142,12 +142,12 @@ BAD_BATCHES = {
     "label too large": (
         (SOURCE, TARGET, altered(RIGHT, 0, 1, 37)),
         ValueError,
-        "labels must lie in [0, 37): got 37 at [0, 1]",
+        "labels must be in [0, 37): got 37 at [0, 1]",
     ),
     "label -100": (
         (SOURCE, TARGET, altered(RIGHT, 1, 3, -100)),
         ValueError,
-        "labels must lie in [0, 37): got -100 at [1, 3]",
+        "labels must be in [0, 37): got -100 at [1, 3]",
     ),
     "float labels": ((SOURCE, TARGET, RIGHT.astype(float)), TypeError, "labels must be integers: got float64"),
     "float source": ((SOURCE.astype("float32"), TARGET, RIGHT), TypeError, "source_ids must be integers: got float32"),
@@ -155,12 +155,12 @@ BAD_BATCHES = {
     "source out of range": (
         (altered(SOURCE, 0, 0, 37), TARGET, RIGHT),
         ValueError,
-        "source_ids must lie in [0, 37): got 37 at [0, 0]",
+        "source_ids must be in [0, 37): got 37 at [0, 0]",
     ),
     "target negative": (
         (SOURCE, altered(TARGET, 0, 0, -1), RIGHT),
         ValueError,
-        "target_ids must lie in [0, 37): got -1 at [0, 0]",
+        "target_ids must be in [0, 37): got -1 at [0, 0]",
     ),
     "another batch size": (
         (SOURCE[:7], TARGET, RIGHT),
@@ -170,7 +170,7 @@ BAD_BATCHES = {
     "no sentence": (
         (SOURCE[:0], TARGET[:0], RIGHT[:0]),
         ValueError,
-        "source_ids must hold at least one token: got shape (0, 4)",
+        "source_ids must contain at least one token: got shape (0, 4)",
     ),
 }
 
@@ -214,7 +214,7 @@ def test_mixed_precision_needs_float32(port):
 
 
 def test_numpy_has_no_mixed_precision():
-    expected = ValueError, "mixed_bfloat16 is not available in this backend"
+    expected = ValueError, "mixed_bfloat16 is not supported by this backend"
     for dtype in ("float64", "float32"):
         assert refusal(ref.Trainer, ref.Transformer.from_weights(CONFIG, WEIGHTS, dtype), MIXED) == expected
 

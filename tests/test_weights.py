@@ -191,7 +191,7 @@ def broken_weights():
     yield "object", TypeError, f"{floats} object", {**without, NAME: np.ones((24, 40), object)}
     yield "NaN", ValueError, f"{finite} 1 NaN or infinite values", {**without, NAME: nan}
     yield "infinite", ValueError, f"{finite} 2 NaN or infinite values", {**without, NAME: infinite}
-    yield "none", ValueError, "weights hold 0 tensors, too few for the config's 5 layers", {}
+    yield "none", ValueError, "weights contain 0 tensors, too few for the config's 5 layers", {}
 
 
 ELSEWHERE = pytest.mark.extended("weights", "jax", "tf")  # the reference refuses them for all

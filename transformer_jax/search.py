@@ -43,7 +43,7 @@ def greedy_search(
     Args:
         model: Model to search with.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
-        max_length: Maximum number of tokens, including EOS. None uses the source length + 50, unless ``rules`` differ.
+        max_length: Maximum number of tokens, including EOS. None uses the source length + 50, unless set by ``rules``.
         min_length: Minimum number of tokens, including EOS.
         start_id: First token that the decoder reads. None uses ``config.bos_id``.
         source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
@@ -103,7 +103,7 @@ def beam_search(
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
         beam_size: Number of unfinished hypotheses to keep per sequence. It may exceed the vocabulary size.
         length_penalty: Exponent alpha of the length penalty. 0 ranks by log-probability, which favors short hypotheses.
-        max_length: Maximum number of tokens, including EOS. None uses the source length + 50, unless ``rules`` differ.
+        max_length: Maximum number of tokens, including EOS. None uses the source length + 50, unless set by ``rules``.
         min_length: Minimum number of tokens, including EOS.
         num_hypotheses: Number of hypotheses to return per sequence, at most ``beam_size``.
         length_penalty_kind: For n tokens, ``gnmt`` is ((5 + n) / 6)^alpha, as in the paper, and ``power`` is n^alpha.
@@ -170,7 +170,7 @@ def sample(
         top_p: Minimum total probability of the most likely tokens to draw from (Holtzman et al., 2020). Applied after
             ``top_k``. None uses all tokens.
         seed: Seed of the random numbers, at least 0.
-        max_length: Maximum number of tokens, including EOS. None uses the source length + 50, unless ``rules`` differ.
+        max_length: Maximum number of tokens, including EOS. None uses the source length + 50, unless set by ``rules``.
         min_length: Minimum number of tokens, including EOS.
         start_id: First token that the decoder reads. None uses ``config.bos_id``.
         source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
@@ -258,7 +258,7 @@ class Greedy(NamedTuple):
     scores: Float[Array, "B K"]
     unfinished: Bool[Array, "B K"]
 
-    top = staticmethod(top)  # type: ignore[misc]  # no field
+    top = staticmethod(top)  # type: ignore[misc]  # not a field
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Greedy:
@@ -319,7 +319,7 @@ class Beam(NamedTuple):
     finished_ids: Int[Array, "B P capacity"]
     finished: Float[Array, "B P"]  # scores, best first
 
-    top = staticmethod(top)  # type: ignore[misc]  # no field
+    top = staticmethod(top)  # type: ignore[misc]  # not a field
 
     @classmethod
     def start(cls, plan: SearchPlan) -> Beam:

@@ -47,6 +47,9 @@ def get_weights(model: Model) -> dict[str, ndarray]:
 
     If an ``nnx.LoRALinear`` replaces a layer, its update is added to the kernel.
 
+    Args:
+        model: Model to read.
+
     Raises:
         ValueError: If a different type of layer replaces a layer of this package, or a trainable parameter has no
             canonical name.
@@ -83,7 +86,7 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
         if not is_adapter and type(layer).__call__ not in OWN_LAYERS:
             raise ValueError(
                 f"{path} must compute with its own weights only: got a {type(layer).__name__}; merge its update into "
-                "the layer that it replaced, and put that layer back"
+                "the layer that it replaced, and restore that layer"
             )
         named |= {id(leaf) for _, leaf in nnx.iter_graph(layer) if isinstance(leaf, nnx.Param)}
     for name in parameter_shapes(model.config, model.part):

@@ -1,6 +1,7 @@
-"""The facts that every backend shares: configs, names and shapes, input checks, search and training settings, files.
+"""Everything that the four packages share.
 
-Nothing here computes a Transformer, and nothing here imports a backend. Each backend exports these names too.
+Configs, names and shapes of parameters, input checks, settings for search and training, and file formats. This package
+doesn't compute a Transformer and imports none of the packages that do. Each of them re-exports these names.
 """
 
 from transformer_spec.checkpoint import Checkpoint, average_weights, load_checkpoint, save_checkpoint

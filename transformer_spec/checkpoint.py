@@ -1,4 +1,4 @@
-"""The checkpoint: one file with all that a training run depends on, whichever framework goes on with it."""
+"""Checkpoints: one file with everything that a training run depends on, which every framework can read."""
 
 from __future__ import annotations
 
@@ -27,34 +27,44 @@ from transformer_spec.files import (
 from transformer_spec.names import check_training_state, check_weights, rounded
 from transformer_spec.training_config import TrainingConfig, TrainingState
 
-TRAINING_FIELDS = {"step", "seed", "settings", "progress"}  # what the metadata of a checkpoint has beside the config
+TRAINING_FIELDS = {"step", "seed", "settings", "progress"}  # metadata of a checkpoint, in addition to the config
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A training run between two steps."""
+    """The state of a training run between two steps.
+
+    Attributes:
+        config: Configuration of the model.
+        settings: Training settings.
+        weights: Weights by canonical name.
+        state: Step number, seed and moments of the optimizer.
+        progress: Values that the training loop needs to resume, such as the position in the data. They must survive a
+            JSON round trip.
+        vocabulary: A sentencepiece model, the files of a different vocabulary, or None.
+    """
 
     config: TransformerConfig
     settings: TrainingConfig
     weights: dict[str, ndarray]  # by canonical name
     state: TrainingState
-    progress: dict[str, Any]  # plain JSON values: the position in the data, and what else the loop has to remember
-    vocabulary: bytes | VocabularyFiles | None = None  # a sentencepiece model, so that the file alone can translate
+    progress: dict[str, Any]  # must survive a JSON round trip
+    vocabulary: bytes | VocabularyFiles | None = None  # sentencepiece model or other files
 
 
 def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint to one file, atomically: whatever fails, an old file stays whole.
+    """Write a checkpoint to a file atomically: if an error occurs, an existing file remains intact.
 
-    Every array keeps its bits; the keys of the progress come back sorted. The file is a weight file too.
+    Every array is stored exactly. The keys of the progress are sorted. You can also use the file as a weight file.
 
     Args:
-        path: The file to write or replace.
-        checkpoint: What to write.
+        path: File to create or replace.
+        checkpoint: Checkpoint to write.
 
     Raises:
-        TypeError: A tensor is not of a floating-point dtype, or a value is of the wrong type.
-        ValueError: Weights or moments are not those of the config, or JSON would alter the progress.
-        OSError: The file cannot be written.
+        TypeError: If a tensor doesn't have a floating-point dtype, or a value has the wrong type.
+        ValueError: If weights or moments don't match the config, or the progress doesn't survive a JSON round trip.
+        OSError: If the file can't be written.
     """
     tensors = {name: rounded(name, array, array.dtype.name) for name, array in checkpoint_tensors(checkpoint).items()}
     description = describe_run(checkpoint.config, checkpoint.settings, checkpoint.state, checkpoint.progress)
@@ -62,11 +72,11 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
 
 
 def checkpoint_tensors(checkpoint: Checkpoint) -> dict[str, ndarray]:
-    """Return the weights of a checkpoint by name, and its moments behind their prefixes; all are checked.
+    """Check and return the weights of a checkpoint by name, and its moments by name with a prefix.
 
     Raises:
-        TypeError: A tensor is not of a floating-point dtype.
-        ValueError: Weights or moments are not those of the config.
+        TypeError: If a tensor doesn't have a floating-point dtype.
+        ValueError: If weights or moments don't match the config.
     """
     state = checkpoint.state
     check_weights(checkpoint.config, checkpoint.weights)
@@ -78,15 +88,21 @@ def checkpoint_tensors(checkpoint: Checkpoint) -> dict[str, ndarray]:
 def describe_run(
     config: TransformerConfig, settings: TrainingConfig, state: Any, progress: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return all that a checkpoint holds beside tensors and vocabulary; a trainer has ``step`` and ``seed`` too.
+    """Return everything in a checkpoint except tensors and vocabulary.
+
+    Args:
+        config: Configuration of the model.
+        settings: Training settings.
+        state: Object with the attributes ``step`` and ``seed``: a ``TrainingState`` or a trainer.
+        progress: Values that the training loop needs to resume.
 
     Raises:
-        TypeError: The progress is no dict.
-        ValueError: JSON would alter the progress.
+        TypeError: If the progress is not a dict.
+        ValueError: If the progress doesn't survive a JSON round trip.
     """
     _check_progress(progress)
     training = {
-        "step": int(state.step),  # JSON has no integers of NumPy's
+        "step": int(state.step),  # JSON doesn't support NumPy integers
         "seed": int(state.seed),
         "settings": settings.to_dict(),
         "progress": progress,
@@ -95,11 +111,14 @@ def describe_run(
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
-    """Read a checkpoint, whichever framework saved it; each array is in the dtype it is stored in.
+    """Read a checkpoint, regardless of the framework that wrote it. Each array keeps the dtype in which it is stored.
+
+    Args:
+        path: File that ``save_checkpoint`` wrote.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is truncated, corrupt or not a checkpoint, or its parts contradict each other.
+        OSError: If the file can't be read.
+        ValueError: If the file is truncated, corrupt or not a checkpoint, or its parts contradict each other.
     """
     with open_file(path, "checkpoint") as (description, file):
         config, weights = read_weights(description, file)
@@ -112,16 +131,16 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def average_weights(paths: Sequence[str | Path]) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Return the mean of the weights of several files, and their config (Vaswani et al., 2017, section 6.1).
+    """Return the config and the average weights of several files (Vaswani et al., 2017, section 6.1).
 
-    The mean is taken in float64 and rounded to the dtype the weights are stored in.
+    The average is computed in float64 and rounded to the dtype in which the weights are stored.
 
     Args:
-        paths: Weight files or checkpoints of one model.
+        paths: Weight files or checkpoints of the same model.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: No file, a file that is not usable, or files that differ in their config, tensors or dtypes.
+        OSError: If a file can't be read.
+        ValueError: If there is no file, a file is invalid, or the files differ in config, tensor names or dtypes.
     """
     if not paths:
         raise ValueError("an average needs at least one file: got none")
@@ -135,8 +154,8 @@ def average_weights(paths: Sequence[str | Path]) -> tuple[TransformerConfig, dic
             raise ValueError(f"{path} and {paths[0]} must have the same config: they differ in {different}")
         problems = [f"missing {name}" for name in first if name not in weights]
         problems += [f"unexpected {name}" for name in weights if name not in first]
-        if problems:  # parts of the model, or different ones
-            raise ValueError(f"{path} must hold the same tensors as {paths[0]}: {some(problems)}")
+        if problems:  # an encoder and a decoder, for example
+            raise ValueError(f"{path} must contain the same tensors as {paths[0]}: {some(problems)}")
         for name, array in weights.items():
             if array.dtype != first[name].dtype:
                 found = f"got {array.dtype} and {first[name].dtype}"
@@ -149,11 +168,11 @@ def read_training(description: Mapping[str, Any]) -> tuple[dict[str, Any], Train
     """Return the metadata of the training run in an open file, and its settings.
 
     Raises:
-        TypeError: A part has the wrong type.
-        ValueError: There is none, or a part is missing, unknown or makes no sense.
+        TypeError: If a part has the wrong type.
+        ValueError: If the file contains no training run, or a part is missing, unknown or invalid.
     """
     if "training" not in description:
-        raise ValueError("it holds weights but no training state")
+        raise ValueError("it contains weights but no training state")
     training = description["training"]
     if not isinstance(training, dict):
         raise TypeError(f"its training state must be an object with named fields: got {type(training).__name__}")
@@ -165,7 +184,7 @@ def read_training(description: Mapping[str, Any]) -> tuple[dict[str, Any], Train
 
 
 def _check_progress(progress: Any) -> None:
-    """Refuse what is no dict, or would not come back from JSON as it is."""
+    """Raise an error unless the progress is a dict that survives a JSON round trip."""
     if not isinstance(progress, dict):
         raise TypeError(f"progress must be a dict: got {type(progress).__name__}")
     check_plain("progress", progress)

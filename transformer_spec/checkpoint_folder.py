@@ -1,7 +1,7 @@
-"""The folder of a checkpoint, into which several processes write: what those of all frameworks have in common.
+"""Directories of sharded checkpoints, to which several processes write: the parts that all frameworks share.
 
-Its tensors are in the framework's own format, moments behind the same prefixes as in the one file. All else that a
-checkpoint holds is in ``run.safetensors``. The folder has its name once it is complete.
+The tensors are stored in the framework's own format, and the names of moments have the same prefixes as in a checkpoint
+file. All other parts of a checkpoint are in ``run.safetensors``. The directory gets its final name when it is complete.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from transformer_spec.training_config import TrainingConfig, TrainingState
 
 RUN = "run.safetensors"
 KIND = "sharded checkpoint"
-PREFIXES = ("", FIRST_MOMENT, SECOND_MOMENT)  # of the names of weights and moments
+PREFIXES = ("", FIRST_MOMENT, SECOND_MOMENT)  # prefixes of the names of weights and moments
 
 Held = Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype of each tensor, by name
 
 
 class Run(NamedTuple):
-    """All that a folder holds beside tensors."""
+    """The contents of a directory except the tensors."""
 
     config: TransformerConfig
     training: dict[str, Any]
@@ -35,14 +35,17 @@ class Run(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The canonical names of its weights, and those of its moments behind their prefixes."""
+        """Canonical names of the weights, and names of the moments with their prefixes."""
         return [prefix + name for prefix in PREFIXES for name in parameter_shapes(self.config)]
 
     def joined(self, tensors: Mapping[str, ndarray]) -> Checkpoint:
-        """Return the run and its tensors, by ``names``, as a checkpoint.
+        """Return the run and its tensors as a checkpoint.
+
+        Args:
+            tensors: Arrays by ``names``.
 
         Raises:
-            ValueError: The tensors are not those of the config.
+            ValueError: If the tensors don't match the config.
         """
         weights, first, second = (
             {name: tensors[prefix + name] for name in parameter_shapes(self.config) if prefix + name in tensors}
@@ -56,11 +59,11 @@ class Run(NamedTuple):
 
 
 def read_run(folder: Path) -> Run:
-    """Read all that a folder holds beside tensors.
+    """Read the contents of a directory except the tensors.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: The folder holds no training run.
+        OSError: If the file can't be read.
+        ValueError: If the directory contains no training run.
     """
     with open_file(folder / RUN, KIND) as (description, file):
         config = TransformerConfig.from_dict(description["config"])
@@ -69,38 +72,43 @@ def read_run(folder: Path) -> Run:
 
 
 def partial_folder(folder: Path) -> Path:
-    """Return the name of a folder until it is complete."""
+    """Return the temporary name of a directory that is not yet complete."""
     return folder.with_name(f".{folder.name}.partial")
 
 
 def begin_folder(
     folder: Path, description: Mapping[str, Any], vocabulary: bytes | VocabularyFiles | None = None
 ) -> None:
-    """Make the folder that is to be renamed, with all but its tensors.
+    """Create a directory under its temporary name, with everything except the tensors.
 
     Raises:
-        FileExistsError: There is something of the final name.
-        OSError: The folder cannot be written.
+        FileExistsError: If a file or directory with the final name exists.
+        OSError: If the directory can't be written.
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists already")
     partial = partial_folder(folder)
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
     partial.mkdir()
     write_file(partial / RUN, description, {}, vocabulary)
 
 
 def check_held(folder: Path, held: Held, needed: Held) -> None:
-    """Refuse a folder of other tensors than a trainer has.
+    """Check that a directory contains the tensors of a trainer.
+
+    Args:
+        folder: Path of the directory, for the error message.
+        held: Shape and dtype of each tensor in the directory, by name.
+        needed: Shape and dtype of each tensor of the trainer, by name.
 
     Raises:
-        ValueError: A name, a shape or a dtype differs.
+        ValueError: If a name, a shape or a dtype differs.
     """
     for name, tensor in needed.items():
         if held.get(name) != tensor:
-            raise ValueError(f"{folder} must hold {name} as {_shown(tensor)}: got {_shown(held.get(name))}")
+            raise ValueError(f"{folder} must contain {name} as {_shown(tensor)}: got {_shown(held.get(name))}")
     if unknown := held.keys() - needed.keys():
-        raise ValueError(f"{folder} holds what the model lacks: {', '.join(sorted(unknown))}")
+        raise ValueError(f"{folder} must not contain tensors that the model lacks: got {', '.join(sorted(unknown))}")
 
 
 def _shown(tensor: tuple[tuple[int, ...], str] | None) -> str:

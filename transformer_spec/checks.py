@@ -1,7 +1,7 @@
-"""Contracts on plain ints, strings and arrays, so that every backend raises the same error.
+"""Input checks on plain integers, strings and arrays, so that every package raises the same errors.
 
-Nothing here knows a framework: a port hands over shapes as tuples and dtypes by their NumPy name. A message
-says what is wrong, what was got and what is needed.
+The checks don't depend on a framework: shapes are passed as tuples, and dtypes by their NumPy name. An error message
+contains the requirement and the value that was passed.
 """
 
 from __future__ import annotations
@@ -14,26 +14,32 @@ from typing import Any
 
 import numpy as np
 
-Shape = Sequence[int | None]  # None is a length not known while tracing
+Shape = Sequence[int | None]  # None if a length is unknown in traced code
 
 
 def some(problems: Sequence[str]) -> str:
-    """Return the first few in one line, and how many more there are."""
+    """Return the first few problems as one line, and the number of further problems."""
     return "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raise ValueError unless ``value`` is one of ``choices``."""
+    """Raise a ValueError unless ``value`` is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}: got {value!r}")
 
 
 def check_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
-    """Return an integer of any kind, such as NumPy's, as Python's.
+    """Return an integer of any type, such as a NumPy integer, as a Python ``int``.
+
+    Args:
+        name: Name of the value in the error message.
+        value: Value to check.
+        minimum: Smallest allowed value.
+        maximum: Largest allowed value. None sets no limit.
 
     Raises:
-        TypeError: The value is not an integer; a bool is not.
-        ValueError: It is below ``minimum`` or above ``maximum``.
+        TypeError: If the value is not an integer. A bool isn't accepted either.
+        ValueError: If it is less than ``minimum`` or greater than ``maximum``.
     """
     try:
         integer = None if isinstance(value, bool) else operator.index(value)
@@ -49,18 +55,24 @@ def check_integer(name: str, value: Any, minimum: int, maximum: int | None = Non
 
 
 def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bool]) -> int | float:
-    """Return a number of any kind, such as NumPy's, as Python's.
+    """Return a number of any type, such as a NumPy number, as a Python number.
+
+    Args:
+        name: Name of the value in the error message.
+        value: Value to check.
+        needed: Description of the allowed values in the error message.
+        holds: Function that returns True for allowed values.
 
     Raises:
-        TypeError: The value is not a number; a bool is not.
-        ValueError: It is not finite, or does not hold.
+        TypeError: If the value is not a number. A bool isn't accepted either.
+        ValueError: If it is not finite, or not allowed.
     """
     value = value.item() if isinstance(value, np.number) else value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number: got {value!r}")
     try:
         number = float(value)
-    except OverflowError:  # an integer beyond every float
+    except OverflowError:  # an integer that exceeds the range of floats
         number = math.inf
     if not math.isfinite(number) or not holds(number):
         raise ValueError(f"{name} must be {needed}: got {value}")
@@ -68,7 +80,7 @@ def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bo
 
 
 def check_fields(what: str, fields: Iterable[str], needed: Iterable[str]) -> None:
-    """Raise ValueError unless the fields are the needed ones; ``what`` is what the message calls them."""
+    """Raise a ValueError if fields are unknown or missing. ``what`` is their name in the error message."""
     found, known = set(fields), set(needed)
     if unknown := sorted(map(str, found - known)):
         raise ValueError(f"unknown {what}: {', '.join(unknown)}")
@@ -77,24 +89,27 @@ def check_fields(what: str, fields: Iterable[str], needed: Iterable[str]) -> Non
 
 
 def check_type(name: str, value: Any, kind: type) -> None:
-    """Raise TypeError unless a value is an instance of a class; of a dataclass, a dict may have the fields."""
+    """Raise a TypeError unless a value is an instance of a class.
+
+    If the class is a dataclass and the value is a dict, the message contains the conversion.
+    """
     if not isinstance(value, kind):
         remedy = f"; write {kind.__name__}(**{name})" if isinstance(value, dict) and is_dataclass(kind) else ""
         raise TypeError(f"{name} must be a {kind.__name__}: got {type(value).__name__}{remedy}")
 
 
 def check_unmasked(name: str, array: Any) -> None:
-    """Raise TypeError for a masked array, whose mask every framework would drop."""
+    """Raise a TypeError for a masked array, because frameworks would silently ignore its mask."""
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"{name} must be a plain array: got a masked array; call .filled(value) first")
 
 
 def to_array(name: str, rows: Any) -> np.ndarray:
-    """Return ids or a mask from the outside as an array.
+    """Return IDs or a mask that a caller passed as an array.
 
     Raises:
         TypeError: If it is a masked array.
-        ValueError: If the rows differ in length.
+        ValueError: If the rows have different lengths.
     """
     check_unmasked(name, rows)
     try:
@@ -102,7 +117,7 @@ def to_array(name: str, rows: Any) -> np.ndarray:
     except ValueError as error:
         if "inhomogeneous" not in str(error):
             raise
-        raise ValueError(f"{name} must have rows of one length: got several, which padding makes one") from None
+        raise ValueError(f"{name} must have rows of equal length: got different lengths; pad the rows") from None
 
 
 def check_ids(
@@ -113,39 +128,40 @@ def check_ids(
     max_positions: int | None,
     values: np.ndarray | None,
 ) -> None:
-    """Refuse token ids that some frameworks would clamp, wrap or turn into NaN.
+    """Check token IDs. Some frameworks would silently clamp or wrap invalid IDs, or return NaN for them.
 
     Args:
-        name: What the ids are called in the message.
-        shape: The shape of the ids, [batch, length].
-        dtype: The dtype of the ids, by its NumPy name.
-        vocab_size: One more than the largest id.
-        max_positions: The longest sequence, in tokens; None where there is no limit.
-        values: The ids; None inside a traced function, where values cannot be looked at.
+        name: Name of the IDs in the error message.
+        shape: Shape of the IDs, [batch, length].
+        dtype: NumPy name of the dtype of the IDs.
+        vocab_size: Size of the vocabulary. All IDs must be below it.
+        max_positions: Maximum length in tokens. None sets no limit.
+        values: The IDs, or None if the code is traced and values can't be read.
 
     Raises:
-        TypeError: The ids are not integers.
-        ValueError: Wrong rank, nothing in it, too long, or an id outside the vocabulary.
+        TypeError: If the IDs are not integers.
+        ValueError: If the IDs have the wrong rank, are empty or too long, or an ID is outside the vocabulary.
     """
     if not dtype.startswith(("int", "uint")):
         raise TypeError(f"{name} must be integers: got {dtype}")
     if len(shape) != 2:
         raise ValueError(f"{name} must have shape [batch, length]: got {tuple(shape)}")
     if 0 in shape:
-        raise ValueError(f"{name} must hold at least one token: got shape {tuple(shape)}")
+        raise ValueError(f"{name} must contain at least one token: got shape {tuple(shape)}")
     if max_positions is not None and shape[1] is not None and shape[1] > max_positions:
         raise ValueError(f"{name} must be at most {max_positions} tokens long: got {shape[1]}")
     if values is not None:
         for extreme, at in ((values.min(), np.argmin), (values.max(), np.argmax)):
             if not 0 <= extreme < vocab_size:
                 row, column = np.unravel_index(at(values), values.shape)
-                raise ValueError(f"{name} must lie in [0, {vocab_size}): got {extreme} at [{row}, {column}]")
+                raise ValueError(f"{name} must be in [0, {vocab_size}): got {extreme} at [{row}, {column}]")
 
 
 def check_mask(name: str, shape: Shape, dtype: str, needed: Shape) -> None:
-    """Raise TypeError unless a mask is boolean, ValueError unless it has the needed shape.
+    """Raise a TypeError unless a mask is boolean, and a ValueError unless it has the required shape.
 
-    Floats are refused because frameworks read them in opposite ways (added to the scores, or cast to bool).
+    Floating-point masks are not accepted, because their meaning differs between frameworks: some add them to the
+    scores, others cast them to bool.
     """
     if dtype != "bool":
         raise TypeError(f"{name} must be boolean, True where attention is allowed: got {dtype}")
@@ -153,19 +169,19 @@ def check_mask(name: str, shape: Shape, dtype: str, needed: Shape) -> None:
 
 
 def check_same_batch(source_shape: Shape, target_shape: Shape) -> None:
-    """Raise ValueError unless source and target hold the same number of sentences."""
+    """Raise a ValueError unless source and target contain the same number of sequences."""
     _check_agree("source_ids and target_ids", "batch size", source_shape[0], target_shape[0])
 
 
 def check_translations(shape: Shape, batch: int) -> None:
-    """Raise ValueError unless these are translations of the sentences: [batch, T], or [batch, N, T] for N of each."""
+    """Raise a ValueError unless the shape is [batch, T], or [batch, N, T] for N translations of each sequence."""
     if len(shape) not in (2, 3) or shape[0] != batch or 0 in shape:
         needed = f"[{batch}, length] or [{batch}, count, length]"
         raise ValueError(f"target_ids must have shape {needed}: got {tuple(shape)}")
 
 
 def check_positions(name: str, value: Any, max_positions: int | None) -> int:
-    """Return how many target positions are meant, as ``check_integer``; ValueError if the model has fewer."""
+    """Return a number of target positions as an ``int``. Raise a ValueError if the model supports fewer positions."""
     integer = check_integer(name, value, minimum=1)
     if max_positions is not None and integer > max_positions:
         raise ValueError(f"{name} must be at most {max_positions}, the model's positions: got {integer}")
@@ -173,44 +189,44 @@ def check_positions(name: str, value: Any, max_positions: int | None) -> int:
 
 
 def check_next_ids(shape: Shape, length: int | None, room: Shape) -> None:
-    """Refuse a decoding step that the cache has no place for.
+    """Check that a decoding step fits into the cache.
 
     Args:
-        shape: The shape of the ids, one token for each hypothesis.
-        length: How many positions the cache holds; None while tracing.
-        room: The shape of the cache's mask, [hypotheses, 1, 1, capacity].
+        shape: Shape of the IDs, one token per hypothesis.
+        length: Number of positions that the cache contains, or None if the code is traced.
+        room: Shape of the cache's mask, [hypotheses, 1, 1, capacity].
 
     Raises:
-        ValueError: Not one token for each hypothesis, or no room for another position.
+        ValueError: If there isn't one token per hypothesis, or the cache is full.
     """
     _check_shape("target_ids", shape, room[:1])
     if length is not None and length == room[3]:
-        raise ValueError(f"the cache must have room for the next target position: all {length} are taken")
+        raise ValueError(f"the cache must have capacity for the next target position: all {length} are in use")
 
 
 def check_room(length: Any, more: int | None, capacity: int | None) -> None:
-    """Raise ValueError unless a cache that holds ``length`` positions has room for more; None is not known."""
+    """Raise a ValueError unless a cache has capacity for ``more`` positions. An unknown size is ``None``."""
     if None not in (length, more, capacity) and length + more > capacity:
-        raise ValueError(f"a cache of {capacity} positions must have room: {length} are taken, got {more} more")
+        raise ValueError(f"a cache of {capacity} positions must have capacity for {more} more: {length} are in use")
 
 
 def check_given(memory: Any, source_ids: Any, source_mask: Any) -> None:
-    """Raise ValueError unless there is a memory, and what says which of its positions hold tokens."""
+    """Raise a ValueError unless a memory is given, and IDs or a mask that specify its padding."""
     if memory is None:
-        raise ValueError("memory must be given: a decoder alone has no encoder")
+        raise ValueError("memory must be given: a Decoder has no encoder")
     if source_ids is None and source_mask is None:
-        raise ValueError("source_ids or source_mask must be given, to tell what of the memory is padding: got neither")
+        raise ValueError("source_ids or source_mask must be given, to mark the padding of the memory: got neither")
 
 
 def check_memory(shape: Shape, dtype: str, needed: Shape, needed_dtype: str) -> None:
-    """Raise TypeError unless the memory is of the model's dtype, ValueError unless it has the source's shape."""
+    """Raise a TypeError unless the memory has the required dtype, and a ValueError unless it has the required shape."""
     if dtype != needed_dtype:
         raise TypeError(f"memory must be {needed_dtype}: got {dtype}")
     _check_shape("memory", shape, needed)
 
 
 def check_attention(query: Shape, key: Shape, value: Shape) -> None:
-    """Refuse operands that attention would broadcast or multiply into something else.
+    """Check the shapes of attention inputs, which could otherwise broadcast to an unintended result.
 
     Args:
         query: Shape [batch, heads, L, d_k].
@@ -218,7 +234,7 @@ def check_attention(query: Shape, key: Shape, value: Shape) -> None:
         value: Shape [batch, heads, M, d_v].
 
     Raises:
-        ValueError: Shapes that do not fit.
+        ValueError: If the shapes don't match.
     """
     for name, shape in (("query", query), ("key", key), ("value", value)):
         if len(shape) != 4:
@@ -233,7 +249,7 @@ def check_attention(query: Shape, key: Shape, value: Shape) -> None:
 
 
 def check_attention_mask(mask: Shape, dtype: str, query: Shape, key: Shape) -> None:
-    """Raise TypeError unless a mask is boolean, ValueError unless it broadcasts to [batch, heads, L, M]."""
+    """Raise a TypeError unless a mask is boolean, and a ValueError unless it broadcasts to [batch, heads, L, M]."""
     if dtype != "bool":
         raise TypeError(f"mask must be boolean, True where attention is allowed: got {dtype}")
     needed = (*query[:3], key[2])
@@ -256,27 +272,27 @@ def _check_shape(name: str, shape: Shape, needed: Shape) -> None:
 
 
 def check_labels(shape: Shape, target_shape: Shape) -> None:
-    """Refuse labels of another shape than what the decoder reads: each position has one right next token."""
+    """Raise a ValueError unless the labels have the shape of the decoder input: one token per position."""
     _check_shape("labels", shape, target_shape)
 
 
 def check_logits(shape: Shape, labels_shape: Shape, vocab_size: int) -> None:
-    """Raise ValueError unless there is one logit per target token at the position of each label."""
+    """Raise a ValueError unless the logits contain one value per label and token of the vocabulary."""
     _check_shape("labels", labels_shape, shape[:2])
     _check_shape("logits", shape, (*labels_shape, vocab_size))
 
 
 def check_accumulation(accumulation_steps: int, batch: int) -> None:
-    """Refuse a batch that does not fall into slices of equal size."""
+    """Raise a ValueError unless the batch can be divided into micro-batches of equal size."""
     if batch % accumulation_steps:
         raise ValueError(f"accumulation_steps must divide the batch: got {accumulation_steps} and {batch} sentences")
 
 
 def check_trainable(dtype: str, mixed_bfloat16: bool, supported: bool) -> None:
-    """Refuse to train weights that are too coarse to take small steps, and mixed precision where it cannot be had."""
+    """Raise a ValueError if weights are too imprecise for training, or if mixed precision is not supported."""
     if dtype not in ("float64", "float32"):
         raise ValueError(f"training needs float32 or float64 weights: got {dtype}; mixed_bfloat16 computes in bfloat16")
     if mixed_bfloat16 and not supported:
-        raise ValueError("mixed_bfloat16 is not available in this backend")
+        raise ValueError("mixed_bfloat16 is not supported by this backend")
     if mixed_bfloat16 and dtype != "float32":
         raise ValueError(f"mixed_bfloat16 needs float32 weights: got {dtype}")

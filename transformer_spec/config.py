@@ -1,6 +1,7 @@
 """The configuration of a Transformer.
 
-Every field exists because two published implementations of this very model differ in it; ``presets`` names them.
+Each field exists because two published implementations of this model differ in it. ``presets`` names these
+implementations.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ SWITCHES = (
     "embedding_norm",
     "skip_first_self_attention",
 )
-FARTHEST = 1_000_000  # the largest position_offset: sines of much larger numbers no longer tell positions apart
-DECODER_SIZES = ("num_heads", "d_k", "d_v", "d_ff")  # of which the decoder may have its own
+FARTHEST = 1_000_000  # largest position_offset; the sines of much larger numbers can't distinguish positions
+DECODER_SIZES = ("num_heads", "d_k", "d_v", "d_ff")  # sizes that may differ in the decoder
 
 
 def check_sinusoids(d_model: int, layout: str, timescale: str) -> None:
-    """Raise ValueError unless there are sinusoids of a width, a layout and a timescale."""
+    """Raise a ValueError unless sinusoidal positions support this width, layout and timescale."""
     check_choice("position_layout", layout, CHOICES["position_layout"])
     check_choice("position_timescale", timescale, CHOICES["position_timescale"])
     if d_model % 2:
@@ -50,19 +51,23 @@ def check_sinusoids(d_model: int, layout: str, timescale: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DropoutRates:
-    """The probability of dropping an element, in [0, 1), at each of the four sites in use.
+    """Dropout probabilities, each in [0, 1). Frozen; the constructor validates all fields.
 
     Attributes:
-        embedding: Of the sum of embedding and position.
-        attention: Of the attention weights.
-        residual: Of each sub-layer's output, before it is added.
-        feed_forward: Behind the inner activation.
+        embedding: Dropout rate for the sum of embedding and position (section 5.4).
+        attention: Dropout rate for the attention weights (not in the paper).
+        residual: Dropout rate for the output of each sublayer, before the residual connection (section 5.4).
+        feed_forward: Dropout rate for the activations inside the feed-forward network (not in the paper).
+
+    Raises:
+        TypeError: If a rate is not a number.
+        ValueError: If a rate is not in [0, 1).
     """
 
-    embedding: float = 0.1  # after the sum of embedding and position (section 5.4)
-    attention: float = 0.0  # on the attention weights (not in the paper)
-    residual: float = 0.1  # on each sub-layer's output, before it is added (section 5.4)
-    feed_forward: float = 0.0  # after the inner activation (not in the paper)
+    embedding: float = 0.1  # section 5.4
+    attention: float = 0.0  # not in the paper
+    residual: float = 0.1  # section 5.4
+    feed_forward: float = 0.0  # not in the paper
 
     def __post_init__(self) -> None:
         for site in dataclasses.fields(self):
@@ -72,51 +77,60 @@ class DropoutRates:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """One Transformer, described completely. Frozen; an impossible description raises on construction.
+    """Complete configuration of a Transformer. Frozen; the constructor validates all fields.
 
-    The defaults are ``paper_base``: the base model of "Attention Is All You Need", Table 3.
+    By default, it is ``paper_base``, the base model of "Attention Is All You Need" (Table 3).
 
     Attributes:
-        source_vocab_size: Rows of the source's embedding table.
-        target_vocab_size: Rows of the target's embedding table, and the number of logits.
-        d_model: Width of embeddings and layers.
-        num_heads: Heads of each attention.
-        d_k: Width of queries and keys of one head; None is d_model / num_heads.
-        d_v: Width of values of one head; None is d_model / num_heads.
-        d_ff: Inner width of the feed-forward blocks.
-        num_encoder_layers: Depth of the encoder.
-        num_decoder_layers: Depth of the decoder.
-        max_length: Rows of a learned table of positions; sinusoids have no limit.
-        norm_order: Where the norms are; post: LayerNorm(x + Sublayer(x)), pre: x + Sublayer(LayerNorm(x)).
-        final_norm: One more LayerNorm after each stack.
-        layer_norm_epsilon: Added to the variance; annotated: to the standard deviation. In (0, 1].
-        layer_norm_kind: As usual (standard), or annotated: (x - mean) / (unbiased std + epsilon).
-        position_encoding: Of both sides: sinusoidal or learned.
-        position_layout: Of sinusoids: interleaved (sin, cos, sin, cos) or split (all sines, then all cosines).
-        position_timescale: Of sinusoids: m is 10000^(i/m), m_minus_1 is 10000^(i/(m-1)).
-        position_offset: The number of the first position.
-        scale_embedding: Whether embeddings are multiplied by sqrt(d_model).
-        tie_embeddings: Which tables are one: none, target_output (target embedding and output projection) or all.
-        attention_bias: Whether the four projections of each attention have biases.
-        feed_forward_bias: Whether the two projections of each feed-forward block have biases.
-        output_bias: Whether the logits have a bias.
-        activation: Of the feed-forward blocks: relu, gelu, gelu_tanh or swish.
-        dropout: The rate at each site, ``DropoutRates``.
-        pad_id: Padding, which no attention attends to and no loss counts.
-        bos_id: What the decoder starts with.
-        eos_id: What ends a sentence.
-        label_smoothing: The probability that is spread over other classes, in [0, 0.99].
-        label_smoothing_kind: Over which: uniform (all), off_target or off_target_and_pad (all but these).
-        embedding_norm: One more LayerNorm on each sum of embedding and position.
-        decoder_num_heads: Heads of the decoder; None is ``num_heads``.
-        decoder_d_k: As ``d_k``, of the decoder; None as in the encoder.
-        decoder_d_v: As ``d_v``, of the decoder; None as in the encoder.
-        decoder_d_ff: As ``d_ff``, of the decoder; None as in the encoder.
-        skip_first_self_attention: Whether the decoder's first layer has no self-attention.
+        source_vocab_size: Size of the source vocabulary.
+        target_vocab_size: Size of the target vocabulary, which is also the number of logits.
+        d_model: Size of embeddings and layer outputs.
+        num_heads: Number of attention heads.
+        d_k: Size of queries and keys per head. None uses d_model / num_heads.
+        d_v: Size of values per head. None uses d_model / num_heads.
+        d_ff: Inner size of the feed-forward networks.
+        num_encoder_layers: Number of encoder layers.
+        num_decoder_layers: Number of decoder layers.
+        max_length: Number of learned positions. It doesn't limit sinusoidal positions.
+        norm_order: Order of layer norm and residual connection. ``post`` is ``LayerNorm(x + Sublayer(x))``, ``pre`` is
+            ``x + Sublayer(LayerNorm(x))``.
+        final_norm: True adds a layer norm after each stack.
+        layer_norm_epsilon: Number in (0, 1] that is added to the variance, or to the standard deviation if
+            ``layer_norm_kind`` is ``annotated``.
+        layer_norm_kind: Divisor of layer norms. ``standard`` is sqrt(biased variance + epsilon), ``annotated`` is
+            unbiased standard deviation + epsilon.
+        position_encoding: Type of positions in encoder and decoder, ``sinusoidal`` or ``learned``.
+        position_layout: Order of sinusoidal channels. ``interleaved`` is sin, cos, sin, cos; ``split`` is all sines,
+            then all cosines.
+        position_timescale: Timescales of sinusoids. For m = d_model / 2, ``m`` is 10000^(i/m) and ``m_minus_1`` is
+            10000^(i/(m-1)).
+        position_offset: Index of the first position.
+        scale_embedding: True multiplies embeddings by sqrt(d_model).
+        tie_embeddings: Embedding matrices that are shared. ``none`` shares nothing, ``target_output`` shares the target
+            embedding with the output projection, ``all`` also shares them with the source embedding.
+        attention_bias: True adds biases to the four projections of each attention.
+        feed_forward_bias: True adds biases to the two projections of each feed-forward network.
+        output_bias: True adds a bias to the logits.
+        activation: Activation function of the feed-forward networks: ``relu``, ``gelu``, ``gelu_tanh`` or ``swish``.
+        dropout: Dropout rates, as ``DropoutRates`` or a dict of its fields.
+        pad_id: ID of the padding token, which attention and loss ignore.
+        bos_id: ID of the token with which the decoder starts.
+        eos_id: ID of the token that ends a sequence.
+        label_smoothing: Probability in [0, 0.99] that label smoothing moves away from the correct token.
+        label_smoothing_kind: Tokens that receive this probability: all tokens (``uniform``), all incorrect tokens
+            (``off_target``), or all incorrect tokens except padding (``off_target_and_pad``).
+        embedding_norm: True adds a layer norm after embedding and position are added.
+        decoder_num_heads: Number of heads in the decoder. None uses ``num_heads``.
+        decoder_d_k: Size of queries and keys per head in the decoder. None uses d_model / decoder_num_heads if that is
+            set, otherwise ``d_k``.
+        decoder_d_v: Size of values per head in the decoder. None uses d_model / decoder_num_heads if that is set,
+            otherwise ``d_v``.
+        decoder_d_ff: Inner size of the decoder's feed-forward networks. None uses ``d_ff``.
+        skip_first_self_attention: True omits the self-attention of the first decoder layer.
 
     Raises:
-        TypeError: A field has the wrong type.
-        ValueError: A field's value, or a combination of fields, describes no model.
+        TypeError: If a field has the wrong type.
+        ValueError: If a field has an invalid value, or fields contradict each other.
     """
 
     source_vocab_size: int
@@ -128,21 +142,21 @@ class TransformerConfig:
     d_ff: int = 2048
     num_encoder_layers: int = 6
     num_decoder_layers: int = 6
-    max_length: int = 1024  # the rows of a learned position table; sinusoids have no limit
+    max_length: int = 1024  # number of learned positions; it doesn't limit sinusoids
 
     norm_order: str = "post"  # post: LayerNorm(x + Sublayer(x)), section 3.1; pre: x + Sublayer(LayerNorm(x))
-    final_norm: bool = False  # one more LayerNorm after each stack
-    layer_norm_epsilon: float = 1e-6  # the paper gives none; the first tensor2tensor release has 1e-6
+    final_norm: bool = False  # additional layer norm after each stack
+    layer_norm_epsilon: float = 1e-6  # not in the paper; 1e-6 in the first release of tensor2tensor
     layer_norm_kind: str = "standard"  # annotated: (x - mean) / (unbiased std + epsilon)
 
     position_encoding: str = "sinusoidal"
     position_layout: str = "interleaved"  # interleaved: sin, cos, sin, cos; split: all sines, then all cosines
     position_timescale: str = "m"  # m: 10000^(i/m), section 3.5; m_minus_1: 10000^(i/(m-1)), tensor2tensor
-    position_offset: int = 0  # the number of the first position
-    scale_embedding: bool = True  # times sqrt(d_model), section 3.4
+    position_offset: int = 0  # index of the first position
+    scale_embedding: bool = True  # multiply by sqrt(d_model), section 3.4
     tie_embeddings: str = "all"  # section 3.4: both embeddings and the output projection share one matrix
 
-    attention_bias: bool = False  # section 3.2.2 writes matrices only
+    attention_bias: bool = False  # section 3.2.2 contains no biases
     feed_forward_bias: bool = True  # equation (2)
     output_bias: bool = False
     activation: str = "relu"
@@ -152,14 +166,14 @@ class TransformerConfig:
     bos_id: int = 1
     eos_id: int = 2
     label_smoothing: float = 0.1
-    label_smoothing_kind: str = "uniform"  # the paper cites Szegedy et al., who spread it over all classes
+    label_smoothing_kind: str = "uniform"  # the method of Szegedy et al., whom the paper cites
 
-    embedding_norm: bool = False  # one more LayerNorm on each sum of embedding and position, before dropout (BART)
-    decoder_num_heads: int | None = None  # None: as many as in the encoder
-    decoder_d_k: int | None = None  # None: as in the encoder, or d_model / decoder_num_heads where that is given
-    decoder_d_v: int | None = None  # likewise
-    decoder_d_ff: int | None = None  # None: as in the encoder
-    skip_first_self_attention: bool = False  # of the decoder, whose first layer then is cross-attention, feed-forward
+    embedding_norm: bool = False  # additional layer norm after adding embedding and position (BART)
+    decoder_num_heads: int | None = None  # None uses num_heads
+    decoder_d_k: int | None = None  # None uses d_model / decoder_num_heads if set, otherwise d_k
+    decoder_d_v: int | None = None  # None uses d_model / decoder_num_heads if set, otherwise d_v
+    decoder_d_ff: int | None = None  # None uses d_ff
+    skip_first_self_attention: bool = False  # the first decoder layer has no self-attention
 
     def __post_init__(self) -> None:
         if isinstance(self.dropout, Mapping):
@@ -181,7 +195,7 @@ class TransformerConfig:
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         for name, needed, holds in (
-            # Beyond these, logits hardly depend on the sentences, and the loss hardly on the labels.
+            # Beyond these limits, logits hardly depend on the input, and the loss hardly depends on the labels.
             ("layer_norm_epsilon", "in (0, 1]", lambda x: 0 < x <= 1),
             ("label_smoothing", "in [0, 0.99]", lambda x: 0 <= x <= 0.99),
         ):
@@ -190,7 +204,7 @@ class TransformerConfig:
         self._check_positions()
         if self.skip_first_self_attention and self.num_decoder_layers == 1:
             raise ValueError(
-                "skip_first_self_attention needs num_decoder_layers of at least 2, so that a position sees earlier ones"
+                "skip_first_self_attention needs num_decoder_layers of at least 2, so that positions see earlier ones"
             )
         if self.layer_norm_kind == "annotated" and self.d_model < 2:
             raise ValueError(f"layer_norm_kind='annotated' needs d_model of at least 2: got {self.d_model}")
@@ -202,7 +216,7 @@ class TransformerConfig:
             )
         if self.tie_embeddings == "all" and self.source_vocab_size != self.target_vocab_size:
             raise ValueError(
-                "tie_embeddings='all' needs one vocabulary: got source_vocab_size "
+                "tie_embeddings='all' needs equal vocabulary sizes: got source_vocab_size "
                 f"{self.source_vocab_size} and target_vocab_size {self.target_vocab_size}"
             )
 
@@ -248,16 +262,13 @@ class TransformerConfig:
             check_sinusoids(self.d_model, self.position_layout, self.position_timescale)
 
     def _keep(self, name: str, value: Any) -> Any:
-        """Set a field of the frozen config on construction: a number of NumPy's as Python's, which JSON can hold."""
+        """Set a field of the frozen config and return its value. Only the constructor calls this method."""
         object.__setattr__(self, name, value)
         return value
 
     @property
     def in_decoder(self) -> TransformerConfig:
-        """The same config with the decoder's sizes as those of every layer: what a layer of the decoder is built from.
-
-        Its own ``in_decoder`` is itself.
-        """
+        """Config for the layers of the decoder, in which its sizes replace the sizes of the encoder."""
         heads, d_k, d_v, d_ff = (getattr(self, f"decoder_{name}") for name in DECODER_SIZES)
         width = None if heads is None else self.d_model // heads
         own = {"num_heads": heads, "d_k": d_k or width, "d_v": d_v or width, "d_ff": d_ff}
@@ -265,43 +276,55 @@ class TransformerConfig:
         return self.replace(**changes, **dict.fromkeys(f"decoder_{name}" for name in DECODER_SIZES))
 
     def has_self_attention(self, layer: int) -> bool:
-        """Return whether a layer of the decoder, counted from 0, has self-attention."""
+        """Return whether the decoder layer with index ``layer`` (counted from 0) has self-attention."""
         return layer > 0 or not self.skip_first_self_attention
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence, in tokens; None where there is no limit."""
+        """Maximum length of a sequence in tokens, or None if there is no limit."""
         return self.max_length - self.position_offset if self.position_encoding == "learned" else None
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> TransformerConfig:
-        """Return a published configuration by name, with any field replaced.
+        """Return a published configuration.
 
         Args:
-            name: One of ``PRESETS``.
-            overrides: Fields to set; both vocabulary sizes are needed, because no preset has them.
+            name: Name of the configuration, one of ``PRESETS``.
+            overrides: Fields to set. Both vocabulary sizes are required, because presets don't define them.
 
         Raises:
-            ValueError: There is no such preset.
+            TypeError: If a field is unknown or has the wrong type.
+            ValueError: If the preset is unknown, a field has an invalid value, or fields contradict each other.
         """
         check_choice("preset", name, tuple(PRESETS))
         return cls(**{**PRESETS[name], **overrides})
 
     def replace(self, **changes: Any) -> TransformerConfig:
-        """Return a copy with some fields changed; ``d_k`` and ``d_v`` stay as they are unless named."""
+        """Return a copy with some fields changed.
+
+        Args:
+            changes: Fields to change. ``d_k`` and ``d_v`` keep their values if ``d_model`` or ``num_heads`` changes.
+
+        Raises:
+            TypeError: If a field is unknown or has the wrong type.
+            ValueError: If a field has an invalid value, or fields contradict each other.
+        """
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field as plain values that JSON can hold."""
+        """Return all fields as a dict that can be converted to JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> TransformerConfig:
-        """Rebuild a config from ``to_dict``.
+        """Create a config from the result of ``to_dict``.
+
+        Args:
+            fields: All fields by name.
 
         Raises:
-            TypeError: A field has the wrong type.
-            ValueError: A field is missing or unknown, or describes no model.
+            TypeError: If a field has the wrong type.
+            ValueError: If a field is missing or unknown, has an invalid value, or contradicts other fields.
         """
         if not isinstance(fields, Mapping):
             raise TypeError(f"a config must be a mapping of field names: got {type(fields).__name__}")

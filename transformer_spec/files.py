@@ -1,13 +1,14 @@
-"""The weight file: safetensors, with the config as JSON in its metadata. Nothing in it is ever executed.
+"""Weight files: safetensors with the config as JSON in the metadata. No code in a file is ever executed.
 
-A checkpoint is a weight file that holds more: the moments of the optimizer, under the names of their parameters behind
-a prefix, and what else a training run has to remember, in the metadata. Either may hold a vocabulary: one sentencepiece
-model as the tensor ``vocabulary``, or files of another kind as tensors ``vocabulary.<kind>.<name>``, bytes each.
+A checkpoint is a weight file with additional contents: the moments of the optimizer, stored under the names of their
+parameters with a prefix, and the state of the training run in the metadata. Both types of files can contain a
+vocabulary: either one sentencepiece model as the tensor ``vocabulary``, or other files as tensors
+``vocabulary.<kind>.<name>``, stored as bytes.
 
-The metadata has one entry, an object in JSON: ``version``, ``config``, ``sha256`` with the checksum of each tensor by
-its name, in a checkpoint ``training``, and ``part`` (``encoder`` or ``decoder``) where the file holds no more than that
-part's tensors. A weight file may also have ``search``, how to search with its model, and ``origin``, where it came
-from: objects, each with its checksum among those of the tensors.
+The metadata has one entry, a JSON object with ``version``, ``config``, ``sha256`` (the checksum of each tensor by
+name), ``training`` (only in checkpoints), and ``part`` (``encoder`` or ``decoder``, if the file contains only the
+tensors of this part). A weight file can also have ``search`` (search settings for its model) and ``origin`` (where the
+weights come from). These are objects with their own checksums in ``sha256``.
 """
 
 from __future__ import annotations
@@ -32,21 +33,26 @@ from transformer_spec.checks import check_choice
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import FLOAT_DTYPES, check_weights, parameter_shapes, rounded
 
-METADATA_KEY = "transformer-parity"  # one key only: with several, the bytes of the file depend on hash order
+METADATA_KEY = "transformer-parity"  # only one key, because the order of several keys depends on hashes
 FORMAT_VERSION = 2
-FIRST_MOMENT = "first_moment."  # before the name of the parameter
+FIRST_MOMENT = "first_moment."  # prefix of the parameter name
 SECOND_MOMENT = "second_moment."
 VOCABULARY = "vocabulary"
 NOTES = ("search", "origin")
-MOST_NOTES = 2**20  # bytes of JSON
-BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of a number, by its dtype in the file; others have eight
-POINTER = b"version https://git-lfs.github.com/spec/"  # the beginning of a file that git-lfs has not fetched
-MOST_POINTER = 1024  # bytes, by the specification of git-lfs
-ALIGNED = 64  # bytes: the place of an array is a multiple
+MOST_NOTES = 2**20  # maximum size in bytes of JSON
+BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per number, by dtype in the file; 8 for other dtypes
+POINTER = b"version https://git-lfs.github.com/spec/"  # start of a git-lfs pointer file
+MOST_POINTER = 1024  # maximum size in bytes of a pointer, as specified by git-lfs
+ALIGNED = 64  # alignment of arrays in bytes
 
 
 class VocabularyFiles(NamedTuple):
-    """A vocabulary that was not trained here: its kind, a word of letters, digits and ``_``, and its files by name."""
+    """A vocabulary that is not a sentencepiece model.
+
+    Attributes:
+        kind: Type of the vocabulary: letters, digits and ``_``.
+        files: Contents of the files, by name.
+    """
 
     kind: str
     files: Mapping[str, bytes]
@@ -61,22 +67,26 @@ def save_weights(
     notes: Mapping[str, Mapping[str, Any]] | None = None,
     part: str | None = None,
 ) -> None:
-    """Write config and weights to one file, atomically: whatever fails, an old file stays whole.
+    """Write config and weights to a file atomically: if an error occurs, an existing file remains intact.
 
     Args:
-        path: The file to write or replace.
-        config: What the weights are weights of.
-        weights: One array per canonical name.
-        dtype: How to store them: float64, float32, float16 or bfloat16. None keeps each array's own.
-        vocabulary: A sentencepiece model, or files of another kind, so that the file alone can translate.
-        notes: Objects of plain values that JSON can hold, by name: ``search`` and ``origin``.
-        part: ``encoder`` or ``decoder`` writes that part of the weights alone; None writes all.
+        path: File to create or replace.
+        config: Configuration of the model to which the weights belong.
+        weights: One array per canonical parameter name.
+        dtype: Dtype in which the weights are stored: float64, float32, float16 or bfloat16. None keeps the dtype of
+            each array.
+        vocabulary: A sentencepiece model, or the files of a different vocabulary, so that the file suffices to
+            translate text.
+        notes: Up to two dicts that can be converted to JSON: ``search`` (search settings) and ``origin``. None adds no
+            notes.
+        part: ``encoder`` or ``decoder`` writes only the weights of this part. None writes all weights.
 
     Raises:
-        TypeError: A weight is not of a floating-point dtype, the vocabulary is not bytes, or a note is no object.
-        ValueError: The weights are not those of the config, or overflow the storage dtype; or a note has another name,
-            is too long, or JSON would alter it.
-        OSError: The file cannot be written.
+        TypeError: If a weight doesn't have a floating-point dtype, the vocabulary is not bytes, or a note is not a
+            dict.
+        ValueError: If the weights don't match the config or overflow the dtype, or a note has a different name, is too
+            long, or doesn't survive a JSON round trip.
+        OSError: If the file can't be written.
     """
     check_weights(config, weights, part=part)
     if dtype is not None:
@@ -89,35 +99,44 @@ def save_weights(
 
 
 def load_weights(path: str | Path) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Read config and weights from a weight file or a checkpoint, each array in the dtype it is stored in.
+    """Read config and weights from a weight file or checkpoint. Each array keeps the dtype in which it is stored.
+
+    Args:
+        path: File that ``save_weights`` or ``save_checkpoint`` wrote.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is truncated, corrupt or not ours, or its tensors contradict its config.
+        OSError: If the file can't be read.
+        ValueError: If the file is truncated, corrupt or of a different format, or its tensors don't match its config.
     """
     with open_file(path, "weight file") as (description, file):
-        read_vocabulary(description, file)  # a file that is damaged anywhere is not trusted
+        read_vocabulary(description, file)  # also detects damage outside of the weights
         read_notes(description)
         return read_weights(description, file)
 
 
 def load_vocabulary(path: str | Path) -> bytes | VocabularyFiles | None:
-    """Read the vocabulary from a weight file or a checkpoint, as it was given to be written; None if it holds none.
+    """Read the vocabulary from a weight file or checkpoint. Return None if the file contains none.
+
+    Args:
+        path: File that ``save_weights`` or ``save_checkpoint`` wrote.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is truncated, corrupt or not ours.
+        OSError: If the file can't be read.
+        ValueError: If the file is truncated, corrupt or of a different format.
     """
     with open_file(path, "weight file") as (description, file):
         return read_vocabulary(description, file)
 
 
 def load_notes(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Read the notes of a weight file, those it has of ``search`` and ``origin``.
+    """Read the notes ``search`` and ``origin`` from a weight file. Missing notes are omitted.
+
+    Args:
+        path: File that ``save_weights`` or ``save_checkpoint`` wrote.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is truncated, corrupt or not ours.
+        OSError: If the file can't be read.
+        ValueError: If the file is truncated, corrupt or of a different format.
     """
     with open_file(path, "weight file") as (description, _):
         return read_notes(description)
@@ -129,18 +148,18 @@ def write_file(
     tensors: Mapping[str, ndarray],
     vocabulary: bytes | VocabularyFiles | None,
 ) -> None:
-    """Write a description and tensors, already checked, to one file, atomically.
+    """Write a description and tensors, which the caller has checked, to a file atomically.
 
     Args:
-        path: The file to write or replace.
-        description: Plain values that JSON can hold.
-        tensors: C-contiguous arrays; safetensors silently scrambles others, as it writes the memory as it lies.
-        vocabulary: A sentencepiece model, files of another kind, or None.
+        path: File to create or replace.
+        description: Dict that can be converted to JSON.
+        tensors: C-contiguous arrays. safetensors would silently permute the values of other arrays.
+        vocabulary: A sentencepiece model, the files of a different vocabulary, or None.
 
     Raises:
-        TypeError: The vocabulary is not bytes.
-        ValueError: Its kind is no word.
-        OSError: The file cannot be written.
+        TypeError: If the vocabulary is not bytes.
+        ValueError: If the kind of vocabulary is invalid.
+        OSError: If the file can't be written.
     """
     tensors = {**tensors, **_vocabulary_tensors(vocabulary)}
     checksums = {name: checksum(name, array) for name, array in tensors.items()}
@@ -152,16 +171,16 @@ def write_file(
             save_tensors(temporary, tensors, {METADATA_KEY: text})
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from error
-    except OSError as error:  # which names the temporary file, or none
+    except OSError as error:  # name the file, not the temporary file
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def check_fetched(path: Path) -> None:
-    """Refuse the small file that git-lfs writes instead of one that it has not fetched.
+    """Check that a file is not a git-lfs pointer, which git-lfs writes instead of a file that it hasn't downloaded.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: If the file is such a pointer.
+        OSError: If the file can't be read.
+        ValueError: If the file is a pointer.
     """
     if path.is_file() and path.stat().st_size < MOST_POINTER and path.read_bytes().startswith(POINTER):
         raise ValueError(f"{path.name} is a git-lfs pointer, not the file: fetch the file with `git lfs pull`")
@@ -171,22 +190,22 @@ def save_tensors(path: Path, tensors: Mapping[str, ndarray], metadata: Mapping[s
     """Write C-contiguous arrays to a safetensors file with the permissions of the user's umask.
 
     Raises:
-        OSError: The file cannot be written.
-        SafetensorError: The same.
+        OSError: If the file can't be written.
+        SafetensorError: If safetensors can't write the file.
     """
     path.touch()
-    mode = path.stat().st_mode  # save_file makes the file private
+    mode = path.stat().st_mode  # save_file restricts the permissions
     save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
     os.chmod(path, mode)
 
 
 def _vocabulary_tensors(vocabulary: bytes | VocabularyFiles | None) -> dict[str, ndarray]:
-    """Return a vocabulary as tensors."""
+    """Return a vocabulary as tensors of bytes."""
     if vocabulary is None:
         return {}
     if isinstance(vocabulary, VocabularyFiles):
         if not vocabulary.kind.isidentifier() or not vocabulary.files:
-            raise ValueError(f"vocabulary must have a kind that is a word, and files: got {vocabulary.kind!r}")
+            raise ValueError(f"vocabulary must have files and an identifier as its kind: got {vocabulary.kind!r}")
         named = {f"{VOCABULARY}.{vocabulary.kind}.{name}": content for name, content in vocabulary.files.items()}
     else:
         named = {VOCABULARY: vocabulary}
@@ -197,10 +216,10 @@ def _vocabulary_tensors(vocabulary: bytes | VocabularyFiles | None) -> dict[str,
 
 
 def _checked_note(name: str, note: Any) -> dict[str, Any]:
-    """Return a note as it is read again; refuse what is none."""
+    """Return a note after a JSON round trip, or raise an error if it is invalid."""
     check_choice("note", name, NOTES)
     if not isinstance(note, Mapping):
-        raise TypeError(f"{name} must be an object with named fields: got {type(note).__name__}")
+        raise TypeError(f"{name} must be a dict: got {type(note).__name__}")
     check_plain(name, note)
     text = json.dumps(dict(note), allow_nan=False)
     if len(text) > MOST_NOTES:
@@ -209,29 +228,33 @@ def _checked_note(name: str, note: Any) -> dict[str, Any]:
 
 
 def check_plain(name: str, values: Mapping[Any, Any]) -> None:
-    """Refuse what would not come back from JSON as it is: tuples, keys that are not text, NaN, NumPy's numbers.
+    """Check that values survive a JSON round trip, unlike tuples, NaN, NumPy numbers and keys that are not strings.
+
+    Args:
+        name: Name of the dict in the error message.
+        values: Dict to check.
 
     Raises:
-        ValueError: A value would not; the message names it, as one of ``name``.
+        ValueError: If a value doesn't survive. The message contains its key.
     """
     for key, value in values.items():
         try:
-            # Text tells 1 from 1.0, True and np.float64(1), which are equal.
+            # 1, 1.0, True and np.float64(1) are equal, but their texts differ.
             returns = repr(json.loads(json.dumps({key: value}, allow_nan=False))) == repr({key: value})
         except (TypeError, ValueError, RecursionError):
             returns = False
         if not returns:
-            needed = "dicts with text as keys, lists, text, finite numbers, True, False and None"
+            needed = "dicts with string keys, lists, strings, finite numbers, True, False and None"
             raise ValueError(f"{name}[{key!r}] must be made of {needed}")
 
 
 def note_checksum(name: str, note: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a note: of its name and itself as a list in JSON, with sorted names."""
+    """Return the SHA-256 of a note, encoded as a JSON list of its name and its contents, with sorted keys."""
     return hashlib.sha256(json.dumps([name, note], sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def checksum(name: str, array: ndarray) -> str:
-    """Return the SHA-256 of a tensor: of name, dtype and shape as a list in JSON, then of its bytes in C order."""
+    """Return the SHA-256 of a tensor: of name, dtype and shape as a JSON list, followed by its bytes in C order."""
     digest = hashlib.sha256(json.dumps([name, array.dtype.name, list(array.shape)]).encode())
     digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
@@ -239,26 +262,26 @@ def checksum(name: str, array: ndarray) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the name of a temporary file beside a file, which takes its place unless something is raised.
+    """Yield a temporary path in the same directory. The temporary file replaces ``path`` unless an error occurs.
 
-    Both the file and its new name are on the disk then: not even a power failure brings the old one back.
+    The new file and its name are synced to disk, so that even a power failure doesn't restore the old file.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: If the file can't be written.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # its own for each of several writers
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # unique for each writer
     try:
         yield temporary
-        _sync(temporary, os.O_RDWR)  # Windows syncs only what is open for writing
+        _sync(temporary, os.O_RDWR)  # Windows syncs only files that are open for writing
         os.replace(temporary, path)
-        if os.name == "posix":  # elsewhere a folder cannot be opened
+        if os.name == "posix":  # other systems can't open a directory
             _sync(path.parent, os.O_RDONLY)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def _sync(path: Path, mode: int) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the entries of a directory, are on the disk."""
     descriptor = os.open(path, mode)
     try:
         os.fsync(descriptor)
@@ -268,21 +291,22 @@ def _sync(path: Path, mode: int) -> None:
 
 @contextmanager
 def open_file(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Any], safe_open]]:
-    """Open a file that ``write_file`` wrote and yield its description and its tensors, not yet read.
+    """Open a file that ``write_file`` wrote, and yield its description and an object that reads its tensors.
 
-    What is refused inside the ``with`` is reported as a fault of the file; ``kind`` is what the message calls it.
+    Errors inside the ``with`` statement are reported as errors of the file. ``kind`` is the type of file in the
+    message.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is truncated, corrupt or not ours, or what it holds is refused.
+        OSError: If the file can't be read.
+        ValueError: If the file is truncated, corrupt or of a different format, or its contents are invalid.
     """
     if Path(path).is_dir():
         held = sorted(file.name for file in Path(path).glob("*.safetensors"))
-        instead = f"it holds {', '.join(held)}" if held else "`parity import` makes one of a checkpoint folder"
-        raise IsADirectoryError(f"{path} is a folder, and no {kind}: {instead}")
+        instead = f"it contains {', '.join(held)}" if held else "`parity import` converts a checkpoint directory"
+        raise IsADirectoryError(f"{path} is a directory, not a {kind}: {instead}")
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no {kind} {path}")
-    open(path, "rb").close()  # safetensors calls a file absent that it may not read
+    open(path, "rb").close()  # safetensors reports an unreadable file as missing
     try:
         check_fetched(Path(path))
         with safe_open(path, framework="numpy") as file:
@@ -292,11 +316,11 @@ def open_file(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Any], saf
 
 
 def read_weights(description: Mapping[str, Any], file: safe_open) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Read config and weights from an open file; the moments of a checkpoint are left unread."""
+    """Read config and weights from an open file, without the moments of a checkpoint."""
     config = TransformerConfig.from_dict(description.get("config", {}))
     beside = (FIRST_MOMENT, SECOND_MOMENT) if "training" in description else ()
     names = [name for name in file.keys() if not _is_vocabulary(name) and not name.startswith(beside)]  # noqa: SIM118
-    # In one block, which goes back to the system as a whole. Of many arrays, the C library would keep most for later.
+    # Allocate one block, which the system gets back at once. The C library would keep most of many small arrays.
     pieces = map(file.get_slice, names)
     sizes = (BYTES.get(piece.get_dtype(), 8) * math.prod(piece.get_shape()) + ALIGNED for piece in pieces)
     room = np.empty(sum(sizes), np.uint8)
@@ -311,13 +335,13 @@ def read_weights(description: Mapping[str, Any], file: safe_open) -> tuple[Trans
 
 
 def read_moments(description: Mapping[str, Any], file: safe_open, prefix: str) -> dict[str, ndarray]:
-    """Read the moments of an open checkpoint, by the names of their parameters."""
+    """Read the moments of an open checkpoint, by parameter name."""
     names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118  not a dict
     return {name.removeprefix(prefix): _read_tensor(description, file, name) for name in names}
 
 
 def read_vocabulary(description: Mapping[str, Any], file: safe_open) -> bytes | VocabularyFiles | None:
-    """Read the vocabulary of an open file; None if it holds none."""
+    """Read the vocabulary of an open file. Return None if it contains none."""
     names = [name for name in file.keys() if _is_vocabulary(name)]  # noqa: SIM118  not a dict
     contents = {name: _read_bytes(description, file, name) for name in names}
     if not contents:
@@ -326,13 +350,13 @@ def read_vocabulary(description: Mapping[str, Any], file: safe_open) -> bytes | 
         return contents[VOCABULARY]
     kinds = {name.split(".")[1] for name in names if name.count(".") > 1}
     if len(kinds) != 1 or VOCABULARY in names:
-        raise ValueError(f"it must hold one vocabulary: got {', '.join(sorted(names))}")
+        raise ValueError(f"it must contain one vocabulary: got {', '.join(sorted(names))}")
     (kind,) = kinds
     return VocabularyFiles(kind, {name.removeprefix(f"{VOCABULARY}.{kind}."): contents[name] for name in sorted(names)})
 
 
 def read_notes(description: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the notes of an open file, and refuse one that is not what was written."""
+    """Return the notes of an open file. Raise a ValueError if a checksum is wrong."""
     notes = {name: description[name] for name in NOTES if name in description}
     for name, note in notes.items():
         _checked_note(name, note)
@@ -346,7 +370,7 @@ def _is_vocabulary(name: str) -> bool:
 
 
 def _read_bytes(description: Mapping[str, Any], file: safe_open, name: str) -> bytes:
-    """Read a tensor of an open file that holds bytes."""
+    """Read a tensor of bytes from an open file."""
     content = _read_tensor(description, file, name)
     if content.dtype != np.uint8 or content.ndim != 1:
         raise ValueError(f"{name} must be uint8 [bytes]: got {content.dtype} {list(content.shape)}")
@@ -354,7 +378,7 @@ def _read_bytes(description: Mapping[str, Any], file: safe_open, name: str) -> b
 
 
 def _read_tensor(description: Mapping[str, Any], file: safe_open, name: str) -> ndarray:
-    """Read a tensor of an open file, and refuse one that is not what was written."""
+    """Read a tensor from an open file. Raise a ValueError if its checksum is wrong."""
     array = file.get_tensor(name)
     if (found := checksum(name, array)) != (needed := description["sha256"].get(name)):
         raise ValueError(f"{name} is damaged: its SHA-256 must be {needed}: got {found}")

@@ -1,4 +1,4 @@
-"""Initial weights: the same numbers for every backend."""
+"""Initial weights, which are the same for every package."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ from transformer_spec.names import parameter_shapes
 def init_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
     """Draw initial weights in float32.
 
-    Kernels are Xavier uniform (Glorot and Bengio, 2010), embedding matrices normal with variance 1 / d_model, biases
-    zero, and scales one.
+    Kernels are Xavier uniform (Glorot and Bengio, 2010). Embedding matrices are normal with variance 1 / d_model.
+    Biases are zero, and scales are one.
+
+    Args:
+        config: Model configuration.
+        seed: Seed of the random numbers.
+
+    Returns:
+        One array per canonical parameter name.
     """
     rng = np.random.default_rng(seed)
     weights = {}

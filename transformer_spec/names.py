@@ -1,7 +1,7 @@
-"""The one table of names: every parameter and every tap, in order, with its shape.
+"""Names and shapes of all parameters and taps, in order.
 
-A name is the attribute path in each package. ``kernel`` is always [in, out]; heads are contiguous in the
-last axis of the query, key and value kernels.
+A name is the attribute path in each package. A ``kernel`` has shape [in, out]. In the kernels of query, key and value,
+each head has a contiguous range of the last axis.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.training_config import TrainingState
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
-PARTS = {"encoder": ("source_", "encoder."), "decoder": ("target_", "decoder.", "output_proj.")}  # how names begin
+PARTS = {"encoder": ("source_", "encoder."), "decoder": ("target_", "decoder.", "output_proj.")}  # prefixes of names
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 @runtime_checkable
 class Model(Protocol):
-    """A Transformer of any package, or a part: the attribute path of each of its parameters is the parameter's name."""
+    """A Transformer, Encoder or Decoder of any package. The name of each parameter is its attribute path."""
 
     config: TransformerConfig
     part: str | None
 
 
 def find(model: Any, path: str) -> Any:
-    """Return the attribute of a model that a dotted path leads to."""
+    """Return the attribute of a model at a dotted path. Raise a ValueError if it doesn't exist."""
 
     def step(owner: Any, key: str) -> Any:
         return owner[int(key)] if key.isdecimal() else getattr(owner, key)
@@ -39,43 +39,55 @@ def find(model: Any, path: str) -> Any:
     try:
         return reduce(step, path.split("."), model)
     except (AttributeError, IndexError) as error:
-        raise ValueError(f"the model must have {path}, as its config says") from error
+        raise ValueError(f"the model must have {path}, as specified by its config") from error
 
 
 def parameter_shapes(config: TransformerConfig, part: str | None = None) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every stored parameter, in the order of Figure 1.
 
-    A tied matrix is listed once, under the name it is stored by.
+    A tied matrix is listed once, under the name with which it is stored.
 
     Args:
-        config: The model.
-        part: ``encoder`` or ``decoder``: the parameters of that alone, a table that both share among them.
+        config: Model configuration.
+        part: ``encoder`` or ``decoder`` returns only the parameters of this part, including a shared embedding matrix.
+            None returns all parameters.
 
     Raises:
-        ValueError: There is no such part.
+        ValueError: If the part is unknown.
     """
     if part is None:
         return dict(_parameters(config))
     check_choice("part", part, tuple(PARTS))
     other = "num_decoder_layers" if part == "encoder" else "num_encoder_layers"
     begins = (*PARTS[part], *(["source_embedding."] if config.tie_embeddings == "all" else []))
-    shapes = _parameters(config.replace(**{other: 2}))  # however many there are
+    shapes = _parameters(config.replace(**{other: 2}))  # any number of layers gives the same names
     return {name: shape for name, shape in shapes if name.startswith(begins)}
 
 
 def tap_shapes(
     config: TransformerConfig, batch: int, source_length: int, target_length: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tap of one call of the full model in inference, in the order they fire."""
+    """Return the name and shape of every tap of the full model in inference mode, in the order in which they fire.
+
+    Args:
+        config: Model configuration.
+        batch: Number of sequences.
+        source_length: Length of the source sequences in tokens.
+        target_length: Length of the target sequences in tokens.
+    """
     return dict(_taps(config, batch, source_length, target_length))
 
 
 def count_parameters(config: TransformerConfig) -> int:
-    """Return how many numbers the model learns; a tied matrix counts once."""
+    """Return the number of learned values in the model. A tied matrix is counted once.
+
+    Args:
+        config: Model configuration.
+    """
     depths = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
     shapes = parameter_shapes(config.replace(**{f"num_{stack}_layers": min(n, 2) for stack, n in depths.items()}))
     return sum(
-        math.prod(shape) * (depths[name.partition(".")[0]] - 1 if ".layers.1." in name else 1)  # as in all later ones
+        math.prod(shape) * (depths[name.partition(".")[0]] - 1 if ".layers.1." in name else 1)  # for all later layers
         for name, shape in shapes.items()
     )
 
@@ -83,21 +95,27 @@ def count_parameters(config: TransformerConfig) -> int:
 def check_weights(
     config: TransformerConfig, weights: Mapping[str, np.ndarray], what: str = "weights", part: str | None = None
 ) -> None:
-    """Refuse weights that are not exactly those of the config; ``what`` names them in the message.
+    """Check that weights match the config.
 
-    Of an encoder or a decoder alone, those of the other ``part`` may be among them, and are not looked at.
+    Args:
+        config: Model configuration.
+        weights: Arrays by canonical name.
+        what: Name of the weights in the error message.
+        part: ``encoder`` or ``decoder`` checks only the parameters of this part, and ignores the other part. None
+            checks all parameters.
 
     Raises:
-        TypeError: A tensor is not of a floating-point dtype, or the config is none.
-        ValueError: Missing, extra, mis-shaped or non-finite tensors; the message names them.
+        TypeError: If a tensor doesn't have a floating-point dtype, or an argument has the wrong type.
+        ValueError: If tensors are missing, unexpected or not finite, or have the wrong shape. The message contains
+            their names.
     """
     check_type("config", config, TransformerConfig)
     if not isinstance(weights, Mapping):
         got = type(weights).__name__
         raise TypeError(f"{what} must be a mapping of names to arrays, as export_weights() returns it: got {got}")
     layers = sum(getattr(config, f"num_{stack}_layers") for stack in PARTS if part in (None, stack))
-    if layers > len(weights):  # before the names of that many layers are spelled out
-        raise ValueError(f"{what} hold {len(weights)} tensors, too few for the config's {layers} layers")
+    if layers > len(weights):  # check before listing all names
+        raise ValueError(f"{what} contain {len(weights)} tensors, too few for the config's {layers} layers")
     shapes = parameter_shapes(config, part)
     others = () if part is None else tuple(start for stack in PARTS if stack != part for start in PARTS[stack])
     unknown = [name for name in weights if name not in shapes and not name.startswith(others)]
@@ -118,12 +136,17 @@ def check_weights(
 
 
 def check_training_state(config: TransformerConfig, state: TrainingState, dtype: str | None = None) -> None:
-    """Refuse what cannot be the state of a run that trains a model of the config, in a dtype if one is given.
+    """Check that a state belongs to a training run of this model.
+
+    Args:
+        config: Model configuration.
+        state: State to check.
+        dtype: Dtype to which the moments must be convertible. None skips this check.
 
     Raises:
-        TypeError: Step or seed is not an integer, or a moment is not of a floating-point dtype.
-        ValueError: A negative step or seed; missing, extra, mis-shaped, non-finite or impossible moments, or moments
-            that overflow the dtype.
+        TypeError: If step or seed is not an integer, or a moment doesn't have a floating-point dtype.
+        ValueError: If step or seed is negative, moments are missing, unexpected or not finite, have the wrong shape, or
+            overflow the dtype, or a second moment is negative.
     """
     check_type("state", state, TrainingState)
     check_integer("step", state.step, minimum=0)
@@ -133,17 +156,17 @@ def check_training_state(config: TransformerConfig, state: TrainingState, dtype:
     for name, array in state.second_moment.items():
         if (np.asarray(array) < 0).any():
             raise ValueError(f"the second moment of {name} must not be negative: got {np.min(array)}")
-    if dtype is not None:  # a trainer asks before it changes anything
+    if dtype is not None:  # a trainer checks this before it changes its state
         for moments in (state.first_moment, state.second_moment):
             for name, array in moments.items():
                 rounded(name, array, dtype)
 
 
 def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
-    """Return a C-contiguous copy of a weight in another dtype.
+    """Return a C-contiguous copy of a weight in a different dtype.
 
     Raises:
-        ValueError: A finite value overflows the dtype.
+        ValueError: If a finite value overflows the dtype.
     """
     with np.errstate(over="ignore", under="ignore"):
         copy = np.array(array, dtype=dtype, order="C")
@@ -178,7 +201,7 @@ def _parameters(config: TransformerConfig) -> Shapes:
 
 
 def _stacks(config: TransformerConfig) -> Iterator[tuple[str, TransformerConfig, list[tuple[str, ...]]]]:
-    """Yield each stack's name, its sizes, and the sub-layers of each of its layers."""
+    """Yield the name of each stack, the config with its sizes, and the sublayers of each of its layers."""
     yield "encoder", config, [("self_attention", "feed_forward")] * config.num_encoder_layers
     layers: list[tuple[str, ...]] = [("self_attention", "cross_attention", "feed_forward")] * config.num_decoder_layers
     if config.skip_first_self_attention:

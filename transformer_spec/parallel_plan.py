@@ -1,9 +1,9 @@
-"""Several devices: along which axes work is divided, and which part of a batch or of a parameter each device has.
+"""Plans for training on several devices: the axes that are divided, and the part of each device.
 
-A step takes the global batch everywhere. Its loss is the sum over all target tokens divided by their number, and its
-gradient is clipped by the norm of the whole gradient, so that a plan changes nothing but the order of sums.
+Every device gets the global batch in each step. The loss is the sum over all target tokens divided by their number, and
+the gradient is clipped by its global norm. Therefore, a plan only changes the order of summation.
 
-B batch, L length, R rows of a slice that one share has.
+Axes: B batch, L length, R rows of a micro-batch in one shard.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from transformer_spec.shapes import Int
 AXES = ("data", "fsdp", "tensor")
 DROPOUTS = ("global", "local")
 
-# Of the parameters of a layer, which axis is divided over ``tensor``: heads, or units of the feed-forward network. What
-# is not named is whole on each device, as are the sums that follow a product whose inputs are divided.
+# The axis of each layer parameter that ``tensor`` divides: attention heads, or units of the feed-forward network.
+# Each device has a full copy of all other parameters, and of the sums after a matmul with divided inputs.
 TENSOR_AXES = {
     "query_proj.kernel": 1,
     "query_proj.bias": 0,
@@ -39,18 +39,18 @@ TENSOR_AXES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How many devices train one model, and what they divide among them. Frozen; validates itself.
+    """Number of devices that train a model, along three axes. Frozen; the constructor validates all fields.
 
     Attributes:
-        data: Copies of the model; each has rows of its own (Goyal et al., 2017).
-        fsdp: Parts of each parameter and its moments, gathered where they are needed; each part comes with rows of its
-            own (Rajbhandari et al., 2020).
-        tensor: Parts of the heads and of the feed-forward network, which compute on the same rows (Shoeybi et al.,
-            2019).
+        data: Number of copies of the model. Each copy processes different rows of the batch (Goyal et al., 2017).
+        fsdp: Number of shards of each parameter and its moments, which are gathered when needed. Each shard also
+            processes different rows of the batch (Rajbhandari et al., 2020).
+        tensor: Number of parts of the attention heads and the feed-forward networks, which process the same rows
+            (Shoeybi et al., 2019).
 
     Raises:
-        TypeError: A size is not an integer.
-        ValueError: A size is less than 1.
+        TypeError: If a size is not an integer.
+        ValueError: If a size is less than 1.
     """
 
     data: int = 1
@@ -63,10 +63,13 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Read a plan as it is printed: ``data=2,tensor=2``.
+        """Create a plan from its printed form, such as ``data=2,tensor=2``.
+
+        Args:
+            text: Comma-separated sizes. Missing axes have size 1.
 
         Raises:
-            ValueError: Not of that form, an axis that is unknown or named twice, or a size less than 1.
+            ValueError: If the text has a different form, an axis is unknown or repeated, or a size is less than 1.
         """
         sizes: dict[str, int] = {}
         for entry in text.split(","):
@@ -78,10 +81,13 @@ class Plan:
 
     @classmethod
     def of_axes(cls, sizes: Mapping[str, int]) -> Plan:
-        """Return the plan of a framework's mesh, from the size of each of its named axes.
+        """Create the plan of a framework's mesh from the sizes of its named axes.
+
+        Args:
+            sizes: Size of each axis by name.
 
         Raises:
-            ValueError: An axis is none of a plan's.
+            ValueError: If an axis is unknown.
         """
         if unknown := [axis for axis in sizes if axis not in AXES]:
             raise ValueError(f"the axes of a mesh must be some of {', '.join(AXES)}: got {', '.join(unknown)}")
@@ -93,28 +99,35 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """Total number of devices."""
         return self.data * self.fsdp * self.tensor
 
     @property
     def shares(self) -> int:
-        """How many parts a batch falls into."""
+        """Number of shards of a batch."""
         return self.data * self.fsdp
 
     def check_devices(self, devices: int, how: str) -> None:
-        """Refuse a machine, or a group of processes, with another number of devices; ``how`` says how to get them.
+        """Check the number of available devices or processes.
+
+        Args:
+            devices: Number of available devices.
+            how: Explanation in the error message of how to get the required number.
 
         Raises:
-            ValueError: There are more or fewer.
+            ValueError: If the number of devices doesn't match the plan.
         """
         if devices != self.devices:
             raise ValueError(f"the plan {self} needs {self.devices} devices: got {devices} ({how})")
 
     def check(self, config: TransformerConfig) -> None:
-        """Refuse a model that cannot be divided like this.
+        """Check that the plan can divide a model.
+
+        Args:
+            config: Model configuration.
 
         Raises:
-            ValueError: The heads or the feed-forward units of a stack do not fall into ``tensor`` equal parts.
+            ValueError: If ``tensor`` doesn't divide the number of heads or the inner size of the feed-forward networks.
         """
         for stack, sizes in (("encoder", config), ("decoder", config.in_decoder)):
             for name, size in (("num_heads", sizes.num_heads), ("d_ff", sizes.d_ff)):
@@ -124,12 +137,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one device holds of one parameter.
+    """The part of one parameter on one device.
 
     Attributes:
-        device: Its number in the mesh: the position along ``data``, then along ``fsdp``, then along ``tensor``.
-        index: Where the part lies in the parameter of canonical shape, as one slice for each axis.
-        array: The part.
+        device: Index of the device in the mesh, counted along ``data``, then ``fsdp``, then ``tensor``.
+        index: Position of the shard in the parameter of canonical shape, as one slice per axis.
+        array: Values of the shard.
     """
 
     device: int
@@ -138,25 +151,32 @@ class Shard:
 
 
 def tensor_axis(name: str) -> int | None:
-    """Return the axis of a parameter of canonical shape that ``tensor`` divides; None: each device has all of it."""
+    """Return the axis of a parameter of canonical shape that ``tensor`` divides. None if it divides no axis."""
     if ".layers." not in name:
         return None
     return TENSOR_AXES.get(".".join(name.split(".")[-2:]))
 
 
 def fsdp_axis(name: str, shape: tuple[int, ...], fsdp: int) -> int | None:
-    """Return the axis that ``fsdp`` divides into equal parts: the first that ``tensor`` does not; None: there is none.
+    """Return the first axis that ``fsdp`` divides equally and ``tensor`` doesn't divide, or None if there is none.
 
-    Where a framework can divide unequally, any parameter may be divided along its first axis.
+    A framework that supports unequal shards may divide any parameter along its first axis instead.
     """
     axes = (axis for axis, size in enumerate(shape) if axis != tensor_axis(name) and size % fsdp == 0)
     return next(axes, None)
 
 
 def spread(ids: Int[ndarray, "B L"], slices: int, shares: int, pad_id: int) -> Int[ndarray, "slices shares R L"]:
-    """Return the rows of each share of each slice, in order: slices come first, so that none depends on the plan.
+    """Return the rows of each shard of each micro-batch, in order.
 
-    Where the rows of a slice do not fall into equal parts, rows of padding are added behind them.
+    The batch is first divided into micro-batches, so these don't depend on the plan. If the rows of a micro-batch can't
+    be divided equally, padding rows are added at the end.
+
+    Args:
+        ids: Token IDs of the batch.
+        slices: Number of micro-batches.
+        shares: Number of shards of each micro-batch.
+        pad_id: ID of the padding token.
     """
     parts = ids.reshape(slices, -1, ids.shape[1])
     rows = -(-parts.shape[1] // shares)

@@ -1,17 +1,18 @@
-"""The published models as points in the space of ``TransformerConfig``: for each, the fields that are not the default.
+"""Presets: published models as values of ``TransformerConfig`` fields.
 
-What a preset does not name is as in ``paper_base``, which says what it assumes where the paper is silent.
+Each preset lists the fields that differ from ``paper_base``, whose values are the defaults. The comments in ``config``
+explain the assumptions about details that the paper omits.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-_ALL_SITES = {"attention": 0.1, "feed_forward": 0.1}  # beside the paper's two
+_ALL_SITES = {"attention": 0.1, "feed_forward": 0.1}  # in addition to the paper's two sites
 _BIASES = {"attention_bias": True, "output_bias": True}
 _T2T_POSITIONS = {"position_layout": "split", "position_timescale": "m_minus_1"}
 _MARIAN = {"position_layout": "split", **_BIASES, "activation": "swish", "pad_id": 1, "bos_id": 1, "eos_id": 0}
-_FAIRSEQ = {  # in which BART was written
+_FAIRSEQ = {  # the toolkit in which BART was written
     "layer_norm_epsilon": 1e-5,
     "position_offset": 2,
     "attention_bias": True,
@@ -30,7 +31,7 @@ _BART = {
 }
 _PRE_NORM = {"norm_order": "pre", "final_norm": True}
 
-# Table 3 of the paper, one preset a row; the letter in the comment is the table's.
+# Table 3 of the paper, one preset per row. The letter in each comment is the letter of the row.
 TABLE_3: dict[str, dict[str, Any]] = {
     "paper_base": {},  # the defaults
     "paper_h1": {"num_heads": 1},  # A
@@ -54,10 +55,10 @@ TABLE_3: dict[str, dict[str, Any]] = {
     "paper_big": {"d_model": 1024, "d_ff": 4096, "num_heads": 16, "dropout": {"embedding": 0.3, "residual": 0.3}},
 }
 
-# What published code does. Each is compared with that code, or with a transcription of its formulas, in the tests.
+# Published implementations. The tests compare each preset with its code, or with a transcription of its formulas.
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
-    # tensor2tensor's first release (June 2017), the code nearest to the paper; its target-space embedding is left out.
-    # It zeroes the padding row on lookup only, so a checkpoint whose row is not zero has no exact equal here.
+    # The first release of tensor2tensor (June 2017), the code closest to the paper, without its target-space embedding.
+    # It zeroes the padding row only on lookup, so a checkpoint with a nonzero padding row has no exact equivalent here.
     "t2t_2017": {
         **_T2T_POSITIONS,
         "attention_bias": True,
@@ -65,7 +66,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         "eos_id": 1,
         "label_smoothing_kind": "off_target",
     },
-    # The Annotated Transformer (Harvard NLP, 2022): its prose is post-norm, its code is not.
+    # The Annotated Transformer (Harvard NLP, 2022). Its text describes post-norm, but its code is pre-norm.
     "annotated": {
         "norm_order": "pre",
         "final_norm": True,
@@ -78,7 +79,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         "eos_id": 1,
         "label_smoothing_kind": "off_target_and_pad",
     },
-    # torch.nn.Transformer's defaults: post-norm, and still a final norm. Embeddings and output are the user's.
+    # The defaults of torch.nn.Transformer: post-norm with a final norm. The user adds embeddings and output.
     "torch": {
         "final_norm": True,
         "layer_norm_epsilon": 1e-5,
@@ -86,36 +87,36 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         **_BIASES,
         "dropout": _ALL_SITES,
     },
-    # Hugging Face's MarianMTModel as the OPUS-MT checkpoints configure it; decoding starts with PAD.
+    # Hugging Face's MarianMTModel, as configured in the OPUS-MT checkpoints. Decoding starts with PAD.
     "marian": {**_MARIAN, "layer_norm_epsilon": 1e-5, "max_length": 512},
-    # Marian NMT, the C++ program that trains those checkpoints: other frequencies, other epsilon. Like tensor2tensor,
-    # it starts decoding from a zero vector: here, from a start symbol whose row of the table is zero.
+    # Marian NMT, the C++ program that trains these checkpoints, with different frequencies and a different epsilon.
+    # Like tensor2tensor, it starts decoding with a zero vector, which is a BOS token with a zero embedding here.
     "marian_cpp": {**_MARIAN, "position_timescale": "m_minus_1"},
-    # fairseq's `transformer` architecture: positions start behind the padding id; decoding starts with EOS.
+    # The `transformer` architecture of fairseq. Positions start after the padding ID. Decoding starts with EOS.
     "fairseq": {**_FAIRSEQ, **_T2T_POSITIONS, "tie_embeddings": "none"},
-    # What follows is as Hugging Face's classes of these names compute it, and as published checkpoints configure them.
-    # BART (Lewis et al., 2020): a norm on the embeddings, positions behind two rows that are never read; decoding
-    # starts with EOS.
+    # The following presets match Hugging Face's classes of the same names, as configured in published checkpoints.
+    # BART (Lewis et al., 2020): a layer norm after the embeddings, and two position vectors that are never read.
+    # Decoding starts with EOS.
     "bart": {**_BART, "scale_embedding": False, "dropout": _ALL_SITES},
-    # PLBART (Ahmad et al., 2021), of programs: scaled embeddings. Decoding starts with a language.
+    # PLBART (Ahmad et al., 2021), a BART for source code with scaled embeddings. Decoding starts with a language.
     "plbart": {**_BART, "dropout": {"attention": 0.1}, "bos_id": 0},
-    # mBART (Liu et al., 2020): BART with the norms in front. Decoding starts with EOS, then a language, or with that.
+    # mBART (Liu et al., 2020), a BART with pre-norm. Decoding starts with a language token, in some models after EOS.
     "mbart": {**_BART, **_PRE_NORM},
-    # M2M-100 (Fan et al., 2021), NLLB-200: fairseq with the norms in front; decoding starts with EOS, then a language.
+    # M2M-100 (Fan et al., 2021) and NLLB-200: fairseq with pre-norm. Decoding starts with EOS and a language token.
     "m2m_100": {**_FAIRSEQ, **_T2T_POSITIONS, **_PRE_NORM, "dropout": {"attention": 0.1}},
-    # PEGASUS (Zhang et al., 2020); decoding starts with PAD.
+    # PEGASUS (Zhang et al., 2020). Decoding starts with PAD.
     "pegasus": {
         **_PRE_NORM,
         **{"position_layout": "split", **_BIASES, "layer_norm_epsilon": 1e-5, "dropout": _ALL_SITES},
         **{"pad_id": 0, "bos_id": 0, "eos_id": 1},
     },
-    # Blenderbot (Roller et al., 2021), the large ones; decoding starts with BOS.
+    # The large Blenderbot models (Roller et al., 2021). Decoding starts with BOS.
     "blenderbot": {
         **_PRE_NORM,
         **{"position_encoding": "learned", "max_length": 128, **_BIASES, "layer_norm_epsilon": 1e-5},
         "activation": "gelu",
     },
-    # Flax's WMT example. It keeps its table sqrt(d_model) times larger and divides the logits instead.
+    # Flax's WMT example. Its embedding matrix is larger by a factor of sqrt(d_model), and it divides the logits.
     "flax_wmt": {
         "norm_order": "pre",
         "final_norm": True,
@@ -124,7 +125,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         "bos_id": 0,
         "label_smoothing_kind": "off_target",
     },
-    # keras_hub's TransformerEncoder and TransformerDecoder under its TokenAndPositionEmbedding.
+    # TransformerEncoder and TransformerDecoder of keras_hub, with its TokenAndPositionEmbedding.
     "keras_hub": {
         "layer_norm_epsilon": 1e-5,
         "position_encoding": "learned",

@@ -1,4 +1,4 @@
-"""What all searches have in common: their limits, how hypotheses of different lengths compare, and what they return."""
+"""Search settings, length penalties and search results, which all searches share."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from transformer_spec.shapes import Bool, Float, Int
 
 LENGTH_PENALTIES = ("gnmt", "power")
 
-OnStep = Callable[[ndarray], None]  # is shown the unfinished hypotheses after each step, [B, K, n]
+OnStep = Callable[[ndarray], None]  # called with the unfinished hypotheses [B, K, n]
 
 
 def check_start(start_id: Any, config: TransformerConfig) -> int:
-    """Return the first token that the decoder reads; None is BOS. TypeError or ValueError if it is no target token."""
+    """Return the first token that the decoder reads. None returns BOS. Raise an error if it is not a target token."""
     start_id = config.bos_id if start_id is None else check_integer("start_id", start_id, minimum=0)
     if start_id >= config.target_vocab_size:
-        raise ValueError(f"start_id must lie in [0, {config.target_vocab_size}): got {start_id}")
+        raise ValueError(f"start_id must be in [0, {config.target_vocab_size}): got {start_id}")
     return start_id
 
 
@@ -33,8 +33,8 @@ class Scores(NamedTuple):
     """The log-probabilities of given translations, in nats.
 
     Attributes:
-        sequences: The sum over the tokens of each translation; -inf for a row without tokens.
-        tokens: The log-probability of each token, given the source and the tokens before it; 0 at padding.
+        sequences: Sum over the tokens of each translation. -inf for a translation without tokens.
+        tokens: Log-probability of each token, given the source and the previous tokens. 0 at padding.
     """
 
     sequences: Any  # [B] or [B, N]
@@ -43,13 +43,13 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best hypotheses of each sentence, best first, or its samples, in the order in which they are drawn.
+    """The best hypotheses of each sequence, best first, or samples in the order in which they were drawn.
 
     Attributes:
-        nbest_ids: The tokens without the start symbol, up to and including ``eos_id``, padded with ``pad_id``. L is the
-            length of the longest hypothesis.
-        nbest_scores: What they are ranked by: the log-probability in nats, over the length penalty in beam search. -inf
-            where there are fewer hypotheses than were asked for. Of a sample, its log-probability in nats.
+        nbest_ids: Tokens of the hypotheses without BOS, up to and including ``eos_id``, padded with ``pad_id``. L is
+            the length of the longest hypothesis.
+        nbest_scores: Log-probability of each hypothesis in nats. After beam search, it is divided by the length
+            penalty. -inf if there are fewer hypotheses than requested.
     """
 
     nbest_ids: Int[ndarray, "B N L"]
@@ -57,74 +57,56 @@ class SearchResult:
 
     @property
     def ids(self) -> Int[ndarray, "B L"]:
-        """The tokens of the best hypotheses."""
+        """Tokens of the best hypothesis of each sequence."""
         return self.nbest_ids[:, 0]
 
     @property
     def scores(self) -> Float[ndarray, " B"]:
-        """The scores of the best hypotheses."""
+        """Score of the best hypothesis of each sequence."""
         return self.nbest_scores[:, 0]
 
     def cut_from(self, nbest_ids: Any, nbest_scores: Any) -> SearchResult:
-        """Return the same result in another type, from arrays that have it at the beginning of each axis."""
+        """Return slices of larger arrays ``nbest_ids`` and ``nbest_scores`` that have the size of this result."""
         batch, count, length = self.nbest_ids.shape
         return SearchResult(nbest_ids[:batch, :count, :length], nbest_scores[:batch, :count])
 
 
 class SearchPlan(NamedTuple):
-    """The arguments of a search, checked, and what follows from them.
+    """The validated settings of a search for a batch, and values derived from them."""
 
-    Attributes:
-        pad_id: Never generated; it fills the places behind a hypothesis.
-        eos_id: What ends a hypothesis.
-        start_id: What the decoder reads first.
-        min_length: The fewest tokens of a hypothesis, ``eos_id`` included.
-        limits: The most tokens of a hypothesis of each sentence, ``eos_id`` included.
-        penalties: What the log-probability of a hypothesis of n tokens is divided by, for n up to the capacity.
-        beam_size: How many unfinished hypotheses of each sentence are kept.
-        num_hypotheses: How many finished hypotheses of each sentence are returned.
-        pool_size: How many of them are kept.
-        rules: Which other program's search it is.
-        prefix: Tokens that the hypotheses of each sentence begin with, padded; () if there are none.
-        uniforms: Random numbers in [0, 1), one per token of each sample; () if the search draws no samples.
-        temperature: Divides the log-probabilities before a token is drawn.
-        top_k: Maximum number of tokens to draw from.
-        top_p: Draw from the likeliest tokens whose probabilities sum to at least this number.
-    """
-
-    pad_id: int
-    eos_id: int
-    start_id: int
-    min_length: int
-    limits: Any  # [B]; an array of NumPy as planned, and of the framework in its loop
-    penalties: Any  # [n]; likewise
-    beam_size: int
-    num_hypotheses: int
-    pool_size: int
+    pad_id: int  # never generated
+    eos_id: int  # ends a hypothesis
+    start_id: int  # first token that the decoder reads
+    min_length: int  # minimum number of tokens in a hypothesis, including EOS
+    limits: Any  # [B], maximum number of tokens, including EOS; a NumPy array, or the framework's after ``to``
+    penalties: Any  # [n], length penalty for each number of tokens; the same type
+    beam_size: int  # number of unfinished hypotheses per sequence
+    num_hypotheses: int  # number of finished hypotheses to return per sequence
+    pool_size: int  # number of finished hypotheses to store per sequence
     rules: SearchRules
-    prefix: Any = ()  # [B, capacity]; likewise
-    uniforms: Any = ()  # [B, K, capacity]; likewise
-    temperature: float = 1.0
-    top_k: int = LONGEST
-    top_p: float = math.inf
+    prefix: Any = ()  # [B, capacity], first tokens of the hypotheses, padded; () if there are none
+    uniforms: Any = ()  # [B, K, capacity], random numbers in [0, 1), one per token of each sample; () without sampling
+    temperature: float = 1.0  # divisor of the log-probabilities in sampling
+    top_k: int = LONGEST  # number of most likely tokens to draw from
+    top_p: float = math.inf  # minimum total probability of the most likely tokens to draw from
 
     @property
     def capacity(self) -> int:
-        """How many steps the longest hypothesis may take: as many target positions are read."""
+        """Maximum number of steps, which is also the number of target positions that the decoder reads."""
         return len(self.penalties) - 1
 
     @property
     def has_prefix(self) -> bool:
-        """Whether hypotheses begin with given tokens."""
+        """True if hypotheses start with given tokens."""
         return not isinstance(self.prefix, tuple)
 
     def of(self, sentences: Any) -> SearchPlan:
-        """Return the plan for some of the sentences, by their indices; one may occur several times."""
+        """Return the plan for the sequences with the given indices, which may repeat."""
         arrays = {name: getattr(self, name) for name in ("limits", "prefix", "uniforms")}
         return self._replace(**{name: array[sentences] for name, array in arrays.items() if len(array)})
 
     def to(self, integers: Callable[[ndarray], Any], floats: Callable[[ndarray], Any]) -> SearchPlan:
-        """Return the plan with its arrays in the framework's type."""
+        """Return the plan with its arrays converted by two functions, for integers and floats."""
         return self._replace(
             limits=integers(self.limits),
             penalties=floats(self.penalties),
@@ -133,7 +115,7 @@ class SearchPlan(NamedTuple):
         )
 
 
-LARGEST = {  # of the sizes of a search that a file asks for
+LARGEST = {  # maximum sizes of a search that is read from a file
     **{"beam_size": 1000, "num_hypotheses": 1000, "no_repeat_ngram_size": 1000},
     **{"max_length": 2**16, "min_length": 2**16, "max_length_extra": 2**16, "max_length_factor": 100},
 }
@@ -141,7 +123,30 @@ LARGEST = {  # of the sizes of a search that a file asks for
 
 @dataclass(frozen=True)
 class Search:
-    """How to search: the arguments of ``beam_search``, of ``sample`` (with a seed), or of ``greedy_search``."""
+    """Settings of a search: the arguments of ``beam_search``, ``greedy_search`` or ``sample``. Frozen.
+
+    If ``seed`` is set, the search samples. Otherwise, it is a beam search if ``beam_size`` is set, else a greedy
+    search.
+
+    Attributes:
+        beam_size: Number of unfinished hypotheses to keep per sequence. None disables beam search.
+        length_penalty: Exponent alpha of the length penalty. 0 ranks by log-probability, which favors short hypotheses.
+        max_length: Maximum number of tokens, including EOS. None uses the limit in ``rules``.
+        num_hypotheses: Number of hypotheses or samples to return per sequence, at most ``beam_size``.
+        length_penalty_kind: For n tokens, ``gnmt`` is ((5 + n) / 6)^alpha, and ``power`` is n^alpha.
+        min_length: Minimum number of tokens, including EOS.
+        start_id: First token that the decoder reads. None uses ``config.bos_id``.
+        rules: Rules of the search. The default is the paper's search.
+        prefix_ids: First tokens of the hypotheses of each sequence, without BOS, padded. None uses no prefix.
+        temperature: Divisor of the log-probabilities in sampling. Values below 1 favor likely tokens.
+        top_k: Number of most likely tokens to draw from. None uses all tokens.
+        top_p: Minimum total probability of the most likely tokens to draw from, after ``top_k``. None uses all tokens.
+        seed: Seed of the random numbers. None disables sampling.
+
+    Raises:
+        TypeError: If a field has the wrong type.
+        ValueError: If a field has an invalid value, or fields contradict each other.
+    """
 
     beam_size: int | None = None
     length_penalty: float = 0.6
@@ -151,20 +156,14 @@ class Search:
     min_length: int = 1
     start_id: int | None = None
     rules: SearchRules = field(default_factory=SearchRules)
-    prefix_ids: Any = None  # one row of ids per sentence, kept as tuples
+    prefix_ids: Any = None  # one row of IDs per sequence, stored as tuples
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no search.
-
-        Raises:
-            TypeError: A size or an id is no integer, or the rules are of another type.
-            ValueError: A size is below 1, an id or the penalty negative, the kind of penalty not known, or the settings
-                contradict each other.
-        """
+        """Validate all fields."""
         for name in ("beam_size", "max_length", "num_hypotheses", "min_length"):
             if getattr(self, name) is not None or name not in ("beam_size", "max_length"):
                 object.__setattr__(self, name, check_integer(name, getattr(self, name), minimum=1))
@@ -189,41 +188,45 @@ class Search:
         if self.prefix_ids is not None and self.rules.forced_ids:
             raise ValueError("either prefix_ids or forced_ids of the rules must be given: got both")
         if self.seed is not None and self.beam_size is not None:
-            raise ValueError(f"sampling keeps no beam: got seed {self.seed} and beam_size {self.beam_size}")
+            raise ValueError(f"sampling does not use a beam: got seed {self.seed} and beam_size {self.beam_size}")
         if self.seed is None and (self.temperature, self.top_k, self.top_p) != (1.0, None, None):
-            raise ValueError("temperature, top_k and top_p are of sampling, which needs a seed: got none")
+            raise ValueError("temperature, top_k and top_p require sampling: got no seed")
 
     @classmethod
     def preset(cls, name: str, rules: SearchRules | Mapping[str, Any] | None = None, **options: Any) -> Search:
-        """Return how a program searches, with its own length penalty, and lengths as it counts them.
+        """Return the search of a program, with its length penalty and its way of counting lengths.
 
         Args:
-            name: ``paper``, ``hf``, ``fairseq`` or ``marian``.
-            rules: What is otherwise than in ``SearchRules.preset``; or rules to take instead.
-            options: What is otherwise than by default.
+            name: ``paper``, ``hf`` (Hugging Face), ``fairseq`` or ``marian``.
+            rules: Fields that differ from ``SearchRules.preset``, or complete rules to use instead.
+            options: Fields that differ from the default.
 
         Raises:
-            TypeError: An option does not exist, or has the wrong type.
-            ValueError: The name is unknown, or an option makes no sense.
+            TypeError: If an option is unknown or has the wrong type.
+            ValueError: If the name is unknown, or an option has an invalid value.
         """
         usual: dict[str, Any] = {} if name == "paper" else {"length_penalty": 1.0, "length_penalty_kind": "power"}
-        if name == "fairseq":  # where an end symbol that stands alone is no hypothesis
+        if name == "fairseq":  # in which EOS is not a valid hypothesis by itself
             usual["min_length"] = 2
         if not isinstance(rules, SearchRules):
             rules = SearchRules.preset(name, **(rules or {}))
         return cls(**{**usual, **options}, rules=rules)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every option as plain values that JSON can hold."""
+        """Return all fields as a dict that can be converted to JSON."""
         return {**dataclasses.asdict(self), "rules": self.rules.to_dict()}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Search:
-        """Rebuild options from ``to_dict``, as a file may hold them; what is missing is as by default.
+        """Create a search from the result of ``to_dict``, for example from a file. Missing fields have their defaults.
+
+        Args:
+            fields: Fields by name.
 
         Raises:
-            TypeError: A field has the wrong type.
-            ValueError: A field is unknown, makes no sense, or asks for more memory than any search needs.
+            TypeError: If a field has the wrong type.
+            ValueError: If a field is unknown, has an invalid value, or would require more memory than any reasonable
+                search.
         """
         if not isinstance(fields, Mapping):
             raise TypeError(f"search options must be a mapping of field names: got {type(fields).__name__}")
@@ -237,7 +240,14 @@ class Search:
         return found
 
     def run(self, package: Any, model: Any, source_ids: Any, on_step: OnStep | None = None) -> SearchResult:
-        """Run this search in one of the four packages, which supplies the default values."""
+        """Run this search with one of the four packages.
+
+        Args:
+            package: Module of the package, such as ``reference_numpy``.
+            model: Model of this package.
+            source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
+            on_step: Function that is called after each step with the unfinished hypotheses [B, K, n], or None.
+        """
         usual = Search(beam_size=4)
         given = {name: value for name, value in vars(self).items() if value != getattr(usual, name)}
         if self.beam_size is not None:
@@ -250,14 +260,19 @@ class Search:
         return package.sample(model, source_ids, self.num_hypotheses, on_step=on_step, **of_sample)
 
     def of(self, sentence: int) -> Search:
-        """Return the search of one sentence of a batch; of samples, their random numbers are those of sentence 0."""
+        """Return the search for sequence ``sentence`` of a batch. Samples use the random numbers of sequence 0."""
         prefix_ids = None if self.prefix_ids is None else self.prefix_ids[sentence : sentence + 1]
         return dataclasses.replace(self, prefix_ids=prefix_ids)
 
     def plan(self, config: TransformerConfig, source_mask: Bool[ndarray, "B S"]) -> SearchPlan:
-        """Return the numbers that this search needs for some sentences; errors as in ``beam_search``."""
+        """Return the validated settings of this search for a batch. Raise the same errors as ``beam_search``.
+
+        Args:
+            config: Model configuration.
+            source_mask: True for source positions that contain a token.
+        """
         if config.eos_id == config.pad_id:
-            raise ValueError(f"a search needs an end symbol that is not padding: both are {config.eos_id}")
+            raise ValueError(f"eos_id must differ from pad_id in a search: both are {config.eos_id}")
         start_id = check_start(self.start_id, config)
         self.rules.check_ids(config)
         limits = self._limits(config, source_mask)
@@ -265,12 +280,12 @@ class Search:
             raise ValueError(f"min_length must be at most max_length: got {self.min_length} and {limits.min()}")
         rules = self.rules
         if rules.no_repeat_ngram_size > limits.max():
-            rules = dataclasses.replace(rules, no_repeat_ngram_size=0)  # no hypothesis has that many tokens
+            rules = dataclasses.replace(rules, no_repeat_ngram_size=0)  # no hypothesis is that long
         beam_size, num_hypotheses = (self.beam_size, self.num_hypotheses) if self.beam_size else (1, 1)
         uniforms: Any = ()
         if self.seed is not None:
             beam_size = num_hypotheses = self.num_hypotheses
-            # Each sample of each sentence has its own generator, so that no other sentence changes it.
+            # Each sample of each sequence has a separate generator, so it doesn't depend on other sequences.
             streams = [[self.seed, row, draw] for row in range(len(limits)) for draw in range(beam_size)]
             draws = [np.random.default_rng(stream).random(limits.max()) for stream in streams]
             uniforms = np.reshape(draws, [len(limits), beam_size, -1])
@@ -293,11 +308,11 @@ class Search:
         )
 
     def _prefix(self, config: TransformerConfig, limits: Int[ndarray, " B"]) -> Any:
-        """Return what the hypotheses of each sentence begin with [B, capacity], padded; () if nothing is given."""
+        """Return the first tokens of the hypotheses of each sequence [B, capacity], padded. () if there are none."""
         name = "forced_ids" if self.prefix_ids is None else "prefix_ids"
         rows = (self.rules.forced_ids,) * len(limits) if self.prefix_ids is None else self.prefix_ids
         if len(rows) != len(limits):
-            raise ValueError(f"prefix_ids must have one row per sentence: got {len(rows)} and {len(limits)} sentences")
+            raise ValueError(f"prefix_ids must have one row per sequence: got {len(rows)} and {len(limits)} sequences")
         prefix = np.full([len(limits), limits.max()], config.pad_id)
         for row, (tokens, limit) in enumerate(zip(rows, limits.tolist(), strict=True)):
             tokens = tokens[: max((n for n, token in enumerate(tokens, 1) if token != config.pad_id), default=0)]
@@ -308,7 +323,7 @@ class Search:
         return prefix if (prefix != config.pad_id).any() else ()
 
     def _limits(self, config: TransformerConfig, source_mask: Bool[ndarray, "B S"]) -> Int[ndarray, " B"]:
-        """Return the maximum length of each sentence's hypotheses."""
+        """Return the maximum length of the hypotheses of each sequence."""
         if self.max_length is None:
             limits = self.rules.max_lengths(source_mask.sum(1))
             if config.max_positions is not None:
@@ -321,45 +336,50 @@ class Search:
         return limits
 
     def _penalties(self, longest: int) -> Float[ndarray, " n"]:
-        """Return the length penalty of each number of tokens, from 0 to the maximum length."""
+        """Return the length penalty for each number of tokens from 0 to the maximum length."""
         if self.beam_size is None:
             return np.ones(longest + 1)
         lengths = np.arange(longest + 1, dtype=np.float64)
         penalties = length_penalty(lengths, self.length_penalty, self.length_penalty_kind)
-        penalties[0] = 1.0  # no hypothesis is that short
+        penalties[0] = 1.0  # no hypothesis has 0 tokens
         return penalties
 
     def limit(self, source_length: int, config: TransformerConfig) -> int:
-        """Return the most tokens of a hypothesis."""
+        """Return the maximum number of tokens in a hypothesis.
+
+        Args:
+            source_length: Number of source tokens.
+            config: Model configuration.
+        """
         limit = int(self.rules.max_lengths(source_length)) if self.max_length is None else self.max_length
         return min(limit, config.max_positions or limit)
 
     def penalty(self, length: int) -> float:
-        """Return what the log-probability of a hypothesis is divided by."""
+        """Return the length penalty for a hypothesis with ``length`` tokens."""
         if self.beam_size is None:
             return 1.0
         return float(length_penalty(length, self.length_penalty, self.length_penalty_kind))
 
 
 def _prefix_rows(rows: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the rows of ``prefix_ids`` [B, P] as tuples; they may be of different lengths."""
+    """Return the rows of ``prefix_ids`` [B, P] as tuples, which may have different lengths."""
     if not hasattr(rows, "__iter__"):
-        raise TypeError(f"prefix_ids must have one row of ids per sentence: got {rows!r}")
+        raise TypeError(f"prefix_ids must have one row of ids per sequence: got {rows!r}")
     rows = [np.asarray(row) if hasattr(row, "__array__") and not hasattr(row, "tolist") else row for row in rows]
     rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]
     if not all(isinstance(row, list | tuple) for row in rows):
-        raise TypeError("prefix_ids must have one row of ids per sentence: got a single row")
+        raise TypeError("prefix_ids must have one row of ids per sequence: got a single row")
     return tuple(tuple(check_integer("prefix_ids", token, minimum=0) for token in row) for row in rows)
 
 
 def length_penalty(length: Any, alpha: float, kind: str = "gnmt") -> Any:
-    """Return what the log-probability of a hypothesis is divided by, so that long ones can compete.
+    """Return the length penalty, by which the log-probability of a hypothesis is divided so that long ones can compete.
 
     Args:
-        length: How many tokens the hypothesis has, ``eos_id`` included; a number or an array.
-        alpha: 0 compares log-probabilities as they are; the paper uses 0.6.
-        kind: ``gnmt`` is ((5 + n) / 6)^alpha (Wu et al., 2016, equation 14; the paper); ``power`` is n^alpha (fairseq,
-            Hugging Face).
+        length: Number of tokens in the hypothesis, including EOS; a number or an array.
+        alpha: Exponent of the penalty. 0 gives no penalty, the paper uses 0.6.
+        kind: For n tokens, ``gnmt`` is ((5 + n) / 6)^alpha (Wu et al., 2016, equation 14; the paper), and ``power`` is
+            n^alpha (fairseq, Hugging Face).
     """
     return length**alpha if kind == "power" else ((5.0 + length) / 6.0) ** alpha
 
@@ -367,15 +387,11 @@ def length_penalty(length: Any, alpha: float, kind: str = "gnmt") -> Any:
 def search_result(
     nbest_ids: Int[ndarray, "B P capacity"], nbest_scores: Float[ndarray, "B P"], pad_id: int, num_hypotheses: int = 1
 ) -> SearchResult:
-    """Return the best that was found, without the columns that no hypothesis needs.
-
-    Raises:
-        ValueError: A sentence has no hypothesis, because the model computes NaN or infinity for it.
-    """
+    """Return the best hypotheses without unused columns. Raise a ValueError if the best score is NaN or infinite."""
     nbest_ids, nbest_scores = nbest_ids[:, :num_hypotheses], nbest_scores[:, :num_hypotheses]
     best = nbest_scores[:, 0]
     if not np.isfinite(best).all():
         sentence = int(np.flatnonzero(~np.isfinite(best))[0])
-        raise ValueError(f"a hypothesis must have a finite score: the best of sentence {sentence} has {best[sentence]}")
-    length = int((nbest_ids != pad_id).any((0, 1)).nonzero()[0].max()) + 1  # no hypothesis has padding inside
+        raise ValueError(f"a hypothesis must have a finite score: the best of sequence {sentence} has {best[sentence]}")
+    length = int((nbest_ids != pad_id).any((0, 1)).nonzero()[0].max()) + 1  # padding occurs only at the end
     return SearchResult(nbest_ids[:, :, :length], nbest_scores)

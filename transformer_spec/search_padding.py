@@ -1,4 +1,4 @@
-"""Padding of a search to a few sizes, for frameworks that compile a program for each size."""
+"""Padding of the inputs of a search to a few sizes, for frameworks that compile a program for each size."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ def pad_search(
     max_positions: int | None,
     round_up: Callable[[int], int],
 ) -> tuple[Int[ndarray, "rows room"], Bool[ndarray, "rows room"], SearchPlan]:
-    """Return source and plan with padding behind them, so that there are few sizes to compile for.
+    """Return source and plan with padding at the end, so that there are only a few sizes to compile for.
 
-    The batch is rounded up to a power of two, by sentences whose limit is 0; lengths as ``round_up`` says, at most to
-    ``max_positions``.
+    The batch size is rounded up to a power of two by adding sequences with a limit of 0. Lengths are rounded up by
+    ``round_up``, to at most ``max_positions``.
+
+    Args:
+        source_ids: Source token IDs.
+        source_mask: True for source positions that contain a token.
+        plan: Plan of the search.
+        max_positions: Maximum length of a sequence, or None if there is no limit.
+        round_up: Function that rounds up a length.
     """
     batch, length = source_ids.shape
     rows = (0, power_of_two(batch) - batch)
@@ -42,5 +49,5 @@ def pad_search(
 
 
 def power_of_two(number: int) -> int:
-    """Return the least power of two that is large enough."""
+    """Return the smallest power of two that is at least ``number``."""
     return 1 << (number - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Where published searches differ, and the rules of each."""
+"""The rules in which published searches differ, and presets for several programs."""
 
 from __future__ import annotations
 
@@ -20,30 +20,38 @@ LONGEST = 2**31 - 1  # maximum length in tokens; positions are int32
 
 @dataclass(frozen=True, kw_only=True)
 class SearchRules:
-    """Where published searches differ. The defaults are the paper's; ``preset`` has those of other programs.
+    """Rules in which published searches differ. Frozen; the constructor validates all fields.
 
-    Sources: the paper, section 6.1; Hugging Face ``generate`` (transformers 5); fairseq ``SequenceGenerator``; Marian
-    ``BeamSearch`` and ``History``.
+    The defaults are the paper's rules. ``preset`` returns the rules of other programs.
+
+    Sources: section 6.1 of the paper; ``generate`` of Hugging Face (transformers 5); ``SequenceGenerator`` of fairseq;
+    ``BeamSearch`` and ``History`` of Marian.
 
     Attributes:
-        stop: When the beam search of a sentence ends, at the latest where nothing is unfinished. ``attainable``: no
-            unfinished hypothesis could still enter the pool, even if all its further tokens were certain.
-            ``current``: none would enter it as long as it is now (Hugging Face, ``early_stopping=False``). ``first``:
-            the pool is full (fairseq; Hugging Face, ``early_stopping=True``).
-        pool: Which finished hypotheses are kept. ``num_hypotheses``: the best that are asked for. ``beam``: the best
+        stop: Condition that ends the beam search of a sequence, in addition to having no unfinished hypotheses.
+            ``attainable``: no unfinished hypothesis can enter the pool, even if all its further tokens are certain.
+            ``current``: no unfinished hypothesis would enter the pool at its current length (Hugging Face,
+            ``early_stopping=False``). ``first``: the pool is full (fairseq; Hugging Face, ``early_stopping=True``).
+        pool: Finished hypotheses to store. ``num_hypotheses``: the best ones, as many as requested. ``beam``: the best
             ``beam_size`` (Hugging Face). ``first``: the first ``beam_size`` (fairseq).
-        at_limit: How a hypothesis ends at its maximum length. ``cut``: with the token that is best there. ``forced``:
-            with the end symbol, as if it were certain (Hugging Face, ``forced_eos_token_id``). ``scored``: with the
-            end symbol and its own log-probability (fairseq).
-        beam_shrinks: Whether each finished hypothesis takes up a place of the beam for good (Marian). Then only the
-            places that are left are filled: an end outside them does not count.
-        forced_ids: What every hypothesis begins with, such as the language to translate into.
-        score_forced: Whether it counts with its own log-probability (fairseq), or with 0 (Hugging Face).
-        banned_ids: Tokens that are never generated, besides padding.
-        renormalize: Whether the probabilities of the tokens that are allowed are scaled to a sum of 1.
-        no_repeat_ngram_size: Of the n-grams that no hypothesis contains twice, its start symbol included; 0 is none.
-        max_length_factor: Where no maximum length is given, so much times the source length ...
-        max_length_extra: ... plus so much.
+        at_limit: Last token of a hypothesis at its maximum length. ``cut``: the best token. ``forced``: EOS, as if it
+            were certain (Hugging Face, ``forced_eos_token_id``). ``scored``: EOS with its own log-probability
+            (fairseq).
+        beam_shrinks: True if each finished hypothesis permanently occupies a place in the beam (Marian). Only the
+            remaining places are filled, and hypotheses that end outside of them are dropped.
+        forced_ids: First tokens of every hypothesis, such as the target language.
+        score_forced: True scores forced tokens with their log-probability (fairseq), False with 0 (Hugging Face).
+        banned_ids: Tokens that are never generated, in addition to padding.
+        renormalize: True rescales the probabilities of the allowed tokens to a sum of 1.
+        no_repeat_ngram_size: Size of the n-grams that a hypothesis must not repeat, including the start token. 0 allows
+            repetitions.
+        max_length_factor: If a search has no ``max_length``, the maximum is the source length times this factor, plus
+            ``max_length_extra``.
+        max_length_extra: Number of tokens to add to this product.
+
+    Raises:
+        TypeError: If a field has the wrong type.
+        ValueError: If a field has an invalid value, or fields contradict each other.
     """
 
     stop: str = "attainable"
@@ -56,15 +64,10 @@ class SearchRules:
     renormalize: bool = False
     no_repeat_ngram_size: int = 0
     max_length_factor: float = 1.0
-    max_length_extra: int = 50  # section 6.1: the longest translation is the input length + 50
+    max_length_extra: int = 50  # section 6.1: the maximum output length is the input length + 50
 
     def __post_init__(self) -> None:
-        """Refuse what is no rule.
-
-        Raises:
-            TypeError: A size or an id is no integer, the factor no number, or a switch no bool.
-            ValueError: A choice is unknown, a number is negative, or the rules contradict each other.
-        """
+        """Validate all fields."""
         for name, choices in (("stop", STOPS), ("pool", POOLS), ("at_limit", LIMITS)):
             check_choice(name, getattr(self, name), choices)
         for name in ("beam_shrinks", "score_forced", "renormalize"):
@@ -80,48 +83,60 @@ class SearchRules:
         factor = check_number("max_length_factor", self.max_length_factor, "at least 0", lambda number: number >= 0.0)
         object.__setattr__(self, "max_length_factor", factor)
         if self.beam_shrinks and self.pool == "num_hypotheses":
-            raise ValueError("a beam that shrinks needs a pool of its size: got pool 'num_hypotheses'")
+            raise ValueError("beam_shrinks requires pool 'beam' or 'first': got 'num_hypotheses'")
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> SearchRules:
-        """Return the rules of a program: ``paper``, ``hf``, ``fairseq`` or ``marian``.
+        """Return the rules of a program.
 
-        What a model's own settings add, such as the ids that are forced or banned, is given as overrides.
+        Args:
+            name: ``paper``, ``hf`` (Hugging Face), ``fairseq`` or ``marian``.
+            overrides: Fields to set, such as the forced or banned IDs from a model's generation settings.
 
         Raises:
-            TypeError: An override is no rule, or has the wrong type.
-            ValueError: The name is unknown, or an override makes no sense.
+            TypeError: If a field is unknown or has the wrong type.
+            ValueError: If the name is unknown, or a field has an invalid value.
         """
         check_choice("rules", name, tuple(SEARCH_PRESETS))
         return cls(**{**SEARCH_PRESETS[name], **overrides})
 
     def check_ids(self, config: TransformerConfig) -> None:
-        """Refuse ids that a model's vocabulary lacks, or that end or pad a sentence.
+        """Check the forced and banned IDs.
+
+        Args:
+            config: Model configuration.
 
         Raises:
-            ValueError: An id is outside the vocabulary, or is that of the end symbol or of padding.
+            ValueError: If an ID is outside the vocabulary, or is EOS or padding.
         """
         check_generated("forced_ids", self.forced_ids, config)
         check_generated("banned_ids", (token for token in self.banned_ids if token != config.pad_id), config)
 
     def max_lengths(self, source_lengths: Any) -> Any:
-        """Return the most tokens of a hypothesis, ``eos_id`` included, where no maximum length is given."""
-        beyond = 2 * LONGEST  # a search refuses it
+        """Return the maximum number of tokens, including EOS, for searches without ``max_length``.
+
+        Args:
+            source_lengths: Number of source tokens; a number or an array.
+        """
+        beyond = 2 * LONGEST  # a search raises an error
         factor = min(float(self.max_length_factor), float(beyond))
         multiplied = np.minimum(factor * np.asarray(source_lengths), beyond).astype(int)
         return np.maximum(multiplied + min(self.max_length_extra, beyond), 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every rule as plain values that JSON can hold."""
+        """Return all fields as a dict that can be converted to JSON."""
         return {**dataclasses.asdict(self), "forced_ids": list(self.forced_ids), "banned_ids": list(self.banned_ids)}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SearchRules:
-        """Rebuild rules from ``to_dict``; what is missing is as by default.
+        """Create rules from the result of ``to_dict``. Missing fields have their defaults.
+
+        Args:
+            fields: Fields by name.
 
         Raises:
-            TypeError: A field has the wrong type.
-            ValueError: A field is unknown, or makes no sense.
+            TypeError: If a field has the wrong type.
+            ValueError: If a field is unknown or has an invalid value.
         """
         if not isinstance(fields, Mapping):
             raise TypeError(f"rules must be a mapping of field names: got {type(fields).__name__}")
@@ -131,27 +146,27 @@ class SearchRules:
 
 
 def check_generated(name: str, tokens: Iterable[int], config: TransformerConfig) -> None:
-    """Refuse ids that no hypothesis holds before it ends.
+    """Check IDs that a hypothesis may contain before it ends.
 
     Raises:
-        ValueError: An id is outside the vocabulary, or is that of the end symbol or of padding.
+        ValueError: If an ID is outside the vocabulary, or is EOS or padding.
     """
     for token in tokens:
         if token >= config.target_vocab_size:
-            raise ValueError(f"{name} must lie in [0, {config.target_vocab_size}): got {token}")
+            raise ValueError(f"{name} must be in [0, {config.target_vocab_size}): got {token}")
         if token in (config.eos_id, config.pad_id):
-            raise ValueError(f"{name} must hold neither end symbol nor padding: got {token}")
+            raise ValueError(f"{name} must contain neither EOS nor padding: got {token}")
 
 
 SEARCH_PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     "hf": {"stop": "current", "pool": "beam"},
-    # Its limit is of 200 tokens and the end symbol.
+    # The limit is 200 tokens plus EOS.
     "fairseq": {
         **{"stop": "first", "pool": "first", "at_limit": "scored", "score_forced": True},
         **{"max_length_factor": 0.0, "max_length_extra": 201},
     },
-    # Of K places, each hypothesis that ends takes one: as many end as are kept.
+    # Each hypothesis that ends occupies one of the K places, so at most K end.
     "marian": {
         **{"stop": "first", "pool": "beam", "beam_shrinks": True, "score_forced": True},
         **{"max_length_factor": 3.0, "max_length_extra": 0},

@@ -1,6 +1,6 @@
-"""Shapes and kinds of arrays in annotations: ``Float[ndarray, "B S d_model"]``.
+"""Types of arrays with their shapes, for annotations such as ``Float[ndarray, "B S d_model"]``.
 
-They are jaxtyping's where code is checked; where it runs, only the type of the array is left.
+Type checkers use the types of jaxtyping. At run time, an annotation is only the type of the array.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Taps: named places where an intermediate value can be looked at, or replaced.
+"""Taps: named intermediate values that a callback can read or replace.
 
-A tap is a function ``tap(name, value) -> value``. The model writes ``scores = tap("scores", scores)`` and goes on
-with what comes back, so one mechanism records activations, replays a block on given inputs, and (by adding a zero
-and differentiating) yields the gradient at that place in any framework.
+A tap callback is a function ``tap(name, value) -> value``. The model calls ``scores = tap("scores", scores)`` and
+continues with the result. The same mechanism records activations, replays a block on given inputs, and yields the
+gradient at a tap (add a zero and differentiate with respect to it), in any framework.
 
-In training, the reference also shows what each dropout keeps: the name of the tap that is thinned out, and ``_keep``.
+In training, the reference also has a tap for each dropout mask, with the name of the tap before the dropout and the
+suffix ``_keep``.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ Tap = Callable[[str, Any], Any]
 
 
 def no_tap(name: str, value: Any) -> Any:
-    """Return the value untouched: no tap is asked for, so attention may take a fused kernel."""
+    """Return the value unchanged. With this default tap, attention may use a fused kernel.
+
+    Args:
+        name: Name of the tap.
+        value: Intermediate value.
+    """
     return value
 
 
 def checked(tap: Tap) -> Tap:
-    """Return a tap that raises TypeError if the given one returns no array of as many axes, such as None."""
+    """Return a tap that raises a TypeError if the given tap doesn't return an array with the same number of axes."""
     if tap is no_tap:
         return no_tap
     if not callable(tap):
@@ -40,33 +46,38 @@ def checked(tap: Tap) -> Tap:
 
 
 def within(tap: Tap, prefix: str) -> Tap:
-    """Return a tap for a sub-module, whose names then begin with the sub-module's path."""
+    """Return a tap for a submodule, which adds the path of the submodule to the names.
+
+    Args:
+        tap: Tap of the module.
+        prefix: Path of the submodule in the module.
+    """
     if tap is no_tap:
         return no_tap
     return lambda name, value: tap(f"{prefix}.{name}", value)
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern names a tap: one star is one part of its name, two are any number of parts."""
+    """Return whether a pattern matches a name. ``*`` matches one part of a name, ``**`` matches any number of parts."""
     return re.fullmatch(_as_regular_expression(pattern), name) is not None
 
 
 class Recorder(dict[str, Any]):
-    """A tap that keeps the values it is shown, by name, in the order they came.
+    """A tap that stores intermediate values by name, in the order in which the taps fire.
 
-    The output of every decoder layer, for auxiliary losses, and all attention weights of one call::
+    This example stores the output of every decoder layer and all attention weights of one call::
 
         seen = Recorder("decoder.layers.*.output", "**.weights")
         logits = model(source_ids, target_ids, tap=seen)
         seen["decoder.layers.0.output"]
 
-    Inside a compiled function, create it there and return ``dict(seen)``.
+    In a compiled function, create the recorder inside of the function and return ``dict(seen)``.
 
     Args:
-        patterns: Which names to keep: one star stands for one part of a name, two stand for any number of parts. No
-            pattern at all keeps everything.
-        replace: Values to put in place of what the model computed, by name.
-        keep_computed: Keep what the model computed, rather than its replacement.
+        patterns: Patterns of the names to store. ``*`` matches one part of a name, ``**`` matches any number of parts.
+            Without patterns, everything is stored.
+        replace: Values that replace the computed values, by name. None replaces nothing.
+        keep_computed: True stores the computed values instead of their replacements.
     """
 
     def __init__(self, *patterns: str, replace: Mapping[str, Any] | None = None, keep_computed: bool = False) -> None:
@@ -76,19 +87,25 @@ class Recorder(dict[str, Any]):
         self.replace = dict(replace or {})
 
     def __call__(self, name: str, value: Any) -> Any:
-        """Keep the value if its name matches, and return it or its replacement."""
+        """Store the value if its name matches, and return the value or its replacement.
+
+        Args:
+            name: Name of the tap.
+            value: Intermediate value.
+
+        Raises:
+            ValueError: If a value with this name is already stored.
+        """
         used = self.replace.get(name, value)
         if not self.patterns or any(pattern.fullmatch(name) for pattern in self.patterns):
             if name in self:
-                raise ValueError(f"tap {name} fired twice: use one Recorder for one call")
+                raise ValueError(f"tap {name} fired twice: use a new Recorder for each call")
             self[name] = value if self.keep_computed else used
         return used
 
     def __missing__(self, name: str) -> Any:
         similar = get_close_matches(str(name), self, cutoff=0.8) or [*self][:3]
-        raise KeyError(
-            f"{name} is none of the {len(self)} values that were kept" + f": {', '.join(similar)}" * bool(self)
-        )
+        raise KeyError(f"{name} is not among the {len(self)} stored values" + f": {', '.join(similar)}" * bool(self))
 
 
 def _as_regular_expression(pattern: str) -> str:

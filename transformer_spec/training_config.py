@@ -1,4 +1,4 @@
-"""How a model is trained: the settings, and what a run has to remember between two steps."""
+"""Settings for training, and the state of a training run between two steps."""
 
 from __future__ import annotations
 
@@ -14,26 +14,39 @@ from transformer_spec.checks import check_fields, check_integer, check_number
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """The optimizer and its schedule (Vaswani et al., 2017, section 5.3). Frozen; validates itself.
+    """Settings of the optimizer and the learning rate schedule (section 5.3). Frozen; the constructor validates them.
 
-    The defaults are the paper's. Dropout and label smoothing (section 5.4) belong to the model's config.
+    The defaults are the paper's settings. Dropout and label smoothing (section 5.4) are part of the model's config.
+
+    Attributes:
+        learning_rate_factor: Factor by which the learning rate of equation (3) is multiplied.
+        warmup_steps: Number of steps during which the learning rate increases.
+        total_steps: Number of steps in the run. It is required only for a cool-down.
+        cooldown_steps: Number of steps at the end of the run during which the learning rate decreases linearly.
+        beta1: Decay rate of Adam's first moment.
+        beta2: Decay rate of Adam's second moment.
+        epsilon: Number that Adam adds to the square root of the second moment.
+        clip_norm: Maximum norm of the gradient of all parameters. None disables clipping, as in the paper.
+        accumulation_steps: Number of micro-batches into which a batch is divided to save memory.
+        mixed_bfloat16: True computes in bfloat16, but stores weights and moments in float32.
+        activation_checkpointing: True stores only the inputs of each layer and recomputes the layer in the backward
+            pass, to save memory.
 
     Raises:
-        TypeError: A field has the wrong type.
-        ValueError: A field's value, or a combination of fields, makes no sense.
+        TypeError: If a field has the wrong type.
+        ValueError: If a field has an invalid value, or fields contradict each other.
     """
 
-    learning_rate_factor: float = 1.0  # times equation (3)
+    learning_rate_factor: float = 1.0  # factor of equation (3)
     warmup_steps: int = 4000
-    total_steps: int | None = None  # needed for a cool-down only
-    cooldown_steps: int = 0  # the last steps of the total, over which the learning rate falls linearly towards zero
+    total_steps: int | None = None  # required only for a cool-down
+    cooldown_steps: int = 0  # at the end of the run
     beta1: float = 0.9
     beta2: float = 0.98
     epsilon: float = 1e-9
-    clip_norm: float | None = None  # the largest norm of the whole gradient; the paper does not clip
-    accumulation_steps: int = 1  # slices of a batch that are computed one after another, to save memory
-    mixed_bfloat16: bool = False  # compute in bfloat16, keep weights and moments in float32
-    # Keep only each layer's input, and compute the rest of a layer again in the backward pass, to save memory.
+    clip_norm: float | None = None  # the paper doesn't clip gradients
+    accumulation_steps: int = 1  # number of micro-batches
+    mixed_bfloat16: bool = False  # weights and moments stay in float32
     activation_checkpointing: bool = False
 
     def __post_init__(self) -> None:
@@ -54,17 +67,21 @@ class TrainingConfig:
             )
 
     def _check(self, name: str, check: Callable[..., Any], *needed: Any) -> None:
-        """Check a field, and keep it as Python's own number, which JSON can hold."""
+        """Check a field and convert it to a Python number, which can be converted to JSON."""
         value = getattr(self, name)
         if value is not None or name not in ("total_steps", "clip_norm"):
             object.__setattr__(self, name, check(name, value, *needed))
 
     def learning_rate(self, step: int, d_model: int) -> float:
-        """Return the learning rate of a step, counted from 1.
+        """Return the learning rate of a step.
 
-        Equation (3): ``d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5)``, times the factor. The cool-down
-        starts from the rate of the step before it and falls on a straight line that would reach zero one step after
-        the last.
+        Equation (3): ``d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5)``, multiplied by
+        ``learning_rate_factor``. The cool-down starts from the learning rate of the step before it and decreases
+        linearly. It would reach zero one step after the last step.
+
+        Args:
+            step: Number of the step, counted from 1.
+            d_model: Size of the model's embeddings.
         """
         cooling, held = 1.0, step
         if self.total_steps is not None and self.cooldown_steps and step > self.total_steps - self.cooldown_steps:
@@ -74,20 +91,27 @@ class TrainingConfig:
         return self.learning_rate_factor * d_model**-0.5 * rate * cooling
 
     def bias_corrections(self, step: int) -> tuple[float, float]:
-        """Return what Adam divides the two moments by in a step, counted from 1: ``1 - beta^step``."""
+        """Return the numbers by which Adam divides the two moments: ``1 - beta1^step`` and ``1 - beta2^step``.
+
+        Args:
+            step: Number of the step, counted from 1.
+        """
         return 1.0 - self.beta1**step, 1.0 - self.beta2**step
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field as plain values that JSON can hold."""
+        """Return all fields as a dict that can be converted to JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> TrainingConfig:
-        """Rebuild settings from ``to_dict``.
+        """Create settings from the result of ``to_dict``.
+
+        Args:
+            fields: All fields by name.
 
         Raises:
-            TypeError: A field has the wrong type.
-            ValueError: A field is missing or unknown, or its value makes no sense.
+            TypeError: If a field has the wrong type.
+            ValueError: If a field is missing or unknown, has an invalid value, or contradicts other fields.
         """
         if not isinstance(fields, Mapping):
             raise TypeError(f"training settings must be a mapping of field names: got {type(fields).__name__}")
@@ -97,28 +121,49 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a run has to remember between two steps, beside the weights: the same in every framework."""
+    """The state of a training run between two steps, except weights and settings. All frameworks use the same state.
 
-    step: int  # steps taken
-    seed: int  # the dropout of step n is drawn from (seed, n) alone, so that no generator has to be saved
-    first_moment: dict[str, ndarray]  # Adam's m, by the canonical name of the parameter
-    second_moment: dict[str, ndarray]  # Adam's v
+    Attributes:
+        step: Number of steps taken so far.
+        seed: Seed of the dropout. The dropout of step n depends only on (seed, n), so no random generator has to be
+            saved.
+        first_moment: First moment of Adam, by parameter name.
+        second_moment: Second moment of Adam, by parameter name.
+    """
+
+    step: int  # number of steps taken
+    seed: int  # seed of the dropout
+    first_moment: dict[str, ndarray]  # Adam's m, by parameter name
+    second_moment: dict[str, ndarray]  # Adam's v, by parameter name
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one training step reports; each a scalar of the framework, not yet waited for where that is possible."""
+    """The result of a training step, as scalars of the framework, which may be computed asynchronously.
 
-    loss: Any  # label-smoothed cross-entropy per target token, in nats, before the update
-    tokens: Any  # target tokens that are not padding
-    gradient_norm: Any  # of the whole gradient, before clipping
+    Attributes:
+        loss: Label-smoothed cross-entropy per target token before the update, in nats.
+        tokens: Number of target tokens in the batch, without padding.
+        gradient_norm: Norm of the gradient of all parameters, before clipping.
+    """
+
+    loss: Any  # per target token, in nats, before the update
+    tokens: Any  # number of target tokens without padding
+    gradient_norm: Any  # global norm before clipping
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """The loss of a batch, and what every parameter and every tap contributes to it."""
+    """The loss of a batch and its gradients.
+
+    Attributes:
+        loss: Label-smoothed cross-entropy per target token, in nats.
+        parameters: Gradient at each parameter, by canonical name.
+        taps: Gradient at each tap by name, in the order in which the taps fire.
+        frozen: Names of the frozen parameters, which have no gradient.
+    """
 
     loss: float
     parameters: dict[str, ndarray]  # by canonical name
-    taps: dict[str, ndarray] = dataclasses.field(default_factory=dict)  # in the order the taps fire
-    frozen: tuple[str, ...] = ()  # the parameters that the framework was told not to train, and that have no gradient
+    taps: dict[str, ndarray] = dataclasses.field(default_factory=dict)  # in the order in which the taps fire
+    frozen: tuple[str, ...] = ()  # names of the frozen parameters

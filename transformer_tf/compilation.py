@@ -31,7 +31,7 @@ def check_call(name: str, model: Any) -> None:
     """Raise a TypeError unless the model is a ``Transformer``, and a RuntimeError in a ``tf.function``."""
     check_type("model", model, Transformer)
     if not tf.executing_eagerly():
-        raise RuntimeError(f"{name} needs values: call it outside of tf.function")
+        raise RuntimeError(f"{name} must be called outside of tf.function")
 
 
 def padded(

@@ -177,6 +177,9 @@ class Part(Configured, keras.Model):
     def load_own_variables(self, store: Any) -> None:
         """Load variables from a Keras file.
 
+        Args:
+            store: Contents of the file, as Keras passes them.
+
         Raises:
             ValueError: If the file has more layers than the model, which Keras would silently skip.
         """

@@ -38,6 +38,9 @@ def get_weights(model: Model) -> dict[str, ndarray]:
 
     If LoRA is enabled for a layer, its update is added to the kernel.
 
+    Args:
+        model: Model to read.
+
     Raises:
         ValueError: If a layer was replaced or quantized, or a trainable parameter has no canonical name.
     """

@@ -21,7 +21,7 @@ from transformer_torch.layers import LayerNorm
 from transformer_torch.runtime import dtype_name
 
 TORCH_NAMES = {"kernel": "weight", "scale": "weight", "bias": "bias", "table": "weight"}
-REMEDY = "merge adapters first, for example with peft's merge_and_unload(), and export weights before quantization"
+REMEDY = "merge adapters first, for example with peft's merge_and_unload(), and export weights before you quantize"
 OWN_LAYERS = (nn.Linear, TokenEmbedding, LearnedPosition, LayerNorm, TiedProjection)
 
 
@@ -44,6 +44,9 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
 def get_weights(model: Model) -> dict[str, ndarray]:
     """Return a copy of every parameter of a model in the model's dtype, by canonical name.
+
+    Args:
+        model: Model to read.
 
     Raises:
         ValueError: If a layer was replaced by a layer that computes with additional parameters, such as an adapter, or

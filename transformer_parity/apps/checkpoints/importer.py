@@ -110,7 +110,7 @@ def check_search(search: Search, config: TransformerConfig) -> None:
     named = {"start_id": start, "forced_ids": search.rules.forced_ids, "banned_ids": search.rules.banned_ids}
     for name, ids in named.items():
         if max(ids, default=0) >= config.target_vocab_size:
-            raise ValueError(f"{name} must lie in [0, {config.target_vocab_size}): got {max(ids)}")
+            raise ValueError(f"{name} must be in [0, {config.target_vocab_size}): got {max(ids)}")
 
 
 def check_asked(path: Path, name: str, options: ReadOptions) -> None:
