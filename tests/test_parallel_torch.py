@@ -282,9 +282,9 @@ REFUSALS = {
     "no metadata": (OSError, "metadata"),
     "a negative step": (ValueError, "run.safetensors is not a usable .*: step must be at least 0: got -1"),
     "no parts": (OSError, "cannot read .*run: process 0: .*__0_0.distcp"),
-    "another model": (ValueError, r"must contain source_embedding.weight as float64 \[37, 32\]: got float64 \[40, 32\]"),
-    "another dtype": (ValueError, r"must contain source_embedding.weight as float32 \[40, 32\]: got float64 \[40, 32\]"),
-    "parts of another model": (ValueError, "must contain target_embedding.weight as float64 .*: got nothing"),
+    "another model": (ValueError, r"contain source_embedding.weight as float64 \[37, 32\]: got float64 \[40, 32\]"),
+    "another dtype": (ValueError, r"contain source_embedding.weight as float32 \[40, 32\]: got float64 \[40, 32\]"),
+    "parts of another model": (ValueError, "contain target_embedding.weight as float64 .*: got nothing"),
 }
 
 
