@@ -25,7 +25,7 @@ from transformer_parity.transformer.diagnose.weight_audit import (
     audit,
     summary,
 )
-from transformer_parity.transformer.mistakes.catalogue import FORWARD, STRUCTURE
+from transformer_parity.transformer.mistakes.catalog import FORWARD, STRUCTURE
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort, Port, find

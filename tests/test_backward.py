@@ -263,7 +263,7 @@ def test_dropout_shows_what_it_keeps(site):
 @pytest.mark.parametrize("case", ["paper_base", "annotated"])
 def test_no_label_at_all(case):
     model = tiny_model(case)
-    result = ref.gradients(model, *tiny_batch(model.config, labelled=False))
+    result = ref.gradients(model, *tiny_batch(model.config, labeled=False))
     assert result.loss == 0.0
     assert not any(gradient.any() for gradient in everything(result).values())
 

@@ -171,8 +171,8 @@ def test_our_compiled_form_in_tensorflow_is_compiled(tmp_path, monkeypatch):
 def test_a_bar_of_ours_is_known_by_the_first_word_of_its_name():
     entries = [Entry(name, seconds=[1.0]) for name in ("torch compiled", "torch data=2", "torch.nn compiled")]
     (axes,) = draw_times("title", "details", entries, "machine").axes
-    colours = [bar.get_facecolor() for bar in axes.patches]
-    assert colours[0] == colours[1] != colours[2]
+    colors = [bar.get_facecolor() for bar in axes.patches]
+    assert colors[0] == colors[1] != colors[2]
 
 
 @pytest.mark.extended("timed steps")

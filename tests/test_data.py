@@ -184,7 +184,7 @@ def test_the_words_of_a_language_are_all_different():
 def test_every_string_has_one_right_answer(dates, held_out_dates):
     answers = {}
     for source, target in dates + held_out_dates:
-        plain = "".join(source.casefold().split())  # as much as any normalisation could take away
+        plain = "".join(source.casefold().split())  # as much as any normalization could take away
         assert answers.setdefault(plain, target) == target, source
 
 

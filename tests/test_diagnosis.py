@@ -17,7 +17,7 @@ from transformer_parity.transformer.diagnose.files import investigate_files
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, hypotheses
 from transformer_parity.transformer.diagnose.hypotheses.places import Place
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH
-from transformer_parity.transformer.mistakes.catalogue import FORWARD
+from transformer_parity.transformer.mistakes.catalog import FORWARD
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.mistakes.other_optimizers import MATRICES, decoupled
 from transformer_parity.transformer.stages.padding import Read

@@ -224,7 +224,7 @@ def assert_unrelated(what: str, rate: float, first: ndarray, second: ndarray) ->
     """Fail unless two masks agree as often as two that are drawn apart, to five standard deviations."""
     both = ~np.isnan(first) & ~np.isnan(second)
     by_chance = rate**2 + (1.0 - rate) ** 2
-    # Neighbours share a mask, and with it some of their luck: at most three times the variance.
+    # Neighbors share a mask, and with it some of their luck: at most three times the variance.
     allowed = 5.0 * np.sqrt(3.0 * by_chance * (1.0 - by_chance) / both.sum())
     agreement = ((first > 0.5) == (second > 0.5))[both].mean()
     assert abs(agreement - by_chance) < allowed, f"{what}: {agreement:.2f} agree, and by chance {by_chance:.2f} would"

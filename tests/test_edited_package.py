@@ -15,7 +15,7 @@ from misbehaviour import MISBEHAVIOUR
 
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.mistakes import optimizer, precision
-from transformer_parity.transformer.mistakes.catalogue import (
+from transformer_parity.transformer.mistakes.catalog import (
     BACKWARD_BLOCKS,
     BACKWARD_PATHS,
     EVERYWHERE,
@@ -33,7 +33,7 @@ from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.selftest.planted_ports import planted
 
 CASES = {case.name: case for case in standard_cases()}
-CATALOGUE = [mistake for part in parts().values() for mistake in part]
+CATALOG = [mistake for part in parts().values() for mistake in part]
 UNPLANTED_ANYWHERE = [
     *EVERYWHERE,
     *UNPLANTED,
@@ -43,7 +43,7 @@ UNPLANTED_ANYWHERE = [
     *STEP_VARIANTS,
     *UNPLANTED_SEARCH,
 ]
-EVERY = [*CATALOGUE, *UNPLANTED_ANYWHERE, STALE, *precision.CONTROLS, *optimizer.CONTROLS]
+EVERY = [*CATALOG, *UNPLANTED_ANYWHERE, STALE, *precision.CONTROLS, *optimizer.CONTROLS]
 UNSCALED = Mistake("unscaled", "", instead("attention", "math.sqrt(d_k)", "1.0"))
 SQUARED = Mistake("squared", "", instead("attention", "math.sqrt(d_k)", "d_k"))
 IN_TRAINING = Mistake("training", "", instead("training", "self.settings = settings\n", "self.settings = None\n"))

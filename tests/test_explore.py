@@ -29,7 +29,7 @@ from transformer_parity.plugin import Port
 from transformer_parity.transformer.explore.page import Scale, page
 from transformer_parity.transformer.explore.recording import Recorded, Recording, record
 from transformer_parity.transformer.explore.view import MOST_CHANNELS, view
-from transformer_parity.transformer.mistakes.catalogue import FORWARD, cases
+from transformer_parity.transformer.mistakes.catalog import FORWARD, cases
 from transformer_parity.transformer.mistakes.mistake import FOUR
 from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
 from transformer_parity.transformer.selftest.planted_ports import planted
@@ -296,15 +296,15 @@ def test_the_scale_is_logarithmic():
     assert [scale(value) for value in (0.0, 1e-8, 1e-4, 1.0, "inf", "nan")] == [0.0, 4.0, 50.0, 96.0, 100.0, 100.0]
 
 
-def luminance(colour: str) -> float:
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+def luminance(color: str) -> float:
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
 @pytest.mark.parametrize("behind", ["page", "panel"])
-def test_colours_have_contrast(scheme, behind):
+def test_colors_have_contrast(scheme, behind):
     """WCAG 2.2 AA: text 4.5 to 1, marks 3 to 1."""
 
     def contrast(name):

@@ -45,7 +45,7 @@ def test_the_lines_that_run_a_block_alone_can_be_copied_from_a_narrow_terminal(o
     report = FailureReport("it", "float64", CASE.name, CASE.stage, None, Diagnosis("so", "likely"), folder=folder)
     text = printed(report, **options)
     code = text.partition("To rerun only this block:")[2].partition("\n")[2]
-    assert "\x1b" not in code  # no colour, which a light terminal may not show
+    assert "\x1b" not in code  # no color, which a light terminal may not show
     said = io.StringIO()
     with redirect_stdout(said):
         exec(code, {})

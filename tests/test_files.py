@@ -320,7 +320,7 @@ def test_folder_is_synced_after_the_file_is_in_place(path, config, monkeypatch):
 # What travels beside the weights
 
 FILES = VocabularyFiles("marian", {"source.spm": bytes(range(256)), "vocab.json": b"{}", "empty.txt": b""})
-NOTES = {"search": {"beam_size": 4, "rules": {"banned_ids": [7], "factor": 0.1}}, "origin": {"licence": "CC-BY 4.0 ©"}}
+NOTES = {"search": {"beam_size": 4, "rules": {"banned_ids": [7], "factor": 0.1}}, "origin": {"license": "CC-BY 4.0 ©"}}
 
 
 def test_vocabularies_of_other_kinds_and_notes_come_back(path, config):
@@ -386,7 +386,7 @@ def test_flipped_bits_of_notes_and_vocabularies_are_noticed(path, config):
         ),
         ({"notes": {"search": {1: 2}}}, ValueError, r"^search\[1\] must be made of dicts with string keys, "),
         ({"notes": {"origin": {"x": "x" * 2**20}}}, ValueError, "origin must be at most 1,048,576 bytes of JSON: got"),
-        ({"notes": {"licence": {}}}, ValueError, "note must be one of search, origin: got 'licence'"),
+        ({"notes": {"license": {}}}, ValueError, "note must be one of search, origin: got 'license'"),
         ({"vocabulary": VocabularyFiles("a.b", {"x": b""})}, ValueError, "an identifier as its kind: got 'a.b'"),
         ({"vocabulary": VocabularyFiles("marian", {})}, ValueError, "files and an identifier as its kind"),
         (

@@ -185,7 +185,7 @@ def test_a_weight_file_is_described(capsys):
 
 def test_what_was_imported_says_where_from(capsys, tmp_path):
     config = tiny_config(norm_order="pre", final_norm=True)
-    origin = Origin(format="hf", family="marian\x1b[31m", preset="paper_base", files={"a.bin": "12ab"}, licence="MIT")
+    origin = Origin(format="hf", family="marian\x1b[31m", preset="paper_base", files={"a.bin": "12ab"}, license="MIT")
     search = Search(beam_size=6, max_length=512)
     model = Imported(config=config, weights=random_weights(config), vocabulary=None, search=search, origin=origin)
     save(tmp_path / "a", model, "float16")

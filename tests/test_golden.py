@@ -169,7 +169,7 @@ def put(name, make):
     ],
 )
 def test_a_changed_tensor_is_named(truth, copy, capsys, tmp_path, monkeypatch, case, dtype, name, change, code, says):
-    monkeypatch.setattr(diagnosis, "_search", lambda *args, **options: ([], []))  # no mistake is in the catalogue
+    monkeypatch.setattr(diagnosis, "_search", lambda *args, **options: ([], []))  # no mistake is in the catalog
     edit(copy, case, dtype, change)
     result = tmp_path / "result.json"
     assert compare(truth, copy, "--stage", stage_of(case), "--json", result) == code

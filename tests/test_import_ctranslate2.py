@@ -58,7 +58,7 @@ def read(path):
 
 def test_what_is_written_comes_back(model, tmp_path):
     ctranslate2.write(model, tmp_path / "one")
-    assert ctranslate2.recognises(tmp_path / "one")
+    assert ctranslate2.recognizes(tmp_path / "one")
     again = read(tmp_path / "one")
     size = model.config.target_vocab_size
     assert relative_error(logits(again)[..., :size], logits(model)) <= 1e-12
@@ -95,8 +95,8 @@ def test_ctranslate2_says_what_we_say(model, tmp_path):
     expected = np.take_along_axis(computed, wanted[..., None], axis=-1)[..., 0]
     found = np.array([one.log_probs for one in scored])
     assert np.abs(found - expected).max() <= 2e-5
-    neighbours = {"layer_norm_epsilon": 1e-2}, {"scale_embedding": not config.scale_embedding}
-    for change in neighbours:
+    neighbors = {"layer_norm_epsilon": 1e-2}, {"scale_embedding": not config.scale_embedding}
+    for change in neighbors:
         inputs = source, np.concatenate([start, target], axis=1)
         other = log_softmax(logits_of(config.replace(**change), model.weights, *inputs))
         assert np.abs(found - np.take_along_axis(other, wanted[..., None], axis=-1)[..., 0]).max() > 1e-3

@@ -152,7 +152,7 @@ def test_logits_are_those_of_its_ports(make, tmp_path):
     model, state = randomized(make)
     path = save(tmp_path / "model.pt", state, MODELS[make])
     imported = read(path)
-    assert fairseq.recognises(path)
+    assert fairseq.recognizes(path)
     assert imported.notes == ()
     assert imported.config.tie_embeddings == ("none" if make is fsmt else "all")
     assert imported.search == Search.preset("fairseq", beam_size=5)
@@ -265,7 +265,7 @@ def test_wrong_tensors_are_refused_by_their_own_names(edit, message, tmp_path):
 def test_what_is_no_checkpoint_is_refused(tmp_path):
     path = tmp_path / "model.pt"
     torch.save({"a": torch.ones(2)}, path)
-    assert not fairseq.recognises(path)
+    assert not fairseq.recognizes(path)
     with pytest.raises(ValueError, match="must be a dict with 'model' and its options"):
         read(path)
     torch.save({"model": {"a": torch.ones(2)}}, path)

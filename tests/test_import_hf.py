@@ -119,7 +119,7 @@ AXES = {
 
 
 @pytest.mark.parametrize("form", first_alone(FORMS[:8], "formats"), ids=str)
-def test_a_neighbouring_convention_is_another_model(tmp_path, form):
+def test_a_neighboring_convention_is_another_model(tmp_path, form):
     model = saved(form, tmp_path / "model")
     imported = import_checkpoint(tmp_path / "model")
     config, (_, exact) = imported.config, theirs_of(model, imported.config)
@@ -210,13 +210,13 @@ def test_a_folder_without_its_output_layer_and_without_a_bias(tmp_path):
     assert not bare.weights["output_proj.bias"].any()
 
 
-def test_the_licence_and_what_was_read_are_remembered(folder, tmp_path):
+def test_the_license_and_what_was_read_are_remembered(folder, tmp_path):
     (folder / "README.md").write_text("---\nlanguage: en\nlicense: cc-by-4.0\n---\nlicense: not this\n")
     found = import_checkpoint(folder)
     save(tmp_path / "ours.safetensors", found)
     origin = load(tmp_path / "ours.safetensors").origin
     assert origin == found.origin
-    assert (origin.format, origin.family, origin.preset, origin.licence) == ("hf", "marian", "marian", "cc-by-4.0")
+    assert (origin.format, origin.family, origin.preset, origin.license) == ("hf", "marian", "marian", "cc-by-4.0")
     assert set(origin.files) >= {"config.json", "generation_config.json", "model.safetensors"}
 
 

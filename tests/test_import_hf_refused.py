@@ -151,7 +151,7 @@ def test_a_readme_of_empty_lines_takes_no_time(folder):
     for text in ("---" + "\n" * 3_000_000, "---\n" + "\n--" * 1_000_000):
         (folder / "README.md").write_text(text)
         start = time.process_time()
-        assert import_checkpoint(folder).origin.licence is None
+        assert import_checkpoint(folder).origin.license is None
         assert time.process_time() - start < 20.0  # a search that is quadratic takes hours
 
 

@@ -82,7 +82,7 @@ def test_logits_are_keras(port, options, ids, tmp_path):
         "not in the file, so your values are used: pad_id 0, bos_id 1, eos_id 2. "
         "Comparing backends does not detect a wrong value",
     )
-    assert reader.recognises(tmp_path / "model.keras")
+    assert reader.recognizes(tmp_path / "model.keras")
     said = {name: getattr(imported.config, name) for name in POST}
     alone = read(tmp_path / "model.weights.h5", **said)
     assert alone.config == imported.config

@@ -151,7 +151,7 @@ def test_the_program_is_the_transcription_that_proves_the_preset(save):
     [{"position_timescale": "m"}, {"layer_norm_epsilon": 1e-5}, {"scale_embedding": False}, {"position_offset": 1}],
     ids=lambda change: next(iter(change)),
 )
-def test_neighbouring_conventions_differ(save, change):
+def test_neighboring_conventions_differ(save, change):
     """The first two are what Hugging Face's converter makes of such a file."""
     path = save()
     imported = read(path)

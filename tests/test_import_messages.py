@@ -116,10 +116,10 @@ def test_the_prefix_of_torch_is_found_by_the_names(prefix, here):
 def test_the_annotated_transformer_may_have_a_prefix(tmp_path):
     _, read = annotated_file(tmp_path, lambda s: {f"module.{name}": one for name, one in s.items()}, num_heads=3)
     assert read().config.num_encoder_layers == 2
-    assert importer.recognised(tmp_path / "model.pt") == "annotated"
+    assert importer.recognized(tmp_path / "model.pt") == "annotated"
 
 
-def test_what_is_not_recognised_says_what_it_is(here, capsys):
+def test_what_is_not_recognized_says_what_it_is(here, capsys):
     def said(path, *options):
         code, out, err = parity(capsys, "import", path, *options)
         assert (code, out) == (3, "")

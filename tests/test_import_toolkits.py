@@ -82,7 +82,7 @@ CONFIGS = {
 def test_logits_are_those_of_the_toolkit(name, tmp_path):
     save, module = SAVED[name.partition("-")[0]]
     held, path = save(tmp_path, name)
-    assert module.recognises(path)
+    assert module.recognizes(path)
     imported = module.read(path, ReadOptions())
     others = [{"layer_norm_epsilon": 1e-5}, {"position_timescale": "m_minus_1"}, {"position_layout": "split"}]
     others += [{"position_offset": 1}, {"scale_embedding": False}, {"activation": "swish"}]

@@ -240,7 +240,7 @@ def annotated_file(folder, edit=lambda state: state, **options):
 def test_the_annotated_transformer(tmp_path):
     model, read = annotated_file(tmp_path, num_heads=3)
     imported = read()
-    assert annotated.recognises(tmp_path / "model.pt")
+    assert annotated.recognizes(tmp_path / "model.pt")
     source, target = ids()
     source, target = np.where(source == 0, 2, source + 0), target  # its padding is 2
     masks = (torch.tensor(source) != 2)[:, None], torch.ones(1, 5, 5).tril() > 0

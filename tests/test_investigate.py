@@ -30,7 +30,7 @@ from transformer_parity.transformer.diagnose.hypotheses import hypothesis as hyp
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, content, hypotheses
 from transformer_parity.transformer.diagnose.investigate import Investigation
 from transformer_parity.transformer.explore.view import view_of_case
-from transformer_parity.transformer.mistakes.catalogue import FORWARD, TRAINING
+from transformer_parity.transformer.mistakes.catalog import FORWARD, TRAINING
 from transformer_parity.transformer.mistakes.mistake import Mistake, instead, together
 from transformer_parity.transformer.ports.protocol import Placement, Placements, Result
 from transformer_parity.transformer.ports.registry import PORTS

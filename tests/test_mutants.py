@@ -24,7 +24,7 @@ from transformer_parity.transformer.cases import case as case_module
 from transformer_parity.transformer.cases.inputs import hard_weights
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.mistakes import optimizer, precision, structure, training
-from transformer_parity.transformer.mistakes.catalogue import FORWARD, STRUCTURE, TRAINING, cases
+from transformer_parity.transformer.mistakes.catalog import FORWARD, STRUCTURE, TRAINING, cases
 from transformer_parity.transformer.mistakes.mistake import ALL, Mistake
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
@@ -34,12 +34,12 @@ from transformer_parity.transformer.stages import gradients, steps
 from transformer_parity.transformer.stages.training_stage import WHOLE, training_error
 
 CASES_BY_NAME = cases()
-CATALOGUE = [mistake for part in FORWARD.values() for mistake in part]
+CATALOG = [mistake for part in FORWARD.values() for mistake in part]
 OTHERS = [mistake for part in STRUCTURE.values() for mistake in part]
 
 
 def named(name: str) -> Mistake:
-    return next(mistake for mistake in CATALOGUE + OTHERS if mistake.name == name)
+    return next(mistake for mistake in CATALOG + OTHERS if mistake.name == name)
 
 
 def in_every_port(mistakes: list[Mistake] | list[Misbehaviour]) -> list:
@@ -89,9 +89,7 @@ def failing(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.verdict != AGREES]
 
 
-@pytest.mark.parametrize(
-    ("name", "mistake"), in_one_port([mistake for mistake in CATALOGUE + OTHERS if mistake.unseen])
-)
+@pytest.mark.parametrize(("name", "mistake"), in_one_port([mistake for mistake in CATALOG + OTHERS if mistake.unseen]))
 def test_mistake_is_not_seen_elsewhere(name, mistake):
     """So the case, or the dtype, that catches it is needed."""
     for where in mistake.unseen:

@@ -76,7 +76,7 @@ def test_what_is_no_integer(value):
 
 
 class Tagged(np.ndarray):
-    """A subclass, such as those of units or of labelled axes."""
+    """A subclass, such as those of units or of labeled axes."""
 
 
 def kinds_of(array, folder):

@@ -16,7 +16,7 @@ from transformer_parity.transformer.diagnose.diagnosis import EXACT, UNKNOWN, di
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, hypotheses
 from transformer_parity.transformer.diagnose.hypotheses.places import Place, intervals, placed
 from transformer_parity.transformer.diagnose.hypotheses.trials import Trials
-from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE
+from transformer_parity.transformer.mistakes.catalog import EVERYWHERE
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 

@@ -13,7 +13,7 @@ from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, diagnose
 from transformer_parity.transformer.diagnose.evidence.blame import distance
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
-from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, SEARCH, STEP_VARIANTS, STRUCTURE, TRAINING
+from transformer_parity.transformer.mistakes.catalog import EVERYWHERE, SEARCH, STEP_VARIANTS, STRUCTURE, TRAINING
 from transformer_parity.transformer.mistakes.unplanted.forward import UNPLANTED
 from transformer_parity.transformer.mistakes.unplanted.step_variants import LIMIT_OF_A_SUM
 from transformer_parity.transformer.ports.protocol import Placement

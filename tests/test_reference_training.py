@@ -212,7 +212,7 @@ def test_dropout_depends_on_seed_and_step():
 def test_no_token_is_no_step_in_any_direction():
     trainer = ref.Trainer(tiny_model(), ref.TrainingConfig(clip_norm=1.0))
     before = trainer.model.export_weights()
-    result = trainer.train_step(*tiny_batch(trainer.model.config, labelled=False))
+    result = trainer.train_step(*tiny_batch(trainer.model.config, labeled=False))
     assert (result.loss, result.tokens, result.gradient_norm) == (0.0, 0, 0.0)
     assert_same_bits(trainer.model.export_weights(), before)
 

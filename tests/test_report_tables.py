@@ -57,7 +57,7 @@ def test_nothing_from_outside_is_markup_or_a_line_of_its_own():
     assert "\x9b" not in file.getvalue()
 
 
-def test_a_table_keeps_its_colours_and_no_others():
+def test_a_table_keeps_its_colors_and_no_others():
     file = io.StringIO()
     console = PlainConsole(file=file, width=140, force_terminal=True, color_system="standard")
     print_summary(console, [replace(SIMPLE, tap="\x1b[31mred")], ["torch"])

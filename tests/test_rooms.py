@@ -29,7 +29,7 @@ MOST_FILES = 10
 LARGE_FOLDERS = {
     "cli": 20,  # a file for each command or two, for long lists of options, and for what comes before any import
     "transformer/ports": 13,  # the protocol, the four packages, the user's ports, their products and their source
-    "transformer/mistakes": 14,  # one file of data for each part of the catalogue
+    "transformer/mistakes": 14,  # one file of data for each part of the catalog
     "apps/checkpoints": 11,
     "apps/checkpoints/formats": 14,  # one file for each format, or for its settings
 }

@@ -14,7 +14,7 @@ from result_schema import read_document
 from transformer_parity.cli.main import main
 from transformer_parity.engine.findings import DIVERGES, Finding
 from transformer_parity.engine.processes.child import ChildEndedError
-from transformer_parity.transformer.mistakes import catalogue
+from transformer_parity.transformer.mistakes import catalog
 from transformer_parity.transformer.mistakes.mistake import ALL, Mistake, instead
 from transformer_parity.transformer.selftest import trials
 
@@ -23,7 +23,7 @@ def every() -> list:
     """Return each mistake in each port; in JAX and TF, all but the first of each part are extended."""
     parameters = []
     for name in ALL:
-        for part, mistakes in catalogue.parts().items():
+        for part, mistakes in catalog.parts().items():
             of_port = [mistake for mistake in mistakes if name in mistake.edits]
             for mistake in of_port:
                 marks = [pytest.mark.only(name)]
@@ -43,10 +43,10 @@ def test_mistake_is_caught_located_and_named(name, part, mistake):
 
 
 def test_there_are_no_two_of_a_name_and_most_have_one():
-    mistakes = [(mistake.name, mistake.case) for part in catalogue.parts().values() for mistake in part]
+    mistakes = [(mistake.name, mistake.case) for part in catalog.parts().values() for mistake in part]
     assert len(set(mistakes)) == len(mistakes) > 190
     nameless = {
-        name: [m.name for part in catalogue.parts().values() for m in part if not trials.has_a_name(m, name)]
+        name: [m.name for part in catalog.parts().values() for m in part if not trials.has_a_name(m, name)]
         for name in ALL
     }
     assert max(map(len, nameless.values())) < 50, nameless
@@ -55,12 +55,12 @@ def test_there_are_no_two_of_a_name_and_most_have_one():
     assert only_there == {"jax": by_length, "tf": by_length}
 
 
-def test_the_figures_of_the_site_are_those_of_the_catalogue():
-    """Every mistake is proved above, one by one: here only the counts. After a change of the catalogue, measure again:
+def test_the_figures_of_the_site_are_those_of_the_catalog():
+    """Every mistake is proved above, one by one: here only the counts. After a change of the catalog, measure again:
     `parity selftest --json FILE`, then docs/results/keep.py."""
     kept = json.loads((Path(__file__).parent.parent / "docs" / "results" / "selftest.json").read_text("utf-8"))
     expected = []
-    for part, mistakes in catalogue.parts().items():
+    for part, mistakes in catalog.parts().items():
         places = [(mistake, name) for name in ALL for mistake in mistakes if name in mistake.edits]
         planted, named = len(places), sum(trials.has_a_name(*place) for place in places)
         expected.append({"part": part, **dict.fromkeys(("planted", "caught", "located"), planted)})

@@ -23,7 +23,7 @@ from transformer_parity.transformer.ports.source_marks import compare, tokens
 DOCS = ROOT / "docs"
 sys.path[:0] = [str(DOCS / "_ext"), str(DOCS / "examples")]
 
-import catalogue  # noqa: E402  of the site
+import catalog  # noqa: E402  of the site
 import compute  # noqa: E402
 import example_numbers  # noqa: E402
 import facts  # noqa: E402
@@ -142,31 +142,31 @@ def test_facts_that_are_gone_fail_the_build():
     with pytest.raises(ExtensionError, match="no tap 'nothing': it has query, key"):
         example_numbers.values("attention", "nothing")
     with pytest.raises(ExtensionError, match="unknown parts nothing: choose from"):
-        catalogue.chosen("attention, nothing")
+        catalog.chosen("attention, nothing")
     with pytest.raises(ExtensionError, match="no bug in mask matches 'gone'"):
-        catalogue.chosen("mask", "gone")
+        catalog.chosen("mask", "gone")
     with pytest.raises(ExtensionError, match=r"there is no benchmarks/intel/nothing-small.json"):
         list(results.speed("nothing"))
-    assert catalogue.comment("x = 1\n# one\n# two\ny = 2  # three\n", "one two") == "one two"
-    assert catalogue.comment("x = 1\n# one\n# two\ny = 2  # three\n", "thr") == "three"
-    assert catalogue.comment("x = 1\n", "one") is None
+    assert catalog.comment("x = 1\n# one\n# two\ny = 2  # three\n", "one two") == "one two"
+    assert catalog.comment("x = 1\n# one\n# two\ny = 2  # three\n", "thr") == "three"
+    assert catalog.comment("x = 1\n", "one") is None
 
 
 def test_a_mistake_shows_whole_lines():
     source = "def f():\n    a = g(1,\n          2)\n    return a"
-    assert catalogue.whole_lines(source, "2)", "3)") == ("2)", "3)")
-    assert catalogue.whole_lines(source, "g(1,\n          2", "h(") == ("a = g(1,\n      2)", "a = h()")
-    assert catalogue.whole_lines(source, " a", " b")[0] == "a = g(1,"
-    for mistake in catalogue.chosen("attention, decoding"):
+    assert catalog.whole_lines(source, "2)", "3)") == ("2)", "3)")
+    assert catalog.whole_lines(source, "g(1,\n          2", "h(") == ("a = g(1,\n      2)", "a = h()")
+    assert catalog.whole_lines(source, " a", " b")[0] == "a = g(1,"
+    for mistake in catalog.chosen("attention, decoding"):
         for backend in mistake.edits:
-            assert catalogue.edit(backend, mistake).count("<del>") == len(mistake.edits[backend])
+            assert catalog.edit(backend, mistake).count("<del>") == len(mistake.edits[backend])
 
 
 def test_a_mistake_names_the_threads_that_reported_it():
-    known = {mistake.name for mistakes in catalogue.catalogue.parts().values() for mistake in mistakes}
-    assert len(known & set(catalogue.reports())) >= 60
-    (twice,) = catalogue.chosen("norm", "normalized twice")
-    assert ">k2-fsa/snowfall#184</a>, <a " in catalogue.entry(twice)
+    known = {mistake.name for mistakes in catalog.catalog.parts().values() for mistake in mistakes}
+    assert len(known & set(catalog.reports())) >= 60
+    (twice,) = catalog.chosen("norm", "normalized twice")
+    assert ">k2-fsa/snowfall#184</a>, <a " in catalog.entry(twice)
 
 
 def test_every_field_of_the_config_is_described():
@@ -192,7 +192,7 @@ def test_exit_codes_are_those_of_the_commands():
         assert f"`cli/{command}.py` | 0 " in rows
 
 
-# --- Colours ---
+# --- Colors ---
 
 
 def palette(theme: str) -> dict[str, str]:
@@ -203,8 +203,8 @@ def palette(theme: str) -> dict[str, str]:
     )
 
 
-def luminance(colour: str) -> float:
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+def luminance(color: str) -> float:
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
 
@@ -221,19 +221,19 @@ def test_contrast_is_that_of_the_guidelines():
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_one_palette_and_its_contrast(theme):
-    colours = palette(theme)
-    assert {backend: colours[backend] for backend in style.BACKENDS} == style.BACKENDS
+    colors = palette(theme)
+    assert {backend: colors[backend] for backend in style.BACKENDS} == style.BACKENDS
     for on, below in (("on-mark", "mark"), ("note", "pane"), ("good", "pane"), ("bad", "pane")):
-        assert contrast(colours[on], colours[below]) >= 4.5, (on, below)
+        assert contrast(colors[on], colors[below]) >= 4.5, (on, below)
     for mark in ("mark-edge", *style.BACKENDS):  # what is not text
-        assert contrast(colours[mark], colours["pane"]) >= 3, mark
+        assert contrast(colors[mark], colors["pane"]) >= 3, mark
 
 
-def test_backends_have_their_colours_from_one_place():
-    """No other file writes a colour of a backend, and no figure one that is not in the style."""
+def test_backends_have_their_colors_from_one_place():
+    """No other file writes a color of a backend, and no figure one that is not in the style."""
     assert {name: style.PAGE[name][0] for name in style.BACKENDS} == style.BACKENDS
-    assert all(contrast(colour, "#ffffff") >= 3 for colour in style.BACKENDS.values())
-    colour = re.compile(r"#[0-9a-f]{6}\b|#[0-9a-f]{3}\b|tab:\w+", re.IGNORECASE)
+    assert all(contrast(color, "#ffffff") >= 3 for color in style.BACKENDS.values())
+    color = re.compile(r"#[0-9a-f]{6}\b|#[0-9a-f]{3}\b|tab:\w+", re.IGNORECASE)
     # The steps of the scale of errors, white on the darkest of them, and paper; what the site's style repeats is above.
     scale = re.compile(r"--(?:s\d|t7|page): #\w+;")
     files = [
@@ -243,8 +243,8 @@ def test_backends_have_their_colours_from_one_place():
         DOCS / "_static" / "site.js",
         DOCS / "paper" / "model.html",
     ]
-    found = {path.name: colour.findall(scale.sub("", path.read_text("utf-8"))) for path in files}
-    assert {name for name, colours in found.items() if colours} == {"style.py"}
+    found = {path.name: color.findall(scale.sub("", path.read_text("utf-8"))) for path in files}
+    assert {name for name, colors in found.items() if colors} == {"style.py"}
     drawn = re.compile(r"\bcolou?rs?=[\"']([^\"']+)[\"']")
     plain = {name for path in files for name in drawn.findall(path.read_text("utf-8"))}
     assert plain <= {"black", "white", "default"}

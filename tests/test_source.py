@@ -119,7 +119,7 @@ def test_every_piece_is_the_code_in_the_file(package):
 
 
 def on_terminal(capsys, monkeypatch, width, *arguments):
-    """Return what `parity source` prints on a terminal of some width, without colours and styles."""
+    """Return what `parity source` prints on a terminal of some width, without colors and styles."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))
     return re.sub(r"\x1b\[[0-9;]*m", "", parity(capsys, "source", *arguments)[1])
@@ -173,7 +173,7 @@ def test_source_keeps_docstrings_as_they_are(capsys):
 @pytest.mark.parametrize("width", [60, 100, 240])
 @pytest.mark.parametrize("name", ["MultiHeadAttention", "LayerNorm"])
 def test_marks_survive_folding(width, name):
-    """Every token that differs is highlighted, on a line with a mark in the margin; without colours too."""
+    """Every token that differs is highlighted, on a line with a mark in the margin; without colors too."""
     found = {package: parsed(package).find(name) for package in PACKAGES}
     marks = source_marks.compare({package: piece.code for package, piece in found.items()}, "reference_numpy")
     for package, piece in found.items():
@@ -189,7 +189,7 @@ def test_marks_survive_folding(width, name):
         assert max(map(len, lines)) <= width - source.FRAME + source.MARGIN
 
 
-def test_source_marks_without_colours(capsys, monkeypatch):
+def test_source_marks_without_colors(capsys, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     out = on_terminal(capsys, monkeypatch, 120, "LayerNorm", "--backends", "numpy,torch")
     marked = [line for line in out.splitlines() if "│ > " in line]
@@ -207,7 +207,7 @@ def test_source_has_colors_on_a_terminal(capsys, monkeypatch):
     assert "\x1b[94" in parity(capsys, "source", "split_heads")[1]
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[94" not in parity(capsys, "source", "split_heads")[1]
-    assert "\x1b[7m" in parity(capsys, "source", "split_heads")[1]  # reversed: no colour
+    assert "\x1b[7m" in parity(capsys, "source", "split_heads")[1]  # reversed: no color
 
 
 @pytest.mark.parametrize("width", [8, 20, 56])

@@ -96,10 +96,10 @@ def test_the_same_bytes(form):
 
 
 def test_an_origin_is_plain_values():
-    origin = Origin(format="hf", family="marian", preset="marian", files={"a": "b"}, licence=None)
+    origin = Origin(format="hf", family="marian", preset="marian", files={"a": "b"}, license=None)
     assert Origin.from_dict(origin.to_dict()) == origin
-    with pytest.raises(ValueError, match="missing fields of an origin: licence"):
-        Origin.from_dict({name: value for name, value in origin.to_dict().items() if name != "licence"})
+    with pytest.raises(ValueError, match="missing fields of an origin: license"):
+        Origin.from_dict({name: value for name, value in origin.to_dict().items() if name != "license"})
     with pytest.raises(TypeError, match="must be strings"):
         Origin.from_dict(origin.to_dict() | {"files": ["a"]})
     with pytest.raises(TypeError, match="must be a mapping of field names to values: got list"):

@@ -126,7 +126,7 @@ REPEATED = pytest.mark.extended("training", "jax", "tf")
 )
 @pytest.mark.extended("training", "jax", "tf")
 def test_tied_tables_stay_one_through_training(port, convention):
-    """After a step of the framework's own optimiser, one table moved, and every use of it sees it."""
+    """After a step of the framework's own optimizer, one table moved, and every use of it sees it."""
     config = tiny_config(num_encoder_layers=1, num_decoder_layers=1, **CONVENTIONS[convention])
     weights = random_weights(config, dtype="float64")
     model = port.package.Transformer.from_weights(config, weights, dtype="float64")
@@ -142,7 +142,7 @@ def test_tied_tables_stay_one_through_training(port, convention):
 
 
 def step(port, model):
-    """Take one step of stochastic gradient descent with the framework's own optimiser; count what it moved."""
+    """Take one step of stochastic gradient descent with the framework's own optimizer; count what it moved."""
     if port.name == "torch":
         import torch
 

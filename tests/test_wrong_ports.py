@@ -1,4 +1,4 @@
-"""What is said of ports that were written without a look at the catalogue: the right name, a measured fact, or unknown.
+"""What is said of ports that were written without a look at the catalog: the right name, a measured fact, or unknown.
 
 One plain model in NumPy, with a mistake at a time, shown with all taps, with few and with none; a port whose forward is
 right and whose greedy search is not; and one whose gradients are right and whose learning rate is not.

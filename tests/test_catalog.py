@@ -1,4 +1,4 @@
-"""A mistake planted in the reference computes what it computes in a port: the numbers by which it is recognised."""
+"""A mistake planted in the reference computes what it computes in a port: the numbers by which it is recognized."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.mistakes import search, training
-from transformer_parity.transformer.mistakes.catalogue import FORWARD, SEARCH, STRUCTURE, TRAINING
+from transformer_parity.transformer.mistakes.catalog import FORWARD, SEARCH, STRUCTURE, TRAINING
 from transformer_parity.transformer.mistakes.mistake import ALL
 from transformer_parity.transformer.ports.protocol import Implementation, Placement
 from transformer_parity.transformer.ports.registry import PORTS
