@@ -83,7 +83,7 @@ def test_hypothesis_differs_from_the_reference(mistake):
 
 
 @pytest.mark.parametrize(("mistake", "name"), in_the_first_port())
-def test_hypothesis_computes_what_the_port_computes(mistake, name):
+def test_hypothesis_matches_the_port_with_the_same_bug(mistake, name):
     port, hypothesis = run_with(mistake, name), run_with(mistake, "numpy")
     assert list(port) == list(hypothesis)
     assert distance(port, hypothesis) <= limits(mistake)[0]

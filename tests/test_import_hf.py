@@ -90,7 +90,7 @@ def error_of(config, weights, theirs, backend="numpy"):
 
 @pytest.mark.extended("backends", "jax", "tf")
 @pytest.mark.parametrize("form", [FORMS[0], *first_alone(FORMS[1:], "formats")], ids=str)
-def test_logits_are_those_of_transformers(tmp_path, form, backend):
+def test_logits_match_transformers(tmp_path, form, backend):
     model = saved(form, tmp_path / "model")
     if form is FORMS[0] and backend.name == "numpy":
         imported_elsewhere(tmp_path / "model")
@@ -143,7 +143,7 @@ def test_a_neighboring_convention_is_another_model(tmp_path, form):
 
 
 @pytest.mark.parametrize("form", first_alone(FORMS, "formats"), ids=str)
-def test_what_is_exported_is_loaded_and_comes_back(tmp_path, form):
+def test_exported_checkpoint_loads_in_transformers_and_round_trips(tmp_path, form):
     import transformers
 
     saved(form, tmp_path / "model")
@@ -170,7 +170,7 @@ HALF = Form("marian", dtype=torch.float16, pickled=True)
 
 
 @pytest.mark.parametrize("form", [HALF, *first_alone(FORMS[:8], "formats")], ids=str)
-def test_translations_are_those_of_transformers(tmp_path, form):
+def test_translations_match_transformers(tmp_path, form):
     saved(form, tmp_path / "model")
     generation = tmp_path / "model/generation_config.json"
     generation.write_text(json.dumps(json.loads(generation.read_text()) | BEAMS))
@@ -249,7 +249,7 @@ def test_a_wrong_import_is_found_out(folder, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.endswith(f"DIVERGE  transformers {transformers.__version__}\n")
 
 
-def test_a_check_without_transformers_is_not_one(folder, tmp_path, capsys, monkeypatch):
+def test_check_without_transformers_reports_not_checked(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(proof, "find_spec", lambda name: None)
     assert main(["import", str(folder), "--check"]) == 3
     assert "NOT CHECKED: not installed: torch, transformers" in " ".join(capsys.readouterr().out.split())

@@ -77,7 +77,7 @@ def test_training_refuses_adapters(port):
             call()
 
 
-def test_other_layers_are_refused(port):
+def test_unsupported_layers_and_parameters_are_rejected(port):
     """A layer that may compute with something else, and parameters that no name has."""
     from flax import nnx
 

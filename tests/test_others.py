@@ -128,7 +128,7 @@ def test_two_mistakes_at_once(kind, names, monkeypatch):
 
 @pytest.mark.parametrize("name", UNHEARD_OF)
 @pytest.mark.only("torch")
-def test_a_mistake_that_nobody_knows(name, monkeypatch):
+def test_unlisted_bug_gets_no_exact_diagnosis(name, monkeypatch):
     mistaken = planted(Mistake("", "", UNHEARD_OF[name]), "torch")
     monkeypatch.setattr(others.Mistaken, "package", mistaken.port.package)
     diagnosis = diagnosis_of(others.Mistaken)
@@ -158,7 +158,7 @@ def correct_ports() -> list:
 
 
 @pytest.mark.parametrize(("kind", "case"), correct_ports())
-def test_no_alarm_where_nothing_is_wrong(kind, case):
+def test_correct_ports_raise_no_false_alarm(kind, case):
     findings, reports = check(kind, [case])
     agreed = {finding.tap for finding in findings if finding.verdict == AGREES}
     assert {"encoder.output", "decoder.output", "logits", "output"} <= agreed

@@ -154,7 +154,7 @@ def test_torch_scaled_dot_product_attention():
     assert not theirs[1, :, 2].any()
 
 
-def test_feed_forward_is_two_convolutions_with_kernel_size_one():
+def test_feed_forward_equals_two_convolutions_with_kernel_size_one():
     """Section 3.3 says so."""
     config = tiny_config()
     weights = random_weights(config)
@@ -251,7 +251,7 @@ def test_annotated():
 
 
 @pytest.mark.parametrize("preset", ["t2t_2017", "marian_cpp"])
-def test_decoder_that_starts_from_zeros(preset):
+def test_decoder_starting_from_a_zero_vector_matches_third_party_code(preset):
     config = tiny_config(preset)
     weights = random_weights(config)
     # Both feed a vector of zeros first; here the first token is PAD, and embeds to zero if its row in the table is.
@@ -292,7 +292,7 @@ def test_parameters_of_table_3(preset):
     assert tuple(parameters(preset, size, attention_bias=bias) for size, bias in cases) == TABLE_3[preset][1:]
 
 
-def test_no_one_vocabulary_explains_table_3():
+def test_no_single_vocabulary_size_explains_table_3():
     def explained(vocab_size):
         return {name for name, row in TABLE_3.items() if round(parameters(name, vocab_size) / 1e6) == row[0]}
 

@@ -80,11 +80,11 @@ def test_imports_run_downwards():
     assert upward(graph) == []
 
 
-def test_no_file_imports_itself_by_a_detour():
+def test_modules_have_no_indirect_circular_imports():
     assert circle(PACKAGE, types=True) == []
 
 
-def test_modules_beside_the_rooms_hold_no_code():
+def test_top_level_modules_contain_only_imports():
     for name, most in ABOVE.items():
         tree = ast.parse((PACKAGE / f"{name}.py").read_text("utf-8"))
         assert sum(isinstance(node, ast.Import | ast.ImportFrom) for node in tree.body) <= most + 1
@@ -108,7 +108,7 @@ def test_an_upward_import_is_found():
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_has_few_files_and_one_sentence(name):
+def test_subpackage_has_few_files_and_a_one_sentence_docstring(name):
     modules = [path.stem for path in (PACKAGE / name).glob("*.py") if path.stem != "__init__"]
     assert len(modules) <= LARGE_FOLDERS.get(name, MOST_FILES), sorted(modules)
     tree = ast.parse((PACKAGE / name / "__init__.py").read_text("utf-8"))

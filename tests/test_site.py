@@ -57,7 +57,7 @@ def marked(code: str, reference: str) -> tuple[list[str], list[str]]:
     return spans["port"], spans["reference"]
 
 
-def test_tokens_that_differ_are_marked():
+def test_differing_tokens_are_marked():
     reference = "def f(x):\n    y = abs(x)\n    return np.exp(y)  # why\n"
     code = "def f(x):\n    return torch.exp(x, 1)  # why\n"
     assert marked(code, reference) == (["torch", "x, 1"], ["y = abs(x)", "np", "y"])
@@ -69,7 +69,7 @@ def test_tokens_that_differ_are_marked():
     assert marked(code, code) == ([], [])
 
 
-def test_what_any_port_lacks_is_marked_in_the_reference():
+def test_tokens_missing_from_any_port_are_marked_in_the_reference():
     marks = compare({"one": "f(b, c)", "reference": "f(a, b, c)", "two": "f(a, b)"}, "reference")
     assert marks["reference"].spans == [(2, 4), (6, 9)]
     assert panes.note(marks["reference"], is_base=True) == "8 tokens, 4 not in all ports"
@@ -88,12 +88,12 @@ def test_methods_are_compared_by_name():
     assert marked(code, reference) == (["def more(self): return 1"], [])
 
 
-def test_what_has_moved_within_a_function_is_not_marked():
+def test_code_moved_within_a_function_is_not_marked():
     reference = 'a = tap("a", a)\nb = softmax(a, mask)\nb = tap("b", b)\n'
     assert marked('a = tap("a", a)\nb = tap("b", softmax(a, mask))\n', reference) == ([], ["b =", "b"])
 
 
-def test_marks_are_whole_lines_where_they_can_be():
+def test_marks_cover_whole_lines_when_possible():
     assert marked("f(\n    a,\n    *b,\n    c,\n)", "f(\n    a,\n    c,\n)") == (["*b,"], [])
 
 
@@ -123,20 +123,20 @@ def test_panes_are_the_code_of_the_packages():
     assert panes.note(compare({"a": "a + 1", "b": "a + 1"}, "b")["a"]) == "3 tokens, the same"
 
 
-def test_a_name_that_is_gone_fails_the_build():
+def test_missing_name_fails_the_build():
     with pytest.raises(ExtensionError, match=r"no 'transformer_backward' in transformer_torch, transformer_jax"):
         panes.pieces("transformer_backward")
     assert panes.pieces("transformer_backward", ["numpy"])
 
 
-def test_what_is_said_to_tools_is_not_shown():
+def test_tool_directives_are_removed_from_shown_code():
     assert panes.to_readers("x = 1  # type: ignore[index]") == "x = 1"
     assert panes.to_readers("x = 1  # type: ignore[index]  # a reason") == "x = 1  # a reason"
     assert panes.to_readers("import a as A  # noqa: N812  a reason\ny") == "import a as A  # a reason\ny"
     assert not any("type: ignore" in piece.code for piece in panes.pieces("LayerNorm").values())
 
 
-def test_facts_that_are_gone_fail_the_build():
+def test_missing_facts_fail_the_build():
     with pytest.raises(ExtensionError, match="no example 'nothing'"):
         example_numbers.example("nothing")
     with pytest.raises(ExtensionError, match="no tap 'nothing': it has query, key"):
@@ -162,7 +162,7 @@ def test_a_mistake_shows_whole_lines():
             assert catalog.edit(backend, mistake).count("<del>") == len(mistake.edits[backend])
 
 
-def test_a_mistake_names_the_threads_that_reported_it():
+def test_bug_entry_links_to_its_reports():
     known = {mistake.name for mistakes in catalog.catalog.parts().values() for mistake in mistakes}
     assert len(known & set(catalog.reports())) >= 60
     (twice,) = catalog.chosen("norm", "normalized twice")
@@ -185,7 +185,7 @@ def test_names_are_shown_with_symbols():
     assert not any(re.search(r"\[.*\d", row) for row in rows)
 
 
-def test_exit_codes_are_those_of_the_commands():
+def test_exit_code_table_covers_the_commands():
     rows = "\n".join(facts.exit_codes())
     assert "`transformer_bench/options.py` | 0 " in rows
     for command in ("check", "golden", "selftest", "train_options", "translate"):
@@ -214,13 +214,13 @@ def contrast(one: str, other: str) -> float:
     return (lighter + 0.05) / (darker + 0.05)
 
 
-def test_contrast_is_that_of_the_guidelines():
+def test_contrast_matches_the_wcag_definition():
     assert contrast("#ffffff", "#000000") == pytest.approx(21)
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_one_palette_and_its_contrast(theme):
+def test_palette_has_sufficient_contrast(theme):
     colors = palette(theme)
     assert {backend: colors[backend] for backend in style.BACKENDS} == style.BACKENDS
     for on, below in (("on-mark", "mark"), ("note", "pane"), ("good", "pane"), ("bad", "pane")):
@@ -250,7 +250,7 @@ def test_backends_have_their_colors_from_one_place():
     assert plain <= {"black", "white", "default"}
 
 
-def test_katex_is_of_one_version():
+def test_katex_files_have_the_same_version():
     folder = DOCS / "_static" / "katex"
     css = (folder / "katex.min.css").read_text("utf-8")
     assert f'version:"{re.search(r"content:.([0-9.]+)", css)[1]}"' in (folder / "katex.min.js").read_text("utf-8")
