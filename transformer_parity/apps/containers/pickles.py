@@ -284,7 +284,7 @@ def _end(content: bytes, path: Path) -> int:
             name, needs, leaves = instruction.name, instruction.stack_before, instruction.stack_after
             given: Any = argument
             if name not in INSTRUCTIONS:
-                raise ValueError(f"its pickle must not contain the instruction {name}")
+                raise ValueError(f"its pickle must not contain the opcode {name}")
             if name in PUTS:
                 puts, place = puts + 1, len(memo) if name == "MEMOIZE" else given
                 if place > puts + 256:  # pickle would allocate memory for all memo entries up to this index
