@@ -165,7 +165,7 @@ def _read_weights(path: Path) -> tuple[list[Path], dict[str, ndarray]]:
 def settle_tables(
     found: Mapping[str, ndarray], family: str, fields: Mapping[str, Any]
 ) -> tuple[str, dict[str, ndarray], list[str]]:
-    """Determine which embeddings are tied based on the tensors, and report flags that contradict the tensors.
+    """Determine from the tensors which embeddings are tied, and report flags that contradict the tensors.
 
     Returns:
         The value of ``tie_embeddings``, the tensors, and the notes. The tensors include the matrices that this value
@@ -296,7 +296,7 @@ def check_family(config: TransformerConfig, family: str) -> None:
 
 
 def write(model: Imported, folder: Path) -> tuple[str, ...]:
-    """Write a directory that ``from_pretrained`` can load. The weights keep their dtype.
+    """Write a directory that ``from_pretrained`` can load, using the model's dtype.
 
     Args:
         model: Model to write. A model that was imported from Hugging Face keeps its family.
