@@ -290,7 +290,7 @@ def _end(content: bytes, path: Path) -> int:
                 raise ValueError(f"its pickle must not contain the opcode {name}")
             if name in PUTS:
                 puts, place = puts + 1, len(memo) if name == "MEMOIZE" else given
-                if place > puts + 256:  # otherwise, pickle would allocate memory for all memo entries up to this index
+                if place > puts + 256:  # pickle would allocate memory for all memo entries up to this index
                     raise ValueError(f"memo indices of its pickle must be at most {puts + 256:,}: got {place:,}")
                 memo[place] = stack[-1]
             elif name == "MARK":

@@ -37,7 +37,7 @@ class TrainingBatch:
     Attributes:
         source_ids: Input of the encoder.
         target_ids: Input of the decoder: ``bos_id`` followed by the target without its last token.
-        labels: Target: the token to predict at each position.
+        labels: Target, which specifies the token to predict at each position.
         tokens: Number of labels that are not padding.
     """
 
@@ -79,9 +79,9 @@ class Batches:
         tokens_per_batch: Maximum number of positions per batch, including padding, in the source or the target,
             whichever is longer. A batch has at least ``multiple`` rows, even if their positions exceed this maximum.
         seed: Random seed for the order.
-        multiple: Number that divides the row count of every batch, for gradient accumulation. max_length: Maximum
-            length of the source and the target in tokens. Longer pairs are dropped. If None, the model's maximum length
-            is used.
+        multiple: Number that divides the row count of every batch, for gradient accumulation.
+        max_length: Maximum length of the source and the target in tokens. Longer pairs are dropped. If None, the
+            model's maximum length is used.
 
     Attributes:
         tokens_per_batch: The argument ``tokens_per_batch``.
@@ -114,7 +114,7 @@ class Batches:
             for name, ids in zip(("source", "target"), pair, strict=True):
                 if not len(ids):
                     raise ValueError(f"a sentence must contain at least eos_id: got an empty {name} in pair {index}")
-                if config.pad_id in ids:  # otherwise, the model would mask this token and the loss would ignore it
+                if config.pad_id in ids:  # the model would mask this token, and the loss would ignore it
                     raise ValueError(f"pad_id {config.pad_id} must not occur in the {name} of pair {index}")
         limit = min(limit for limit in (max_length, config.max_positions, math.inf) if limit is not None)
         kept = [pair for pair in pairs if max(map(len, pair)) <= limit]
@@ -122,7 +122,7 @@ class Batches:
             raise ValueError(
                 f"at least one pair must fit the maximum length: got {len(pairs)} pairs, {len(pairs)} of them too long"
             )
-        if multiple > len(kept):  # otherwise, some micro-batches would contain only padding
+        if multiple > len(kept):  # some micro-batches would contain only padding
             raise ValueError(f"{multiple:,} micro-batches require at least {multiple:,} pairs: got {len(kept):,}")
         self.tokens_per_batch = tokens_per_batch
         self.dropped = len(pairs) - len(kept)
