@@ -13,7 +13,7 @@ from typing import Any
 
 from transformer_parity.apps.checkpoints.imported import Imported, Origin
 from transformer_parity.apps.checkpoints.options import ReadOptions
-from transformer_parity.apps.checkpoints.unrecognised import seen
+from transformer_parity.apps.checkpoints.unrecognized import seen
 from transformer_parity.apps.text.kinds import build_vocabulary
 from transformer_parity.engine.processes.children import removed_afterwards
 from transformer_spec.checks import check_choice, check_integer
@@ -85,7 +85,7 @@ def import_checkpoint(path: str | Path, as_: str | None = None, options: ReadOpt
     for file in (path, *options.vocab, options.names):
         if file is not None:
             check_fetched(file)
-    name = as_ or recognised(path, options)
+    name = as_ or recognized(path, options)
     check_asked(path, name, options)
     try:
         imported = module_of(name).read(path, options)
@@ -127,7 +127,7 @@ def check_asked(path: Path, name: str, options: ReadOptions) -> None:
         raise ValueError(f"{path} has the format {name}, which {takes}: remove {', '.join(ignored)}")
 
 
-def recognised(path: Path, options: ReadOptions | None = None) -> str:
+def recognized(path: Path, options: ReadOptions | None = None) -> str:
     """Detect the format of a path.
 
     Args:
@@ -139,7 +139,7 @@ def recognised(path: Path, options: ReadOptions | None = None) -> str:
         ValueError: If the format is not recognized. The message describes the content of the path.
     """
     for name in FORMATS:
-        if module_of(name).recognises(path):
+        if module_of(name).recognizes(path):
             return name
     named, hint = seen(path)
     if named and options and options.names:

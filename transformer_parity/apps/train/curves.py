@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from transformer_parity.apps.train.log import LOG, read_log
-from transformer_parity.engine.style import BACKENDS, GREY, OPEN_STYLE, write
+from transformer_parity.engine.style import BACKENDS, GRAY, OPEN_STYLE, write
 from transformer_parity.engine.system.errors import UsageError
 
 if TYPE_CHECKING:
