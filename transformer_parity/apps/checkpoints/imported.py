@@ -31,7 +31,7 @@ class Origin:
         family: Name of the model's architecture in that format, such as ``m2m_100``.
         preset: The most similar preset of this project.
         files: SHA-256 hash of each file that was read, by file name.
-        licence: License specified in the files, or None if they specify none.
+        license: License specified in the files, or None if they specify none.
     """
 
     format: str

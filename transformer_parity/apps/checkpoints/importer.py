@@ -30,7 +30,7 @@ from transformer_spec.files import (
 from transformer_spec.presets import PRESETS
 from transformer_spec.search import Search
 
-# The module in ``formats`` and a short description of each format. The module defines ``recognises``, ``read``, and, if
+# The module in ``formats`` and a short description of each format. The module defines ``recognizes``, ``read``, and, if
 # models can be exported to the format, ``write``. If several modules recognize a path, the first one is used.
 FORMATS = {
     "ctranslate2": ("ctranslate2", "a CTranslate2 directory with model.bin, not quantized"),

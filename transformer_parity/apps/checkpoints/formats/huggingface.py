@@ -239,7 +239,7 @@ def _without_positions(found: Mapping[str, ndarray], config: TransformerConfig) 
     return {name: array for name, array in found.items() if name not in POSITIONS}
 
 
-def _licence(path: Path) -> str | None:
+def _license(path: Path) -> str | None:
     """Return the license that the front matter of README.md specifies, or None if it specifies none."""
     if not has(path, "README.md"):
         return None

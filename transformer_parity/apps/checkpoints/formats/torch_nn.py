@@ -86,7 +86,7 @@ EXPRESSIBLE: dict[str, tuple[object, ...]] = {
 }
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Return False, because the tensor names do not determine the model."""
     return False
 
