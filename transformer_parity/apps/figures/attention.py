@@ -54,7 +54,7 @@ class Asked:
     """The attention weights to draw.
 
     Attributes:
-        backends: Backends to compare. The figure has one row of heads per backend.
+        backends: Backends to compare. Each backend has its own rows of heads in the figure.
         source: Source sentence. If None, an example that suits the model is used.
         target: Target sentence. If None, the model's translation of ``source`` is used, or the example's translation if
             ``source`` is also None.
