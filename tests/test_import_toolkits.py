@@ -136,7 +136,7 @@ WRONG = {
         (both(layer_norm=None), "layer_norm in config.yaml must be 'pre' or 'post' in both stacks: got None"),
         (
             lambda s, _: s["model"]["decoder"].update(layer_norm="pre"),
-            "layer_norm in config.yaml must be the same in encoder",
+            "layer_norm in config.yaml must be the same for the encoder",
         ),
         (lambda s, _: s.pop("model"), "config.yaml must contain model.encoder.embeddings and model.decoder"),
         (lambda _, t: t.pop("encoder.layers.1.layer_norm.bias"), r"missing encoder.layers.1.layer_norm.bias \[8\]"),

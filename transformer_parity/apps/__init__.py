@@ -1,1 +1,1 @@
-"""Applications of the models: training, translation, import and export of checkpoints, and figures."""
+"""Applications of the models: training, translation, checkpoint import and export, and figures."""

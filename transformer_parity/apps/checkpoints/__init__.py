@@ -1,1 +1,1 @@
-"""Import and export of checkpoints in the formats of other software, using one table of parameter names per format."""
+"""Import and export checkpoints in other software's formats, using one table of parameter names per format."""

@@ -1,4 +1,4 @@
-"""Check before an export that the other program can represent the model."""
+"""Before an export, check that the other program supports the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from transformer_spec.config import TransformerConfig
 
-# Most programs derive the width of a head from d_model, and use the same number of heads in both stacks.
+# Most programs derive the head size from d_model and use the same number of heads in the encoder and the decoder.
 PLAIN_HEADS: dict[str, tuple[object, ...]] = {
     **{f"decoder_{name}": (None,) for name in ("num_heads", "d_k", "d_v")},
     "skip_first_self_attention": (False,),
@@ -14,15 +14,15 @@ PLAIN_HEADS: dict[str, tuple[object, ...]] = {
 
 
 def check_expressible(config: TransformerConfig, needed: Mapping[str, tuple[object, ...]], program: str) -> None:
-    """Raise an error if another program does not support a config.
+    """Check that another program supports a config.
 
     Args:
         config: Config of the model to export.
-        needed: Supported values of each restricted field, by field name. Other fields may have any value.
-        program: Name of the program in the error message.
+        needed: Supported values of each restricted field, by field name. All other fields may have any value.
+        program: Name of the program, for error messages.
 
     Raises:
-        ValueError: If fields have unsupported values. The message lists all of them.
+        ValueError: If a field has an unsupported value. The message lists all such fields.
     """
     width = config.d_model // config.num_heads
     allowed = {**needed, "d_k": needed.get("d_k", (width,)), "d_v": needed.get("d_v", (width,))}

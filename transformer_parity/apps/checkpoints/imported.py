@@ -1,4 +1,4 @@
-"""The result of an import: a model with canonical parameter names, and its origin."""
+"""The result of an import, which is a model with canonical parameter names and a record of its origin."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ BLOCK = 2**22  # number of bytes to hash at a time
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The origin of weights, which is stored in the metadata of the weight file.
+    """The origin of a model's weights. It is stored in the metadata of the weight file.
 
     Attributes:
         format: Format of the imported checkpoint, such as ``hf`` or ``marian``.
-        family: Name of the architecture in that format, such as ``m2m_100``.
+        family: Name of the model's architecture in that format, such as ``m2m_100``.
         preset: The most similar preset of this project.
-        files: SHA-256 of each file that was read, by file name.
-        license: License named in the files, or None if they name no license.
+        files: SHA-256 hash of each file that was read, by file name.
+        license: License specified in the files, or None if they specify none.
     """
 
     format: str
@@ -67,15 +67,16 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """A checkpoint that has been converted to this project's config, names and settings.
+    """A checkpoint that has been converted to this project's config, parameter names, and settings.
 
     Attributes:
         config: Config of the model.
-        weights: One array per canonical name, in the dtype in which it was stored.
-        vocabulary: Vocabulary that converts text to IDs, or None if the checkpoint contains no vocabulary.
+        weights: One array per canonical name, in the dtype used by the checkpoint.
+        vocabulary: Vocabulary that converts text to IDs, or None if the checkpoint does not include a vocabulary.
         search: Search settings of the checkpoint.
         origin: Origin of the weights.
-        notes: One sentence for each decision that was made because the files are contradictory or incomplete.
+        notes: One sentence for each decision that the import had to make because the files are contradictory or
+            incomplete.
         part: Part of the model to which the weights belong, or None if they belong to the entire model.
         step: Training step of a checkpoint, or None for a weight file.
     """
@@ -91,11 +92,11 @@ class Imported:
 
 
 def sha256_of(paths: Iterable[Path], on_bytes: Callable[[int], None] | None = None) -> dict[str, str]:
-    """Return the SHA-256 of files, by file name.
+    """Return the SHA-256 hash of each file, by file name.
 
     Args:
         paths: Files with distinct names.
-        on_bytes: Function that is called after each block with the size of the block in bytes.
+        on_bytes: Function that is called after each block is hashed, with the size of the block in bytes.
 
     Raises:
         OSError: If a file cannot be read.

@@ -1,4 +1,4 @@
-"""Import and export of checkpoints: detect the format of a path, read it, and write this project's or other formats."""
+"""Detect checkpoint formats, import checkpoints, and write them in this project's format or in other formats."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from transformer_spec.files import (
 from transformer_spec.presets import PRESETS
 from transformer_spec.search import Search
 
-# For each format, its module in ``formats`` and a short description. The module defines ``recognizes``, ``read`` and,
-# if the format can be exported, ``write``. If more than one format recognizes a path, the first one is used.
+# The module in ``formats`` and a short description of each format. The module defines ``recognizes``, ``read``, and, if
+# models can be exported to the format, ``write``. If several modules recognize a path, the first one is used.
 FORMATS = {
     "ctranslate2": ("ctranslate2", "a CTranslate2 directory with model.bin, not quantized"),
     "hf": ("huggingface", "a Hugging Face directory with config.json"),
@@ -43,7 +43,7 @@ FORMATS = {
     "keras": ("keras_hub", "a Keras model with keras_hub layers, .weights.h5 or .keras"),
     "torch": ("torch_nn", "a state dict that contains torch.nn.Transformer, with --names for the other parameters"),
 }
-# Fields of ``ReadOptions`` that each format supports. Formats that are not listed support none of them.
+# Fields of ``ReadOptions`` that each format supports. Formats that are not listed here support none.
 ASKED = {
     **dict.fromkeys(("marian", "fairseq"), ("vocab",)),
     **dict.fromkeys(("annotated", "keras", "torch"), ("vocab", "names", "fields")),
@@ -54,21 +54,22 @@ FILES_OF_VOCABULARY = {  # example arguments of --vocab for each format
     **dict.fromkeys(("annotated", "keras", "torch"), "source.model target.model"),
 }
 EXPORTS = ("hf", "marian", "torch", "ctranslate2")
-OURS = "parity"  # format of models that were trained with this project
+OURS = "parity"  # format of models trained with this project
 
 
 def import_checkpoint(path: str | Path, as_: str | None = None, options: ReadOptions | None = None) -> Imported:
-    """Read a checkpoint of other software, without running code from it or reading files outside its directory.
+    """Read another program's checkpoint. No code in the checkpoint is run, and no files outside its directory are read.
 
     Args:
         path: File or directory, depending on the format.
-        as_: Name of the format, one of ``FORMATS``. None detects the format.
-        options: Information that the checkpoint does not contain.
+        as_: Name of the format, a key of ``FORMATS``. If None, the format is detected.
+        options: Information that the checkpoint lacks.
 
     Raises:
         OSError: If a file is missing or cannot be read.
-        ValueError: If the format is not recognized, the checkpoint is damaged or inconsistent, or this project does
-            not support the model. The message gives the reason and, for a field, its supported values.
+        ValueError: If the format is not recognized, if the checkpoint is damaged or inconsistent, or if this project
+            does not support the model. The message gives the reason and, if a config field is the reason, its supported
+            values.
     """
     path = Path(path)
     if as_ is not None:
@@ -100,10 +101,10 @@ def import_checkpoint(path: str | Path, as_: str | None = None, options: ReadOpt
 
 
 def check_search(search: Search, config: TransformerConfig) -> None:
-    """Check that a search can be stored in a weight file and only uses IDs in the model's vocabulary.
+    """Check that search settings can be stored in a weight file and use only IDs in the model's vocabulary.
 
     Raises:
-        ValueError: If the check fails.
+        ValueError: If the settings fail either check.
     """
     Search.from_dict(search.to_dict())
     start = () if search.start_id is None else (search.start_id,)
@@ -117,7 +118,7 @@ def check_asked(path: Path, name: str, options: ReadOptions) -> None:
     """Check that the user has not specified options that the format would ignore.
 
     Raises:
-        ValueError: If the user has. The message lists these options.
+        ValueError: If the user has specified such options. The message lists them.
     """
     flags = {"vocab": "--vocab", "names": "--names", "fields": "--set"}
     asked = ASKED.get(name, ())
@@ -131,7 +132,7 @@ def recognized(path: Path, options: ReadOptions | None = None) -> str:
 
     Args:
         path: File or directory.
-        options: The user's options. If they specify a file of names, state dicts of ``torch.nn.Transformer`` are also
+        options: The user's options. If they include a file of names, state dicts of ``torch.nn.Transformer`` are also
             recognized.
 
     Raises:
@@ -152,15 +153,15 @@ def module_of(name: str) -> ModuleType:
 
 
 def save(path: str | Path, imported: Imported, dtype: str | None = None) -> None:
-    """Write an imported checkpoint to a weight file, which contains weights, vocabulary, search settings and origin.
+    """Write an imported checkpoint to a weight file, including its vocabulary, search settings, and origin.
 
     Args:
-        path: File to create or replace. The write is atomic.
+        path: File to create or overwrite. The write is atomic.
         imported: Checkpoint to write.
-        dtype: Dtype in which the weights are stored. None keeps the dtype of each array.
+        dtype: Dtype of the stored weights. If None, each array keeps its dtype.
 
     Raises:
-        ValueError: If a weight overflows the dtype or is not finite.
+        ValueError: If a weight is not finite or overflows the dtype.
         OSError: If the file cannot be written.
     """
     vocabulary = imported.vocabulary
@@ -170,11 +171,11 @@ def save(path: str | Path, imported: Imported, dtype: str | None = None) -> None
 
 
 def load(path: str | Path) -> Imported:
-    """Read a weight file or a training checkpoint of this project. The optimizer state of a checkpoint is not read.
+    """Read one of this project's weight files or training checkpoints. A checkpoint's optimizer state is not read.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file has a different format or is damaged.
+        ValueError: If the file is damaged or has a different format.
     """
     with open_file(path, "weight file") as (description, file):
         config, weights = read_weights(description, file)
@@ -193,11 +194,11 @@ def load(path: str | Path) -> Imported:
 
 
 def read_search(notes: Mapping[str, Any], config: TransformerConfig) -> Search:
-    """Return the search settings in the metadata of a weight file. Without settings, the search is greedy.
+    """Return the search settings in a weight file's metadata. If the file does not specify any, the search is greedy.
 
     Raises:
         TypeError: If a setting has the wrong type.
-        ValueError: If a setting is out of range, or contains an ID that is not in the model's vocabulary.
+        ValueError: If a setting is out of range or contains an ID that is not in the model's vocabulary.
     """
     search = Search.from_dict(notes.get("search", {}))
     check_search(search, config)
@@ -205,7 +206,7 @@ def read_search(notes: Mapping[str, Any], config: TransformerConfig) -> Search:
 
 
 def read_step(description: Mapping[str, Any]) -> int | None:
-    """Return the training step of a checkpoint from the metadata of its file, or None for a weight file.
+    """Return the training step in a checkpoint's metadata, or None for a weight file.
 
     Raises:
         TypeError: If the step is not an integer.
@@ -219,20 +220,20 @@ def read_step(description: Mapping[str, Any]) -> int | None:
 
 
 def export_checkpoint(model: Imported, format_: str, folder: str | Path) -> tuple[str, ...]:
-    """Write a model in the format of other software.
+    """Write a model in another program's format.
 
     Args:
         model: Model returned by ``import_checkpoint`` or ``load``.
-        format_: Name of the format, one of ``EXPORTS``.
-        folder: Directory to create, which may exist if it is empty. If the export fails, it is not created.
+        format_: Name of the format, a key of ``EXPORTS``.
+        folder: Directory to write to. It must be empty or not exist. If the export fails, the directory is not created.
 
     Returns:
         One sentence for each setting that the format cannot store.
 
     Raises:
         OSError: If a file cannot be written.
-        ValueError: If the software does not support the model, or the directory is not empty. The message lists the
-            unsupported config fields.
+        ValueError: If the program does not support the model or the directory is not empty. For an unsupported model,
+            the message lists the unsupported config fields.
     """
     check_choice("format", format_, EXPORTS)
     folder = Path(os.path.realpath(folder))
@@ -246,7 +247,7 @@ def export_checkpoint(model: Imported, format_: str, folder: str | Path) -> tupl
 
 
 def check_empty(folder: Path) -> None:
-    """Check that a directory can be created: its parent exists, and it is empty or does not exist.
+    """Check that a directory can be written: the parent must exist, and the directory must be empty or not exist.
 
     Raises:
         OSError: If the parent directory does not exist.
@@ -259,10 +260,10 @@ def check_empty(folder: Path) -> None:
 
 
 def differences(config: TransformerConfig, preset: str) -> dict[str, tuple[object, object]]:
-    """Return the conventions in which a config differs from its preset, excluding sizes, IDs and training settings.
+    """Return the conventions that differ between a config and its preset, excluding sizes, IDs, and training settings.
 
     Returns:
-        The preset's value and the config's value of each field that differs, by field name.
+        The preset's value and the config's value for each field that differs, by field name.
     """
     usual = {
         **TransformerConfig.preset("paper_base", source_vocab_size=9, target_vocab_size=9).to_dict(),

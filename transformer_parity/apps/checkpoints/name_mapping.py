@@ -1,8 +1,8 @@
 """Tables of names, which map each canonical parameter to its name and memory layout in another format.
 
 A name may contain placeholders: ``{stack}`` (encoder or decoder), ``{side}`` (source for the encoder, target for the
-decoder), ``{i}`` (the zero-based layer index) and ``{n}`` (the one-based layer number). Readers split fused projections
-before they use the table.
+decoder), ``{i}`` (the zero-based layer index), and ``{n}`` (the one-based layer number). Readers must split fused
+projections before they use a table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRANSPOSED = "transposed"  # [out, in] in the other format, [in, out] in this pr
 ROW = "row"  # [1, n] in the other format, [n] in this project
 SIDES = {"encoder": "source", "decoder": "target"}
 SHOWN = 5  # maximum number of names that a message suggests
-COMPARED = 2000  # maximum number of names that are searched for similar ones
+COMPARED = 2000  # maximum number of names to search for similar ones
 Shape = tuple[int, ...]
 
 
@@ -35,7 +35,7 @@ class Row(NamedTuple):
     Attributes:
         name: Canonical name.
         foreign: Name in the other format.
-        form: Memory layout in the other format: ``AS_IS``, ``TRANSPOSED`` or ``ROW``.
+        form: Memory layout in the other format: ``AS_IS``, ``TRANSPOSED``, or ``ROW``.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 def spelled_out(table: Iterable[Row], config: TransformerConfig) -> dict[str, Row]:
-    """Fill in the placeholders of a table, and return the row of each parameter by its canonical name.
+    """Fill in the placeholders in a table, and return each parameter's row by canonical name.
 
     Raises:
         ValueError: If two rows of the table describe the same parameter.
@@ -68,24 +68,24 @@ def spelled_out(table: Iterable[Row], config: TransformerConfig) -> dict[str, Ro
 def take(
     table: Iterable[Row], tensors: Mapping[str, ndarray], config: TransformerConfig, ignored: Sequence[str] = ()
 ) -> dict[str, ndarray]:
-    """Convert the tensors of another format to canonical weights.
+    """Convert tensors from another format to canonical weights.
 
     Args:
-        table: Table of names of the format.
-        tensors: Arrays by their names in the format.
+        table: Table of names for the format.
+        tensors: Arrays by name in the other format.
         config: Config of the model.
-        ignored: Glob patterns for names of tensors that are not weights.
+        ignored: Glob patterns that match the names of tensors that are not weights.
 
     Returns:
-        One array per canonical name, in order. Some are views of the tensors.
+        One array per canonical name, in canonical order. Some of the arrays are views of ``tensors``.
 
     Raises:
-        ValueError: If tensors are missing or unexpected, or have the wrong shape or dtype. The message uses the
+        ValueError: If tensors are missing or unexpected, or have the wrong shape or dtype. The message uses the other
             format's names.
     """
     layers = config.num_encoder_layers + config.num_decoder_layers
-    if layers > len(tensors):  # do not generate names for an absurd number of layers
-        raise ValueError(f"{len(tensors)} tensors are too few for the config's {layers:,} layers")
+    if layers > len(tensors):  # avoid generating names for an unreasonable number of layers
+        raise ValueError(f"got {len(tensors)} tensors, too few for the config's {layers:,} layers")
     rows = spelled_out(table, config)
     shapes = parameter_shapes(config)
     if unnamed := [name for name in shapes if name not in rows]:
@@ -115,8 +115,8 @@ def give(table: Iterable[Row], weights: Mapping[str, ndarray], config: Transform
     """Convert canonical weights to another format's names and layout. This is the inverse of ``take``.
 
     Raises:
-        ValueError: If the format has no name for a parameter, or stores two parameters as one tensor but their values
-            differ.
+        ValueError: If the format has no name for a parameter, or if it stores two parameters as one tensor but their
+            values differ.
     """
     rows = spelled_out(table, config)
     if unnamed := [name for name in parameter_shapes(config) if name not in rows]:
@@ -132,7 +132,7 @@ def give(table: Iterable[Row], weights: Mapping[str, ndarray], config: Transform
 
 
 def matrix(held: Mapping[str, ndarray], name: str) -> ndarray:
-    """Return a tensor from whose shape a size of the config is inferred.
+    """Return a matrix whose shape determines a size in the config.
 
     Raises:
         ValueError: If the tensor is missing or is not a matrix.
@@ -145,7 +145,7 @@ def matrix(held: Mapping[str, ndarray], name: str) -> ndarray:
 
 
 def _there_is(held: Iterable[str], name: str) -> str:
-    """Return a clause that lists the most similar names or, if none is similar, the first ones."""
+    """Return a clause that lists the most similar names, or the first few names if none is similar."""
     names = list(islice(held, COMPARED))
     alike = difflib.get_close_matches(name, names, SHOWN, 0.5) or names[:SHOWN]
     more = ", ..." if len(names) > len(alike) else ""
@@ -153,7 +153,7 @@ def _there_is(held: Iterable[str], name: str) -> str:
 
 
 def three_projections(name: str, fused: ndarray) -> dict[str, ndarray]:
-    """Split a fused projection of PyTorch into ``q_proj``, ``k_proj`` and ``v_proj``.
+    """Split PyTorch's fused projection into ``q_proj``, ``k_proj``, and ``v_proj``.
 
     Raises:
         ValueError: If the number of rows is not divisible by three.
@@ -170,17 +170,17 @@ def foreign_shape(shape: Shape, form: str) -> Shape:
 
 
 def foreign_form(array: ndarray, form: str) -> ndarray:
-    """Convert an array to its layout in the other format."""
+    """Convert an array to the other format's layout."""
     return array.T if form == TRANSPOSED else array.reshape(foreign_shape(array.shape, form))
 
 
 def canonical(array: ndarray, form: str) -> ndarray:
-    """Convert an array from its layout in the other format to the canonical layout."""
+    """Convert an array from the other format's layout to the canonical layout."""
     return array.T if form == TRANSPOSED else array[0] if form == ROW else array
 
 
 def same(one: ndarray, other: ndarray) -> bool:
-    """Return whether two arrays have the same dtype, shape and bytes."""
+    """Return whether two arrays have the same dtype and shape and are bitwise identical."""
     if one is other:
         return True
     alike = one.dtype == other.dtype and one.shape == other.shape

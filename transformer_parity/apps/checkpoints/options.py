@@ -1,4 +1,4 @@
-"""Information about a checkpoint that its files do not contain and that the user must provide."""
+"""Information that the user must provide because a checkpoint's files do not contain it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """Options of the user for reading a checkpoint. Each reader only uses the options that its format supports.
+    """The user's options for reading a checkpoint. Each reader uses only the options that its format supports.
 
     Attributes:
-        vocab: Vocabulary files, source first. One file is used for both sides. Empty if there is no vocabulary.
+        vocab: Vocabulary files, source first. A single file is used for both the source and the target. Empty if there
+            is no vocabulary.
         names: TOML file that maps canonical names to the user's tensor names, or None.
         fields: Config fields that the format does not store, such as ``num_heads``.
     """

@@ -1,4 +1,4 @@
-"""Padding for models of programs without a padding token. Imports append a row for it, and exports remove the row."""
+"""Padding for programs without a padding token. An import appends a row for padding, and an export removes it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from numpy import ndarray
 
 from transformer_spec.config import TransformerConfig
 
-NEVER = -1e4  # output bias of tokens that must never be generated; float16 can represent it, and softmax returns 0
-OF_VOCABULARY = {  # vocabulary axis of each parameter that has one
+NEVER = -1e4  # output bias of tokens that must never be generated; fits in float16 and makes the softmax return 0
+OF_VOCABULARY = {  # index of the vocabulary axis of each parameter that has one
     "source_embedding.table": 0,
     "target_embedding.table": 0,
     "output_proj.kernel": 1,
@@ -21,10 +21,11 @@ OF_VOCABULARY = {  # vocabulary axis of each parameter that has one
 def append_padding(
     config: TransformerConfig, weights: Mapping[str, ndarray]
 ) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Append a row of zeros to the embeddings, which serves as padding and BOS token, with the same ID on both sides.
+    """Append a row of zeros that serves as padding and BOS token, with the same ID for the source and the target.
 
-    If the vocabularies have different sizes, the smaller one is filled up first. The output bias of the appended
-    tokens ensures that they are never generated, so log-probabilities are the same as in the original program.
+    If the vocabularies have different sizes, the smaller one is first extended to the size of the larger one. The
+    output bias of the appended tokens ensures that they are never generated, so the log-probabilities match the
+    original program's.
     """
     pad_id, size = max(config.source_vocab_size, config.target_vocab_size), config.target_vocab_size
     table = weights["source_embedding.table"]

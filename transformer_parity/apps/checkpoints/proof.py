@@ -1,4 +1,4 @@
-"""Verify an imported checkpoint: compare its logits in every backend and with the software that it came from."""
+"""Verify an imported checkpoint by comparing its logits across backends and with the original software."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from transformer_spec.files import load_weights
 
 DTYPES = ("float64", "float32")
 SENTENCES, SOURCE, TARGET = 2, 7, 5
-SEARCHED, LONGEST = 4, 20  # number of sentences that are translated, and the maximum length of a translation in tokens
-# Tolerance if transformers uses its own float32 position table. In a large model, rounding its angles costs 3.6e-7.
+SEARCHED, LONGEST = 4, 20  # number of sentences to translate, and maximum length of a translation in tokens
+# Tolerance if transformers uses its own float32 position table. In a large model, rounding the angles of this table
+# causes an error of 3.6e-7.
 OWN_TABLES = 1e-6
 Say = Callable[[str], None]
 
@@ -40,10 +41,10 @@ class Agreement:
 
     Attributes:
         name: Name of the backend or library that was compared.
-        dtype: Dtype in which it computed.
-        error: Relative L2 error with respect to the float64 reference. None if the comparison was skipped.
-        allowed: Largest error at which the two still agree.
-        why: The reason for skipping the comparison, or a description of the compared values.
+        dtype: Dtype that it used.
+        error: Relative L2 error with respect to the float64 reference, or None if the comparison was skipped.
+        allowed: Largest error at which the result is still considered to agree.
+        why: Reason for skipping the comparison, or description of the compared values.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Agreement:
 
     @property
     def verdict(self) -> str:
-        """The verdict on this comparison, in the terms of ``parity check``."""
+        """The verdict on this comparison, using the same terms as ``parity check``."""
         return SKIPPED if self.error is None else decide(self.error, self.allowed, self.dtype)
 
 
@@ -76,12 +77,12 @@ def inputs_of(config: TransformerConfig, sentences: int = SENTENCES) -> dict[str
 
 
 def prove(path: Path, backends: Iterable[str], say: Say = lambda text: None) -> list[Agreement]:
-    """Compare the logits of multiple backends for one weight file, in float64 and float32.
+    """Compare the logits that multiple backends compute from one weight file, in float64 and float32.
 
     Args:
         path: Weight file to load.
         backends: Names from ``PORTS``. A backend is skipped if its framework is not installed.
-        say: Function that receives a progress message before each computation.
+        say: Function that is called with a progress message before each computation.
 
     Raises:
         OSError: If the file cannot be read.
@@ -111,19 +112,19 @@ def prove(path: Path, backends: Iterable[str], say: Say = lambda text: None) -> 
 
 
 def check_against_transformers(path: Path, imported: Imported, say: Say = lambda text: None) -> list[Agreement]:
-    """Compare logits and translations with the transformers library, in float64.
+    """Compare a model's logits and translations with the transformers library in float64.
 
     Args:
-        path: Directory that was imported. The transformers library loads the same model from it, without network
-            access.
-        imported: The imported model.
-        say: Function that receives a progress message before each computation.
+        path: Imported directory. The transformers library loads the model from this directory without network access.
+        imported: Model that was imported from the directory.
+        say: Function that is called with a progress message before each computation.
 
     Returns:
-        One entry per comparison of logits, and one for the translations, whose error is the fraction that differs. For
-        models with sinusoidal positions, the logits are compared twice, because transformers rounds its position
-        tables to float32: once with its own tables and once with exact ones. If the library is not installed, or does
-        not load this format, the only entry is a skipped comparison.
+        One entry per comparison of logits, and one entry for the translations, whose error is the fraction of
+        translations that differ. For models with sinusoidal positional encodings, the logits are compared twice, once
+        with transformers' own position tables and once with exact ones, because transformers rounds its tables to
+        float32. If the library is not installed or does not support this format, the only entry is a skipped
+        comparison.
     """
     name = "transformers"
     if missing := [module for module in ("torch", name) if find_spec(module) is None]:
@@ -148,7 +149,7 @@ def check_against_transformers(path: Path, imported: Imported, say: Say = lambda
     what, strict = "logits", tolerance("logits", "float64", 0.0)
     if config.position_encoding == "sinusoidal":
         own = _logits(model, inputs, config)
-        rounding = _replace_positions(model, config)  # larger if the file stores its position tables in float16
+        rounding = _replace_positions(model, config)  # the error is larger if the file stores float16 position tables
         compare(own, max(OWN_TABLES, rounding), "logits, using its own rounded position tables")
         what = "logits, using exact position tables"
     compare(_logits(model, inputs, config), strict, what)
@@ -160,7 +161,7 @@ def check_against_transformers(path: Path, imported: Imported, say: Say = lambda
 
 
 def _logits(model: Any, inputs: dict[str, ndarray], config: TransformerConfig) -> ndarray:
-    """Return the logits of a model from the transformers library."""
+    """Return the logits of a transformers model."""
     import torch
 
     source, target = (torch.tensor(inputs[f"{side}_ids"]) for side in ("source", "target"))
@@ -169,8 +170,8 @@ def _logits(model: Any, inputs: dict[str, ndarray], config: TransformerConfig) -
         if model.config.model_type != "fsmt":
             masks = {"attention_mask": seen, "decoder_attention_mask": real}
             return model(input_ids=source, decoder_input_ids=target, **masks).logits.numpy()
-        # Call the encoder and the decoder separately. FSMTModel creates a float32 mask and fills it with the smallest
-        # float64 value, which float32 cannot represent.
+        # Call the encoder and the decoder separately, because FSMTModel creates a float32 mask and fills it with the
+        # smallest float64 value, which float32 cannot represent.
         memory = model.model.encoder(source, attention_mask=seen).last_hidden_state
         future = torch.full((target.shape[1],) * 2, -torch.inf, dtype=torch.float64).triu(1)
         return model.model.decoder(target, memory, seen, ~real, future).last_hidden_state.numpy()
@@ -198,7 +199,7 @@ def _replace_positions(model: Any, config: TransformerConfig) -> float:
 
 
 def _translations(model: Any, imported: Imported) -> tuple[list[list[int]], list[list[int]]]:
-    """Translate a few sentences of random IDs, and return this project's and the transformers model's translations."""
+    """Translate sentences of random IDs with this project and with transformers, and return both lists."""
     import torch
 
     config, search = imported.config, imported.search
@@ -208,7 +209,7 @@ def _translations(model: Any, imported: Imported) -> tuple[list[list[int]], list
     found = PORTS["torch"].load(config, imported.weights, Placement("float64")).search(ids, options)
     settings = model.generation_config
     settings.max_length, settings.max_new_tokens = None, longest
-    # The searches of this project never generate padding.
+    # This project's searches never generate padding.
     settings.bad_words_ids = [*(settings.bad_words_ids or []), [config.pad_id]]
     with torch.no_grad():
         theirs = model.generate(input_ids=torch.tensor(ids), attention_mask=torch.tensor(ids != config.pad_id))

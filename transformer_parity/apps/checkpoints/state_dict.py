@@ -1,9 +1,9 @@
-"""PyTorch state dicts that contain only tensors, for which the user specifies the rest of the model in a TOML file.
+"""PyTorch state dicts that contain only tensors. The user specifies the rest of the model in a TOML file.
 
-The TOML file may have three tables:
+The TOML file may contain three tables:
 
 - ``[config]`` sets config fields that cannot be inferred from the tensors.
-- ``[names]`` maps the canonical name of each parameter that the format does not name to the user's name.
+- ``[names]`` maps canonical names to the user's names, for parameters whose names the format does not define.
 - ``[file]`` describes the file. ``state`` is the key of the state dict in the file, ``prefix`` is the prefix of the
   format's names, and ``ignored`` is a list of glob patterns for tensors that are not weights.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LARGEST = 2**20  # maximum size of a TOML file in bytes
 KNOWN = {"config": (), "names": (), "file": ("state", "prefix", "ignored")}
-ROUNDED = 1e-6  # tolerance of a sinusoidal table per position, because its angles may be rounded to float32
+ROUNDED = 1e-6  # tolerance per position for sinusoidal tables, whose angles may be rounded to float32
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class UserNames:
 
 
 def read_names(options: ReadOptions) -> UserNames:
-    """Read the user's TOML file and merge it with the command-line options, which take precedence.
+    """Read the user's TOML file, and merge it with the command-line options. The options take precedence.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is not valid TOML, contains an unknown table, key or field, or a value has the wrong
-            type.
+        ValueError: If the file is not valid TOML, if it contains an unknown table, key, or field, or if a value has the
+            wrong type.
     """
     content: dict[str, Any] = {}
     what = options.names.name if options.names else ""
@@ -92,12 +92,12 @@ def read_state(path: Path, key: str = "") -> dict[str, ndarray]:
 
     Args:
         path: File to read.
-        key: For files of ``torch.save``, the dotted key of the state dict in the file. Empty if the file is the state
+        key: Dotted key of the state dict in a file written by ``torch.save``. Empty if the file itself is the state
             dict.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is damaged, contains code or unsupported objects, or has no state dict under the key.
+        ValueError: If the file is damaged, contains code or unsupported objects, or has no state dict under this key.
     """
     if path.suffix == ".safetensors":
         return tensors.read(path)
@@ -111,7 +111,7 @@ def read_state(path: Path, key: str = "") -> dict[str, ndarray]:
 
 
 def tensor_names(path: Path) -> list[str]:
-    """Return the names of the tensors in a file. Raises the same errors as ``read_state``."""
+    """Return the names of the tensors in a file. This function raises the same errors as ``read_state``."""
     return tensors.names(path) if path.suffix == ".safetensors" else list(read_state(path))
 
 
@@ -119,7 +119,7 @@ def needed_fields(said: Mapping[str, Any], needed: Iterable[str], what: str) -> 
     """Check that the user has specified the config fields that cannot be inferred from the tensors.
 
     Raises:
-        ValueError: If fields are missing. The message lists them.
+        ValueError: If a field is missing. The message lists all missing fields.
     """
     if missing := [name for name in needed if name not in said]:
         raise ValueError(
@@ -133,8 +133,8 @@ def prefix_of(names: Iterable[str], known: str, said: str) -> str:
 
     Args:
         names: Names of the tensors.
-        known: Tensor name, without prefix, that every model of this format contains.
-        said: Prefix that the user specified, or an empty string.
+        known: Tensor name, without the prefix, that occurs in every model of this format.
+        said: Prefix that the user specified. Empty if there is none.
 
     Raises:
         ValueError: If more than one prefix is possible.
@@ -151,17 +151,17 @@ def prefix_of(names: Iterable[str], known: str, said: str) -> str:
 
 
 def read_vocabulary(paths: Sequence[Path], config: TransformerConfig) -> Vocabulary | None:
-    """Build the vocabulary from the files that the user specified. It must append ``eos_id`` to every line.
+    """Build the vocabulary from the files that the user specified. The vocabulary must append ``eos_id`` to every line.
 
     Args:
-        paths: A ``tokenizer.json``, or SentencePiece models (``.model``, ``.spm``) and ID tables in Marian's format.
-            If empty, the model has no vocabulary.
+        paths: A ``tokenizer.json``, or Marian's SentencePiece models (``.model``, ``.spm``) and ID tables. If empty,
+            the model has no vocabulary.
         config: Config of the model.
 
     Raises:
         OSError: If a file cannot be read.
         UsageError: If a package that the vocabulary requires is not installed.
-        ValueError: If a file has a different format, or the vocabulary does not fit the model.
+        ValueError: If a file has a different format or the vocabulary does not fit the model.
     """
     from transformer_parity.apps.text import kinds, maps, marian, multilingual
 
@@ -178,22 +178,22 @@ def read_vocabulary(paths: Sequence[Path], config: TransformerConfig) -> Vocabul
 
 
 def said_notes(said: Mapping[str, Any], needed: Iterable[str]) -> tuple[str, ...]:
-    """Return a note that lists the values set by the user, because comparing backends cannot verify them."""
+    """Return a note that lists the user's values, which cannot be verified by comparing backends."""
     own = ", ".join(f"{name} {said[name]}" for name in needed if name in said)
     return (f"not in the file, so your values are used: {own}. Comparing backends does not detect a wrong value",)
 
 
 def count_layers(names: Iterable[str], prefix: str) -> int:
-    """Return the number of layers of a stack whose tensor names start with ``{prefix}{i}.``."""
+    """Return the number of layers in a stack whose tensor names start with ``{prefix}{i}.``."""
     numbers = {name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
     return max((int(number) + 1 for number in numbers if number.isdecimal() and len(number) < 6), default=0)
 
 
 def check_positions(tensors: Mapping[str, ndarray], names: Iterable[str], config: TransformerConfig) -> None:
-    """Check that stored position tables contain the sinusoids that the config describes, so they need not be kept.
+    """Check that stored position tables match the config's sinusoids and can be discarded.
 
     Raises:
-        ValueError: If a table has a different shape, or its values differ by more than rounding.
+        ValueError: If a table has a different shape or its values differ by more than rounding error.
     """
     kind = (config.position_layout, config.position_timescale)
     for name in names:

@@ -1,4 +1,4 @@
-"""Summaries of weight files, checkpoints and imports, printed as a table or returned as JSON-compatible values."""
+"""Summaries of weight files, checkpoints, and imports, printed as a table or returned as JSON-compatible values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIED = {
     "target_output": "target embedding and output projection; the source embedding is separate",
     "all": "source embedding, target embedding and output projection",
 }
-MOST_LANGUAGES = 8  # maximum number of languages that the table lists by name
+MOST_LANGUAGES = 8  # maximum number of languages to list in the table
 
 
 def describe(model: Imported) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def print_model(console: Console, model: Imported, *, files: bool = False) -> No
     Args:
         console: Console to print to.
         model: Model to describe.
-        files: Whether to list the files from which the model was imported, with their SHA-256.
+        files: Whether to list the files that the model was imported from, with their SHA-256 hashes.
     """
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
@@ -107,7 +107,7 @@ def _vocabulary(model: Imported) -> Mapping[str, str | None]:
 
 
 def _some(codes: Sequence[str]) -> str:
-    """Return the first language codes and the number of the remaining ones."""
+    """Return the first few language codes and the number of the others."""
     listed = ", ".join(codes[:MOST_LANGUAGES])
     return f"{listed} and {len(codes) - MOST_LANGUAGES:,} others" if len(codes) > MOST_LANGUAGES else listed
 
@@ -126,10 +126,10 @@ def _sizes(config: TransformerConfig) -> str:
 
 
 def _preset(model: Imported) -> str:
-    """Return the preset of an imported model or, for a model trained with this project, the most similar preset."""
+    """Return the preset of an imported model, or the most similar preset for a model trained with this project."""
     if model.origin.format != OURS:
         return model.origin.preset
-    return min(PRESETS, key=lambda name: len(differences(model.config, name)))  # min returns the first of equal ones
+    return min(PRESETS, key=lambda name: len(differences(model.config, name)))  # in a tie, min returns the first preset
 
 
 def _parameters(model: Imported) -> int:
@@ -143,7 +143,7 @@ def _dtypes(model: Imported) -> list[str]:
 
 
 def search_line(search: Search) -> str:
-    """Return the search settings in one line. Settings with default values are omitted."""
+    """Return the search settings as one line, omitting settings with default values."""
     usual, rules = Search(), search.rules.to_dict()
     parts = ["greedy" if search.beam_size is None else f"beam {search.beam_size}"]
     if search.beam_size is not None:

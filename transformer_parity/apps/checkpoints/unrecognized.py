@@ -1,4 +1,4 @@
-"""Hints for a path whose format is not recognized, derived from its file names and tensor names."""
+"""Hints for paths whose format is not recognized, based on their file names and tensor names."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LISTED = "`parity import --help` lists the supported formats"
 
 
 def seen(path: Path) -> tuple[str | None, str]:
-    """Return a hint about a path whose format is not recognized, as part of an error message.
+    """Return a hint for an error message about a path whose format is not recognized.
 
     Args:
-        path: File or directory that is not recognized.
+        path: File or directory whose format is not recognized.
 
     Returns:
-        The format that the tensor names suggest, or None, and a clause that tells the user how to import the path.
+        The format that the tensor names suggest (or None), and a clause that tells the user what to pass instead.
     """
     if path.is_dir():
         return None, (
@@ -56,7 +56,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _seen_in(states: dict[str, Iterable[str]]) -> tuple[str | None, str]:
-    """Return the format and the hint, given the names at the top level of a file and under each of its keys."""
+    """Return the format and the hint for a file, based on the names at its top level and under each of its keys."""
     for key, held in states.items():
         names = [name for name in held if isinstance(name, str)]
         if any(f".{name}".endswith(f".{torch_nn.FIRST}") for name in names):

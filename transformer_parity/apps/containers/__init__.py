@@ -1,4 +1,4 @@
-"""Readers for the file formats of other software.
+"""Readers for other software's file formats.
 
-They return NumPy arrays, never run code from a file, and check sizes before they allocate memory.
+The readers return NumPy arrays, never run code from a file, and check sizes before they allocate memory.
 """

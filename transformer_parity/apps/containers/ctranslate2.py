@@ -1,4 +1,4 @@
-"""CTranslate2's ``model.bin``, a little-endian sequence of named variables, followed by aliases.
+"""Read and write CTranslate2's ``model.bin``, a little-endian sequence of named variables followed by aliases.
 
 Source: OpenNMT/CTranslate2, python/ctranslate2/specs/model_spec.py and src/models/model.cc.
 """
@@ -25,7 +25,7 @@ class StoredModel(NamedTuple):
 
     Attributes:
         name: Name of the specification, such as ``TransformerSpec``.
-        revision: Revision of the specification.
+        revision: Revision number of the specification.
         variables: Arrays by name. An alias maps to the same array object as its variable.
     """
 
@@ -35,11 +35,12 @@ class StoredModel(NamedTuple):
 
 
 def read(path: Path) -> StoredModel:
-    """Read a file.
+    """Read a ``model.bin``.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is damaged or has an unsupported version, or a size in it exceeds the file's size.
+        ValueError: If the file is damaged or has an unsupported version, or if a size in the file exceeds the file
+            size.
     """
     with path.open("rb") as file:
         try:
@@ -87,11 +88,11 @@ def _read(file: BinaryIO, size: int) -> StoredModel:
 
 
 def write(path: Path, model: StoredModel) -> None:
-    """Write a file atomically. If the same array object appears more than once, the repetitions become aliases.
+    """Write a ``model.bin`` atomically. If an array object appears more than once, the repetitions become aliases.
 
     Raises:
         OSError: If the file cannot be written.
-        ValueError: If CTranslate2 does not support the dtype or the size of a variable.
+        ValueError: If CTranslate2 does not support a variable's dtype or size.
     """
 
     def text(value: str) -> bytes:

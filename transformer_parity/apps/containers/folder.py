@@ -1,4 +1,4 @@
-"""Access to the files of a directory, rejecting names and links that lead outside the directory."""
+"""Access files in a directory, and reject names and links that lead outside the directory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ MIB = 2**20
 def member(folder: Path, name: str) -> Path:
     """Return the path of an existing file in a directory.
 
-    The file may be a link to a file in the same directory or to a file in the cache of the Hugging Face Hub.
+    The file may be a link to a file in the same directory or in the Hugging Face Hub cache.
 
     Args:
         folder: Directory that must contain the file.
-        name: Name of the file, which may come from an untrusted file.
+        name: Name of the file. The name may come from an untrusted source.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the path is outside the directory, or is not a regular file, or is a Git LFS pointer.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If the path is outside the directory, is not a regular file, or is a Git LFS pointer.
     """
     if not name or name in (".", "..") or not name.isprintable() or any(one in name for one in "/\\:"):
         raise ValueError(f"file names must not contain a directory or drive: got {name!r}")
@@ -40,16 +40,16 @@ def member(folder: Path, name: str) -> Path:
 
 
 def has(folder: Path, name: str) -> bool:
-    """Return whether a directory contains an entry with this name. The entry may be a broken link."""
+    """Return whether a directory contains an entry with this name, including broken links."""
     return (folder / name).exists() or (folder / name).is_symlink()
 
 
 def read_bytes(path: Path, most: int = 64 * MIB) -> bytes:
-    """Return the content of a file of at most ``most`` bytes.
+    """Return the content of a file that has at most ``most`` bytes.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is larger, or is a Git LFS pointer.
+        ValueError: If the file is larger or is a Git LFS pointer.
     """
     check_fetched(path)
     if (size := path.stat().st_size) > most:
@@ -58,11 +58,11 @@ def read_bytes(path: Path, most: int = 64 * MIB) -> bytes:
 
 
 def read_json(path: Path, most: int = 16 * MIB) -> dict[str, Any]:
-    """Return the content of a JSON file, which must be an object.
+    """Return the content of a JSON file. The content must be an object.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is too large, is not valid JSON, or is not an object.
+        ValueError: If the file is too large, is not valid JSON, or does not contain an object.
     """
     try:
         content = json.loads(read_bytes(path, most))

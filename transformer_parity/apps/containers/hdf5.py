@@ -1,6 +1,6 @@
-"""A reader for HDF5 files that only supports uncompressed datasets in the file itself. Requires h5py.
+"""A reader for HDF5 files that supports only uncompressed datasets stored in the file itself. Requires h5py.
 
-It rejects links, external storage and compression.
+The reader rejects links, external storage, and compression.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ DEEPEST = 32  # maximum nesting depth of groups
 
 
 def read(path: str | Path, content: bytes | None = None) -> dict[str, ndarray]:
-    """Return all numeric datasets of an HDF5 file, by their paths in the file.
+    """Return all numeric datasets in an HDF5 file, by their paths in the file.
 
     Args:
         path: File to read.
-        content: Bytes of the file if it is part of an archive. The path is then only used in error messages.
+        content: Bytes of the file if it is a member of an archive, in which case ``path`` is only used in error
+            messages. If None, the file is read from ``path``.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is damaged, refers to other files, or a size in it exceeds the file's size.
+        ValueError: If the file is damaged or refers to other files, or if a size in the file exceeds the file size.
     """
     size = Path(path).stat().st_size if content is None else len(content)
     arrays: dict[str, ndarray] = {}
@@ -46,7 +47,7 @@ def read(path: str | Path, content: bytes | None = None) -> dict[str, ndarray]:
 
 
 def _collect(group: h5py.Group, prefix: str, found: dict[str, Any], seen: set[int]) -> None:
-    """Check the datasets of a group and its subgroups, and add them to ``found`` without reading their content."""
+    """Check the datasets in a group and its subgroups, and add them to ``found`` without reading their content."""
     address = h5py.h5o.get_info(group.id).addr
     if address in seen:
         raise ValueError(f"groups must have only one path: got a second one, {prefix}")

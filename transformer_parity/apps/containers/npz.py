@@ -1,6 +1,6 @@
-"""A reader and writer for NumPy's ``.npz``, a ZIP archive of arrays.
+"""A reader and a writer for NumPy's ``.npz`` files, which are ZIP archives of arrays.
 
-The reader rejects object arrays, and archives that unpack to far more memory than the size of the file.
+The reader rejects object arrays and archives whose unpacked size is far larger than the file.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from numpy import ndarray
 
 from transformer_spec.files import replacing
 
-# Maximum ratio of the unpacked size to the file's size. Weights compress at most to half of their size, a zip bomb to a
-# thousandth.
+# Maximum ratio of the unpacked size to the file size. Weights compress to half their size at best, whereas a zip bomb
+# compresses to a thousandth.
 LARGEST_RATIO = 32
 MOST_MEMBERS = 10_000
 SMALL = 2**20  # unpacked size in bytes that is allowed at any ratio
-KINDS = "fiub"  # floating-point numbers, integers and booleans
+KINDS = "fiub"  # floating-point numbers, integers, and booleans
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def read(path: str | Path) -> dict[str, ndarray]:
-    """Return all arrays of a ``.npz``, by name.
+    """Return all arrays in a ``.npz`` file, by name.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is damaged, contains arrays that are not numeric, or unpacks to too much memory.
+        ValueError: If the file is damaged, contains arrays that are not numeric, or requires too much memory when
+            unpacked.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -47,8 +48,8 @@ def check_members(members: list[zipfile.ZipInfo], file_size: int) -> None:
     """Check the members of a ZIP archive before reading them.
 
     Raises:
-        ValueError: If there are too many members, two members have the same name, a member uses an unsupported
-            compression, or the archive is a zip bomb.
+        ValueError: If the archive has too many members, two members with the same name, or a member with an unsupported
+            compression, or if the archive is a zip bomb.
     """
     if len(members) > MOST_MEMBERS:
         raise ValueError(f"the archive must have at most {MOST_MEMBERS:,} members: got {len(members):,}")
@@ -63,10 +64,10 @@ def check_members(members: list[zipfile.ZipInfo], file_size: int) -> None:
 
 
 def write(path: str | Path, arrays: Mapping[str, ndarray]) -> None:
-    """Write arrays to an uncompressed ``.npz``. The write is atomic, so an error leaves an existing file unchanged.
+    """Write arrays to an uncompressed ``.npz`` file. The write is atomic: an error leaves an existing file unchanged.
 
-    Marian's reader (cnpy) requires sizes in the local headers and arrays in C order. ``numpy.savez`` writes ZIP64
-    headers, which cnpy does not support.
+    Marian's reader (cnpy) requires sizes in the local headers and arrays in C order, and does not support the ZIP64
+    headers that ``numpy.savez`` writes.
 
     Raises:
         OSError: If the file cannot be written.
@@ -90,7 +91,7 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> ndarray:
             raise ValueError(
                 f"{member.filename} must have {size:,} bytes for {dtype.name} {list(shape)}: got {held:,} bytes"
             )
-        data = stream.read(size)  # raises an error if the checksum of the member is wrong
+        data = stream.read(size)  # raises an error if the member's checksum is wrong
     if len(data) != size:
         raise ValueError(f"{member.filename} must have {size:,} bytes: got {len(data):,}; the file is truncated")
     return np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C")

@@ -1,8 +1,8 @@
-"""A reader for files of ``torch.save`` that does not require PyTorch and calls only the functions defined here.
+"""A reader for ``torch.save`` files that does not require PyTorch and calls only functions defined in this module.
 
-A file is a ZIP archive. Its member ``data.pkl`` is a pickle, and other members contain the numbers of the tensors.
-Before PyTorch 1.6, a file consisted of five consecutive pickles, followed by the numbers. Each pickle is read twice.
-The first pass checks that it contains only allowed instructions, and the second pass builds the objects.
+Such a file is a ZIP archive. The member ``data.pkl`` is a pickle, and other members contain the tensor data. Before
+PyTorch 1.6, a file consisted of five consecutive pickles followed by the tensor data. Each pickle is read twice: the
+first pass checks that the pickle contains only allowed opcodes, and the second pass builds the objects.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import ml_dtypes
 import numpy as np
 from numpy import ndarray
 
-MOST_PICKLED = 32 * 2**20  # maximum size of a pickle in bytes, without the numbers of the tensors
+MOST_PICKLED = 32 * 2**20  # maximum size of a pickle in bytes, excluding the tensor data
 MOST_MEMBERS = 100_000
 DEEPEST = 100  # maximum nesting depth of tuples
-MOST_IN_TUPLES = 10**7  # maximum number of values in tuples; hashing a tuple visits a shared value once per reference
-REPEATS = 8  # maximum ratio of the total size of all tensors, which may share storage, to the file's size
+MOST_IN_TUPLES = 10**7  # maximum number of values in tuples; hashing a tuple visits shared values once per reference
+REPEATS = 8  # maximum ratio of the total tensor size to the file size; tensors may share storage
 LEGACY_START = pickle.dumps(0x1950A86A20F9469CFC6C, 2)
 LEGACY_VERSION = 1001
-NAMESPACE = {"argparse.Namespace": SimpleNamespace}  # for files that contain command-line options
+NAMESPACE = {"argparse.Namespace": SimpleNamespace}  # for files that include command-line options
 
 DTYPES: dict[str, Any] = {
     "Double": np.float64,
@@ -45,8 +45,8 @@ DTYPES: dict[str, Any] = {
     "Byte": np.uint8,
     "Bool": np.bool_,
 }
-# Instructions that build plain values, containers and tensors. The list excludes instructions that refer to a class by
-# an extension code, instantiate a class in the old way, or refer to a persistent object by a text.
+# Opcodes that build simple values, containers, and tensors. The list excludes opcodes that refer to a class by an
+# extension code, create an instance of an old-style class, or refer to a persistent object by a text ID.
 PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
 INSTRUCTIONS = {
     *PUTS,
@@ -59,7 +59,7 @@ INSTRUCTIONS = {
 
 
 class Storage(NamedTuple):
-    """A contiguous array of numbers in a file.
+    """A contiguous block of numbers in a file.
 
     Attributes:
         path: File that contains the numbers.
@@ -75,7 +75,7 @@ class Storage(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor whose numbers have not been read yet. Offset and strides are in elements, not in bytes."""
+    """A tensor whose data has not been read yet. The offset and the strides are in elements, not in bytes."""
 
     storage: Storage
     offset: int
@@ -88,7 +88,7 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * np.dtype(self.storage.dtype).itemsize
 
     def read(self) -> ndarray:
-        """Read the numbers from the file, and return them as an array.
+        """Read the tensor's data from the file, and return it as an array.
 
         Raises:
             OSError: If the file cannot be read.
@@ -112,15 +112,16 @@ class _StorageType(NamedTuple):
 
 
 def read(path: Path, also: Names | None = None) -> Any:
-    """Return the object that is stored in a file. Its tensors are ``Tensor`` objects.
+    """Return the object stored in a file. Tensors in the object are represented by ``Tensor`` objects.
 
     Args:
         path: File that was written by ``torch.save``.
-        also: Additional names that a pickle may contain, with a replacement for each, such as ``NAMESPACE``.
+        also: Additional names that a pickle may refer to, with a replacement for each, such as ``NAMESPACE``.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is damaged, was not written by ``torch.save``, or refers to any other class or function.
+        ValueError: If the file is damaged, was not written by ``torch.save``, or refers to a class or function that is
+            not allowed.
     """
     also = also or {}
     try:
@@ -133,25 +134,25 @@ def read(path: Path, also: Names | None = None) -> Any:
 
 
 def read_tensors(path: Path) -> dict[str, ndarray]:
-    """Return the tensors of a file that contains a state dict.
+    """Return the tensors in a file that contains a state dict.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If ``read`` raises an error, or the file does not contain a state dict.
+        ValueError: If ``read`` raises this error or the file does not contain a state dict.
     """
     return arrays(read(path), path.name)
 
 
 def arrays(state: Any, what: str) -> dict[str, ndarray]:
-    """Read the tensors of a state dict. Equal ``Tensor`` objects become the same array.
+    """Read the tensors in a state dict. ``Tensor`` objects that are equal become the same array object.
 
     Args:
         state: State dict with ``Tensor`` values.
-        what: Name of the state dict in error messages.
+        what: Name of the state dict, for error messages.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If ``state`` is not a state dict, or its tensors share storage too often.
+        ValueError: If ``state`` is not a state dict or its tensors share storage too often.
     """
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise ValueError(f"{what} must be a state dict: got {type(state).__name__}")
@@ -167,9 +168,10 @@ def arrays(state: Any, what: str) -> dict[str, ndarray]:
 
 
 def plain(settings: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return settings with each list or other object replaced by an abbreviated ``repr``.
+    """Replace each list or other object in settings with its abbreviated ``repr``.
 
-    The ``repr`` must be abbreviated because a short pickle can nest lists so that the full text has exponential length.
+    The ``repr`` must be abbreviated because a short pickle can nest lists in such a way that the full text has
+    exponential length.
     """
     values = {key if isinstance(key, str) else reprlib.repr(key): value for key, value in settings.items()}
     return {
@@ -179,7 +181,7 @@ def plain(settings: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _read_zip(path: Path, file: BinaryIO, also: Names) -> Any:
-    """Read an archive, which contains a pickle in ``NAME/data.pkl`` and the numbers in ``NAME/data/KEY``."""
+    """Read an archive that contains a pickle in ``NAME/data.pkl`` and the tensor data in ``NAME/data/KEY``."""
     with zipfile.ZipFile(file) as archive:
         members = {one.filename: one for one in archive.infolist()}
         if len(members) != len(archive.infolist()) or len(members) > MOST_MEMBERS:
@@ -216,7 +218,7 @@ def _read_zip(path: Path, file: BinaryIO, also: Names) -> Any:
 
 
 def _start(file: BinaryIO, member: zipfile.ZipInfo, path: Path) -> int:
-    """Return the offset in bytes of the uncompressed content of a member in the archive."""
+    """Return the offset in bytes at which a member's uncompressed content starts in the archive."""
     name = member.filename
     if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size or member.flag_bits & 1:
         raise ValueError(f"{name} in {path.name} must be stored without compression, as torch.save does")
@@ -231,9 +233,9 @@ def _start(file: BinaryIO, member: zipfile.ZipInfo, path: Path) -> int:
 
 
 def _read_legacy(path: Path, file: BinaryIO, also: Names) -> Any:
-    """Read a file from before PyTorch 1.6.
+    """Read a file written before PyTorch 1.6.
 
-    The file contains five pickles (magic number, version, machine, object, keys), followed by the storages. Each
+    The file contains five pickles (magic number, version, machine, object, and keys) followed by the storages. Each
     storage starts with its length.
     """
     file.seek(0)
@@ -267,24 +269,25 @@ def _read_legacy(path: Path, file: BinaryIO, also: Names) -> Any:
 
 
 def _end(content: bytes, path: Path) -> int:
-    """Return the length in bytes of the first pickle in ``content``, checking that it only builds values and tensors.
+    """Return the length in bytes of the first pickle in ``content``, and check that it builds only values and tensors.
 
-    The function limits the nesting depth of tuples, because CPython hashes them recursively without a limit. It also
-    limits the number of values in tuples, because a short pickle can nest tuples so that they have exponential size.
+    The function limits the nesting depth of tuples because CPython hashes tuples recursively without a depth limit. It
+    also limits the number of values in tuples because a short pickle can nest tuples in such a way that they have
+    exponential size.
 
     Raises:
-        ValueError: If the pickle is damaged, contains a disallowed instruction, or exceeds a limit.
+        ValueError: If the pickle is damaged, contains an opcode that is not allowed, or exceeds a limit.
     """
     puts = spent = 0
     marks: list[int] = []
-    stack: list[tuple[int, int]] = []  # for each object, the nesting depth of its tuples and their number of values
+    stack: list[tuple[int, int]] = []  # tuple nesting depth and number of values of each object
     memo: dict[int, tuple[int, int]] = {}
     try:
         for instruction, argument, at in pickletools.genops(content):
             name, needs, leaves = instruction.name, instruction.stack_before, instruction.stack_after
             given: Any = argument
             if name not in INSTRUCTIONS:
-                raise ValueError(f"its pickle must not contain the instruction {name}")
+                raise ValueError(f"its pickle must not contain the opcode {name}")
             if name in PUTS:
                 puts, place = puts + 1, len(memo) if name == "MEMOIZE" else given
                 if place > puts + 256:  # pickle would allocate memory for all memo entries up to this index
@@ -321,7 +324,7 @@ def _end(content: bytes, path: Path) -> int:
 
 
 def _unpickled(content: bytes, path: Path, numbers: Numbers, also: Names) -> Any:
-    """Return the object that a pickle builds. The caller must have checked the pickle with ``_end``."""
+    """Return the object that a pickle builds. The pickle must have been checked with ``_end``."""
 
     def tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
         sizes = (offset, *shape, *strides)
@@ -332,7 +335,7 @@ def _unpickled(content: bytes, path: Path, numbers: Numbers, also: Names) -> Any
             raise ValueError(f"a tensor of shape {list(shape)} must fit its storage: got {storage.length:,} elements")
         return Tensor(storage, offset, shape, strides)
 
-    known: dict[str, Any] = {  # create a new dict for each pickle, because a pickle can modify the objects it refers to
+    known: dict[str, Any] = {  # one dict per pickle, because a pickle can modify the objects that it refers to
         "collections.OrderedDict": OrderedDict,
         "torch._utils._rebuild_tensor_v2": tensor,
         "torch._utils._rebuild_parameter": lambda data, *_: data,
@@ -364,7 +367,7 @@ def _unpickled(content: bytes, path: Path, numbers: Numbers, also: Names) -> Any
 
 
 def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Return the number of storage elements from the first to the last element of a tensor."""
+    """Return the number of storage elements that a tensor spans, from its first to its last element."""
     if not math.prod(shape):
         return 0
     return 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))

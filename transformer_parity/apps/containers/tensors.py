@@ -1,4 +1,4 @@
-"""Safetensors files, including sharded models with an index file."""
+"""Read and write safetensors files, including sharded models with an index file."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from safetensors import SafetensorError, safe_open
 from transformer_parity.apps.containers.folder import MIB, member, read_json
 from transformer_spec.files import save_tensors
 
-MOST_HEADER = 4 * MIB  # enough for the names, dtypes and shapes of about 40,000 tensors
+MOST_HEADER = 4 * MIB  # enough for the names, dtypes, and shapes of about 40,000 tensors
 
 
 def read(path: Path) -> dict[str, ndarray]:
-    """Return the tensors of a single safetensors file, by name.
+    """Return the tensors in one safetensors file, by name.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is truncated, is not a safetensors file, or contains a dtype that NumPy lacks.
+        ValueError: If the file is truncated, is not a safetensors file, or uses a dtype that NumPy does not support.
     """
     with _open(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
 
 
 def names(path: Path) -> list[str]:
-    """Return the names of the tensors of a single safetensors file. Raises the same errors as ``read``."""
+    """Return the names of the tensors in one safetensors file. This function raises the same errors as ``read``."""
     with _open(path) as file:
         return list(file.keys())
 
 
 def read_shards(index: Path, read_one: Callable[[Path], dict[str, ndarray]] = read) -> dict[str, ndarray]:
-    """Return the tensors of all files that an index lists.
+    """Return the tensors in all files that an index lists.
 
     Args:
-        index: JSON file whose ``weight_map`` maps the name of each tensor to the name of a file in the same directory.
+        index: JSON file whose ``weight_map`` maps each tensor name to the name of a file in the same directory.
         read_one: Function that reads one of these files.
 
     Raises:
         OSError: If a file is missing or cannot be read.
-        ValueError: If the index refers to a file outside its directory, or the tensors of a file differ from those that
-            the index lists for it.
+        ValueError: If the index refers to a file outside its directory, or if a file's tensors differ from those that
+            the index lists for that file.
     """
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
@@ -63,12 +63,12 @@ def read_shards(index: Path, read_one: Callable[[Path], dict[str, ndarray]] = re
 
 
 def shards(index: Path) -> list[Path]:
-    """Return the files that an index lists, assuming that ``read_shards`` has checked the index."""
+    """Return the files that an index lists. The index must have been checked by ``read_shards``."""
     return [member(index.parent, place) for place in sorted(set(read_json(index)["weight_map"].values()))]
 
 
 def write(path: Path, tensors: dict[str, ndarray]) -> None:
-    """Write a safetensors file with the metadata of PyTorch's files.
+    """Write a safetensors file with the same metadata as PyTorch files.
 
     Raises:
         OSError: If the file cannot be written.
@@ -81,7 +81,7 @@ def write(path: Path, tensors: dict[str, ndarray]) -> None:
 
 @contextmanager
 def _open(path: Path) -> Iterator[safe_open]:
-    with path.open("rb") as start:  # safetensors reports missing files if it lacks the permission to read one
+    with path.open("rb") as start:  # safetensors would report an unreadable file as missing
         size = int.from_bytes(start.read(8), "little")
     if MOST_HEADER < size <= path.stat().st_size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A reader and writer for small YAML files. The reader rejects aliases and Python tags. Requires PyYAML."""
+"""A reader and a writer for small YAML files. The reader rejects aliases and Python tags. Requires PyYAML."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import yaml
 
-LARGEST = 2**18  # maximum size in bytes; settings have a few thousand, and PyYAML reads about 100,000 per second
+LARGEST = 2**18  # maximum size in bytes; settings take a few kilobytes, and PyYAML reads about 100 KB/s
 
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 LONGEST_NUMBER = 100  # maximum length of a number in characters
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader without support for aliases, with which a short text can expand to exponential size."""
+    """The safe loader without support for aliases, because aliases let a short text expand to exponential size."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -23,18 +23,18 @@ class _Loader(yaml.SafeLoader):
 
     def construct_scalar(self, node: Any) -> Any:
         value = super().construct_scalar(node)
-        # 1:2:3 is a number in base 60, which PyYAML parses in quadratic time.
+        # PyYAML parses base-60 numbers such as 1:2:3 in quadratic time.
         if node.tag in NUMBERS and len(value) > LONGEST_NUMBER:
             raise ValueError(f"numbers must have at most {LONGEST_NUMBER} characters: got {len(value):,}")
         return value
 
 
 def read(text: str | bytes, what: str) -> dict[str, Any]:
-    """Return the content of a YAML text, which must be a mapping.
+    """Return the content of a YAML text. The content must be a mapping.
 
     Args:
         text: Text to parse.
-        what: Name of the text in error messages.
+        what: Name of the text, for error messages.
 
     Raises:
         ValueError: If the text is too long, is not valid YAML, contains tags or aliases, or is not a mapping.
@@ -51,5 +51,5 @@ def read(text: str | bytes, what: str) -> dict[str, Any]:
 
 
 def write(content: Mapping[str, Any]) -> str:
-    """Return a mapping of plain values as YAML, keeping the order of its keys."""
+    """Convert a mapping of JSON-compatible values to YAML, preserving the order of the keys."""
     return yaml.safe_dump(dict(content), sort_keys=False)

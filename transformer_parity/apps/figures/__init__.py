@@ -1,1 +1,1 @@
-"""Plots of positional encodings, masks and attention weights."""
+"""Plots of positional encodings, masks, and attention weights."""

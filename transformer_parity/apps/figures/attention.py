@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 Arrays = Mapping[str, ndarray]
 
-MOST_COLUMNS = 8  # maximum number of heads per line
-WIDEST = 16.0  # maximum width of a line of heads in inches, for sentences of any length
-CELL = 0.2  # size of a token in inches, which its label fits for sentences of up to 200 tokens
+MOST_COLUMNS = 8  # maximum number of heads per row
+WIDEST = 16.0  # maximum width of a row of heads in inches, regardless of sentence length
+CELL = 0.2  # size of a token's cell in inches, large enough for its label in sentences of up to 200 tokens
 TAPS = {
     "encoder": "encoder.layers.{}.self_attention.weights",
     "decoder": "decoder.layers.{}.self_attention.weights",
     "cross": "decoder.layers.{}.cross_attention.weights",
 }
-# Sizes of the random model. The preset defines its conventions.
+# Sizes of the random model. The preset defines the model's conventions.
 SMALL = {"d_model": 48, "num_heads": 4, "d_k": 12, "d_v": 12, "d_ff": 96, **dict.fromkeys(DEPTHS, 2)}
 SOURCE, TARGET = "The shoes are under the bed.", "Die Schuhe stehen unter dem Bett."  # from the included text
 DATE = "Freitag, 3. Mai 2024", "2024-05-03"
@@ -54,16 +54,15 @@ class Asked:
     """The attention weights to draw.
 
     Attributes:
-        backends: Backends to compare. The figure has one row of heads for each of them.
-        source: Source sentence. None uses an example that suits the model.
-        target: Target sentence. None uses the model's translation of ``source``, or the example's translation if there
-            is no ``source``.
-        which: Type of attention, a key of ``TAPS``.
+        backends: Backends to compare. Each backend has its own rows of heads in the figure.
+        source: Source sentence. If None, an example that suits the model is used.
+        target: Target sentence. If None, the model's translation of ``source`` is used, or the example's translation if
+            ``source`` is also None.
+        which: Type of attention, which must be a key of ``TAPS``.
         layer: Zero-based index of the layer.
         dtype: Dtype of the models.
-        preset: Preset of a small random model to draw, or None.
-        weights: Weight file of the model to draw. The default is the included dates model, unless a preset is
-            specified.
+        preset: Preset of a small random model to use, or None.
+        weights: Weight file of the model. If None and no preset is specified, the included dates model is used.
     """
 
     backends: Sequence[str] = ("numpy",)
@@ -77,13 +76,13 @@ class Asked:
 
 
 def draw_attention(asked: Asked) -> Figure:
-    """Draw the heads of each backend, and below them the differences from the first backend.
+    """Draw the heads of each backend and, below them, the differences from the first backend.
 
     Raises:
         MissingFrameworkError: If the framework of a backend is not installed.
         OSError: If a file cannot be read.
-        UsageError: If the model has no such layer.
-        ValueError: If a file is damaged, or a sentence does not fit the model.
+        UsageError: If the model does not have this layer.
+        ValueError: If a file is damaged or a sentence does not fit the model.
     """
     from matplotlib.figure import Figure
 
@@ -108,7 +107,7 @@ def draw_attention(asked: Asked) -> Figure:
     seen = attention_weights(config, weights, inputs, tap, ports, asked.dtype)
 
     rows = [*seen.items(), *differences(seen).items()]
-    lines = math.ceil(sizes.num_heads / MOST_COLUMNS)  # number of lines of heads per backend
+    lines = math.ceil(sizes.num_heads / MOST_COLUMNS)  # number of rows of heads per backend
     columns = math.ceil(sizes.num_heads / lines)
     width, height = (max(1.5, 0.19 * len(tokens)) for tokens in (keys, queries))
     size = max(7.0, 1.8 + columns * (width + 0.1)), 2.0 + len(rows) * lines * (height + 0.3)
@@ -141,7 +140,7 @@ def draw_attention(asked: Asked) -> Figure:
 def attention_weights(
     config: TransformerConfig, weights: Arrays, inputs: Arrays, tap: str, ports: Sequence[PackagePort], dtype: str
 ) -> dict[str, ndarray]:
-    """Return each backend's weights [H, L, M] of one attention block for one sentence pair.
+    """Return each backend's attention weights [H, L, M] in one block for one sentence pair.
 
     Raises:
         MissingFrameworkError: If the framework of a backend is not installed.
@@ -158,14 +157,14 @@ def attention_weights(
 
 
 def differences(seen: Arrays) -> dict[str, ndarray]:
-    """Return the difference between each backend and the first one, omitting backends that are bit-identical."""
+    """Return each backend's difference from the first backend, omitting backends that are bitwise identical to it."""
     first, *others = seen
     apart = {f"{name} − {first}": seen[name] - seen[first] for name in others}  # noqa: RUF001  a minus sign
     return {name: heads for name, heads in apart.items() if heads.any()}
 
 
 def _scales(seen: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the color scale of the weights and the one of the differences. All rows use the same scales."""
+    """Return the color scale for the weights and the color scale for the differences, which all rows share."""
     from matplotlib.colors import LinearSegmentedColormap
 
     largest = max(heads.max() for heads in seen.values())
@@ -191,7 +190,7 @@ def _completed(asked: Asked) -> tuple[Asked, tuple[str, str]]:
     """Fill in the defaults of a request.
 
     Returns:
-        The request with its weight file, and the sentence pair. For the included model, the default pair is a date.
+        The request with its weight file, and the sentence pair. For the included model, the default is a date.
     """
     ships = asked.weights is None and asked.preset is None
     source, target = DATE if ships else (SOURCE, TARGET)
@@ -202,7 +201,7 @@ def _completed(asked: Asked) -> tuple[Asked, tuple[str, str]]:
 
 
 def _own_translation(source: str, weights: Path) -> str | None:
-    """Translate a sentence with a model. Return None if its file has no vocabulary, or if the model needs languages."""
+    """Translate a sentence with a model. Return None if the file has no vocabulary or the model requires languages."""
     config, _ = ref.load_weights(weights)
     stored = ref.load_vocabulary(weights)
     if stored is None or build_vocabulary(stored, config).needs_direction:
@@ -212,7 +211,7 @@ def _own_translation(source: str, weights: Path) -> str | None:
 
 
 def _model(asked: Asked) -> tuple[TransformerConfig, Arrays, Vocabulary, str]:
-    """Return the config, the weights, the vocabulary and the title of the model."""
+    """Return the model's config, weights, vocabulary, and title."""
     lines = [line for pair in read_pairs() for line in pair]
     if asked.weights is None:
         preset = asked.preset or "paper_base"

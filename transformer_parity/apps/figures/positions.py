@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def draw_positions(presets: Sequence[str], length: int, d_model: int) -> Figure:
-    """Draw the positional encodings of presets below each other, with aligned channels.
+    """Draw the positional encodings of several presets, one below another, with aligned channels.
 
     Raises:
-        UsageError: If the length is less than 1, or a preset uses learned positions.
+        UsageError: If the length is less than 1 or a preset uses learned positions.
         ValueError: If ``d_model`` is odd.
     """
     from matplotlib.figure import Figure
@@ -51,7 +51,7 @@ def draw_positions(presets: Sequence[str], length: int, d_model: int) -> Figure:
 
 
 def position_formula(config: TransformerConfig) -> str:
-    """Return a description of a config's positional encoding in two lines."""
+    """Return a two-line description of a config's positional encoding."""
     half = config.d_model // 2
     steps = half if config.position_timescale == "m" else half - 1
     layout = (

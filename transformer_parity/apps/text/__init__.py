@@ -1,1 +1,1 @@
-"""The dates task, and vocabularies in the formats of other software."""
+"""The dates task, and vocabularies in other software's formats."""

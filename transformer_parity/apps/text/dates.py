@@ -1,12 +1,12 @@
-"""A small generated translation task: convert dates in human formats to ISO 8601.
+"""A small generated translation task: convert human-readable dates to ISO 8601.
 
 Every string has exactly one correct answer. The following rules resolve ambiguous formats:
 
-- If a date starts with a four-digit year, the month and the day follow in this order, regardless of the separators.
+- If a date starts with a four-digit year, the month comes next and the day comes last, regardless of the separators.
 - Otherwise, the day comes first if the separators are dots or hyphens, and the month comes first if they are slashes.
-- A two-digit year is always last and refers to 1970 to 2069. It is only used for days in these years.
+- A two-digit year is always last and stands for a year from 1970 to 2069. It is used only for days in these years.
 
-Days are from 1900 to 2099. Ten percent of the days are held out. The training data does not contain these days in any
+Days range from 1900 to 2099. Ten percent of the days are held out, so they do not occur in the training data in any
 format.
 """
 
@@ -23,28 +23,28 @@ from pathlib import Path
 
 from transformer_spec.checks import check_integer
 
-# A model for this task, trained with `parity train --task dates --backend torch`. It translates 99.9% of the dates on
-# held-out days correctly.
+# A model for this task, trained with `parity train --task dates --backend torch`. The model translates 99.9% of the
+# dates on held-out days correctly.
 SHIPPED = Path(str(files("transformer_parity") / "data" / "dates.safetensors"))
 
 FIRST, LAST = date(1900, 1, 1), date(2099, 12, 31)
 TWO_DIGIT_YEARS = range(1970, 2070)
-HELD_OUT = 10  # one of this many days is held out
-SPACED = 0.1  # fraction of dates with a stray space next to a word or separator
+HELD_OUT = 10  # one in this many days is held out
+SPACED = 0.1  # fraction of dates with an extra space next to a word or separator
 
 _NUMBERS = tuple(str(n) for n in range(1, 32))
 
 
 @dataclass(frozen=True)
 class Language:
-    """The words of a language for months, weekdays and days. By default, they are numbers.
+    """A language's words for months, weekdays, and days. By default, numbers are used instead.
 
     Attributes:
         months: Names of the months, starting with January.
         short_months: Abbreviations of the months.
         weekdays: Names of the weekdays, starting with Monday.
         short_weekdays: Abbreviations of the weekdays.
-        ordinals: Days of the month as ordinal numbers in digits, such as 1st.
+        ordinals: Days of the month as ordinal numerals, such as 1st.
         day_words: Days of the month in words.
     """
 
@@ -142,8 +142,8 @@ LANGUAGES = {
     ),
 }
 
-# Date formats of each language. d and m are numbers without padding, dd and mm have two digits, and yy is the last two
-# digits of the year.
+# Date formats in each language. d and m are numbers without leading zeros, dd and mm have two digits, and yy is the
+# last two digits of the year.
 FORMATS = {
     "numbers": (
         "{year}-{mm}-{dd}",
@@ -203,7 +203,7 @@ def _title(line: str) -> str:
     return " ".join(word[:1].upper() + word[1:] for word in line.split(" "))
 
 
-CASES: tuple[Callable[[str], str], ...] = (str, str, str, str.lower, str.upper, _title)  # half are left unchanged
+CASES: tuple[Callable[[str], str], ...] = (str, str, str, str.lower, str.upper, _title)  # half are unchanged
 
 
 def is_held_out(day: date) -> bool:
@@ -212,19 +212,19 @@ def is_held_out(day: date) -> bool:
 
 
 def date_pairs(count: int, seed: int, *, held_out: bool) -> list[tuple[str, str]]:
-    """Return pairs of a date in a human format and its ISO 8601 form.
+    """Return pairs of a human-readable date and the same date in ISO 8601.
 
     Args:
         count: Number of pairs.
         seed: Random seed. The same seed generates the same pairs on every machine.
-        held_out: Whether to use only held-out days, or only the other days.
+        held_out: Whether to use only the held-out days instead of only the other days.
     """
     check_integer("count", count, minimum=1)
     check_integer("seed", seed, minimum=0)
     days = [day for day in _every_day() if is_held_out(day) == held_out]
     recent = [day for day in days if day.year in TWO_DIGIT_YEARS]
     formats = _all_formats()
-    # Python guarantees only for random() that future versions return the same sequence.
+    # Use only random(), because Python guarantees that future versions return the same sequence only for this method.
     draw = random.Random(f"{seed} {held_out}").random
 
     pairs = []
@@ -242,14 +242,14 @@ def date_pairs(count: int, seed: int, *, held_out: bool) -> list[tuple[str, str]
 
 
 def date_lines() -> list[str]:
-    """Return lines that contain every character of every pair, from which the character vocabulary is built."""
-    days = _every_day(97)  # these days include every year, month, day of the month and weekday
+    """Return lines that include every character used in the task, for building the character vocabulary."""
+    days = _every_day(97)  # these days include every year, month, day of the month, and weekday
     lines = [write(day, language, template) for day in days for language, template in _all_formats()]
     return [line for written in lines for line in (written, written.lower(), written.upper())]
 
 
 def write(day: date, language: str, template: str) -> str:
-    """Return a day in a language, formatted with a template from ``FORMATS``."""
+    """Format a day in a language using a template from ``FORMATS``."""
     words = LANGUAGES[language]
     return template.format(
         d=day.day,

@@ -1,4 +1,4 @@
-"""All kinds of vocabularies, which are built from the files stored with the weights or read from a directory."""
+"""Build vocabularies of every kind from files that are stored with the weights or read from a directory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Folder:
 
     Attributes:
         kind: Kind of the vocabulary.
-        choices: Alternative sets of files. The first complete set is read.
+        choices: Alternative sets of files. The first set whose files all exist is read.
         optional: Additional files that are read if they exist.
     """
 
@@ -44,7 +44,7 @@ class Folder:
     optional: tuple[str, ...] = (SETTINGS,)
 
 
-# Files by the name of the tokenizer's class, without ``Tokenizer`` and ``Fast``.
+# Files for each tokenizer class. The class name is given without ``Tokenizer`` and ``Fast``.
 SENTENCEPIECE = ((TOKENIZER,), (MODEL,))
 CLASSES = {
     "Marian": Folder(MARIAN, (("source.spm", "target.spm", "vocab.json"),), ("target_vocab.json", SETTINGS)),
@@ -74,7 +74,8 @@ def build_vocabulary(stored: bytes | VocabularyFiles, config: TransformerConfig)
 
     Raises:
         UsageError: If a package that this kind of vocabulary requires is not installed.
-        ValueError: If the kind is unknown, a file is missing or invalid, or the vocabulary does not fit the model.
+        ValueError: If the kind is unknown, if a file is missing or invalid, or if the vocabulary does not fit the
+            model.
     """
     if isinstance(stored, bytes):
         return Subwords(stored).numbered(config)
@@ -84,11 +85,11 @@ def build_vocabulary(stored: bytes | VocabularyFiles, config: TransformerConfig)
 
 
 def read_vocabulary_folder(folder: Path, family: str, fields: Mapping[str, Any]) -> Vocabulary:
-    """Return the vocabulary of a Hugging Face directory.
+    """Return the vocabulary in a Hugging Face directory.
 
-    The tokenizer class in ``tokenizer_config.json`` or config.json determines the kind of the vocabulary. If neither
-    file names a class, the model family determines it. NLLB models belong to the family m2m_100, too. They differ from
-    M2M100 models in that they have no ``vocab.json``.
+    The tokenizer class in ``tokenizer_config.json`` or config.json determines the kind of vocabulary. If neither file
+    specifies a class, the model family determines the kind. NLLB models also belong to the m2m_100 family, but unlike
+    M2M100 models they have no ``vocab.json``.
 
     Args:
         folder: Directory to read. No files outside the directory are read.
@@ -98,7 +99,7 @@ def read_vocabulary_folder(folder: Path, family: str, fields: Mapping[str, Any])
     Raises:
         OSError: If a file cannot be read.
         UsageError: If a package that this kind of vocabulary requires is not installed.
-        ValueError: If a file is missing, too large or invalid, or the family is unknown.
+        ValueError: If a file is missing, too large, or invalid, or if the family is unknown.
     """
     settings = multilingual.read_json(read_files(folder, (), (SETTINGS,)), SETTINGS)
     said = str(settings.get("tokenizer_class") or fields.get("tokenizer_class") or "")
@@ -120,7 +121,7 @@ def read_vocabulary_folder(folder: Path, family: str, fields: Mapping[str, Any])
 
 
 def _built(kind: str, files: Mapping[str, bytes]) -> Vocabulary:
-    """Build a vocabulary, raising an error if a file is missing or is not text."""
+    """Build a vocabulary. Raise an error if a file is missing or is not text."""
     try:
         return KINDS[kind](files)
     except KeyError as error:
@@ -133,7 +134,7 @@ def checked(vocabulary: Vocabulary, source_vocab_size: int, target_vocab_size: i
     """Check that a vocabulary has no more IDs than the model, and return the vocabulary.
 
     Raises:
-        ValueError: If the vocabulary has more IDs.
+        ValueError: If the vocabulary has more IDs than the model.
     """
     for side, has, needs in zip(
         ("source", "target"), (source_vocab_size, target_vocab_size), vocabulary.sizes, strict=True

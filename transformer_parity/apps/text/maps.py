@@ -1,4 +1,4 @@
-"""Readers for the vocabulary files of other software, which check the size and the content of each file."""
+"""Readers for other software's vocabulary files. The readers check the size and the content of each file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from transformer_parity.apps.containers.folder import member
 
-MOST_BYTES = 2**26  # maximum size of a file in bytes; the largest published ones have 33 million
+MOST_BYTES = 2**26  # maximum file size in bytes; the largest published files have 33 million
 
 ESCAPES = {"0": "\0", "a": "\a", "b": "\b", "t": "\t", "n": "\n", "v": "\v", "f": "\f", "r": "\r", "e": "\x1b"}
 ESCAPES |= {"N": "\x85", "_": "\xa0", "L": "\u2028", "P": "\u2029"}
@@ -18,11 +18,11 @@ ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U(00[0-9A-Fa-f]{6
 
 
 def read_files(folder: Path, names: Iterable[str], optional: Iterable[str] = ()) -> dict[str, bytes]:
-    """Return the content of files in a directory, by file name. Optional files are skipped if they do not exist.
+    """Return the content of files in a directory, by file name. Optional files that do not exist are skipped.
 
     Raises:
         OSError: If a file is missing or cannot be read.
-        ValueError: If a file is too large, or is a link to a file outside the directory.
+        ValueError: If a file is too large or is a link to a file outside the directory.
     """
     optional = [name for name in optional if (folder / name).is_file()]
     return {name: read_file(member(folder, name)) for name in (*names, *optional)}
@@ -45,10 +45,10 @@ def read_file(path: Path) -> bytes:
 
 
 def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty dict if there is no such file.
+    """Return the JSON object in a file, or an empty dict if the file does not exist.
 
     Raises:
-        ValueError: If the file is not a JSON object, or a field occurs more than once.
+        ValueError: If the file is not a JSON object or a field occurs more than once.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -69,11 +69,11 @@ def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def read_map(files: Mapping[str, bytes], name: str) -> dict[str, int]:
-    """Return the ID of each piece in a ``.json`` file or in Marian's ``.yml`` format.
+    """Return the ID of each piece, read from a ``.json`` file or a ``.yml`` file in Marian's format.
 
     Raises:
-        KeyError: If there is no such file.
-        ValueError: If the file is invalid, or the IDs are not 0, 1, 2, ..., each exactly once.
+        KeyError: If the file does not exist.
+        ValueError: If the file is invalid or the IDs are not 0, 1, 2, ..., each exactly once.
     """
     content = files[name]
     found = read_json({name: content}, name) if name.endswith(".json") else read_yaml_map(content, name)
@@ -101,13 +101,13 @@ def checked_ids(found: Mapping[str, Any], name: str) -> dict[str, int]:
 
 
 def read_yaml_map(content: bytes, name: str) -> dict[str, int]:
-    """Return the IDs in a ``vocab.yml``, in which each line contains a piece, a colon and an ID.
+    """Return the IDs in a ``vocab.yml``, in which each line consists of a piece, a colon, and an ID.
 
     A YAML parser cannot read every such file, because pieces such as ``:`` and ``- `` are not quoted. A piece that is
     too long for one line is written as ``? piece``, with ``: id`` on the next line.
 
     Raises:
-        ValueError: If a line has a different format, or a piece occurs more than once.
+        ValueError: If a line has a different format or a piece occurs more than once.
     """
     try:
         lines = content.decode().split("\n")

@@ -1,4 +1,4 @@
-"""Marian's vocabularies, which consist of two SentencePiece models, ID tables, or both."""
+"""Marian vocabularies, which consist of two SentencePiece models, of ID tables, or of both."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from transformer_parity.transformer.sentences.vocabulary import Vocabulary, tidi
 
 END, PADDING = "</s>", "<pad>"
 SETTINGS = "tokenizer_config.json"
-TABLES = ("vocab.json", "vocab.yml")  # for both sides, or only for the source if there is a separate target table
+TABLES = ("vocab.json", "vocab.yml")  # for the source and, unless there is a separate target table, for the target
 TARGET_TABLES = ("target_vocab.json", "target_vocab.yml")
 
 
 class MarianVocabulary(Vocabulary):
-    """A vocabulary with a SentencePiece model for each side, and IDs from a table or from these models.
+    """A vocabulary with two SentencePiece models (source and target) and IDs from a table or from these models.
 
-    A line may start with a token such as ``>>deu<<``, which specifies the target language. ``between`` adds this token.
+    A line may start with a token that specifies the target language, such as ``>>deu<<``. ``between`` adds this token.
 
     Args:
-        files: Content of each file, by name. ``source.spm`` and ``target.spm`` are the SentencePiece models. Without
-            them, lines are split at spaces. ``vocab.json`` or ``vocab.yml`` is the ID table. Without a table, the IDs
-            of the SentencePiece models are used. ``target_vocab.json`` or ``target_vocab.yml`` is a separate table for
-            the target. ``tokenizer_config.json`` contains Hugging Face's settings.
+        files: Content of each file, by name. ``source.spm`` and ``target.spm`` are the SentencePiece models. If they
+            are missing, lines are split at spaces. ``vocab.json`` or ``vocab.yml`` is the ID table. If it is missing,
+            the IDs in the SentencePiece models are used. ``target_vocab.json`` or ``target_vocab.yml`` is a separate
+            table for the target. ``tokenizer_config.json`` contains Hugging Face's settings.
 
     Raises:
         ValueError: If a file is missing or invalid.
@@ -58,7 +58,7 @@ class MarianVocabulary(Vocabulary):
         source, target = models.get("source.spm"), models.get("target.spm")
         self._source = _Tagged(source, tables[0], special)
         self._target = _Tagged(target, tables[-1], special)
-        # With a shared table, Hugging Face decodes pieces using the SentencePiece model of the source.
+        # With a shared table, Hugging Face uses the source's SentencePiece model to decode pieces.
         self._said = self._source if is_shared and "vocab.json" in files else self._target
         self.sizes = (self._source.size, self._target.size)
         self._ends = tables[0][END], tables[-1][END]
@@ -67,17 +67,17 @@ class MarianVocabulary(Vocabulary):
         self.target_languages = list(self._tags)
 
     def between(self, source: str | None, target: str | None) -> Self:
-        """Return a vocabulary that adds the token of a target language to the start of every line."""
+        """Return a vocabulary that adds the target language's token to the start of every line."""
         directed = super().between(source, target)
         directed._tag = [] if target is None else [self._tags[target]]
         return directed
 
     def ids(self, line: str) -> list[int]:
-        """Return the IDs of the language token (if any), the pieces and EOS."""
+        """Return the IDs of the language token (if any), the pieces, and EOS."""
         return [*self._tag, *self._source.ids(line), self._ends[0]]
 
     def target_ids(self, line: str) -> list[int]:
-        """Return the IDs of the pieces and EOS."""
+        """Return the IDs of the pieces, followed by EOS."""
         return [*self._target.ids(line), self._ends[1]]
 
     def text(self, ids: Iterable[int]) -> str:
@@ -109,12 +109,13 @@ def read_marian_vocabulary(paths: list[Path]) -> MarianVocabulary:
     """Read the vocabulary files of a model that was trained with Marian.
 
     Args:
-        paths: SentencePiece models (``.spm``, ``.model``), ID tables (``.yml`` or ``.json``), or both. Two files of the
-            same type belong to source and target, in this order. A single one is used for both.
+        paths: SentencePiece models (``.spm``, ``.model``), ID tables (``.yml``, ``.json``), or both. If there are two
+            files of the same type, the first is for the source and the second is for the target. A single file is used
+            for both.
 
     Raises:
         OSError: If a file cannot be read.
-        ValueError: If there are more than two files of a type, or a file is invalid.
+        ValueError: If there are more than two files of a type or a file is invalid.
     """
     files: dict[str, bytes] = {}
     for suffix in (".spm", ".yml", ".json"):
@@ -132,7 +133,7 @@ def read_marian_vocabulary(paths: list[Path]) -> MarianVocabulary:
         raise ValueError(f"vocabulary files must end in .spm, .model, .yml or .json: got {', '.join(other)}")
     if any(name.endswith(".yml") for name in files) and any(name.endswith(".json") for name in files):
         raise ValueError("all ID tables of a vocabulary must have the same format: got .yml and .json")
-    for path in paths:  # so that an error message contains the name of the user's file
+    for path in paths:  # parse each file here so that an error message identifies the user's file
         content = read_file(path)
         if path.suffix in (".spm", ".model"):
             read_model(content, path.name)
@@ -142,7 +143,7 @@ def read_marian_vocabulary(paths: list[Path]) -> MarianVocabulary:
 
 
 def as_marian(joint: JointVocabulary) -> MarianVocabulary:
-    """Convert a vocabulary of `parity train` to a Marian vocabulary with the same IDs."""
+    """Convert a vocabulary built by `parity train` to a Marian vocabulary with the same IDs."""
     model = joint.subwords.model
     table = json.dumps(joint.table(), ensure_ascii=False, indent=2).encode()
     return MarianVocabulary({"source.spm": model, "target.spm": model, "vocab.json": table})

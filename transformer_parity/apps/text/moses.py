@@ -1,4 +1,4 @@
-"""The vocabularies of fairseq and of Hugging Face's FSMT, which use the Moses tokenizer and byte-pair encoding."""
+"""Vocabularies for fairseq and Hugging Face's FSMT, which use the Moses tokenizer and byte-pair encoding."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ FULL_STOP = re.compile(r"[。．]\s*")
 
 
 class MosesVocabulary(Vocabulary):
-    """A vocabulary that splits lines with the Moses tokenizer, and words with byte-pair encoding.
+    """A vocabulary that splits lines with the Moses tokenizer and splits words with byte-pair encoding.
 
     Args:
         files: Content of each file, by name. For FSMT, the files are ``vocab-src.json``, ``vocab-tgt.json``,
-            ``merges.txt`` and ``tokenizer_config.json``, which specifies the languages. For fairseq, they are
-            ``dict.src.txt``, ``dict.tgt.txt`` and, optionally, ``bpecodes`` or ``sentencepiece.bpe.model``. Lines are
-            split by SentencePiece instead of Moses if there is a SentencePiece model, and at spaces if there is neither
-            of the two.
+            ``merges.txt``, and ``tokenizer_config.json``, which specifies the languages. For fairseq, the files are
+            ``dict.src.txt``, ``dict.tgt.txt``, and, optionally, ``bpecodes`` or ``sentencepiece.bpe.model``. If there
+            is a SentencePiece model, it splits the lines instead of Moses. If there are neither byte-pair encoding
+            merges nor a SentencePiece model, lines are split at spaces.
 
     Raises:
         UsageError: If ``sacremoses`` is required but not installed.
@@ -69,11 +69,11 @@ class MosesVocabulary(Vocabulary):
         self._specials = [piece for piece in FIRST if piece in self._source and piece in self._target]
 
     def ids(self, line: str) -> list[int]:
-        """Return the IDs of the pieces and EOS."""
+        """Return the IDs of the pieces, followed by EOS."""
         return self._numbered(line, 0)
 
     def target_ids(self, line: str) -> list[int]:
-        """Return the IDs of the pieces and EOS."""
+        """Return the IDs of the pieces, followed by EOS."""
         return self._numbered(line, 1)
 
     def _numbered(self, line: str, side: int) -> list[int]:
@@ -119,8 +119,8 @@ class PairEncoding:
     """Byte-pair encoding with given merges.
 
     Args:
-        codes: Merges in the order in which they were learned, one pair per line. A line may also contain the frequency
-            of the pair, and the first line may start with ``#version``.
+        codes: Merges in the order in which they were learned, one pair per line. A line may also include the pair's
+            frequency, and the first line may start with ``#version``.
     """
 
     def __init__(self, codes: str) -> None:
@@ -149,11 +149,11 @@ class PairEncoding:
 
 
 class Moses:
-    """Moses tokenizers for source and target, and a detokenizer for the target.
+    """Moses tokenizers for the source and the target, and a detokenizer for the target.
 
     Args:
-        languages: Language codes of source and target.
-        normalizes: Whether to convert punctuation to ASCII and remove unprintable characters before the tokenization.
+        languages: Language codes of the source and the target.
+        normalizes: Whether to convert punctuation to ASCII and remove unprintable characters before tokenization.
 
     Raises:
         UsageError: If ``sacremoses`` is not installed.
@@ -169,25 +169,25 @@ class Moses:
         self._normalizers = [sacremoses.MosesPunctNormalizer(lang=language) for language in languages] * normalizes
 
     def words(self, text: str, side: int) -> list[str]:
-        """Split a line into words. Punctuation is separated, and special characters such as ``&`` are escaped."""
+        """Split a line into words, separate punctuation, and escape special characters such as ``&``."""
         if self._normalizers:
             text = self._normalizers[side].normalize(FULL_STOP.sub(". ", text.translate(PUNCTUATION)))
             text = "".join(one for one in text if not unicodedata.category(one).startswith("C"))
         return [word for word in self._tokenizers[side].tokenize(text, aggressive_dash_splits=True) if word]
 
     def joined(self, words: list[str]) -> str:
-        """Join words to a line."""
+        """Join words into a line."""
         return self._joiner.detokenize(words)
 
 
 def read_dictionary(content: bytes, name: str) -> dict[str, int]:
     """Return the IDs of the symbols in fairseq's ``dict.txt``.
 
-    The four special symbols have the first IDs, followed by the symbols in the file. The file also contains the symbols
-    with which fairseq pads the vocabulary to a multiple of 8.
+    The four special symbols have the first four IDs, followed by the symbols in the file. The file also includes the
+    symbols that fairseq adds to pad the vocabulary to a multiple of 8.
 
     Raises:
-        ValueError: If a line is not of the form ``symbol count``, or a symbol occurs more than once.
+        ValueError: If a line is not of the form ``symbol count`` or a symbol occurs more than once.
     """
     symbols = list(FIRST)
     for number, line in enumerate(content.decode().split("\n"), 1):

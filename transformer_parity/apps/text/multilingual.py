@@ -1,4 +1,4 @@
-"""Vocabularies of other Hugging Face models, which add language codes or use a custom template."""
+"""Vocabularies for other Hugging Face models, which add language codes or use a custom template."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from transformer_parity.transformer.sentences.vocabulary import Vocabulary, tidi
 MODEL, TABLE, TOKENIZER, MERGES = "sentencepiece.bpe.model", "vocab.json", "tokenizer.json", "merges.txt"
 SETTINGS, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 START, PADDING, END, MASK = "<s>", "<pad>", "</s>", "<mask>"
-CODE = re.compile(r"[a-z]{2,3}_[A-Z][A-Za-z]{1,3}")  # a language, followed by a country or a script
+CODE = re.compile(r"[a-z]{2,3}_[A-Z][A-Za-z]{1,3}")  # a language followed by a country or a script
 
 
 @dataclass(frozen=True)
 class Form:
-    """The way in which a model family represents languages.
+    """A model family's representation of languages.
 
     Attributes:
         languages: Key of the family's list of languages in ``data/languages.json``.
         token: Format string that converts a language code to its token.
-        code_first: Whether the source starts with the language token. Otherwise, the token follows EOS.
-        is_start: Whether the target's language token is the BOS token of the decoder. Otherwise, it is the first token
-            that the decoder generates.
-        tidies: Whether decoding removes spaces before punctuation. The settings of a vocabulary can override this.
+        code_first: Whether the source starts with the language token. If False, the token follows EOS.
+        is_start: Whether the target's language token is the decoder's BOS token. If False, it is the first token that
+            the decoder generates.
+        tidies: Whether decoding removes spaces before punctuation. A vocabulary's settings can override this value.
     """
 
     languages: str
@@ -58,10 +58,10 @@ FORMS = {
 
 
 class MultilingualVocabulary(Vocabulary):
-    """A vocabulary with SentencePiece pieces and a token for each language.
+    """A vocabulary that consists of SentencePiece pieces and one token per language.
 
-    If there is a ``tokenizer.json``, it splits the lines instead of the SentencePiece model. The two only differ in
-    their treatment of leading and trailing spaces and of unknown characters.
+    If there is a ``tokenizer.json``, it splits the lines instead of the SentencePiece model. The two differ only in how
+    they treat leading spaces, trailing spaces, and unknown characters.
 
     Args:
         files: Content of each file, by name. Must include ``tokenizer.json``, or ``sentencepiece.bpe.model`` and, for
@@ -111,14 +111,14 @@ class MultilingualVocabulary(Vocabulary):
         return directed
 
     def ids(self, line: str) -> list[int]:
-        """Return the IDs of the source language, the pieces and EOS, in the order that the model family uses."""
+        """Return the IDs of the source language, the pieces, and EOS, in the model family's order."""
         if not self._from:
             self.between(None, None)
         pieces = self._engine.ids(line)
         return [*self._from, *pieces, self._end] if self._code_first else [*pieces, self._end, *self._from]
 
     def target_ids(self, line: str) -> list[int]:
-        """Return the IDs of the target language (if the model generates it), the pieces and EOS."""
+        """Return the IDs of the target language (if the model generates it), the pieces, and EOS."""
         return [*self.forced_ids, *self._engine.ids(line), self._end]
 
     def text(self, ids: Iterable[int]) -> str:
@@ -133,13 +133,13 @@ class MultilingualVocabulary(Vocabulary):
 
 @cache
 def _languages(name: str, usual: str) -> list[str]:
-    """Return the language codes in the list that the settings specify, or in the family's usual list."""
+    """Return the language codes in the list that the settings specify, or in the family's default list."""
     tables = json.loads((resources("transformer_parity") / "data" / "languages.json").read_text("utf-8"))
     return " ".join(tables.get(f"{usual.split('_')[0]}_{name}", tables[usual])).split()
 
 
 def _pieces(files: Mapping[str, bytes], tokens: list[str]) -> Pieces:
-    """Return the pieces of a SentencePiece model, with IDs in fairseq's order or from a table, followed by tokens."""
+    """Return a SentencePiece model's pieces, with IDs in fairseq's order or from a table, followed by ``tokens``."""
     processor = read_model(files[MODEL], MODEL)
     special = dict.fromkeys((START, PADDING, END, UNKNOWN, *tokens), False) | {MASK: True}
     if TABLE in files:
@@ -154,12 +154,12 @@ def _pieces(files: Mapping[str, bytes], tokens: list[str]) -> Pieces:
 
 
 def _behind(table: dict[str, int], tokens: list[str]) -> dict[str, int]:
-    """Append the tokens that a table does not contain."""
+    """Append the tokens that are missing from a table."""
     return table | {token: len(table) + number for number, token in enumerate(tokens) if token not in table}
 
 
 class TokenizerVocabulary(Vocabulary):
-    """A vocabulary from a ``tokenizer.json`` with its own template, or from byte-level BPE files with BART's template.
+    """A vocabulary built from a ``tokenizer.json`` with its own template, or from byte-level BPE with BART's template.
 
     Args:
         files: Content of each file, by name. Must include ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``.
@@ -179,11 +179,11 @@ class TokenizerVocabulary(Vocabulary):
         self.sizes = (self._engine.size, self._engine.size)
 
     def ids(self, line: str) -> list[int]:
-        """Return the IDs of a line, including the special tokens of the template."""
+        """Return the IDs of a line, including the template's special tokens."""
         return self._engine.framed(line)
 
     def target_ids(self, line: str) -> list[int]:
-        """Return the IDs of a line, including the special tokens of the template, all of which the model generates."""
+        """Return the IDs of a line, including the template's special tokens, all of which the model generates."""
         return self._engine.framed(line)
 
     def text(self, ids: Iterable[int]) -> str:
@@ -196,7 +196,7 @@ class TokenizerVocabulary(Vocabulary):
 
 
 def _byte_level(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> str:
-    """Return the content of a ``tokenizer.json`` for an ID table and merges, with BART's special tokens."""
+    """Return the content of a ``tokenizer.json`` built from an ID table, merges, and BART's special tokens."""
     tokenizers = import_extra("tokenizers")
     table = read_map(files, TABLE)
     if missing := [piece for piece in (START, PADDING, END, UNKNOWN) if piece not in table]:

@@ -1,1 +1,1 @@
-"""Training runs with any backend: data, checkpoints, logs, evaluation and curves."""
+"""Training runs with any backend: data, checkpoints, logs, evaluation, and curves."""

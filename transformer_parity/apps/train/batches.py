@@ -1,8 +1,8 @@
-"""Training batches of sentences with similar lengths, in a small number of shapes and in a reproducible order.
+"""Training batches of sentences of similar length, in a few different shapes and in a reproducible order.
 
-A compiler such as XLA compiles a training step once per shape. Therefore, the shapes are chosen once for the entire
-corpus. Shapes are added as long as they reduce the computation of an epoch by at least ``WORTH_A_SHAPE``, up to
-``MAX_SHAPES``.
+Compilers such as XLA compile a training step once per shape, so the shapes are chosen once for the entire corpus. Up to
+``MAX_SHAPES`` shapes are added, as long as each additional shape reduces the computation per epoch by at least
+``WORTH_A_SHAPE``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from transformer_spec.checks import check_integer
 from transformer_spec.config import TransformerConfig
 
 MAX_SHAPES = 8
-WORTH_A_SHAPE = 0.01  # minimum fraction of an epoch's computation that an additional shape must save
-MAX_BOUNDS = 256  # maximum number of candidates for the length of a bucket's longest sentence
+WORTH_A_SHAPE = 0.01  # minimum fraction of the computation per epoch that an additional shape must save
+MAX_BOUNDS = 256  # maximum number of candidates for the maximum sentence length of a bucket
 
 Numbered = tuple[Sequence[int], Sequence[int]]
 
@@ -32,12 +32,12 @@ def number(pairs: Iterable[tuple[str, str]], vocabulary: Vocabulary) -> list[Num
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """A batch for one training step, with int32 IDs of shape [rows, width] that are padded with ``pad_id``.
+    """A batch for one training step. All IDs are int32 arrays of shape [rows, width], padded with ``pad_id``.
 
     Attributes:
         source_ids: Input of the encoder.
-        target_ids: Input of the decoder, which is ``bos_id`` followed by the target without its last token.
-        labels: Target, which contains the token to predict at each position.
+        target_ids: Input of the decoder: ``bos_id`` followed by the target without its last token.
+        labels: Target, which specifies the token to predict at each position.
         tokens: Number of labels that are not padding.
     """
 
@@ -49,7 +49,7 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """The pairs that share a shape. An additional last row contains only padding, with which batches are filled up."""
+    """All pairs that share a shape, followed by a row of padding that is used to fill up incomplete batches."""
 
     source_ids: ndarray  # [pairs + 1, source_width]
     labels: ndarray  # [pairs + 1, target_width]
@@ -59,7 +59,7 @@ class _Bucket:
         """Divide the pairs into batches in the given order.
 
         Returns:
-            Indices of pairs, [batches, rows]. The last batch is filled up with the index of the padding row.
+            Pair indices, [batches, rows]. The last batch is filled up with the index of the padding row.
         """
         pairs = len(self.labels) - 1
         dealt = np.full(-(-pairs // self.rows) * self.rows, pairs)
@@ -68,32 +68,32 @@ class _Bucket:
 
 
 class Batches:
-    """An infinite iterator over the batches of a corpus, in a new random order in each epoch.
+    """An infinite iterator over the batches of a corpus, shuffled in each epoch.
 
-    The order depends only on the seed and the epoch. ``seek`` can therefore continue from any position, with the same
-    batches that would have followed in an uninterrupted run.
+    The order depends only on the seed and the epoch. Therefore, ``seek`` can continue from any position with the same
+    batches that an uninterrupted run would have used.
 
     Args:
-        pairs: IDs of sources and targets. Both end with ``eos_id``, and neither starts with ``bos_id``.
+        pairs: Source and target IDs. All sentences end with ``eos_id``, and none start with ``bos_id``.
         config: Config of the model, which defines the special IDs and the maximum length.
-        tokens_per_batch: Maximum number of positions per batch on its longer side, including padding. A batch has at
-            least ``multiple`` rows, even if they exceed this number.
+        tokens_per_batch: Maximum number of positions per batch, including padding, in the source or the target,
+            whichever is longer. A batch has at least ``multiple`` rows, even if their positions exceed this maximum.
         seed: Random seed for the order.
-        multiple: Number by which the rows of every batch are divisible, for gradient accumulation.
-        max_length: Maximum length of source and target in tokens. Longer pairs are dropped. None uses the maximum
-            length of the model.
+        multiple: Number that divides the row count of every batch, for gradient accumulation.
+        max_length: Maximum length of the source and the target in tokens. Longer pairs are dropped. If None, the
+            model's maximum length is used.
 
     Attributes:
         tokens_per_batch: The argument ``tokens_per_batch``.
-        shapes: Number of rows, source width and target width of each bucket's batches.
+        shapes: Number of rows, source width, and target width of each bucket's batches.
         per_epoch: Number of batches per epoch.
         dropped: Number of pairs that are too long.
-        padding: Fraction of padding in all source and target IDs of an epoch.
+        padding: Fraction of padding among all source and target IDs in an epoch.
 
     Raises:
-        TypeError: If an argument that must be an integer is not.
-        ValueError: If an argument is out of range, a sentence is empty or contains ``pad_id``, or all pairs are too
-            long.
+        TypeError: If an argument that must be an integer is not an integer.
+        ValueError: If an argument is out of range, if a sentence is empty or contains ``pad_id``, or if all pairs are
+            too long.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Batches:
             raise ValueError(
                 f"at least one pair must fit the maximum length: got {len(pairs)} pairs, {len(pairs)} of them too long"
             )
-        if multiple > len(kept):  # every batch would contain micro-batches of padding
+        if multiple > len(kept):  # some micro-batches would contain only padding
             raise ValueError(f"{multiple:,} micro-batches require at least {multiple:,} pairs: got {len(kept):,}")
         self.tokens_per_batch = tokens_per_batch
         self.dropped = len(pairs) - len(kept)
@@ -144,11 +144,11 @@ class Batches:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The zero-based epoch and index of the next batch."""
+        """The zero-based epoch of the next batch, and the zero-based index of the batch in this epoch."""
         return self._epoch, self._index
 
     def seek(self, position: Sequence[int]) -> None:
-        """Continue from a value of ``position``.
+        """Continue from a value that ``position`` returned.
 
         Raises:
             TypeError: If the position does not consist of two integers.
@@ -175,12 +175,13 @@ class Batches:
         return batch
 
     def once(self) -> Iterator[TrainingBatch]:
-        """Iterate once over all pairs, sorted by bucket and then in the given order. ``position`` does not change."""
+        """Iterate once over all pairs, by bucket and then in the original order. ``position`` does not change."""
         return (self._make(bucket, rows) for bucket, rows in self._in_order)
 
     def _shuffle(self, epoch: int) -> list[tuple[_Bucket, ndarray]]:
-        """Return the batches of an epoch, each of which consists of a bucket and the indices of its rows."""
-        # Sort raw random bits. Unlike the methods of a Generator, they are the same in all versions of NumPy.
+        """Return the batches in an epoch. Each batch consists of a bucket and row indices."""
+        # Shuffle by sorting raw random bits. Unlike the methods of a Generator, raw bits are the same in all NumPy
+        # versions.
         bits = np.random.PCG64([self._seed, epoch])
         batches = [
             (bucket, rows)
@@ -194,14 +195,14 @@ class Batches:
         real = labels != self._config.pad_id
         target_ids = np.roll(labels, 1, axis=1)
         target_ids[:, 0] = self._config.bos_id
-        target_ids[~real] = self._config.pad_id  # positions without a label do not need an input either
+        target_ids[~real] = self._config.pad_id  # positions without a label need no input
         return TrainingBatch(bucket.source_ids[rows], target_ids, labels, int(real.sum()))
 
 
 def _make_buckets(pairs: Sequence[Numbered], pad_id: int, tokens_per_batch: int, multiple: int) -> list[_Bucket]:
     """Return the buckets in ascending order of length.
 
-    If the last batch of a bucket is incomplete, the longest pairs of the next shorter bucket fill it up.
+    If a bucket's last batch is incomplete, it is filled up with the longest pairs from the next shorter bucket.
     """
     lengths = np.array([[len(source), len(target)] for source, target in pairs])  # [pairs, 2]
     longest = lengths.max(axis=1)
@@ -216,7 +217,7 @@ def _make_buckets(pairs: Sequence[Numbered], pad_id: int, tokens_per_batch: int,
         batches = -(-count // rows)
         members = np.sort(order[taken : taken + batches * rows]).tolist()
         taken += len(members)
-        rows = -(-len(members) // batches)  # distribute the pairs evenly if there are too few to fill all batches
+        rows = -(-len(members) // batches)  # distribute the pairs evenly if there are not enough to fill all batches
         buckets.append(
             _Bucket(
                 source_ids=_pad([pairs[member][0] for member in members], pad_id),
@@ -228,7 +229,7 @@ def _make_buckets(pairs: Sequence[Numbered], pad_id: int, tokens_per_batch: int,
 
 
 def _pad(sentences: Sequence[Sequence[int]], pad_id: int) -> ndarray:
-    """Return int32 IDs with one sentence per row, followed by a row of padding."""
+    """Pad the sentences, and return int32 IDs with one sentence per row, followed by a row of padding."""
     ids = np.full((len(sentences) + 1, max(map(len, sentences))), pad_id, np.int32)
     for row, sentence in enumerate(sentences):
         ids[row, : len(sentence)] = sentence
@@ -240,14 +241,14 @@ def _rows(width: ndarray, tokens_per_batch: int, multiple: int) -> ndarray:
 
 
 def _choose_bounds(lengths: ndarray, tokens_per_batch: int, multiple: int) -> ndarray:
-    """Return the maximum sentence length of each bucket, in ascending order, that minimizes the computation per epoch.
+    """Choose the buckets that minimize the computation per epoch, and return their maximum sentence lengths, sorted.
 
-    The cost of an incomplete batch is the cost of a full one, which avoids buckets for a few sentences.
+    An incomplete batch has the same cost as a full batch, which avoids buckets with very few sentences.
 
     Args:
-        lengths: Lengths of source and target, [pairs, 2].
-        tokens_per_batch: Maximum number of positions per batch on its longer side.
-        multiple: Number by which the rows of every batch are divisible.
+        lengths: Source and target lengths, [pairs, 2].
+        tokens_per_batch: Maximum number of positions per batch in the source or the target, whichever is longer.
+        multiple: Number that divides the row count of every batch.
     """
     longest = lengths.max(axis=1)
     bounds = np.unique(longest)
@@ -257,16 +258,16 @@ def _choose_bounds(lengths: ndarray, tokens_per_batch: int, multiple: int) -> nd
     np.maximum.at(widths, group, lengths)
     counts = np.bincount(group)
 
-    cost = np.full((len(bounds), len(bounds)), np.inf)  # cost of a bucket, by its first and last bound
+    cost = np.full((len(bounds), len(bounds)), np.inf)  # cost of a bucket by its first and last bound
     for first in range(len(bounds)):
         width = np.maximum.accumulate(widths[first:])
         rows = _rows(width.max(axis=1), tokens_per_batch, multiple)
         cost[first, first:] = -(-np.cumsum(counts[first:]) // rows) * rows * width.sum(axis=1)
 
-    # Minimum cost of all sentences up to each bound, and the bounds of the buckets that achieve it.
+    # Minimum cost of all sentences up to each bound, and the bucket bounds that achieve this cost.
     best, chosen = cost[0], [[last] for last in range(len(bounds))]
     for _ in range(MAX_SHAPES - 1):
-        total = best[:-1, None] + cost[1:]  # [last bound of the other buckets, bound]
+        total = best[:-1, None] + cost[1:]  # [last bound of the previous buckets, bound]
         if not len(total) or total[:, -1].min() > best[-1] * (1 - WORTH_A_SHAPE):
             break
         before = total.argmin(axis=0)

@@ -1,4 +1,4 @@
-"""Training data: generated dates, or two text files. Each has a recipe with suitable settings."""
+"""Training data, either generated dates or two text files, with a recipe of suitable settings for each."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Recipe:
     Attributes:
         steps: Number of steps.
         tokens_per_batch: Maximum number of positions per batch.
-        vocab_size: Number of subwords to learn. 0 uses all characters.
-        average: Number of checkpoints, counted from the last, whose average becomes the final weights.
-        model: Fields of the model's config.
+        vocab_size: Number of subwords to learn. If 0, each character is a token.
+        average: Number of checkpoints to average for the final weights, counted from the last checkpoint.
+        model: Fields of the model config.
         dropout: Dropout rate.
         training: Fields of the training config.
     """
@@ -42,7 +42,7 @@ class Recipe:
 
 
 RECIPES = {
-    # The cool-down raises the exact matches from 98% to more than 99%.
+    # The cool-down increases exact matches from 98% to more than 99%.
     "dates": Recipe(
         steps=2400,
         tokens_per_batch=1536,
@@ -73,11 +73,11 @@ class HeldOut:
 
     @property
     def metric(self) -> str:
-        """Name of the metric for translations."""
+        """Name of the metric for translation quality."""
         return "exact match" if self.task == "dates" else "BLEU"
 
     def score(self, translations: Sequence[str], references: Sequence[str]) -> float:
-        """Return the score of translations: the percentage of exact matches for dates, or BLEU (sacrebleu) for text."""
+        """Score translations. The score is the percentage of exact matches for dates, and BLEU (sacrebleu) for text."""
         if self.task == "dates":
             right = sum(ours == theirs for ours, theirs in zip(translations, references, strict=True))
             return 100.0 * right / len(references)
@@ -88,12 +88,12 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Corpus(HeldOut):
-    """Sentence pairs for training and evaluation, and their vocabulary.
+    """Sentence pairs for training and evaluation, with their vocabulary.
 
     Attributes:
         training: Sentence pairs for training.
-        vocabulary: Subwords of source and target.
-        origin: JSON-compatible description from which ``rebuild`` creates the same corpus.
+        vocabulary: Subwords of the source and the target.
+        origin: JSON-compatible description, which ``rebuild`` uses to recreate the corpus.
     """
 
     training: Pairs
@@ -103,12 +103,12 @@ class Corpus(HeldOut):
 
 @cache
 def date_vocabulary() -> Subwords:
-    """Return the character vocabulary of the dates task."""
+    """Return the character vocabulary for the dates task."""
     return Subwords.train(date_lines(), kind="char")
 
 
 def dates(seed: int, vocabulary: Subwords | None = None) -> Corpus:
-    """Return the corpus of the dates task, in which each token is a character."""
+    """Return the corpus for the dates task, in which each token is a character."""
     vocabulary = vocabulary or date_vocabulary()
     training = date_pairs(DATES_TRAINED, seed, held_out=False)
     origin = {"task": "dates", "seed": seed, "checksum": _checksum(training)}
@@ -121,18 +121,18 @@ def text(
     vocab_size: int,
     vocabulary: Subwords | None = None,
 ) -> Corpus:
-    """Return the corpus of two line-aligned files. Its subwords are learned from the training data.
+    """Build a corpus from two line-aligned files. The subwords are learned from the training data.
 
     Args:
-        files: Source and target file.
-        held_out: Source and target file for validation. None holds out 2% of the distinct pairs, at most 1,000, chosen
-            by their content.
+        files: Source file and target file.
+        held_out: Source file and target file for validation. If None, 2% of the distinct pairs (at most 1,000) are held
+            out. A hash of the source sentence determines which pairs.
         vocab_size: Number of subwords to learn.
-        vocabulary: Existing subwords to use, or None to learn them.
+        vocabulary: Existing subwords to use, or None to learn new subwords.
 
     Raises:
         OSError: If a file cannot be read.
-        ValueError: If the files are not line-aligned text, or contain too little of it.
+        ValueError: If the files are not line-aligned text or contain too little text.
     """
     pairs = read_pairs(*files)
     if held_out is not None:
@@ -158,16 +158,16 @@ def text(
 
 
 def held_out_dates(seed: int, count: int) -> HeldOut:
-    """Return dates on held-out days, which training data never contains."""
+    """Return dates on held-out days, which never occur in the training data."""
     return HeldOut("dates", date_pairs(count, seed, held_out=True))
 
 
 def held_out(files: Sequence[str | Path], sentences: int | None) -> HeldOut:
-    """Return the sentence pairs of two files for evaluation.
+    """Return the sentence pairs in two files, for evaluation.
 
     Args:
-        files: Source and target file.
-        sentences: Number of pairs, counted from the first, or None for all pairs.
+        files: Source file and target file.
+        sentences: Number of pairs to use, counted from the first. If None, all pairs are used.
 
     Raises:
         OSError: If a file cannot be read.
@@ -177,18 +177,18 @@ def held_out(files: Sequence[str | Path], sentences: int | None) -> HeldOut:
 
 
 def rebuild(origin: Any, vocabulary: Subwords, moved: Mapping[str, Sequence[Path] | None]) -> Corpus:
-    """Recreate the corpus of a run from its checkpoint.
+    """Recreate a run's corpus from a checkpoint.
 
     Args:
-        origin: ``Corpus.origin``, which the checkpoint contains.
-        vocabulary: Subwords, which the checkpoint contains.
-        moved: New paths of the text, by entry of the origin. None uses the path in the origin.
+        origin: ``Corpus.origin``, as stored in the checkpoint.
+        vocabulary: Subwords stored in the checkpoint.
+        moved: New paths of the text files, by their key in ``origin``. If None, the path in ``origin`` is used.
 
     Raises:
-        KeyError: If an entry of the origin is missing.
-        TypeError: If the origin has the wrong type.
+        KeyError: If an entry is missing from ``origin``.
+        TypeError: If ``origin`` has the wrong type.
         OSError: If a file cannot be read.
-        ValueError: If the content of the corpus has changed, or the origin is invalid.
+        ValueError: If the content of the corpus has changed or ``origin`` is invalid.
     """
     if not isinstance(origin, dict):
         raise TypeError(f"its corpus must be a JSON object: got {type(origin).__name__}")
@@ -209,7 +209,7 @@ def rebuild(origin: Any, vocabulary: Subwords, moved: Mapping[str, Sequence[Path
 
 
 def _recorded(files: Any) -> list[str]:
-    """Return the paths in a checkpoint, checking without opening them that they are regular files, not pipes."""
+    """Return the paths in a checkpoint. Check that the files are regular files, not pipes, without opening them."""
     if not isinstance(files, list) or [type(file) for file in files] != [str, str]:
         raise ValueError(f"its text must consist of two files: got {files}")
     for file in files:

@@ -17,11 +17,11 @@ from transformer_parity.engine.system.errors import UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PARTED = 1e-6  # relative difference of two losses above which the curves have diverged
+PARTED = 1e-6  # relative loss difference above which the curves are considered to have diverged
 
 
 def losses(events: Sequence[dict[str, Any]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the steps, and the training losses of each backend at these steps."""
+    """Return the steps and each backend's training losses at these steps."""
     steps = [event for event in events if event["event"] == "step"]
     backends = list(dict.fromkeys(name for event in steps for name in event["loss"]))
     return (
@@ -31,13 +31,13 @@ def losses(events: Sequence[dict[str, Any]]) -> tuple[np.ndarray, dict[str, np.n
 
 
 def spread(by_backend: dict[str, np.ndarray]) -> np.ndarray:
-    """Return, for each step, the largest difference between the losses of two backends, relative to the loss."""
+    """Return the largest relative difference between the losses of any two backends at each step."""
     together = np.stack(list(by_backend.values()))
     return np.ptp(together, axis=0) / np.abs(together[0])
 
 
 def draw(events: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw training and held-out losses, and below them the score or, for runs in lockstep, the loss differences."""
+    """Draw training and held-out losses and, below them, the score or (for runs in lockstep) the loss differences."""
     import matplotlib
 
     with matplotlib.rc_context(OPEN_STYLE):
@@ -59,7 +59,7 @@ def _figure(events: Sequence[dict[str, Any]]) -> Figure:
         upper.plot(steps[known], smooth, color=BACKENDS[name], label=name)
     for name in by_backend:
         found = [event for event in events if event["event"] == "validation" and event["backend"] == name]
-        found = [event for event in found if not event["averaged"]]  # skip validations of averaged weights
+        found = [event for event in found if not event["averaged"]]  # exclude validation results for averaged weights
         found = list({event["step"]: event for event in found}.values())
         at = [event["step"] for event in found]
         style: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "color": BACKENDS[name]}
@@ -73,7 +73,7 @@ def _figure(events: Sequence[dict[str, Any]]) -> Figure:
     upper.legend(frameon=False)
     if lockstep:
         apart = spread(by_backend)
-        lower.plot(steps, np.where(apart > 0, apart, np.nan), ".", color="black", markersize=3)  # no dot if equal
+        lower.plot(steps, np.where(apart > 0, apart, np.nan), ".", color="black", markersize=3)  # omit zeros
         lower.axhline(PARTED, color=GRAY, linestyle=":", linewidth=0.9)
         lower.set(yscale="log", ylabel="largest relative difference\nof two losses")
     else:
@@ -85,7 +85,7 @@ def _figure(events: Sequence[dict[str, Any]]) -> Figure:
 
 
 def lockstep_table(events: Sequence[dict[str, Any]]) -> Table:
-    """Return a table with the losses of all backends at a few steps, and their largest relative difference."""
+    """Return a table of all backends' losses at a few steps, with their largest relative difference."""
     steps, by_backend = losses(events)
     apart = spread(by_backend)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -98,7 +98,7 @@ def lockstep_table(events: Sequence[dict[str, Any]]) -> Table:
 
 
 def parting(events: Sequence[dict[str, Any]]) -> str:
-    """Return a sentence with the step at which the curves diverge and the largest difference."""
+    """Return a sentence that reports the step at which the curves diverge and the largest difference."""
     steps, by_backend = losses(events)
     apart = spread(by_backend)
     beyond = np.flatnonzero(~(apart <= PARTED))
@@ -109,13 +109,13 @@ def parting(events: Sequence[dict[str, Any]]) -> str:
 
 
 def milestones(last: int) -> list[int]:
-    """Return the steps 1, 2, 5, 10, 20, 50 and so on, and the last step."""
+    """Return the steps 1, 2, 5, 10, 20, 50, and so on, up to and including the last step."""
     found = [factor * 10**power for power in range(len(str(last))) for factor in (1, 2, 5)]
     return sorted({*(step for step in found if step <= last), last})
 
 
 def _smoothed(values: np.ndarray, width: int = 25) -> np.ndarray:
-    """Return the moving averages of the values."""
+    """Return the moving average of the values."""
     if len(values) < 2:
         return values
     width = min(width, len(values))
@@ -124,12 +124,12 @@ def _smoothed(values: np.ndarray, width: int = 25) -> np.ndarray:
 
 
 def read_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the events of one or more runs that can be drawn in the same figure.
+    """Return the events of one or more runs, which must be suitable for the same figure.
 
     Raises:
         OSError: If a log cannot be read.
-        UsageError: If a directory contains no run, a run has no steps, or the runs have different tasks or the same
-            backend.
+        UsageError: If a directory does not contain a run, if a run has no steps, or if the runs have different tasks or
+            the same backend.
     """
     if missing := [str(folder) for folder in folders if not (folder / LOG).is_file()]:
         raise UsageError(f"there is no {LOG} in {', '.join(missing)}")

@@ -19,17 +19,17 @@ from transformer_parity.transformer.sentences.vocabulary import LONGEST
 from transformer_spec.search import Search
 from transformer_spec.training_config import TrainingConfig
 
-SEED = 19171  # seed of the held-out dates, which differ from the dates that runs are validated on
+SEED = 19171  # seed of the held-out dates, which differ from the dates that training runs use for validation
 DATES = 1000  # default number of dates
 TOKENS = 2048  # maximum number of positions per batch
 
 
 def held_out(text: Sequence[Path] | None, sentences: int | None) -> HeldOut:
-    """Return the sentence pairs for an evaluation.
+    """Return the sentence pairs to evaluate on.
 
     Args:
-        text: Source and target file, or None for generated dates.
-        sentences: Number of sentences, counted from the first. None uses all of a text, or 1,000 dates.
+        text: Source file and target file, or None for generated dates.
+        sentences: Number of sentence pairs, counted from the first. If None, the entire text or 1,000 dates are used.
 
     Raises:
         OSError: If a file cannot be read.
@@ -41,11 +41,11 @@ def held_out(text: Sequence[Path] | None, sentences: int | None) -> HeldOut:
 
 
 def evaluate(trained: Trained, corpus: HeldOut, backend: str, device: str, search: Search) -> dict[str, Any]:
-    """Evaluate a model in one backend. Return the loss, perplexity, score and time as JSON-compatible values."""
+    """Evaluate a model in one backend. Return loss, perplexity, score, and time as JSON-compatible values."""
     config = trained.config
     learner = Learner(backend, config, trained.weights, TrainingConfig(), 0, Where(Placement("float32", device)))
     start_id = trained.vocabulary.start_id
-    # The decoder's BOS token may be the token of the target language.
+    # The decoder's BOS token may be the target language's token.
     begun = config if start_id is None else config.replace(bos_id=start_id)
     batches = Batches(number(corpus.held_out, trained.vocabulary), begun, TOKENS, max_length=LONGEST)
     loss = learner.validate(batches.once())

@@ -27,14 +27,14 @@ ALONE = Group()
 
 
 def found(backend: str, environment: Mapping[str, str]) -> Group | None:
-    """Return the group of this process from the variables that a launcher has set, or None without a launcher.
+    """Return this process's group based on the launcher's environment variables, or None if there is no launcher.
 
     Raises:
-        ValueError: If a variable is missing or has an invalid value.
+        ValueError: If an environment variable is missing or has an invalid value.
     """
     rank, size = VARIABLES.get(backend, ("", ""))
     if backend == "jax" and "JAX_COORDINATOR_ADDRESS" in environment and size not in environment:
-        rank, size = "SLURM_PROCID", "SLURM_NTASKS"  # JAX reads the other settings from Slurm's variables
+        rank, size = "SLURM_PROCID", "SLURM_NTASKS"  # JAX also reads its other settings from Slurm's variables
     try:
         if backend == "tf" and (said := environment.get("TF_CONFIG")):
             return _of_tf_config(json.loads(said))
@@ -48,16 +48,17 @@ def found(backend: str, environment: Mapping[str, str]) -> Group | None:
 
 
 def taken_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that PyTorch requires, derived from Slurm's variables.
+    """Return the environment variables that PyTorch requires, based on Slurm's environment variables.
 
-    The result is empty if ``srun`` has not started this process, if it is the only one, or if the variables are set.
+    The result is empty if this process was not started by ``srun``, if it is the only process, or if PyTorch's
+    variables are already set.
 
     Raises:
-        ValueError: If the address of the first process is not set.
+        ValueError: If no variable specifies the address of the first process.
     """
     if "WORLD_SIZE" in environment or int(environment.get("SLURM_NTASKS", "1")) == 1:
         return {}
-    if not {"SLURM_PROCID", "SLURM_LOCALID"} <= environment.keys():  # a process of salloc or sbatch without srun
+    if not {"SLURM_PROCID", "SLURM_LOCALID"} <= environment.keys():  # started by salloc or sbatch, but not by srun
         return {}
     if not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         how = "MASTER_ADDR=$(scontrol show hostnames | head -1) MASTER_PORT=29500"
@@ -67,7 +68,7 @@ def taken_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_tf_config(config: Mapping[str, Mapping[str, object]]) -> Group:
-    """Return the group that TF_CONFIG describes. If there is a chief, it has rank 0."""
+    """Return the group that TF_CONFIG describes. The chief, if any, has rank 0."""
     cluster, task = config["cluster"], config["task"]
     kinds = [kind for kind in ("chief", "worker") if kind in cluster]
     members = [(kind, i) for kind in kinds for i in range(len(cluster[kind]))]  # type: ignore[arg-type]
@@ -75,7 +76,7 @@ def _of_tf_config(config: Mapping[str, Mapping[str, object]]) -> Group:
 
 
 def of_this_process(backend: str) -> Group | None:
-    """Return the group of this process, or None without a launcher. Under ``srun``, set PyTorch's variables.
+    """Return this process's group, or None if there is no launcher. With ``srun``, set PyTorch's variables.
 
     Raises:
         ValueError: If the environment variables are incomplete or invalid.

@@ -1,4 +1,4 @@
-"""A model and its trainer in one backend, with an interface that uses text and NumPy arrays."""
+"""A model and its trainer in one backend, with an interface that accepts and returns text and NumPy arrays."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Where:
     """The devices and processes of a run.
 
     Attributes:
-        placement: Dtype, device and precision.
-        plan: Parallelism plan for multiple devices, or None for a single device.
+        placement: Dtype, device, and precision.
+        plan: Parallelism plan for multiple devices. None for a single device.
         group: Processes of the run.
     """
 
@@ -47,12 +47,12 @@ class Where:
 
 @contextmanager
 def _ended_if_alone() -> Iterator[None]:
-    """End this process if the other processes of its run do not join within ``JOINING`` seconds.
+    """End this process if the run's other processes do not join within ``JOINING`` seconds.
 
-    TensorFlow waits without a timeout and blocks signal handlers. ``faulthandler`` ends the process from a thread that
-    does not depend on the interpreter.
+    TensorFlow waits without a timeout and blocks signal handlers. Therefore, use ``faulthandler``, whose thread can end
+    the process without the interpreter.
     """
-    faulthandler.dump_traceback_later(JOINING, exit=True, file=2)  # standard error
+    faulthandler.dump_traceback_later(JOINING, exit=True, file=2)  # 2 is standard error
     try:
         yield
     finally:
@@ -60,7 +60,7 @@ def _ended_if_alone() -> Iterator[None]:
 
 
 class Learner:
-    """A model in one backend with its trainer.
+    """A model and its trainer in one backend.
 
     On multiple devices, all processes must call the methods in the same order.
     """
@@ -82,7 +82,7 @@ class Learner:
             prepare_jax_process()
         with _ended_if_alone() if "TF_CONFIG" in os.environ and backend == "tf" else nullcontext():
             mesh = None if where.plan is None else package.make_mesh(where.plan, placement.device)
-        # TensorFlow replicates variables only if they are created in the scope of the strategy.
+        # TensorFlow replicates variables only if they are created in the strategy's scope.
         with getattr(mesh, "scope", nullcontext)():
             self.model = package.Transformer.from_weights(config, weights, *placement)
         self.trainer = package.Trainer(self.model, settings, seed, mesh=mesh)
@@ -90,7 +90,7 @@ class Learner:
         self.environment: dict[str, str] = package.describe()
 
     def train_step(self, batch: TrainingBatch) -> StepResult:
-        """Take a training step. The device may still be computing the result when this method returns."""
+        """Take a training step. The method may return before the device has computed the result."""
         return self.trainer.train_step(batch.source_ids, batch.target_ids, batch.labels)
 
     def validate(self, batches: Iterable[TrainingBatch]) -> float:
@@ -101,12 +101,12 @@ class Learner:
     def translate(
         self, lines: Sequence[str], vocabulary: Vocabulary, max_length: int, search: Search = GREEDY
     ) -> list[str]:
-        """Translate lines. The translation of a line that is longer than the model's positions is empty.
+        """Translate lines. If a line exceeds the model's maximum length, its translation is empty.
 
-        If the run has multiple processes, each of them translates its shard, and all of them return all translations.
+        If the run has multiple processes, each process translates its shard of the lines but returns all translations.
         """
         config, loaded = self.model.config, self.loaded
-        if self.where.plan is not None:  # the search requires the complete model on one device
+        if self.where.plan is not None:  # the search requires the entire model on one device
             weights, placement = self.model.export_weights(), self.where.placement
             whole = self.package.Transformer.from_weights(config, weights, *placement)
             loaded = type(loaded)(self.package, whole, placement)
@@ -117,10 +117,10 @@ class Learner:
         return self._gathered([translation.text for translation in translator.translate(loaded, own)], len(lines))
 
     def _gathered(self, own: Sequence[str], count: int) -> list[str]:
-        """Return the texts of all processes.
+        """Gather the texts of all processes.
 
-        The texts are distributed round robin. Each process writes the bytes of its texts to a zero matrix, and the
-        matrices of all processes are summed.
+        The texts are distributed round robin. Each process writes its texts as bytes to its rows of a zero matrix, and
+        the matrices of all processes are summed.
         """
         group, sent = self.where.group, [text.encode() for text in own]
         if group.size == 1:
@@ -135,7 +135,7 @@ class Learner:
         return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
     def summed(self, numbers: Sequence[float]) -> list[float]:
-        """Return the sum of each number over all processes."""
+        """Sum each number over all processes."""
         if self.where.group.size == 1:
             return list(numbers)
         return [float(number) for number in self.loaded.summed(self.trainer.mesh, numbers)]

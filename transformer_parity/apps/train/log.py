@@ -1,4 +1,4 @@
-"""The directory of a training run, with its lock, its log and its checkpoints."""
+"""The directory of a training run, with its lock, its log, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from typing import Any
 from transformer_parity.engine.system.errors import UsageError, printable
 
 LOG, MODEL, CURVE, RESULT = "log.jsonl", "model.safetensors", "curve.png", "result.json"
-# Names of temporary files, which are written by this project or by safetensors and remain if a process is killed.
+# Names of temporary files that this project or safetensors writes. If a process is killed, these files remain.
 WRITTEN = "|".join(map(re.escape, (MODEL, CURVE, RESULT)))
 LEFT = re.compile(rf"\.(checkpoint-.*|({WRITTEN})\..*)\.tmp|\.tmp[A-Za-z0-9]{{6}}")
 
-FIELDS: dict[str, dict[str, Any]] = {  # types of the fields that curves require, in addition to the step
+FIELDS: dict[str, dict[str, Any]] = {  # types of the fields that curves require in addition to the step
     "start": {"task": str},
     "step": {"loss": dict},
     "validation": {"backend": str, "averaged": int, "loss": float | int, "score": float | int},
 }
-SHOWN = 60  # maximum number of bytes of an invalid line that an error message shows
+SHOWN = 60  # maximum number of bytes of an invalid line to show in an error message
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a directory for one run, creating it if necessary, and delete temporary files of killed processes.
+    """Lock a directory for one run. Create it if necessary, and delete temporary files of killed processes.
 
-    The lock is on the log, so the operating system releases it when the process ends for any reason. If the run writes
-    no files, the directory is removed at the end.
+    The log file holds the lock, so the operating system releases it whenever the process ends, for any reason. If the
+    run writes no files, the directory is removed at the end.
 
     Raises:
-        OSError: If another run has locked the directory, or it is not writable.
+        OSError: If another run has locked the directory or the directory is not writable.
     """
     made = [one for one in (folder, *folder.parents) if not one.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            with suppress(OSError):  # a directory that is not empty cannot be removed
+            with suppress(OSError):  # a nonempty directory cannot be removed
                 _remove_unfinished(folder)
                 if not path.stat().st_size:
                     path.unlink()
@@ -60,12 +60,12 @@ def _remove_unfinished(folder: Path) -> None:
 
 
 def _lock(file: int, folder: Path) -> None:
-    """Lock an open file. If the file system does not support locks, do nothing."""
+    """Lock an open file. Do nothing if the file system does not support locks."""
     try:
         if sys.platform == "win32":
             import msvcrt
 
-            # Other processes cannot read a locked range on Windows, so lock a range beyond the end of the file.
+            # On Windows, other processes cannot read a locked range, so lock a range beyond the end of the file.
             os.lseek(file, 1 << 30, os.SEEK_SET)
             msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
         else:
@@ -86,7 +86,7 @@ class Log:
     def __init__(self, path: Path) -> None:
         torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = path.open("a", encoding="utf-8")
-        if torn:  # an earlier process was killed while it was writing a line
+        if torn:  # an earlier process was killed while writing a line
             self._file.write("\n")
 
     def write(self, event: str, **fields: Any) -> None:
@@ -113,7 +113,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def was_renamed(checkpoint: Path) -> bool:
-    """Return whether a checkpoint's file name contains no step, which means that the user has renamed it."""
+    """Return whether the user has renamed a checkpoint, in which case its file name contains no step."""
     return not _number(checkpoint).isdecimal()
 
 
@@ -124,12 +124,12 @@ def _number(checkpoint: Path) -> str:
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """Return the events of a run, sorted by step.
 
-    If the run was resumed from a checkpoint that was not the last one, the log contains some steps twice. Only the
-    later events of these steps are returned.
+    If the run was resumed from a checkpoint that was not the last one, some steps appear twice in the log. For these
+    steps, only the later events are returned.
 
     Raises:
         OSError: If the log cannot be read.
-        UsageError: If a line is not an event, or is not UTF-8.
+        UsageError: If a line is not an event or is not UTF-8.
     """
     events: dict[Any, dict[str, Any]] = {}
     for number, line in enumerate((folder / LOG).read_bytes().splitlines(), start=1):
@@ -138,19 +138,19 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
             event = json.loads(line.decode())
         except UnicodeDecodeError as error:
             raise UsageError(f"line {number} of {folder / LOG} must be UTF-8: got {shown}") from error
-        except (ValueError, RecursionError):  # an incomplete line of a process that was killed
+        except (ValueError, RecursionError):  # incomplete line written by a process that was killed
             continue
         if not _is_event(event):
             raise UsageError(f"line {number} of {folder / LOG} must be an event of a run: got {shown}")
         kind, step = event["event"], event["step"]
-        if kind == "start":  # discard events after the checkpoint from which the run was resumed
+        if kind == "start":  # discard events after the checkpoint that the run resumed from
             events = {key: old for key, old in events.items() if old["step"] <= step}
         events[(kind, step, event.get("backend"), event.get("averaged"), number if kind == "start" else 0)] = event
     return sorted(events.values(), key=lambda event: event["step"])
 
 
 def _is_event(event: Any) -> bool:
-    """Return whether a line contains all fields that are required for its kind of event."""
+    """Return whether a line has all fields that its kind of event requires."""
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return False
     needed = {"step": int, **FIELDS.get(event["event"], {})}

@@ -1,6 +1,6 @@
 """Train one model in multiple processes on this machine.
 
-The parent starts the processes and reports the messages of the first one. If a process ends early, the parent ends all.
+The parent process starts the others and reports the messages of the first one. If one ends early, the parent ends all.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from transformer_parity.transformer.distributed.environments import environments
 from transformer_parity.transformer.ports.registry import PORTS
 
 WORK = f"{__name__}:work"
-# Seconds to wait for the other processes after the first one has joined. This is shorter than the timeouts of the
-# frameworks because their errors do not name the missing process.
+# Seconds to wait for the other processes after the first one has joined. This value is shorter than the frameworks'
+# timeouts because the frameworks' errors do not identify the missing process.
 JOINING = 45.0
 PATIENCE = 60.0  # seconds to wait for the other processes to end after the first one has ended
 
@@ -44,7 +44,7 @@ class TrainingJob:
         backend: Name of the backend.
         folder: Output directory.
         where: Devices and processes.
-        stop_at: Step at which to stop, or None.
+        stop_at: Step at which to stop, or None to train until the last step.
     """
 
     setup: Setup
@@ -55,16 +55,16 @@ class TrainingJob:
 
 
 class Joined:
-    """A message that a process sends after importing its framework, before it joins the others."""
+    """A message that a process sends after it has imported its framework and before it joins the others."""
 
 
 class Finishing:
-    """A message that a process sends after the last step, when the run can no longer be stopped with a checkpoint."""
+    """A message that a process sends after the last step, when it is too late to stop the run and save a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A message that a process sends at the end of its part of the run.
+    """A message that a process sends when its part of the run has ended.
 
     Attributes:
         step: Number of steps that have been taken.
@@ -78,11 +78,11 @@ class Ended:
 
 
 def train(job: TrainingJob, processes: int, observer: Observer, stop: Stop) -> Ended:
-    """Train in the given number of processes, which end at the latest when this process ends.
+    """Train in the given number of processes. They end when this process ends, if not earlier.
 
     Raises:
-        UsageError: If the run cannot start or continue, or a process has failed or was killed.
-        KeyboardInterrupt: On the second Ctrl-C, or on the first one if all steps have been taken.
+        UsageError: If the run cannot start or continue, or if a process has failed or was killed.
+        KeyboardInterrupt: If the user presses Ctrl-C twice, or once after all steps have been taken.
     """
     plan = job.where.plan
     if plan is None:
@@ -101,7 +101,7 @@ def train(job: TrainingJob, processes: int, observer: Observer, stop: Stop) -> E
 
 
 def work(parent: Parent) -> None:
-    """Run the training in a child process."""
+    """Train in a child process."""
     job, environment = parent.receive()
     os.environ.update(environment)  # frameworks read these variables when they are imported
     keep_freed_memory()
@@ -113,7 +113,7 @@ def work(parent: Parent) -> None:
     except Exception as error:
         is_usage = isinstance(error, UsageError)
         parent.send(Broken(str(error) if is_usage else f"{type(error).__name__}: {error}".strip(), is_usage))
-        raise  # so that the traceback follows the framework's own output
+        raise  # prints the traceback after the framework's own output
 
 
 def _trained(job: TrainingJob, parent: Parent, send: Any) -> Ended:
@@ -131,12 +131,12 @@ def _trained(job: TrainingJob, parent: Parent, send: Any) -> Ended:
 
 def _heed(parent: Parent, stop: Stop) -> None:
     """Wait for the parent's request to stop."""
-    with suppress(EOFError):  # the parent has ended, so this process will end, too
+    with suppress(EOFError):  # the parent has ended, so this process will also end
         stop.signal = parent.receive()
 
 
 def _listen(team: Team, observer: Observer, stop: Stop) -> Ended:
-    """Report the messages of the first process, and return its last one."""
+    """Report the first process's messages, and return its last message."""
     told, interruptible = False, True
     awaited, since = list(range(len(team))), math.inf
     ended: dict[int, Ended] = {}
@@ -165,12 +165,12 @@ def _listen(team: Team, observer: Observer, stop: Stop) -> Ended:
                 interruptible = False
             case Ended():
                 ended[rank] = message
-    team.stop(PATIENCE)  # let the processes end by themselves, because frameworks close their connections
+    team.stop(PATIENCE)  # let the processes end by themselves so that the frameworks can close their connections
     return ended[0]
 
 
 def _failure(error: TeamError) -> UsageError:
-    """Return the error for a run in which a process has failed."""
+    """Return the error to raise if a process has failed."""
     cause = error.cause
     if isinstance(cause, Broken) and cause.is_usage:
         return UsageError(cause.why)

@@ -1,4 +1,4 @@
-"""A training run with one backend, or with multiple backends in lockstep. It writes checkpoints, a log and a curve."""
+"""A training run with one backend or with multiple backends in lockstep. It writes checkpoints, a log, and a curve."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from transformer_spec.checks import check_integer
 from transformer_spec.files import save_weights
 from transformer_spec.names import count_parameters
 
-MOST_STEPS = 100  # maximum number of steps between two exchanges in which the processes agree whether to stop
-PATIENCE = 0.5  # minimum seconds between two reads of losses from the device
+MOST_STEPS = 100  # maximum number of steps between two exchanges in which the processes agree on whether to stop
+PATIENCE = 0.5  # minimum time in seconds between two reads of losses from the device
 SAMPLE = 200  # number of held-out sentences to translate at each validation
-LONGER = 10  # tokens by which a translation may exceed the length of the longest held-out target
+LONGER = 10  # maximum number of tokens by which a translation may be longer than the longest held-out target
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The length of a run, and the frequency of validation and checkpoints.
+    """The length of a run and the frequency of validation and checkpoints.
 
     Attributes:
         steps: Number of steps.
         validate_every: Number of steps between two validations.
         save_every: Number of steps between two checkpoints.
-        keep: Maximum number of checkpoints. The oldest ones are deleted first.
-        average: Number of checkpoints, counted from the last, whose average becomes the final weights.
+        keep: Maximum number of checkpoints to keep. The oldest checkpoints are deleted first.
+        average: Number of checkpoints to average for the final weights, counted from the last checkpoint.
     """
 
     steps: int
@@ -60,9 +60,9 @@ class Status:
     """The progress of a run.
 
     Attributes:
-        step: Number of steps that have been taken.
-        losses: Loss of the last step by backend.
-        learning_rate: Learning rate of the last step.
+        step: Number of steps taken so far.
+        losses: Loss at the last step, by backend.
+        learning_rate: Learning rate at the last step.
         tokens_per_second: Average number of target tokens per second since the previous status.
     """
 
@@ -77,7 +77,7 @@ class Observer:
     """Callbacks of a run.
 
     Attributes:
-        status: Called with the status after each read of losses from the device.
+        status: Called with the status after each read of the losses from the device.
         say: Called with each message, which is one line.
     """
 
@@ -87,7 +87,7 @@ class Observer:
 
 @dataclass(frozen=True)
 class Data:
-    """A corpus, with batches of its training data and of its held-out data."""
+    """A corpus, with batches of its training data and its held-out data."""
 
     corpus: Corpus
     batches: Batches
@@ -95,13 +95,13 @@ class Data:
 
 
 class TrainingRun:
-    """A training run of one learner, or of multiple learners on the same batches.
+    """A training run with one learner or with multiple learners that use the same batches.
 
     Args:
         learners: One learner for each backend.
         data: Training data and held-out data.
-        plan: Number of steps, and frequency of validation and checkpoints.
-        folder: Directory for checkpoints, log and final weights.
+        plan: Number of steps and frequency of validation and checkpoints.
+        folder: Directory for checkpoints, log, and final weights.
         observer: Callbacks for progress and messages.
         seconds: Training time in seconds before the run was resumed.
     """
@@ -126,11 +126,11 @@ class TrainingRun:
         self.log = self._open_log()
         self._pending: list[tuple[int, float, list[Any]]] = []
         self._read_at = time.perf_counter()
-        self.seconds = seconds  # training time in seconds, including the time before the run was resumed
-        self._began = self.step  # first step of this run, which is not 0 if it was resumed
-        self._saved: int | None = None  # step of the last checkpoint that this run has written
-        self._step_seconds = PATIENCE  # average seconds per step since the previous read of losses
-        # The next step at which the processes agree whether to stop, and the result of the last agreement.
+        self.seconds = seconds  # training time in seconds, including time before the run was resumed
+        self._began = self.step  # first step of this run, which is not 0 in a resumed run
+        self._saved: int | None = None  # step of the last checkpoint that this run wrote
+        self._step_seconds = PATIENCE  # average time per step in seconds since the previous read of losses
+        # The next step at which the processes agree on whether to stop, and the result of the last such exchange.
         self._ask_at, self._stopping = 0, False
 
     @property
@@ -140,7 +140,7 @@ class TrainingRun:
 
     @property
     def description(self) -> str:
-        """A summary of the corpus, the model, the batches, the devices and the output directory."""
+        """A summary of the corpus, the model, the batches, the devices, and the output directory."""
         learner, batches = self.learners[0], self.batches
         config, plan = learner.model.config, learner.where.plan
         lines = [
@@ -162,7 +162,7 @@ class TrainingRun:
         return "\n".join(lines)
 
     def go(self, stop: Stop, stop_at: int | None = None) -> None:
-        """Train until the last step, until step ``stop_at``, or until ``stop`` is set, and save checkpoints."""
+        """Train and save checkpoints until the last step, until step ``stop_at``, or until ``stop`` is set."""
         last = min(self.plan.steps, stop_at or self.plan.steps)
         lead = self.learners[0]
         self.log.write(
@@ -190,7 +190,7 @@ class TrainingRun:
             self.log.close()
 
     def finish(self) -> dict[str, dict[str, float]]:
-        """Write the final weights, validate on all held-out data, and return the loss and score of each backend."""
+        """Write the final weights, validate on all held-out data, and return each backend's loss and score."""
         self.log = self._open_log()
         try:
             averaged, weights = self._write_model() if len(self.learners) == 1 and self.group.rank == 0 else (0, {})
@@ -203,14 +203,14 @@ class TrainingRun:
         return reached
 
     def _open_log(self) -> Log:
-        """Open the log. If the run has multiple processes, only the first one writes it."""
+        """Open the log. If the run has multiple processes, only the first process writes to the log."""
         return Log(self.folder / LOG if self.group.rank == 0 else Path(os.devnull))
 
     def _stops(self, stop: Stop) -> bool:
         """Return whether to stop before the next step.
 
-        Multiple processes must stop at the same step. To reduce communication, they only exchange their signals about
-        every ``PATIENCE`` seconds, and at least every ``MOST_STEPS`` steps.
+        Multiple processes must stop at the same step. To reduce communication, the processes exchange signals only
+        about every ``PATIENCE`` seconds, but at least every ``MOST_STEPS`` steps.
         """
         if self.group.size > 1 and self.step >= self._ask_at:
             own = stop.signal or 0
@@ -230,7 +230,7 @@ class TrainingRun:
             self._read_losses()
 
     def _read_losses(self) -> None:
-        """Wait until the devices have computed the pending steps, and log their results.
+        """Wait until the devices have computed the pending steps, and log the results.
 
         Raises:
             UsageError: If a loss is not finite.
@@ -259,18 +259,19 @@ class TrainingRun:
         self.observer.status(Status(self.step, losses, learning_rate, tokens / elapsed))
 
     def _diverged(self, what: str, step: int) -> UsageError:
-        """Return the error for a run that has diverged."""
+        """Return the error to raise if the run has diverged."""
         self.log.flush()
         saved = checkpoints(self.folder)[-1:]
         last = f"; the last checkpoint is {saved[0].name}" if saved else ""
         return UsageError(f"{what} at step {step}: try a smaller learning_rate_factor, or clip_norm=1{last}")
 
     def _validate(self, sample: int | None, averaged: int = 0) -> dict[str, dict[str, float]]:
-        """Return the held-out loss and score of each learner.
+        """Return each learner's held-out loss and score.
 
         Args:
-            sample: Number of sentences for the score. None translates all of them. The loss always uses all sentences.
-            averaged: Number of checkpoints that were averaged to obtain the weights, for the log.
+            sample: Number of sentences to translate for the score. If None, all sentences are translated. The loss
+                always uses all sentences.
+            averaged: Number of checkpoints that were averaged to obtain the weights. Used only in the log.
         """
         self._read_losses()
         found = {}
@@ -293,11 +294,11 @@ class TrainingRun:
                 f"step {self.step:,}  {learner.backend}: held-out loss {loss:.3f}, "
                 f"{self.corpus.metric} {score:.1f}{'%' * (self.corpus.task == 'dates')} on {len(pairs):,} sentences"
             )
-        self._read_at = time.perf_counter()  # validation is not training time
+        self._read_at = time.perf_counter()  # exclude validation from the training time
         return found
 
     def _save(self) -> None:
-        """Write a checkpoint and delete the oldest ones. Runs in lockstep save no checkpoints."""
+        """Write a checkpoint and delete old ones. Do nothing in lockstep, because such runs save no checkpoints."""
         if len(self.learners) > 1:
             return
         self._read_losses()
@@ -309,7 +310,7 @@ class TrainingRun:
             "seconds": self.seconds,
         }
         path = self.folder / f"checkpoint-{self.step:07}.safetensors"
-        # All processes must call this method because it collects the shards of all of them.
+        # All processes must call this method because it collects their shards.
         checkpoint = self.learners[0].checkpoint(progress, self.corpus.vocabulary.model)
         self._saved = self.step
         if self.group.rank != 0:
@@ -317,7 +318,7 @@ class TrainingRun:
         if not all(np.isfinite(array).all() for array in checkpoint.weights.values()):
             raise self._diverged("weights are not finite", self.step)
         save_checkpoint(path, checkpoint)
-        if self.step > self._began:  # final weights of an earlier run in this directory are now outdated
+        if self.step > self._began:  # the final weights that an earlier run wrote to this directory are now outdated
             (self.folder / MODEL).unlink(missing_ok=True)
         self.log.write("checkpoint", step=self.step, file=path.name)
         self.log.flush()
@@ -328,9 +329,9 @@ class TrainingRun:
         self._read_at = time.perf_counter()
 
     def _regular(self) -> list[Path]:
-        """Return the checkpoints that a run without interruptions would also have written.
+        """Return the checkpoints that an uninterrupted run would also have written.
 
-        Only these are averaged, so that the final weights do not depend on interruptions.
+        Only these checkpoints are averaged, so that interruptions do not affect the final weights.
         """
         plan = self.plan
         steps = {path: step_of(path) for path in checkpoints(self.folder)}
@@ -351,7 +352,7 @@ class TrainingRun:
             learner.set_weights(weights)
             found = self._validate(None, averaged=count)
             learner.set_weights(own)
-        else:  # use a single device, because the other processes have ended
+        else:  # use one device, because the other processes have ended
             self.learners = [learner.on_one_device(weights)]
             found = self._validate(None, averaged=count)
             self.learners = [learner]
@@ -359,5 +360,5 @@ class TrainingRun:
 
 
 def longest_translation(held_out: Batches) -> int:
-    """Return the maximum length of a translation of the held-out data, in tokens."""
+    """Return the maximum length of translations of the held-out data, in tokens."""
     return max(target_width for _, _, target_width in held_out.shapes) + LONGER

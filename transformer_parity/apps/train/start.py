@@ -1,4 +1,4 @@
-"""The initial state of a training run, which is new or comes from a checkpoint."""
+"""The initial state of a training run, which is either new or loaded from a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Setup:
         config: Config of the model.
         settings: Settings of the trainer.
         weights: Initial weights by canonical name.
-        plan: Length of the run, and frequency of validation and checkpoints.
+        plan: Length of the run and frequency of validation and checkpoints.
         tokens_per_batch: Maximum number of positions per batch.
-        seed: Random seed for weights, batches and dropout.
+        seed: Random seed for weights, batches, and dropout.
         state: Optimizer state of a resumed run, or None.
-        position: Position in the data as epoch and batch index.
+        position: Position in the data, as an epoch and a batch index.
         seconds: Training time in seconds before the run was resumed.
     """
 
@@ -57,11 +57,11 @@ class Setup:
         return next(iter(self.weights.values())).dtype.name
 
     def start(self, backends: Sequence[str], folder: Path, observer: Observer, where: Where) -> TrainingRun:
-        """Build the batches and the learners. With multiple backends, they run in lockstep and without dropout.
+        """Build the batches and the learners. Multiple backends run in lockstep and without dropout.
 
         Raises:
             TypeError: If the position in the data is invalid.
-            ValueError: If the text does not fit the model, or the backend does not support the dtype or the device.
+            ValueError: If the text does not fit the model or the backend does not support the dtype or the device.
             RuntimeError: If a device is not available.
         """
         vocabulary = self.corpus.vocabulary.numbered(self.config)
@@ -71,12 +71,12 @@ class Setup:
         validation = Batches(held_out, self.config, self.tokens_per_batch, max_length=most)
         positions = max(rows * max(widths) for rows, *widths in batches.shapes) // slices
         layers = self.config.num_encoder_layers + self.config.num_decoder_layers
-        # Estimate of the activations per position that are stored for the backward pass.
+        # Estimated number of activations per position that are stored for the backward pass.
         kept = self.config.d_model * layers * (1 if self.settings.activation_checkpointing else 8)
         check_memory(4 * positions * kept, f"a batch of {self.tokens_per_batch:,} tokens")
         batches.seek(self.position)
         config = self.config
-        if len(backends) > 1:  # frameworks generate different random numbers, so dropout would differ
+        if len(backends) > 1:  # frameworks generate different random numbers, so their dropout masks would differ
             config = config.replace(dropout=ref.DropoutRates(embedding=0.0, residual=0.0))
         learners = [Learner(name, config, self.weights, self.settings, self.seed, where) for name in backends]
         if self.state is not None:
@@ -91,13 +91,13 @@ class Changes:
     """The user's changes to a recipe.
 
     Attributes:
-        preset: Preset whose conventions the model uses.
-        steps: Number of steps, or None to use the recipe's.
-        model: Changed fields of the model's config. ``dropout`` may be a single rate, which applies to all sites at
-            which the preset uses dropout.
+        preset: Preset that defines the model's conventions.
+        steps: Number of steps, or None to use the recipe's value.
+        model: Changed fields of the model config. ``dropout`` may be a number, which sets the dropout rate wherever the
+            preset uses dropout.
         training: Changed fields of the training config.
         run: Changed fields of ``RunPlan``, and ``tokens_per_batch``.
-        seed: Random seed for weights, batches and dropout.
+        seed: Random seed for weights, batches, and dropout.
     """
 
     preset: str = "paper_base"
@@ -113,15 +113,15 @@ def begin(corpus: Corpus, recipe: Recipe, changes: Changes) -> Setup:
 
     Raises:
         TypeError: If a setting has the wrong type.
-        ValueError: If a setting is out of range, or the config is invalid.
+        ValueError: If a setting is out of range or the config is invalid.
     """
     check_integer("seed", changes.seed, minimum=0)
     config = _model_config(recipe, corpus.vocabulary, changes)
     parameters = ref.count_parameters(config)
-    # 16 bytes per parameter: weights, gradients and both moments in float32.
+    # Each parameter takes 16 bytes: the weight, the gradient, and both moments in float32.
     check_memory(16 * parameters, f"training {parameters:,} parameters")
     steps = changes.steps or recipe.steps
-    # If the run has a different length, the cool-down keeps its fraction of the run.
+    # If the run's length differs from the recipe's, scale the cool-down so that its fraction of the run stays the same.
     cooldown = round(recipe.training["cooldown_steps"] * steps / recipe.steps)
     settings = TrainingConfig(total_steps=steps, **{**recipe.training, "cooldown_steps": cooldown, **changes.training})
     run = dict(changes.run)
@@ -147,16 +147,17 @@ def resume(
     """Return the state of a run that continues from a checkpoint.
 
     Args:
-        path: Checkpoint to load, or directory of a run whose last checkpoint is loaded.
+        path: Checkpoint to load, or directory of a run, whose last checkpoint is loaded.
         folder: Output directory of the resumed run.
         steps: New total number of steps, or None to keep it.
-        plan: Changed fields of ``RunPlan``. The others are taken from the checkpoint.
-        moved: New paths of the run's text, ``files`` and ``held_out``. None uses the path in the checkpoint.
+        plan: Changed fields of ``RunPlan``. All other fields are taken from the checkpoint.
+        moved: New paths of the run's text, with the keys ``files`` and ``held_out``. If None, the path in the
+            checkpoint is used.
 
     Raises:
-        OSError: If there is no such checkpoint, or the text of the run cannot be read.
-        ValueError: If the checkpoint is damaged or was not written by a run, the text has changed, the run is complete,
-            or the output directory contains later checkpoints of the run.
+        OSError: If the checkpoint does not exist or the run's text cannot be read.
+        ValueError: If the checkpoint is damaged or was not written by a run, if the text has changed, if the run is
+            complete, or if the output directory contains later checkpoints of the run.
     """
     if path.is_dir():
         found = checkpoints(path)
@@ -180,12 +181,12 @@ def resume(
     changes, settings = dict(plan), checkpoint.settings
     if steps is not None:
         changes["steps"] = steps
-        # As in a new run of this length, the cool-down keeps its fraction of the run.
+        # As in a new run, scale the cool-down so that its fraction of the run stays the same.
         cooldown = round(settings.cooldown_steps * steps / (settings.total_steps or steps))
         settings = replace(settings, total_steps=steps, cooldown_steps=cooldown)
     kept = replace(kept, **changes)
     kept = replace(kept, keep=max(kept.keep, kept.average))
-    finished = (path.parent / MODEL).exists()  # a run may be interrupted before it writes the final weights
+    finished = (path.parent / MODEL).exists()  # a run may have been interrupted before it wrote the final weights
     if checkpoint.state.step > kept.steps or (checkpoint.state.step == kept.steps and finished):
         raise ValueError(f"{path} is the end of a run of {kept.steps} steps: to continue, specify more with --steps")
     later = [other.name for other in checkpoints(path.parent) if step_of(other) > checkpoint.state.step]
@@ -208,7 +209,7 @@ def resume(
 
 
 def _model_config(recipe: Recipe, vocabulary: Subwords, changes: Changes) -> TransformerConfig:
-    """Return a config with the conventions of the preset, the sizes of the recipe and the user's changes."""
+    """Return a config with the preset's conventions, the recipe's sizes, and the user's changes."""
     vocab_size = vocabulary.size + SPECIAL
     fields = {
         "source_vocab_size": vocab_size,
@@ -222,5 +223,5 @@ def _model_config(recipe: Recipe, vocabulary: Subwords, changes: Changes) -> Tra
     config = TransformerConfig.preset(changes.preset, **fields)
     if isinstance(rate, Mapping):
         return config.replace(dropout=rate)
-    sites = {site: rate if used else 0.0 for site, used in vars(config.dropout).items()}  # only where the preset has it
+    sites = {site: rate if used else 0.0 for site, used in vars(config.dropout).items()}  # if the preset uses it
     return config.replace(dropout=ref.DropoutRates(**sites))

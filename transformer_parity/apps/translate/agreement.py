@@ -1,4 +1,4 @@
-"""Comparison of the translations of a line by multiple backends."""
+"""Comparison of multiple backends' translations of a line."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SAME, NEAR_TIE, DIVERGENCE = "same", "near-tie", "divergence"
 
 @dataclass(frozen=True)
 class TranslationComparison:
-    """The comparison of the translations of a line by multiple backends.
+    """The comparison of multiple backends' translations of a line.
 
     Attributes:
         line: Line that was translated.
-        said: Best hypothesis of each backend. Empty if all translations are identical, or if the line is blank or too
+        said: Each backend's best hypothesis. Empty if all translations are identical or if the line is blank or too
             long.
-        doubts: Decisions of each backend that differ from the reference. Empty in the same cases.
+        doubts: Each backend's decisions that differ from the reference's. Empty in the same cases as ``said``.
     """
 
     line: Line
@@ -45,11 +45,11 @@ class TranslationComparison:
 
 
 def scorers(trained: Trained, dtype: str) -> Callable[[ndarray], PrefixScorer]:
-    """Return a function that creates a scorer for a sentence, given its padded IDs, using the float64 reference.
+    """Return a function that creates a float64 reference scorer for a sentence, given the sentence's padded IDs.
 
     Args:
         trained: Model to score with.
-        dtype: Dtype of the ports, in which the rounding noise of the reference is measured.
+        dtype: Dtype of the ports. The reference's rounding error is measured in this dtype.
     """
 
     @cache

@@ -15,7 +15,7 @@ class Line:
     Attributes:
         number: One-based line number.
         text: Unmodified text of the line.
-        ids: IDs of its subwords and of the special tokens.
+        ids: IDs of the line's subwords and special tokens.
         most: Maximum number of IDs.
         least: Minimum number of IDs. A line with fewer IDs is blank.
     """
@@ -28,13 +28,13 @@ class Line:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the line is longer than the maximum length."""
+        """Whether the line exceeds the maximum length."""
         return len(self.ids) > self.most
 
     @property
     def can_be_translated(self) -> bool:
         """Whether the line is neither blank nor too long."""
-        # Check the text as well, because some vocabularies have pieces for the bytes of a space.
+        # Also check the text, because some vocabularies represent a space by byte pieces.
         is_blank = len(self.ids) < self.least or not self.text.strip()
         return not is_blank and not self.is_too_long
 
@@ -44,8 +44,8 @@ class TranslatedLine:
     """A translation of a line.
 
     Attributes:
-        text: Translation as a single line.
-        score: Log-probability in nats. In beam search, it is divided by the length penalty.
+        text: Translation, as one line.
+        score: Log-probability in nats, divided by the length penalty in beam search.
         ids: IDs of the tokens, including ``eos_id`` unless the search reached the maximum length.
         pieces: Text of each token.
     """
@@ -58,7 +58,7 @@ class TranslatedLine:
 
 @dataclass(frozen=True)
 class Translation:
-    """The hypotheses for a line, best first. There are none for a line that is blank or too long."""
+    """The hypotheses for a line, best first. Empty if the line is blank or too long."""
 
     line: Line
     hypotheses: Sequence[TranslatedLine]

@@ -19,7 +19,7 @@ from transformer_parity.transformer.decoding.prefixes import Tokens
 
 
 def answers(translation: Translation, nbest: int | None = None, *, as_json: bool = False) -> list[str]:
-    """Return the output for a line: its translation, a JSON object, or the ``nbest`` best hypotheses with scores."""
+    """Return the output for a line: its translation, the ``nbest`` best hypotheses with scores, or a JSON object."""
     line, hypotheses = translation.line, list(translation.hypotheses)
     if as_json:
         found = [vars(hypothesis) for hypothesis in hypotheses]
@@ -32,7 +32,7 @@ def answers(translation: Translation, nbest: int | None = None, *, as_json: bool
 
 
 def differences(found: TranslationComparison, *, as_json: bool) -> list[str]:
-    """Return the output for a line with different translations: all translations, and the decisions that differ."""
+    """Return the output for a line whose translations differ: all translations and the decisions that differ."""
     if as_json:
         doubts = [
             {"backend": backend, "token": doubt.step, "what": doubt.what}
@@ -63,9 +63,9 @@ class Tally:
     Attributes:
         backends: Names of the compared backends.
         dtype: Dtype of the computation.
-        left_empty: Number of lines that are too long, for which the output is empty.
-        seconds: Time of the comparison in seconds.
-        counts: Number of lines by verdict.
+        left_empty: Number of lines whose output is empty because they are too long.
+        seconds: Time that the comparison took, in seconds.
+        counts: Number of lines with each verdict.
     """
 
     backends: Sequence[str]
@@ -80,7 +80,7 @@ class Tally:
 
     @property
     def exit_code(self) -> int:
-        """Exit code: 1 if a line diverges, 3 if a line is too long or no lines were compared, and 0 otherwise."""
+        """The exit code: 1 if a line diverges, 3 if a line is too long or no lines were compared, and 0 otherwise."""
         if self.counts[DIVERGENCE]:
             return EXIT_CODES[DIVERGES]
         return EXIT_CODES[FAILED if self.left_empty or not any(self.counts.values()) else AGREES]
@@ -91,7 +91,7 @@ class Tally:
         return {**head, **self.counts, "left_empty": self.left_empty}
 
     def verdict_line(self) -> str:
-        """Return the last line of the output, which contains the overall verdict and the number of lines."""
+        """Return the last line of the output, which reports the overall verdict and the number of lines."""
         word = WORDS[self.exit_code]
         lines = sum(self.counts.values())
         counted = ", ".join(

@@ -1,4 +1,4 @@
-"""A trained model with its vocabulary and search settings, loaded from a file."""
+"""A trained model loaded from a file, with its vocabulary and search settings."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Trained:
 
     Attributes:
         path: File from which the model was loaded.
-        step: Training step of a checkpoint, or None for a weight file.
+        step: Training step of the checkpoint, or None for a weight file.
         config: Config of the model.
         weights: One array per canonical name.
         vocabulary: Vocabulary that converts text to IDs.
-        search: Search settings in the file. If it contains none, the search is greedy.
+        search: Search settings in the file. If the file does not specify any, the search is greedy.
     """
 
     path: Path
@@ -42,7 +42,8 @@ class Trained:
         """Return a copy of the model that translates from one language to another.
 
         Raises:
-            ValueError: If a required language is missing, a language is unknown, or the vocabulary has no languages.
+            ValueError: If a required language is missing, if a language is unknown, or if the vocabulary has no
+                languages.
         """
         vocabulary = self.vocabulary.between(source, target)
         search = self.search
@@ -53,19 +54,19 @@ class Trained:
         return replace(self, vocabulary=vocabulary, search=search)
 
     def translation(self, source: str) -> list[int]:
-        """Translate a sentence using the NumPy reference, and return the IDs of the translation."""
+        """Translate a sentence with the NumPy reference, and return the translation's IDs."""
         model = PORTS["numpy"].load(self.config, self.weights, Placement("float32"))
         found = model.search(pad([self.vocabulary.ids(source)], self.config), self.search).nbest_ids[0, 0]
         return [int(token) for token in found if token != self.config.pad_id]
 
 
 def read_trained(path: Path) -> Trained:
-    """Read a model from a weight file or a checkpoint. The optimizer state of a checkpoint is not read.
+    """Read a model from a weight file or a checkpoint. A checkpoint's optimizer state is not read.
 
     Raises:
         OSError: If the file cannot be read.
         UsageError: If a package that the vocabulary requires is not installed.
-        ValueError: If the file has a different format, or contains no vocabulary, or the vocabulary does not fit the
+        ValueError: If the file has a different format or contains no vocabulary, or if the vocabulary does not fit the
             model.
     """
     with open_file(path, "weight file") as (description, file):

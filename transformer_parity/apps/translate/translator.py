@@ -1,4 +1,4 @@
-"""Translation of lines of text with one port, or with multiple ports whose translations are compared."""
+"""Translate lines of text with one port, or with multiple ports and compare their translations."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from transformer_parity.transformer.sentences.vocabulary import Vocabulary, most
 from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 
-WINDOW = 512  # number of lines to sort by length at a time
+WINDOW = 512  # number of lines to sort by length at once
 MOST_SENTENCES = 64  # maximum number of sentences per batch
-MOST_POSITIONS = 4096  # maximum number of source positions per batch, counted once per hypothesis
+MOST_POSITIONS = 4096  # maximum number of source positions per batch, multiplied by the beam size
 
 
 Found = TypeVar("Found")
 
 
 class Translator:
-    """A translator that batches lines of similar length and yields their translations in the original order.
+    """A translator that batches lines of similar length but yields the translations in the original order.
 
-    The translation of a line that is blank or too long is empty.
+    If a line is blank or too long, its translation is empty.
 
     Args:
         config: Config of the model.
         vocabulary: Vocabulary of the model.
         options: Search settings.
-        window: Number of lines to read and sort by length before the first one is translated.
+        window: Number of lines to read and sort by length before translating the first one.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Translator:
         self.window = window
 
     def translate(self, port: LoadedPort, lines: Iterable[str]) -> Iterator[Translation]:
-        """Translate lines, yielding each translation as soon as all previous ones have been yielded."""
+        """Translate lines, and yield each translation as soon as all previous translations have been yielded."""
 
         def search(source_ids: ndarray) -> list[list[TranslatedLine]]:
             result = port.search(source_ids, self.options)
@@ -67,13 +67,13 @@ class Translator:
         lines: Iterable[str],
         progress: Callable[[str, int], None] = lambda backend, sentences: None,
     ) -> Iterator[TranslationComparison]:
-        """Translate the same batches with multiple ports, and compare the decisions for translations that differ.
+        """Translate the same batches with multiple ports. If translations differ, compare the ports' decisions.
 
         Args:
             ports: Loaded ports by backend.
-            scorer_of: Function that creates the reference's scorer for the padded IDs of a sentence.
+            scorer_of: Function that creates the reference's scorer for a sentence, given the sentence's padded IDs.
             lines: Lines to translate.
-            progress: Function that is called after each batch with the backend and the number of sentences.
+            progress: Function that is called after each batch, with the backend and the number of sentences.
         """
 
         def search(source_ids: ndarray) -> list[tuple[dict[str, TranslatedLine], dict[str, list[Doubt]]]]:
@@ -103,7 +103,7 @@ class Translator:
     def _in_order(
         self, lines: Iterable[str], search: Callable[[ndarray], Sequence[Found]]
     ) -> Iterator[tuple[Line, Found | None]]:
-        """Search the batches in the order of their first lines. Yield None for lines that cannot be translated."""
+        """Search the batches, and yield the results in line order. Yield None for lines that cannot be translated."""
         least = len(self.vocabulary.ids("")) + 1
         numbered = (
             Line(number, text, self.vocabulary.ids(text), most_tokens(self.config), least)
@@ -114,13 +114,13 @@ class Translator:
             batches = iter(self._batches([line for line in window if line.can_be_translated]))
             for line in window:
                 if line.can_be_translated and line.number not in found:
-                    batch = next(batches)  # contains this line, because it is the first one without a result
+                    batch = next(batches)  # includes this line, which is the first one without a result
                     results = search(pad([member.ids for member in batch], self.config))
                     found |= zip((member.number for member in batch), results, strict=True)
                 yield line, found.pop(line.number, None)
 
     def _batches(self, lines: Sequence[Line]) -> list[list[Line]]:
-        """Divide lines into batches of similar length, sorted by the smallest line number in the batch."""
+        """Divide lines into batches of similar length, and sort the batches by their smallest line number."""
         rows = self.options.beam_size or 1
         batches: list[list[Line]] = [[]]
         for line in sorted(lines, key=lambda line: len(line.ids)):
@@ -132,5 +132,5 @@ class Translator:
 
     def _hypothesis(self, ids: ndarray, score: float) -> TranslatedLine:
         tokens = tokens_of(ids, self.config)
-        text = " ".join(self.vocabulary.text(tokens).splitlines())  # a subword may contain a newline
+        text = " ".join(self.vocabulary.text(tokens).splitlines())  # because a subword may contain a newline
         return TranslatedLine(text, float(score), tokens, self.vocabulary.names(tokens))

@@ -1,1 +1,1 @@
-"""Checkpoint formats of other software. Each module defines a table of names, a reader and, for some, a writer."""
+"""Other software's checkpoint formats. Each module defines a table of names, a reader, and possibly a writer."""

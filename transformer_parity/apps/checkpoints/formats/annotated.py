@@ -1,4 +1,4 @@
-"""The Annotated Transformer's state dict. The file contains neither the number of heads nor the special IDs.
+"""State dicts of the Annotated Transformer, which store neither the number of heads nor the special IDs.
 
 Source: harvardnlp/annotated-transformer, the_annotated_transformer.py.
 """
@@ -19,7 +19,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 
 POSITIONS = ("src_embed.1.pe", "tgt_embed.1.pe")
-FIRST = "src_embed.0.lut.weight"  # every state dict of this model contains this name
+FIRST = "src_embed.0.lut.weight"  # present in every state dict of this model
 _LAYER = "{stack}.layers.{i}"
 _BLOCKS = {"self_attention": "self_attn", "cross_attention": "src_attn"}
 _LINEARS = {
@@ -66,7 +66,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
     Raises:
         OSError: If a file cannot be read.
-        ValueError: If the file is damaged or contains code, its tensors are inconsistent, or ``num_heads`` is not
+        ValueError: If the file is damaged or contains code, if its tensors are inconsistent, or if ``num_heads`` is not
             specified.
     """
     said = state_dict.read_names(options)
@@ -89,7 +89,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
 
 def config_of(tensors: Mapping[str, ndarray], said: Mapping[str, Any]) -> TransformerConfig:
-    """Return the config, combining the sizes of the tensors with the fields that the user specified.
+    """Return the config, based on the tensor shapes and the fields that the user specified.
 
     Raises:
         TypeError: If a field has the wrong type.

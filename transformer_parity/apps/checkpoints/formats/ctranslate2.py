@@ -1,8 +1,8 @@
-"""CTranslate2 directories in floating point: ``model.bin``, ``config.json`` and JSON vocabularies.
+"""Unquantized CTranslate2 directories, which consist of ``model.bin``, ``config.json``, and JSON vocabularies.
 
-``model.bin`` contains the position tables, and a flag for every convention. CTranslate2 has no padding token. If the
-vocabulary contains no token with such a name, the import appends a row of zeros for padding. If the decoder starts from
-a vector of zeros, the same row serves as BOS token.
+``model.bin`` contains the position tables and a flag for every convention. CTranslate2 has no padding token, so the
+import appends a row of zeros for padding unless the vocabulary already includes a padding token. If the decoder starts
+from a zero vector, the same row also serves as the BOS token.
 
 Source: OpenNMT/CTranslate2, python/ctranslate2/specs/ and src/layers/transformer.cc.
 """
@@ -55,7 +55,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
     Raises:
         OSError: If a file is missing or cannot be read.
-        ValueError: If a file is damaged, or the model is not supported.
+        ValueError: If a file is damaged or the model is not supported.
     """
     binary = ctranslate2.read(member(path, BINARY))
     if binary.name != NAME:
@@ -85,7 +85,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
 
 def _split(variables: Mapping[str, ndarray]) -> dict[str, ndarray]:
-    """Split the fused projections among the variables.
+    """Split fused projections into individual variables.
 
     Raises:
         ValueError: If a variable is quantized or cannot be split.
@@ -119,10 +119,10 @@ def _flag(tensors: Mapping[str, ndarray], name: str, default: float) -> float:
 
 
 def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> TransformerConfig:
-    """Return the config of a model. Its special IDs are placeholders.
+    """Return the config of a model, with placeholders for the special IDs.
 
     Raises:
-        ValueError: If a variable that determines a size is missing, or a flag enables an unsupported feature.
+        ValueError: If a variable that determines a size is missing or a flag enables an unsupported feature.
     """
     for name in tensors:
         if name.rpartition("/")[2] in OFF and _flag(tensors, name, 0):
@@ -184,7 +184,7 @@ def _depth(tensors: Mapping[str, ndarray], stack: str) -> int:
 
 
 def _is_scaled(tensors: Mapping[str, ndarray], stack: str, d_model: int) -> bool:
-    """Return whether a stack multiplies its embeddings by sqrt(d_model), which the file stores as a flag or a scale."""
+    """Return whether a stack multiplies its embeddings by sqrt(d_model). The file stores this as a flag or a scale."""
     scale = tensors.get(f"{stack}/scale_embeddings", tensors.get(f"{stack}/embeddings/multiply_by_sqrt_depth"))
     if scale is None or scale.dtype == np.int8:
         return scale is None or bool(scale)
@@ -194,10 +194,10 @@ def _is_scaled(tensors: Mapping[str, ndarray], stack: str, d_model: int) -> bool
 
 
 def _positions(tensors: Mapping[str, ndarray], d_model: int) -> dict[str, Any]:
-    """Return the config fields for the position tables. Tables that contain no sinusoids are learned positions."""
+    """Return the config fields for positions. Tables that match no sinusoids are treated as learned positions."""
     names = [POSITIONS.format(stack=stack) for stack in STACKS]
     held = [name for name in names if name in tensors]
-    if not held:  # CTranslate2 then computes the same sinusoids as OpenNMT-tf
+    if not held:  # without tables, CTranslate2 computes the same sinusoids as OpenNMT-tf
         return {"position_layout": "split", "position_timescale": "m_minus_1", "position_offset": 1}
     tables = [matrix(tensors, name) for name in names]
     if same(*tables):
@@ -212,7 +212,7 @@ def _positions(tensors: Mapping[str, ndarray], d_model: int) -> dict[str, Any]:
 
 
 def _near(table: ndarray, exact: ndarray) -> bool:
-    """Return whether a table contains the exact sinusoids, up to the rounding of its dtype."""
+    """Return whether a table matches the exact sinusoids up to its dtype's rounding error."""
     rounding = 0.0 if table.dtype == np.float32 else 2.0**-8
     return float(np.abs(table.astype(np.float64) - exact).max(initial=0.0)) <= ROUNDED * len(table) + rounding
 
@@ -225,7 +225,7 @@ def _vocabulary_files(path: Path) -> tuple[str, ...]:
 def _with_ids(
     path: Path, config: TransformerConfig, weights: dict[str, ndarray], settings: Mapping[str, Any], zeros: bool
 ) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Set the special IDs from the vocabularies. If they contain no padding token, append one."""
+    """Set the special IDs from the vocabularies. If the vocabularies have no padding token, append one."""
     files, sizes = _vocabulary_files(path), (config.source_vocab_size, config.target_vocab_size)
     vocabularies = [
         _read_tokens(member(path, name), size) for name, size in zip((files[0], files[-1]), sizes, strict=True)

@@ -1,4 +1,4 @@
-"""Export to CTranslate2, the inverse of ``ctranslate2``."""
+"""Export models to CTranslate2, which is the inverse of the ``ctranslate2`` module."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ EXPRESSIBLE: dict[str, tuple[object, ...]] = {
 def write(model: Imported, folder: Path) -> tuple[str, ...]:
     """Write a directory that ``ctranslate2.Translator`` can load.
 
-    If the model has no vocabulary, the tokens are its IDs as text.
+    If the model has no vocabulary, each token is the ID written as text.
 
     Returns:
-        A warning if the padding token is part of the vocabulary, because CTranslate2 may then generate it.
+        A warning if the padding token is part of the vocabulary, in which case CTranslate2 may generate it. Otherwise
+        empty.
 
     Raises:
         OSError: If a file cannot be written.
@@ -52,7 +53,7 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
     check_expressible(model.config, EXPRESSIBLE, "CTranslate2")
     zeros = not target_table(model.weights)[model.config.bos_id].any()
     config, weights = strip_padding(model.config, model.weights)
-    if zeros and config == model.config:  # no row was appended, so BOS is an ordinary token of the vocabulary
+    if zeros and config == model.config:  # no row was appended, so BOS is an ordinary vocabulary token
         zeros = False
     learned = config.position_encoding == "learned"
     rows = [row for row in NAMES if learned or "_position." not in row.name]
@@ -97,7 +98,7 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
 
 
 def _fused(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
-    """Fuse the projections, which is the inverse of ``ctranslate2._split``."""
+    """Fuse the projections. This is the inverse of ``ctranslate2._split``."""
     found = dict(tensors)
     for name in tensors:
         path, _, kind = name.rpartition("/")
@@ -111,7 +112,7 @@ def _fused(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
 
 
 def _positions_of(config: TransformerConfig, tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
-    """Return the position tables of both stacks. Row 0 of a table is the first position that the model uses."""
+    """Return the position tables of both stacks. Row 0 of a table is for the first position that the model uses."""
     names = [POSITIONS.format(stack=stack) for stack in STACKS]
     if config.position_encoding == "learned":
         return {name: np.ascontiguousarray(tensors[name][config.position_offset :]) for name in names}
@@ -122,13 +123,13 @@ def _positions_of(config: TransformerConfig, tensors: Mapping[str, ndarray]) -> 
 
 
 def _tokens(model: Imported, size: int, source: bool, inside: bool) -> list[str]:
-    """Return a distinct token for each ID.
+    """Return one distinct token per ID.
 
     Args:
-        model: Model whose vocabulary is written.
+        model: Model whose vocabulary to write.
         size: Number of tokens.
-        source: Whether to return the tokens of the source vocabulary or of the target vocabulary.
-        inside: Whether the padding token is one of them.
+        source: Whether to return the source tokens instead of the target tokens.
+        inside: Whether the padding token is included in ``size``.
 
     Raises:
         ValueError: If the vocabulary contains a token more than once.

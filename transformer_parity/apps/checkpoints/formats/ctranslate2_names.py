@@ -1,4 +1,4 @@
-"""Names of CTranslate2's variables, and the projections that it stores as a fused array.
+"""CTranslate2's variable names, and the projections that CTranslate2 fuses into one array.
 
 Source: OpenNMT/CTranslate2, python/ctranslate2/specs/.
 """
@@ -48,7 +48,7 @@ NAMES = [
     *(Row(f"{ours}.scale", f"{theirs}/gamma") for ours, theirs in _NORMS.items()),
     *(Row(f"{ours}.bias", f"{theirs}/beta") for ours, theirs in _NORMS.items()),
 ]
-FUSED: dict[str, dict[str, tuple[str, ...]]] = {  # projections that are concatenated to a single array, in this order
+FUSED: dict[str, dict[str, tuple[str, ...]]] = {  # projections that are concatenated into one array, in this order
     "self_attention": {"linear_0": ("query", "key", "value")},
     "attention": {"linear_0": ("query",), "linear_1": ("key", "value")},
 }

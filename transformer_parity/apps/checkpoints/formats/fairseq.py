@@ -1,4 +1,4 @@
-"""fairseq's ``.pt`` checkpoints, which contain command-line options and a state dict.
+"""Checkpoints of fairseq (``.pt``), which contain command-line options and a state dict.
 
 Source: facebookresearch/fairseq, the classes in fairseq/models/transformer/ and their ``upgrade_state_dict_named``.
 """
@@ -25,7 +25,7 @@ from transformer_parity.transformer.sentences.vocabulary import Vocabulary
 from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 
-PAD_ID, EOS_ID = 1, 2  # IDs in fairseq's Dictionary; fairseq also uses EOS as the BOS token of the target
+PAD_ID, EOS_ID = 1, 2  # IDs in fairseq's Dictionary; EOS also serves as the target's BOS token
 ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -34,7 +34,7 @@ ACTIVATIONS = {
     "swish": "swish",
 }
 OFF = (False, None, 0, 0.0, "")
-# Options of fairseq's Transformer that are not supported, with a description of the feature.
+# Unsupported options of fairseq's Transformer, with a description of each feature.
 REFUSED = {
     "adaptive_softmax_cutoff": "adaptive softmax",
     "adaptive_input": "adaptive input",
@@ -82,7 +82,7 @@ for _path, _prefix in (
 
 
 def recognizes(path: Path) -> bool:
-    """Return whether a file contains a model with its command-line options."""
+    """Return whether a file contains a model and its command-line options."""
     if not path.is_file() or path.suffix != ".pt":
         return False
     try:
@@ -97,8 +97,8 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is damaged or contains code, the model is not supported, or the tensors do not match
-            the options.
+        ValueError: If the file is damaged or contains code, if the model is not supported, or if the tensors do not
+            match the options.
     """
     content = pickles.read(path, pickles.NAMESPACE)
     settings = read_settings(content)
@@ -117,10 +117,11 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
 
 def read_settings(content: Any) -> dict[str, Any]:
-    """Return the options of a model as a flat dict. fairseq stores them in ``args`` until 0.9 and in ``cfg`` from 0.10.
+    """Return a model's options as a flat dict. fairseq stores them in ``args`` up to 0.9 and in ``cfg`` since 0.10.
 
     Raises:
-        ValueError: If there are no options, or one enables an unsupported feature. The message names the option.
+        ValueError: If there are no options or an option enables an unsupported feature. The message identifies the
+            option.
     """
     if not isinstance(content, dict) or "model" not in content:
         raise ValueError(
@@ -154,7 +155,7 @@ def read_settings(content: Any) -> dict[str, Any]:
 
 
 def upgraded(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
-    """Convert tensors of older versions, which fuse projections and number the norms, to the current names.
+    """Rename tensors from older versions, which fused projections and numbered the norms, to the current names.
 
     Raises:
         ValueError: If a fused projection cannot be split into three.
@@ -172,13 +173,13 @@ def upgraded(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
 
 
 def config_of(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> tuple[TransformerConfig, tuple[str, ...]]:
-    """Return the config of a model. The tensors determine sizes and tied embeddings.
+    """Return the config of a model. The tensors determine the sizes and which embeddings are tied.
 
     Returns:
-        The config, and a note if the options contradict the tensors.
+        The config and the notes, which are empty unless the options contradict the tensors.
 
     Raises:
-        ValueError: If a tensor that determines a size is missing, or the model is not supported.
+        ValueError: If a tensor that determines a size is missing or the model is not supported.
     """
     source, target = (matrix(tensors, f"{stack}.embed_tokens.weight") for stack in ("encoder", "decoder"))
     output = tensors.get("decoder.output_projection.weight", target)
@@ -225,14 +226,14 @@ def read_vocabulary(paths: Sequence[Path], settings: Mapping[str, Any], config: 
 
     Args:
         paths: One or two dictionaries (``.txt``), source first, and at most one SentencePiece model (``.model``) or
-            file of byte-pair codes.
-        settings: Options of the model, which contain the languages.
+            file of byte-pair encoding merges.
+        settings: Options of the model, including its languages.
         config: Config of the model.
 
     Raises:
         OSError: If a file cannot be read.
         UsageError: If a package that the vocabulary requires is not installed.
-        ValueError: If a file has an unsupported format, or the vocabulary does not fit the model.
+        ValueError: If a file has an unsupported format or the vocabulary does not fit the model.
     """
     lists = [path for path in paths if path.suffix == ".txt"]
     others = [path for path in paths if path.suffix != ".txt"]
@@ -241,7 +242,7 @@ def read_vocabulary(paths: Sequence[Path], settings: Mapping[str, Any], config: 
         raise ValueError(
             f"a fairseq vocabulary must consist of one or two dict.txt and, optionally, codes or a .model: got {names}"
         )
-    for path in lists:  # so that an error message contains the name of the user's file
+    for path in lists:  # parse each file here so that an error message identifies the user's file
         moses.read_dictionary(read_file(path), path.name)
     files = dict(zip((moses.SOURCE_LIST, moses.TARGET_LIST), map(read_file, (lists[0], lists[-1])), strict=True))
     for path in others:

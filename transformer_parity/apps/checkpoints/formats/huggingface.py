@@ -1,7 +1,7 @@
-"""Hugging Face directories: config.json, generation_config.json, and weights in safetensors or PyTorch files.
+"""Hugging Face directories with config.json, generation_config.json, and weights in safetensors or PyTorch files.
 
-The conventions of a model follow from its class, not from its files. ``huggingface_families`` lists them. The tensors
-determine which embeddings are tied, because the flags of some published checkpoints contradict the tensors.
+A model's class, not its files, determines its conventions, which ``huggingface_families`` lists. The tensors determine
+which embeddings are tied, because the flags in some published checkpoints contradict the tensors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OTHER_WEIGHTS = {"tf_model.h5": "TensorFlow", "flax_model.msgpack": "Flax", "rus
 
 ATTENTION = {"query_proj": "q_proj", "key_proj": "k_proj", "value_proj": "v_proj", "output_proj": "out_proj"}
 LAYER = "{stack}.layers.{i}"
-LINEAR = {  # name of a projection in this project, and its name in transformers
+LINEAR = {  # names of the projections in transformers, by their names in this project
     **{f"{LAYER}.self_attention.{ours}": f"{LAYER}.self_attn.{theirs}" for ours, theirs in ATTENTION.items()},
     **{f"{LAYER}.cross_attention.{ours}": f"{LAYER}.encoder_attn.{theirs}" for ours, theirs in ATTENTION.items()},
     f"{LAYER}.feed_forward.inner_proj": f"{LAYER}.fc1",
@@ -95,12 +95,12 @@ def recognizes(path: Path) -> bool:
 
 
 def read(path: Path, options: ReadOptions) -> Imported:
-    """Read a model from a directory, without reading files outside the directory.
+    """Read a model from a directory. No files outside the directory are read.
 
     Raises:
         OSError: If a file is missing or cannot be read.
         TypeError: If a field has the wrong type.
-        ValueError: If a file is damaged, the family is not supported, or the tensors do not match the config.
+        ValueError: If a file is damaged, if the family is not supported, or if the tensors do not match the config.
     """
     if has(path, ADAPTER):
         raise ValueError(
@@ -111,7 +111,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
     family = family_of(given)
     fields = filled_in(family, given)
     files, found = _read_weights(path)
-    if not any(name.startswith("model.") for name in found):  # saved from the class without an output projection
+    if not any(name.startswith("model.") for name in found):  # saved from the class that has no output projection
         found = {
             name if name == BIAS or name.startswith("lm_head.") else f"model.{name}": one for name, one in found.items()
         }
@@ -151,7 +151,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
 
 def _read_weights(path: Path) -> tuple[list[Path], dict[str, ndarray]]:
-    """Return the files that contain the weights of a directory, and their tensors."""
+    """Return the weight files in a directory and the tensors that they contain."""
     for name, reader in WEIGHTS.items():
         if has(path, name):
             first = member(path, name)
@@ -168,8 +168,8 @@ def settle_tables(
     """Determine from the tensors which embeddings are tied, and report flags that contradict the tensors.
 
     Returns:
-        The value of ``tie_embeddings``, the tensors, and the notes. The tensors contain the matrices that this value
-        requires, under the names of the encoder's embedding, the decoder's embedding and the output projection.
+        The value of ``tie_embeddings``, the tensors, and the notes. The tensors include the matrices that this value
+        requires, under the names of the encoder embedding, the decoder embedding, and the output projection.
 
     Raises:
         ValueError: If there is no embedding matrix.
@@ -204,7 +204,7 @@ def settle_tables(
 
 
 def _flag_notes(family: str, given: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each flag of an older release that contradicts the current class."""
+    """Return one sentence for each flag from an older release that contradicts the current class."""
     return [
         f"{name} is {given[name]} in {CONFIG}, but {family} models ignore this flag and always use {value}"
         for name, value in FAMILIES[family].flags.items()
@@ -216,7 +216,8 @@ def _without_positions(found: Mapping[str, ndarray], config: TransformerConfig) 
     """Remove the sinusoidal position tables, which the model computes from its config.
 
     Raises:
-        ValueError: If a table differs from the config's sinusoids by more than the rounding of its values and angles.
+        ValueError: If a table differs from the config's sinusoids by more than the rounding error of its values and
+            angles.
     """
     for name in POSITIONS:
         if name not in found:
@@ -239,7 +240,7 @@ def _without_positions(found: Mapping[str, ndarray], config: TransformerConfig) 
 
 
 def _license(path: Path) -> str | None:
-    """Return the license in the front matter of a directory's README.md, or None."""
+    """Return the license that the front matter of README.md specifies, or None if it specifies none."""
     if not has(path, "README.md"):
         return None
     text = read_bytes(member(path, "README.md"), 2**22).decode("utf-8", "replace")
@@ -255,7 +256,8 @@ def family_for(config: TransformerConfig) -> str:
     """Return the first family that supports a config.
 
     Raises:
-        ValueError: If no family does. The message lists the unsupported fields for the most similar family.
+        ValueError: If no family supports the config. The message lists the unsupported fields for the most similar
+            family.
     """
     problems = {}
     for family in FAMILIES:
@@ -272,7 +274,7 @@ def check_family(config: TransformerConfig, family: str) -> None:
     """Check that a family supports a config.
 
     Raises:
-        ValueError: If it does not. The message lists the unsupported fields.
+        ValueError: If the family does not support the config. The message lists the unsupported fields.
     """
     sizes = {"source_vocab_size": config.source_vocab_size, "target_vocab_size": config.target_vocab_size}
     special = {name: getattr(config, name) for name in ("d_model", "num_heads", "pad_id", "bos_id", "eos_id")}
@@ -294,11 +296,11 @@ def check_family(config: TransformerConfig, family: str) -> None:
 
 
 def write(model: Imported, folder: Path) -> tuple[str, ...]:
-    """Write a directory that ``from_pretrained`` can load, in the model's dtype.
+    """Write a directory that ``from_pretrained`` can load, using the model's dtype.
 
     Args:
         model: Model to write. A model that was imported from Hugging Face keeps its family.
-        folder: Directory to write to. Existing files with the same names are replaced.
+        folder: Directory to write to. Existing files with the same names are overwritten.
 
     Returns:
         One sentence for each setting that the format cannot store.
@@ -314,7 +316,7 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
     found = give(table_of(family), model.weights, config)
     fields = fields_of(config, family)
     output = output_name(family)
-    if not fields["tie_word_embeddings"]:  # transformers then ties no parameters, so write a copy of each tied one
+    if not fields["tie_word_embeddings"]:  # transformers then ties nothing, so write a copy of each tied parameter
         found.setdefault(DECODER, found[ENCODER])
         found.setdefault(output, found[DECODER])
         if family not in ("marian", "fsmt"):
@@ -335,7 +337,7 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
     for name, content in ((CONFIG, fields), (GENERATION, generation)):
         (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
     vocabulary = model.vocabulary
-    if isinstance(vocabulary, JointVocabulary):  # the kind that `parity train` builds
+    if isinstance(vocabulary, JointVocabulary):  # built by `parity train`
         vocabulary = as_marian(vocabulary) if family == "marian" else None
         if vocabulary is None:
             notes.append(f"no vocabulary: {family} tokenizers do not support vocabularies of `parity train`")

@@ -1,4 +1,4 @@
-"""Hugging Face's model families that this project supports, with their presets and the defaults of config.json.
+"""Hugging Face model families that this project supports, with their presets and config.json defaults.
 
 Source: configuration_*.py and modeling_*.py of transformers 5.23.
 """
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from transformer_spec.config import TransformerConfig
 
-# Values of fields that are missing in config.json. Each family below overrides some of them.
+# Default values for fields that config.json omits. Each family below overrides some of them.
 DEFAULTS: dict[str, Any] = {
     **{"d_model": 1024, "max_position_embeddings": 1024, "activation_function": "gelu", "scale_embedding": False},
     **{"encoder_layers": 12, "encoder_attention_heads": 16, "encoder_ffn_dim": 4096},
@@ -23,14 +23,14 @@ IN_FAIRSEQ = {"bos_token_id": 0, "decoder_start_token_id": 2}
 
 
 class Family(NamedTuple):
-    """A model family: conventions that its config.json cannot change, and defaults of config.json.
+    """A model family, with the conventions that config.json cannot change and the defaults for config.json.
 
     Attributes:
         preset: Name of the preset in this project.
-        title: Prefix of the names of the family's classes.
+        title: Prefix of the family's class names.
         defaults: Defaults that differ from ``DEFAULTS``.
-        flags: Flags that older releases wrote to config.json, with the values that the current classes use. The current
-            classes do not read these flags.
+        flags: Flags that older releases wrote to config.json but the current classes ignore, with the values that match
+            the current classes.
         behind_padding: Whether the position IDs start after the padding ID.
     """
 
@@ -42,13 +42,13 @@ class Family(NamedTuple):
 
     @property
     def classes(self) -> list[str]:
-        """Names of the class with an output projection and of the base class, from which some models were saved."""
+        """Names of the class with an output projection and of the base class, which some checkpoints use."""
         kind = "MTModel" if self.title == "Marian" else "ForConditionalGeneration"
         return [self.title + kind, f"{self.title}Model"]
 
 
 def _flags(before: bool, embedding: bool, final: bool, static: bool) -> dict[str, bool]:
-    """Return the flags of releases before version 4."""
+    """Return the flags used by releases before version 4."""
     names = ("normalize_before", "normalize_embedding", "add_final_layer_norm", "static_position_embeddings")
     return dict(zip(names, (before, embedding, final, static), strict=True))
 
@@ -144,9 +144,9 @@ OUT_OF_SCOPE = {
     "vision-encoder-decoder": "reads images",
     "speech-encoder-decoder": _SPEECH,
 }
-NOT_DENSE = ("quantization_config", "peft_type", "adapter_config")  # entries of config.json that are not supported
+NOT_DENSE = ("quantization_config", "peft_type", "adapter_config")  # unsupported entries in config.json
 
-ACTIVATIONS = {  # this project's name of each activation, by its name in transformers
+ACTIVATIONS = {  # activation names in this project, by their names in transformers
     **{"relu": "relu", "gelu": "gelu", "gelu_python": "gelu", "swish": "swish", "silu": "swish"},
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_tanh"),
 }
@@ -157,7 +157,7 @@ def family_of(fields: Mapping[str, Any]) -> str:
     """Return the model family specified in a config.json.
 
     Raises:
-        ValueError: If no family is specified, or this project does not support it. The message gives the reason.
+        ValueError: If no family is specified or this project does not support the family. The message gives the reason.
     """
     name = fields.get("model_type")
     known = f"one of {', '.join(FAMILIES)}"
@@ -180,7 +180,7 @@ def family_of(fields: Mapping[str, Any]) -> str:
 
 
 def filled_in(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config.json, including the defaults of its family for missing fields."""
+    """Return the fields of a config.json, with missing fields set to the family's defaults."""
     return {**DEFAULTS, **FAMILIES[name].defaults, **fields}
 
 
@@ -189,8 +189,8 @@ def config_of(name: str, fields: Mapping[str, Any], tie_embeddings: str, rows: i
 
     Args:
         name: Family of the model.
-        fields: Content of config.json, with the defaults filled in.
-        tie_embeddings: Value of ``tie_embeddings``, determined from the tensors.
+        fields: Content of config.json, with missing fields set to their defaults.
+        tie_embeddings: Value of ``tie_embeddings``, as determined from the tensors.
         rows: Number of rows of the learned position table, or None if the positions are sinusoidal.
 
     Raises:
@@ -235,7 +235,7 @@ def config_of(name: str, fields: Mapping[str, Any], tie_embeddings: str, rows: i
 
 
 def one_id(ids: Any) -> Any:
-    """Return the only ID of a list. A value that is not a list is returned unchanged.
+    """Return the only ID in a list. A value that is not a list is returned unchanged.
 
     Raises:
         ValueError: If the list does not contain exactly one ID.

@@ -1,4 +1,4 @@
-"""Conversion between the settings of Hugging Face's ``generate`` and a ``Search``."""
+"""Convert between the settings for Hugging Face's ``generate`` and a ``Search``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformer_spec.search import Search
 from transformer_spec.search_rules import SearchRules
 
 NEW_TOKENS = 20  # maximum number of new tokens if no maximum length is specified (transformers 5)
-# Settings that have no equivalent in this project, and the values with which they have no effect.
+# Settings without an equivalent in this project, and the values that disable them.
 UNKNOWN: Mapping[str, tuple[Any, ...]] = {
     "do_sample": (None, False),
     "num_beam_groups": (None, 1),
@@ -33,14 +33,14 @@ LONGEST = 512  # max_length to write if the search limits the length relative to
 
 
 def read_search(fields: Mapping[str, Any], config: TransformerConfig) -> tuple[Search, list[str]]:
-    """Return the search settings in a generation_config.json, ignoring settings that are not supported.
+    """Return the search settings in a generation_config.json. Unsupported settings are ignored.
 
     Args:
         fields: Content of generation_config.json or, for older checkpoints, of config.json.
         config: Config of the model.
 
     Returns:
-        The search, and one sentence for each ignored setting.
+        The search settings, and one sentence for each ignored setting.
 
     Raises:
         TypeError: If a setting has the wrong type.
@@ -71,9 +71,9 @@ def read_search(fields: Mapping[str, Any], config: TransformerConfig) -> tuple[S
 def generation_search(fields: Mapping[str, Any], config: TransformerConfig) -> Search:
     """Convert the fields of a ``generation_config.json``, or of an old ``config.json``, to a search.
 
-    Hugging Face's ``max_length`` includes the BOS token, so a ``max_length`` of 512 becomes 511. ``min_length`` is not
-    converted: it counts BOS but not EOS in transformers, and EOS but not BOS in this project. The length penalty is not
-    converted either, because both count the EOS token and a forced first token.
+    Hugging Face's ``max_length`` includes the BOS token, so a ``max_length`` of 512 becomes 511. ``min_length`` needs
+    no such conversion: transformers counts BOS but not EOS, and this project counts EOS but not BOS. The length penalty
+    needs none either, because both count the EOS token and a forced first token.
 
     Args:
         fields: Content of the file. Fields that do not affect the search are ignored.
@@ -81,7 +81,7 @@ def generation_search(fields: Mapping[str, Any], config: TransformerConfig) -> S
 
     Raises:
         TypeError: If a setting has the wrong type.
-        ValueError: If a setting has no equivalent, such as ``repetition_penalty``, or contradicts the config.
+        ValueError: If a setting (such as ``repetition_penalty``) has no equivalent or contradicts the config.
     """
     for name, usual in UNKNOWN.items():
         if fields.get(name) not in usual:
@@ -124,7 +124,7 @@ def generation_search(fields: Mapping[str, Any], config: TransformerConfig) -> S
 
 
 def _ids(value: Any) -> list[Any]:
-    """Return an ID, a list of IDs or None as a list of IDs."""
+    """Convert an ID, a list of IDs, or None to a list of IDs."""
     return [] if value is None else list(value) if isinstance(value, Sequence) else [value]
 
 
@@ -144,13 +144,13 @@ def _max_length(fields: Mapping[str, Any], config: TransformerConfig) -> int:
 
 
 def _min_length(fields: Mapping[str, Any]) -> int:
-    """Return the minimum number of tokens including EOS, which ``min_new_tokens`` excludes."""
+    """Return the minimum number of tokens. The number includes EOS, which ``min_new_tokens`` excludes."""
     new = fields.get("min_new_tokens")
     return max(fields.get("min_length") or 1, 1) if new is None else new + 1
 
 
 def write_search(search: Search, config: TransformerConfig) -> tuple[dict[str, Any], list[str]]:
-    """Return the content of a generation_config.json, and one sentence for each setting that it cannot express."""
+    """Return the content of a generation_config.json, and one sentence for each setting that it cannot store."""
     rules, notes = search.rules, []
     beams = search.beam_size or 1
     if beams > 1 and (search.length_penalty_kind != "power" or rules.pool != "beam"):
@@ -173,7 +173,7 @@ def write_search(search: Search, config: TransformerConfig) -> tuple[dict[str, A
         "eos_token_id": config.eos_id,
         "decoder_start_token_id": config.bos_id if search.start_id is None else search.start_id,
     }
-    if beams > 1:  # transformers warns if these settings are present for greedy search
+    if beams > 1:  # with greedy search, transformers warns if these settings are present
         fields["length_penalty"] = search.length_penalty
         fields["early_stopping"] = {stop: early for early, stop in STOPS.items() if early is not None}[rules.stop]
     if len(rules.forced_ids) > 1:

@@ -1,6 +1,6 @@
-"""JoeyNMT's ``.ckpt`` checkpoints, with ``config.yaml`` in the same directory. Requires PyYAML.
+"""JoeyNMT ``.ckpt`` checkpoints with ``config.yaml`` in the same directory. Requires PyYAML.
 
-Source: JoeyNMT 2.3.0, joeynmt/model.py, encoders.py, decoders.py and transformer_layers.py.
+Source: JoeyNMT 2.3.0, joeynmt/model.py, encoders.py, decoders.py, and transformer_layers.py.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ TIED = {
 
 
 def recognizes(path: Path) -> bool:
-    """Return whether the path ends like a checkpoint and its directory contains the settings."""
+    """Return whether the path has a checkpoint's extension and its directory contains the settings."""
     return path.is_file() and path.suffix == ".ckpt" and has(path.parent, SETTINGS)
 
 
@@ -71,8 +71,8 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
     Raises:
         OSError: If a file is missing or cannot be read.
-        ValueError: If a file is damaged or contains code, the model is not supported, or the tensors do not match the
-            settings.
+        ValueError: If a file is damaged or contains code, if the model is not supported, or if the tensors do not match
+            the settings.
     """
     from transformer_parity.apps.containers import yaml
 
@@ -91,10 +91,10 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
 
 def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> TransformerConfig:
-    """Return the config of a model. The tensors determine sizes and tied embeddings.
+    """Return the config of a model. The tensors determine the sizes and which embeddings are tied.
 
     Raises:
-        ValueError: If the model is not supported, or a tensor that determines a size is missing.
+        ValueError: If the model is not supported or a tensor that determines a size is missing.
     """
     model = settings.get("model")
     stacks: list[Any] = [model.get(stack) for stack in ("encoder", "decoder")] if isinstance(model, dict) else [None]
@@ -107,7 +107,7 @@ def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> Tr
     order = _agreed("layer_norm", [stack.get("layer_norm") for stack in stacks])
     final = "encoder.layer_norm.weight" in tensors
     if order is None and final:
-        order = "pre"  # version 1 supports only this order, and has no setting for it
+        order = "pre"  # JoeyNMT 1 supports only this order and has no setting for it
     if order not in ("pre", "post"):
         raise ValueError(f"layer_norm in {SETTINGS} must be 'pre' or 'post' in both stacks: got {order!r}")
     activation = _agreed("activation", [stack.get("activation", "relu") for stack in stacks])
@@ -145,6 +145,6 @@ def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> Tr
 def _agreed(name: str, both: list[Any]) -> Any:
     if both[0] != both[1]:
         raise ValueError(
-            f"{name} in {SETTINGS} must be the same in encoder and decoder: got {both[0]!r} and {both[1]!r}"
+            f"{name} in {SETTINGS} must be the same for the encoder and the decoder: got {both[0]!r} and {both[1]!r}"
         )
     return both[0]

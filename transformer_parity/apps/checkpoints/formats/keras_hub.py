@@ -1,7 +1,7 @@
-"""Keras models with keras_hub layers: ``.weights.h5``, or ``.keras`` with a description of the model. Requires h5py.
+"""Keras models with keras_hub layers, saved as ``.weights.h5`` or ``.keras``. Requires h5py.
 
 Keras numbers the layers of each class in the order of ``model.layers``. In a functional model, the source embedding
-precedes the target embedding because it is farther from the output. Attention kernels have a separate axis for heads.
+precedes the target embedding because it is farther from the output. The attention kernels have a separate head axis.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _PARTS = (
 
 
 def recognizes(path: Path) -> bool:
-    """Return whether the file name ends like a Keras file."""
+    """Return whether the file name has a Keras extension."""
     return path.is_file() and path.name.endswith((".weights.h5", ".keras"))
 
 
@@ -67,8 +67,8 @@ def read(path: Path, options: ReadOptions) -> Imported:
     Raises:
         OSError: If a file cannot be read.
         TypeError: If a field that the user specified has the wrong type.
-        ValueError: If the file is damaged, the model is not supported, or the user has not specified a value that the
-            file does not contain.
+        ValueError: If the file is damaged, if the model is not supported, or if a value is neither in the file nor
+            specified by the user.
     """
     from transformer_parity.apps.containers import hdf5
 
@@ -117,7 +117,7 @@ def fields_of(content: Any) -> dict[str, Any]:
     """Return the config fields in a model's description.
 
     Raises:
-        ValueError: If the model contains unsupported layers or settings. The message names them.
+        ValueError: If the model contains unsupported layers or settings. The message lists them.
     """
     layers = content.get("config", {}).get("layers", []) if isinstance(content, dict) else []
     found: dict[str, list[dict[str, Any]]] = {}
@@ -159,7 +159,7 @@ def fields_of(content: Any) -> dict[str, Any]:
 
 
 def rows(config: TransformerConfig) -> list[Row]:
-    """Return the table of names. The name of the first layer of a stack has no number."""
+    """Return the table of names. The name of the first layer in a stack has no number."""
     depths = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
     return NAMES + [
         Row(f"{stack}.layers.{i}.{ours}.{kind}", f"layers/transformer_{stack}{f'_{i}' * (i > 0)}/{theirs}/vars/{j}")
@@ -171,7 +171,7 @@ def rows(config: TransformerConfig) -> list[Row]:
 
 
 def _flat(tensors: Mapping[str, ndarray]) -> tuple[dict[str, ndarray], int]:
-    """Merge the head axis of attention kernels into the feature axis. Also return the number of heads."""
+    """Merge the head axis of attention kernels into the feature axis. Return the tensors and the number of heads."""
     flat, heads = dict(tensors), 0
     for name, array in tensors.items():
         layer, _, number = name.rpartition("/vars/")
@@ -185,7 +185,7 @@ def _flat(tensors: Mapping[str, ndarray]) -> tuple[dict[str, ndarray], int]:
 
 
 def config_of(tensors: Mapping[str, ndarray], said: Mapping[str, Any]) -> TransformerConfig:
-    """Return the config, combining the sizes of the tensors with the fields that are described or specified.
+    """Return the config, based on the tensor shapes and the fields from the model's description or the user.
 
     Raises:
         TypeError: If a field has the wrong type.

@@ -1,10 +1,10 @@
-"""Marian's ``.npz`` files, which use the conventions of the preset ``marian_cpp``. Requires PyYAML.
+"""Marian ``.npz`` files, which follow the conventions of the ``marian_cpp`` preset. Requires PyYAML.
 
-All matrices have shape [in, out] and all vectors [1, n]. The file contains its settings as YAML in a byte array. Marian
-has no padding token, and its decoder starts from a vector of zeros. The import therefore appends a row of zeros, which
-serves as padding and BOS token.
+All matrices have shape [in, out], and all vectors have shape [1, n]. The settings are stored in the file as YAML in a
+byte array. Marian has no padding token, and its decoder starts from a zero vector. The import therefore appends a row
+of zeros, which serves as both the padding token and the BOS token.
 
-Source: marian-nmt/marian-dev at c9f287db, src/models/transformer.h, src/layers/output.cpp and embedding.cpp.
+Source: marian-nmt/marian-dev at c9f287db, src/models/transformer.h, src/layers/output.cpp, and embedding.cpp.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FEED_FORWARD = {"inner": "1", "output": "2"}
 
 
 def recognizes(path: Path) -> bool:
-    """Return whether the file name ends like a Marian model."""
+    """Return whether the file name has the extension of a Marian model."""
     return path.is_file() and path.suffix == ".npz"
 
 
@@ -64,7 +64,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
     Raises:
         OSError: If a file cannot be read.
-        ValueError: If the file is damaged, the model is not supported, or the tensors do not match the settings.
+        ValueError: If the file is damaged, if the model is not supported, or if the tensors do not match the settings.
     """
     tensors = npz.read(path)
     settings = read_settings(tensors)
@@ -95,7 +95,7 @@ def rows(config: TransformerConfig, shared: bool, transposed: bool = False) -> l
 
     Args:
         config: Config of the model.
-        shared: Whether source and target share one embedding matrix.
+        shared: Whether the source and the target share one embedding matrix.
         transposed: Whether the output projection has shape [V, d_model], as in newer versions of Marian.
     """
     suffix = "_pre" if config.norm_order == "pre" else ""
@@ -126,10 +126,10 @@ def _linear(path: str, prefix: str, names: Mapping[str, str]) -> list[Row]:
 
 
 def write(model: Imported, folder: Path) -> tuple[str, ...]:
-    """Write the files that ``marian-decoder`` reads: ``model.npz``, ``model.npz.decoder.yml`` and the vocabularies.
+    """Write the files that ``marian-decoder`` reads: ``model.npz``, ``model.npz.decoder.yml``, and the vocabularies.
 
     Returns:
-        One sentence if the vocabulary is not written because Marian does not support its kind.
+        One sentence if the vocabulary was not written because Marian does not support its kind. Otherwise empty.
 
     Raises:
         OSError: If a file cannot be written.
@@ -168,7 +168,7 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
 
 
 def _write_vocabulary(model: Imported, folder: Path) -> list[str]:
-    """Write the vocabulary files, and return the names of those that Marian loads for source and target.
+    """Write the vocabulary files, and return the names of the files that Marian loads for the source and the target.
 
     If Marian does not support the kind of vocabulary, no files are written and the list is empty.
     """

@@ -1,4 +1,4 @@
-"""Conversion between a config and the options that Marian stores in its model files."""
+"""Convert between a config and the options that Marian stores in its model files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from transformer_spec.search_rules import SearchRules
 SETTINGS = "special:model.yml"
 EOS_ID, UNK_ID = 0, 1  # Word::DEFAULT_EOS_ID and DEFAULT_UNK_ID
 
-# Supported values of options, and the reason for the restriction. Old files may lack an option, which means that the
-# model does not use the feature.
+# Supported values of each option, and the reason for the restriction. If an old file lacks an option, the model does
+# not use the feature.
 NEEDED: dict[str, tuple[tuple[object, ...], str]] = {
     "type": (("transformer",), "only Transformers are supported"),
     "transformer-decoder-autoreg": (("self-attention",), "SSRU (rnn) and average attention are not supported"),
@@ -38,10 +38,10 @@ NEEDED: dict[str, tuple[tuple[object, ...], str]] = {
     "ulr": ((False,), "universal language representations are not supported"),
     "right-left": ((False,), "generation from right to left is not supported"),
 }
-# Order of the norms by --transformer-preprocess and --transformer-postprocess, with the dropout operations removed.
+# Order of the norms for each pair of --transformer-preprocess and --transformer-postprocess, ignoring dropout.
 ORDERS = {("", "an"): "post", ("n", "a"): "pre"}
 
-# Other options that Marian saves with a model. Its programs fail if one of them is missing.
+# Other options that Marian saves with a model. Marian's programs fail if one of these options is missing.
 DEFAULTS: dict[str, object] = {
     "type": "transformer",
     "version": "v1.12.0",
@@ -84,7 +84,7 @@ def read_settings(tensors: Mapping[str, ndarray]) -> dict[str, Any]:
     """Read the options from a model file, and check that they describe a supported model.
 
     Raises:
-        ValueError: If the file contains no options, or an option has an unsupported value. The message names the
+        ValueError: If the file contains no options or an option has an unsupported value. The message identifies the
             option and gives the reason.
     """
     from transformer_parity.apps.containers import yaml
@@ -112,10 +112,10 @@ def _norm_order(settings: Mapping[str, Any]) -> str:
 
 
 def config_of(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> TransformerConfig:
-    """Return the config of a model before padding is appended. Sizes and tied embeddings are taken from the tensors.
+    """Return the config without the appended padding. The tensors determine the sizes and which embeddings are tied.
 
     Raises:
-        ValueError: If a tensor that determines a size is missing, or the options are invalid.
+        ValueError: If a tensor that determines a size is missing or the options are invalid.
     """
     tables = [_table(tensors, f"{stack}_Wemb") for stack in ("encoder", "decoder")]
     untied = any(f"decoder_ff_logit_out_{kind}" in tensors for kind in ("W", "Wt"))
@@ -171,10 +171,10 @@ def contradictions(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) 
 
 
 def read_search(path: Path) -> Search:
-    """Return the search settings in ``decoder.yml``, or the defaults of marian-decoder if there is no such file.
+    """Return the search settings in ``decoder.yml``, or marian-decoder's defaults if the file does not exist.
 
     Raises:
-        ValueError: If the file is not valid YAML, or contains unsupported settings.
+        ValueError: If the file is not valid YAML or contains unsupported settings.
     """
     from transformer_parity.apps.containers import yaml
 
@@ -211,7 +211,7 @@ def settings_of(config: TransformerConfig, shared: bool) -> dict[str, object]:
         "transformer-postprocess": "da" if pre else "dan",
         "transformer-postprocess-emb": "nd" if config.embedding_norm else "d",
         "transformer-postprocess-top": "n" if config.final_norm else "",
-        # src/models/transformer.h reads the second name, the command line sets the first.
+        # The command line sets the first name, but src/models/transformer.h reads the second.
         "transformer-train-position-embeddings": config.position_encoding == "learned",
         "transformer-train-positions": config.position_encoding == "learned",
     }

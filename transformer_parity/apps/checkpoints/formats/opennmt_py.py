@@ -1,6 +1,6 @@
-"""OpenNMT-py's ``.pt`` checkpoints of versions 2 and 3: state dicts of model and generator, vocabularies and options.
+"""Checkpoints of OpenNMT-py 2 and 3, with state dicts of the model and the generator, vocabularies, and options.
 
-Source: OpenNMT-py 3.5.1, onmt/models/model_saver.py, onmt/model_builder.py and onmt/modules/embeddings.py.
+Source: OpenNMT-py 3.5.1, onmt/models/model_saver.py, onmt/model_builder.py, and onmt/modules/embeddings.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 
 OFF: tuple[object, ...] = (None, False, 0, "", [], {})
-# Options that must be off or have one of these values. Other values are not supported.
+# Supported values of each option. An option with the values ``OFF`` must be disabled.
 NEEDED: dict[str, tuple[object, ...]] = {
     **{"encoder_type": ("transformer",), "decoder_type": ("transformer",), "model_task": ("seq2seq",)},
     **{"position_encoding": (True,), "layer_norm": ("standard",), "self_attn_type": ("scaled-dot", "scaled-dot-flash")},
@@ -84,7 +84,7 @@ TIED = {
 
 
 def recognizes(path: Path) -> bool:
-    """Return whether a file contains a model, a generator, a vocabulary and options."""
+    """Return whether a file contains a model, a generator, vocabularies, and options."""
     if not path.is_file() or path.suffix != ".pt":
         return False
     try:
@@ -95,12 +95,12 @@ def recognizes(path: Path) -> bool:
 
 
 def read(path: Path, options: ReadOptions) -> Imported:
-    """Read a model from a checkpoint. OpenNMT-py does not append an EOS token to the source.
+    """Read a model from a checkpoint. As in OpenNMT-py, no EOS token is appended to the source.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is damaged or contains code, the model is not supported, or the tensors do not match
-            the options.
+        ValueError: If the file is damaged or contains code, if the model is not supported, or if the tensors do not
+            match the options.
     """
     content = pickles.read(path, pickles.NAMESPACE)
     if not isinstance(content, dict) or not {"model", "generator", "vocab", "opt"} <= content.keys():
@@ -125,7 +125,7 @@ def read_settings(opt: Any) -> dict[str, Any]:
     """Return the options of a model, and check that the model is supported.
 
     Raises:
-        ValueError: If an option has an unsupported value. The message names the option.
+        ValueError: If an option has an unsupported value. The message identifies the option.
     """
     if not isinstance(opt, SimpleNamespace):
         raise ValueError(f"'opt' must contain command-line options: got {type(opt).__name__}")
@@ -166,7 +166,7 @@ def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> Tr
     """Return the config of a model. The tensors determine which embeddings are tied.
 
     Raises:
-        ValueError: If a tensor that determines a size is missing, or the config is invalid.
+        ValueError: If a tensor that determines a size is missing or the config is invalid.
     """
     source, target = (matrix(tensors, f"{prefix}.emb_luts.0.weight") for prefix in TABLES.values())
     output = matrix(tensors, "generator.weight")

@@ -1,8 +1,8 @@
-"""State dicts of models that contain torch.nn.Transformer, in which the user has named the other parameters.
+"""State dicts of models that contain torch.nn.Transformer, with the user's own names for all other parameters.
 
 In a TOML file (see ``state_dict``), the user specifies the names of the embeddings and the output projection, and
-everything that the tensors do not show: number of heads, order of norms, activation, positions, embedding scale and
-special IDs. The import never guesses any of these values.
+everything that cannot be inferred from the tensors: the number of heads, the order of the norms, the activation, the
+positional encoding, the embedding scale, and the special IDs. The import never guesses any of these values.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ ASKED = (
     *("pad_id", "bos_id", "eos_id"),
 )
 ASKED_OF_SINUSOIDS = ("position_layout", "position_timescale")
-FIRST = "encoder.layers.0.linear1.weight"  # every state dict of torch.nn.Transformer contains this name
+FIRST = "encoder.layers.0.linear1.weight"  # present in every state dict of torch.nn.Transformer
 FORMS = {"output_proj.kernel": TRANSPOSED}
-OWN = (  # parameters outside torch.nn.Transformer, which the user has named
+OWN = (  # parameters outside torch.nn.Transformer, whose names depend on the user's code
     *("source_embedding.table", "target_embedding.table", "source_position.table", "target_position.table"),
     *(f"{side}_embedding_norm.{kind}" for side in ("source", "target") for kind in ("scale", "bias")),
     *("output_proj.kernel", "output_proj.bias"),
@@ -87,7 +87,7 @@ EXPRESSIBLE: dict[str, tuple[object, ...]] = {
 
 
 def recognizes(path: Path) -> bool:
-    """Return False, because the names of the tensors do not determine the model."""
+    """Return False, because the tensor names do not determine the model."""
     return False
 
 
@@ -97,8 +97,8 @@ def read(path: Path, options: ReadOptions) -> Imported:
     Raises:
         OSError: If a file cannot be read.
         TypeError: If a field that the user specified has the wrong type.
-        ValueError: If a file is damaged or contains code, a required name or field is not specified, or the tensors
-            are inconsistent.
+        ValueError: If a file is damaged or contains code, if a required name or field is not specified, or if the
+            tensors are inconsistent.
     """
     said = state_dict.read_names(options)
     tensors = state_dict.read_state(path, said.state)
@@ -136,13 +136,14 @@ def rows(said: UserNames) -> list[Row]:
 
 
 def config_of(tensors: Mapping[str, ndarray], said: UserNames) -> TransformerConfig:
-    """Return the config, combining the sizes of the tensors with the fields that the user specified.
+    """Return the config, based on the tensor shapes and the fields that the user specified.
 
     Embedding matrices and the output projection are tied if their tensors are equal.
 
     Raises:
         TypeError: If a field has the wrong type.
-        ValueError: If a tensor that determines a size is missing or not named, or the config is invalid.
+        ValueError: If a tensor that determines a size is missing, if its name is not specified, or if the config is
+            invalid.
     """
     names, p = said.names, said.prefix
     if missing := [name for name in ("source_embedding.table", "target_embedding.table") if name not in names]:
@@ -236,5 +237,5 @@ def write(model: Imported, folder: Path) -> None:
 
 
 def _torch_kind(name: str) -> str:
-    """Return the last part of a parameter's name in PyTorch, which is bias or weight."""
+    """Return the last part of a parameter's name in PyTorch, either ``bias`` or ``weight``."""
     return "bias" if name.endswith(".bias") else "weight"
