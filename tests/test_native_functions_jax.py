@@ -36,7 +36,7 @@ def test_jax_jit(port):
 
 @pytest.mark.only("jax")
 def test_jax_dropouts_draw_apart(port):
-    """Layers that drop the same places would be one layer, as far as regularisation goes."""
+    """Layers that drop the same places would be one layer, as far as regularization goes."""
     import jax
     from flax import nnx
 
@@ -101,7 +101,7 @@ def test_jax_decodes_under_jit(port):
         logits, cache = step(model, TARGET[:, position], cache)
         assert_close(port.to_numpy(logits), expected[:, position])
     assert traces == [(2,)]
-    with pytest.raises(ValueError, match="all 3 are taken"):
+    with pytest.raises(ValueError, match="all 3 are in use"):
         model.decode_step(TARGET[:, 0], cache)
 
     def step_of_loop(cache, target_ids):

@@ -106,7 +106,7 @@ class Comparison:
     def __init__(self, backend: str, steps: int, workers: int) -> None:
         corpus = dates(0)
         self.backend, self.workers = backend, workers
-        self.setup: Setup = begin(corpus, RECIPES["dates"], Changes(steps=steps, fields=SIZES, settings=SETTINGS))
+        self.setup: Setup = begin(corpus, RECIPES["dates"], Changes(steps=steps, model=SIZES, training=SETTINGS))
         self.vocabulary = corpus.vocabulary.numbered(self.setup.config)
         self.training = number(corpus.training, self.vocabulary)
         self.pairs = corpus.held_out[:HELD_OUT]

@@ -22,7 +22,7 @@ INSTRUCTIONS = {"AVX2": "avx2", "AVX-512": "avx512f", "AMX": "amx_tile"}  # valu
 def needs() -> str:
     """Return a message with the required packages that aren't installed; empty if all of them are installed."""
     missing = ", ".join(name for name in LIBRARIES if find_spec(name) is None)
-    return missing and f"requires {missing}, which is not installed: pip install '{DISTRIBUTION}[cli]'"
+    return missing and f"requires packages that are not installed ({missing}): pip install '{DISTRIBUTION}[cli]'"
 
 
 def processor() -> str:
