@@ -240,4 +240,4 @@ def test_the_page_shows_both_pictures_and_the_seeded_numbers():
     assert f"With the division, {100 * divided.carriers.median:.0f}% of the queries carry 90% of the gradient." in page
     low = [measurements.measure_saturation(64, divided=divided).gradient.low for divided in (False, True)]
     assert round(low[1] / low[0], -1) == 50
-    assert "the gradient of the lowest tenth of the queries would be smaller by a factor of 50" in page
+    assert "for the 10% of queries with the smallest gradients, the gradient would be 50 times smaller" in page
