@@ -235,9 +235,9 @@ def test_the_page_shows_both_pictures_and_the_seeded_numbers():
         assert (DOCS / link).exists(), link
     raw, divided = (measurements.measure_layer(512, divided=divided) for divided in (False, True))
     factor = raw.query_kernel.median / divided.query_kernel.median
-    assert f"is larger by a factor of {factor:.0f} at d_k = 512" in page
+    assert f"is {factor:.0f} times larger without the division" in page
     assert f"{100 * raw.carriers.median:.0f}% of the queries carry 90% of this gradient" in page
-    assert f"With the division, {100 * divided.carriers.median:.0f}% of the queries carry 90%." in page
+    assert f"With the division, {100 * divided.carriers.median:.0f}% of the queries carry 90% of the gradient." in page
     low = [measurements.measure_saturation(64, divided=divided).gradient.low for divided in (False, True)]
     assert round(low[1] / low[0], -1) == 50
-    assert "the gradient of the lowest tenth of the queries would be smaller by a factor of 50" in page
+    assert "for the 10% of queries with the smallest gradients, the gradient would be 50 times smaller" in page
