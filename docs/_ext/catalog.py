@@ -1,4 +1,4 @@
-"""Directives that show bugs of the bug catalog, and comments of the packages.
+"""Directives that show bugs from the bug catalog, and comments from the packages.
 
 ::
 
@@ -9,7 +9,7 @@
     ```{side-note} jax scaled_dot_product_attention is not used
     ```
 
-The build fails if the part of the catalog, the bug or the comment doesn't exist.
+The build fails if the part of the catalog, the bug, or the comment doesn't exist.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ def chosen(part_names: str, only: str = "", without: str = "") -> list[Mistake]:
 
 
 def shown_at(mistake: Mistake) -> str:
-    """Return the first place at which a bug shows, as HTML."""
+    """Return the name of the first value that a bug changes, as HTML."""
     if mistake.verdict == "failed" or not mistake.at:
         return f"Reported as: {escape(mistake.announced)}." if mistake.announced else "Raises an exception."
     how = "differs" if mistake.verdict == DIVERGES else "loses precision"
-    taps = " The taps are correct. Only the fast path is wrong." if mistake.path == "fast" else ""
-    return f"First place that {how}: <code>{escape(mistake.at)}</code>.{taps}"
+    taps = " The taps are correct; only the fast path is wrong." if mistake.path == "fast" else ""
+    return f"First value that {how}: <code>{escape(mistake.at)}</code>.{taps}"
 
 
 @cache
 def reports() -> dict[str, str]:
-    """Return the links to the threads that reported each bug, as HTML, by the name of the bug."""
+    """Return links to the threads in which each bug was reported, as HTML, by the name of the bug."""
     page = (ROOT / "docs" / "reported-mistakes.md").read_text("utf-8")
     found = {}
     for name, threads in re.findall(r"^\| [^|]*\| (.+?) \| (\[.+?) \| (?:yes|no)", page, re.MULTILINE):
@@ -107,11 +107,11 @@ def prefixed(prefix: str, text: str) -> str:
 
 
 def entry(mistake: Mistake) -> str:
-    """Return a bug as a collapsed HTML element with its first visible place and its code in each package."""
+    """Return a bug as a collapsed HTML element with the first value that differs and the bug's code in each package."""
     made = "".join(edit(backend, mistake) for backend in PACKAGES if backend in mistake.edits)
     if mistake.config:
         fields = ", ".join(f"{name}={value!r}" for name, value in mistake.config.items())
-        made = f"<p class='where'>The port computes with <code>{escape(fields)}</code>.</p>"
+        made = f"<p class='where'>The port uses <code>{escape(fields)}</code>.</p>"
     elif not made:
         made = "<p class='where'>The weights are converted incorrectly.</p>"
     elif absent := [TITLES[backend] for backend in PACKAGES if not mistake.edits.get(backend)]:
@@ -146,7 +146,12 @@ class Catalog(SphinxDirective):
         parts = catalog.parts()
         text = []
         for name, mistakes in parts.items():
-            text += [f"## {name[0].upper()}{name[1:]}", "", "| bug | first shows at | injected into |", "|---|---|---|"]
+            text += [
+                f"## {name[0].upper()}{name[1:]}",
+                "",
+                "| bug | first difference | injected into |",
+                "|---|---|---|",
+            ]
             for mistake in {mistake.name: mistake for mistake in mistakes}.values():
                 at = f"`{mistake.at}`" if mistake.at else mistake.announced or "an exception"
                 planted = [TITLES[backend] for backend in PACKAGES if backend in mistake.edits]
@@ -156,7 +161,7 @@ class Catalog(SphinxDirective):
 
 
 def comment(code: str, phrase: str) -> str | None:
-    """Return the full comment that contains a phrase, as one line. Return None if there is no such comment."""
+    """Return the full comment that contains a phrase as one line, or None if there is no such comment."""
     block: list[str] = []
     for line in [*code.split("\n"), ""]:
         before, found, text = line.partition("#")
@@ -172,7 +177,7 @@ def comment(code: str, phrase: str) -> str | None:
 
 
 class SideNote(SphinxDirective):
-    """Show a comment of a package, for example the reason for not using a function of the framework."""
+    """Show a comment from a package, for example the reason why a framework function is not used."""
 
     required_arguments = 3
     final_argument_whitespace = True

@@ -42,7 +42,7 @@ def command(name: str) -> str:
 
 
 def outputs(name: str, number: int, code: str) -> list[dict[str, Any]]:
-    """Return the stored outputs of a cell, whose number is counted from 0.
+    """Return the stored outputs of a cell, given its number, which starts at 0.
 
     Raises:
         ExtensionError: If the outputs belong to different code.
@@ -59,7 +59,7 @@ def joined(text: str | list[str]) -> str:
 
 
 class CodeCell(SphinxDirective):
-    """Show a cell of a notebook and its outputs. The option ``alt`` describes its figure in words."""
+    """Show a notebook cell and its outputs. The ``alt`` option describes the cell's figure in words."""
 
     optional_arguments = 1  # the language
     has_content = True

@@ -1,4 +1,4 @@
-"""The directives ``numbers``, ``heat-map`` and ``curve``, which show the results of the four backends for an example.
+"""The directives ``numbers``, ``heat-map``, and ``curve``, which show the results of an example in the four backends.
 
 ::
 
@@ -46,7 +46,7 @@ def example(name: str) -> dict[str, Any]:
 
 
 def values(name: str, tap: str) -> dict[str, ndarray]:
-    """Return the values of one tap of an example, by backend.
+    """Return the values of one tap in an example, by backend.
 
     Raises:
         ExtensionError: If the example has no such tap.
@@ -75,7 +75,7 @@ def agreement(name: str, taps: list[str]) -> str:
     said = [
         f"{TITLES[backend]} {versions[backend].partition(',')[0]}: {error:.1e}"
         if error
-        else f"{TITLES[backend]}: equal bit by bit"
+        else f"{TITLES[backend]}: bitwise identical"
         for backend, error in apart.items()
         if backend != "numpy"
     ]
@@ -83,7 +83,7 @@ def agreement(name: str, taps: list[str]) -> str:
 
 
 def cell(value: Any, largest: float, digits: int) -> str:
-    """Return one cell of a table with a background color that depends on its value."""
+    """Return one table cell whose background color depends on its value."""
     if isinstance(value, bool | np.bool_):
         return f'<td class="{"plus" if value else "none"}" style="--v:{int(value)}">{"yes" if value else "no"}</td>'
     if isinstance(value, int | np.integer):
@@ -115,12 +115,12 @@ def figure(tap: str, array: ndarray, title: str, digits: int) -> str:
 
 
 def words(argument: str) -> list[str]:
-    """Return the taps in an option, which are separated by commas or line breaks."""
+    """Return the taps listed in an option, separated by commas or line breaks."""
     return [part.strip() for part in argument.replace("\n", ",").split(",") if part.strip()]
 
 
 class Numbers(SphinxDirective):
-    """Show the taps of an example as tables. The content can contain titles, as in ``scores: before the softmax``."""
+    """Show taps in an example as tables. The content can contain titles, as in ``scores: before the softmax``."""
 
     required_arguments = 1
     has_content = True
@@ -139,7 +139,7 @@ class Numbers(SphinxDirective):
 
 
 class HeatMap(SphinxDirective):
-    """Draw a tap of an example with one cell per value, in the colors of the page."""
+    """Draw a tap in an example with one cell per value, in the page's colors."""
 
     required_arguments = 2
     final_argument_whitespace = True
@@ -169,14 +169,14 @@ class HeatMap(SphinxDirective):
         )
         titles = f'<text x="0" y="{24 + TALL * height / 2:.0f}" font-size="12">{escape(rows)}</text>'
         titles += f'<text x="70" y="{40 + TALL * height}" font-size="12">{escape(columns)}</text>'
-        said = escape(f"{tap} of the example {name}: {height} {rows}s by {width} {columns}s", quote=True)
+        said = escape(f"{tap} in the example {name}: {height} {rows}s by {width} {columns}s", quote=True)
         size = f'viewBox="0 0 {80 + WIDE * width} {48 + TALL * height}" width="{80 + WIDE * width}"'
         drawing = f'<svg role="img" aria-label="{said}" {size}>{titles}{numbers}{cells}</svg>'
         return [nodes.raw("", f'<div class="drawing">{drawing}</div>', format="html")]
 
 
 class Curve(SphinxDirective):
-    """Draw a list of numbers of an example as a curve over 1, 2, 3, ..."""
+    """Draw a list of numbers in an example as a curve over 1, 2, 3, ..."""
 
     required_arguments = 2
     option_spec: ClassVar[OptionSpec] = {"x": directives.unchanged, "y": directives.unchanged}
@@ -205,7 +205,7 @@ class Curve(SphinxDirective):
         titles += f'<text x="{left + 8}" y="12" font-size="12">{escape(self.options.get("y", tap))}</text>'
         size = f'viewBox="0 0 {left + width + 12} {height + bottom + 12}" width="{left + width + 12}"'
         drawn = f'<polyline points="{line}" fill="none" stroke="var(--plus)" stroke-width="2"/>'
-        said = escape(f"{tap} of the example {name} over {self.options.get('x', 'its index')}", quote=True)
+        said = escape(f"{tap} in the example {name} over {self.options.get('x', 'its index')}", quote=True)
         drawing = f'<svg role="img" aria-label="{said}" {size}>{frame}{scale}{titles}{drawn}{dots}</svg>'
         return [nodes.raw("", f'<div class="drawing">{drawing}</div>', format="html")]
 

@@ -36,21 +36,22 @@ MEANINGS = {  # descriptions of fields whose definitions have no comment
     "target_vocab_size": "size of the target vocabulary",
     "d_model": "width of the vector at each position",
     "num_heads": "number of attention heads per layer",
-    "d_ff": "inner width of the feed-forward network",
+    "d_ff": "width of the hidden layer in the feed-forward network",
     "num_encoder_layers": "number of encoder layers, N in the paper",
     "num_decoder_layers": "number of decoder layers, N in the paper",
-    "position_encoding": "positional encoding: sinusoids of section 3.5, or learned as in Table 3, row E",
-    "output_bias": "whether the logits have a bias",
+    "position_encoding": "positional encoding: sinusoids as in section 3.5, or learned as in Table 3, row E",
+    "output_bias": "whether the output projection has a bias",
     "activation": "activation function of the feed-forward network, section 3.3",
-    "dropout": "dropout rates, a `DropoutRates`",
+    "dropout": "dropout rates, as a `DropoutRates`",
     "pad_id": "ID of the padding token",
     "bos_id": "ID of the BOS token, the first input of the decoder",
     "eos_id": "ID of the EOS token, which ends a sentence",
-    "label_smoothing": "probability that label smoothing moves away from the correct label, section 5.4",
+    "label_smoothing": "probability that label smoothing takes from the correct label, section 5.4",
     "warmup_steps": "number of steps during which the learning rate increases, section 5.3",
     "beta1": "decay rate of Adam's first moment, section 5.3",
     "beta2": "decay rate of Adam's second moment, section 5.3",
     "epsilon": "Adam's epsilon, section 5.3",
+    "activation_checkpointing": "whether the backward pass recomputes each layer from the layer's inputs, to save memory",
 }
 # All sizes are different, so each number in a shape identifies one size.
 SIZES = {"d_model": 110, "d_ff": 170, "source_vocab_size": 190, "max_length": 230}
@@ -72,7 +73,7 @@ SYMBOLS = {
 
 
 def comments(cls: type) -> dict[str, str]:
-    """Return the comment after or above each field of a dataclass in its source, by the name of the field."""
+    """Return the comment after or above each field in a dataclass's source, by the field's name."""
     path = Path(str(__import__(cls.__module__, fromlist=[""]).__file__))
     text = path.read_text("utf-8")
     owner = next(node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
@@ -101,7 +102,7 @@ def default(field: dataclasses.Field[Any]) -> str:
 
 
 def users(name: str) -> str:
-    """Return the presets that set a field of ``TransformerConfig`` to a different value than the default, by value."""
+    """Return the presets in which a ``TransformerConfig`` field differs from its default, by the field's value."""
     by: dict[str, list[str]] = {}
     for preset, fields in configs.PRESETS.items():
         value = fields.get(name, DEFAULTS.get(name))
@@ -131,7 +132,7 @@ def symbolic(shape: tuple[int, ...]) -> str:
 
 
 def name_tables() -> Iterator[str]:
-    """Yield Markdown tables of every parameter and every tap of a model with one layer on each side."""
+    """Yield Markdown tables of every parameter and tap in a model with one encoder layer and one decoder layer."""
     config = configs.TransformerConfig(
         **SIZES,
         target_vocab_size=190,
@@ -153,7 +154,7 @@ def name_tables() -> Iterator[str]:
 
 
 def exit_codes() -> Iterator[str]:
-    """Yield a Markdown table of the exit codes in the help of each command, read from the source files."""
+    """Yield a Markdown table of the exit codes in each command's help, read from the source files."""
     yield from ("| source file of the command | exit codes |", "|---|---|")
     cli = sorted((ROOT / "transformer_parity" / "cli").glob("*.py"))
     for path in (*cli, ROOT / "transformer_bench" / "options.py"):
@@ -234,7 +235,7 @@ TABLES = {
 
 
 class Facts(SphinxDirective):
-    """Show a table: one of ``TABLES``, or ``fields``, ``speed``, ``compared``, ``mutation`` or ``conformance``."""
+    """Show a table: one of ``TABLES``, or ``fields``, ``speed``, ``compared``, ``mutation``, or ``conformance``."""
 
     required_arguments = 1
     optional_arguments = 1

@@ -1,4 +1,4 @@
-"""Formulas rendered by KaTeX. ``docs/_static/katex`` contains its script, style and fonts, and site.js calls it."""
+"""Formulas rendered by KaTeX. ``docs/_static/katex`` contains its script, style, and fonts, and site.js calls it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directive ``four-panes``, which shows one definition in the four packages.
+"""The directive ``four-panes``, which shows one definition from all four packages.
 
 ::
 
@@ -76,7 +76,7 @@ def pieces(name: str, backends: Sequence[str] = tuple(PACKAGES), *, docstrings: 
 
 
 def to_readers(code: str) -> str:
-    """Return code without comments that are only for tools."""
+    """Return code without the comments that are intended only for tools."""
     return TO_TOOLS.sub(lambda found: "  # " if found[0].endswith(" ") else "", code)
 
 
@@ -121,7 +121,7 @@ def _runs(text: str, marked: list[bool]) -> list[tuple[str, bool]]:
 
 
 def panes(name: str, found: dict[str, Piece], serial: int) -> str:
-    """Return four panes as HTML. Without scripts, the panes are below each other."""
+    """Return four panes as HTML. If scripts are disabled, the panes appear one below the other."""
     base = next(iter(found))
     marked = compare({backend: piece.code for backend, piece in found.items()}, base)
     tabs, panels = [], []
@@ -149,7 +149,7 @@ def panes(name: str, found: dict[str, Piece], serial: int) -> str:
 
 
 class FourPanes(SphinxDirective):
-    """Show one definition of each package."""
+    """Show one definition from each package."""
 
     required_arguments = 1
     option_spec: ClassVar[OptionSpec] = {"docstrings": directives.flag, "only": str.split}

@@ -34,7 +34,7 @@ PARTICIPANTS = {  # names in docs/speed.md
 
 
 def stamp(report: dict[str, Any], versions: dict[str, str]) -> str:
-    """Return the date, commit, versions and machine of a measurement."""
+    """Return the date, commit, versions, and machine of a measurement."""
     machine = report["machine"]
     commit = f", commit `{report['commit'][:10]}`" if "commit" in report else ""
     named = ", ".join(f"{TITLES.get(name, name)} {version}" for name, version in versions.items())
@@ -79,7 +79,7 @@ def speed(task: str) -> Iterator[str]:
 
 
 def timed(one: dict[str, Any] | None) -> str:
-    """Return the cells of one implementation: median, range and memory, or the reason why it has no time."""
+    """Return one implementation's cells: the median, range, and memory, or the reason why it has no time."""
     if not one or one.get("median_seconds") is None:
         return f"{one['problem'] if one else 'not run'} | |"
     seconds = one["seconds"]
@@ -102,20 +102,20 @@ def conformance(dtype: str) -> Iterator[str]:
 
 
 def verdict() -> Iterator[str]:
-    """Yield the verdict, size, duration and environment of the last full check."""
+    """Yield the verdict, size, duration, and environment of the last full check."""
     report = read(RESULTS / "conformance.json")
     size = f"{report['cases']:,} cases and " if "cases" in report else ""
-    yield f"Verdict: **{report['verdict']}**, with {size}{report['comparisons']:,} comparisons."
+    yield f"The verdict was **{report['verdict']}**, with {size}{report['comparisons']:,} comparisons."
     if "time" in report:
         compiling = ", ".join(
             f"{TITLES[name]} {spent['compiling']:.0f} s" for name, spent in report["time"]["ports"].items()
         )
-        yield f"It took {report['time']['seconds']:.0f} s. Compilation time in the process of each port: {compiling}."
+        yield f"The check took {report['time']['seconds']:.0f} s. Compilation time in each port's process: {compiling}."
     yield stamp(report, report["versions"])
 
 
 def shown_error(row: dict[str, Any]) -> str:
-    """Return an error, its tolerance, and the percentage of the tolerance that it uses."""
+    """Return an error, its tolerance, and the error as a percentage of the tolerance."""
     error, tolerance = (re.sub(r"e-0*", "e-", f"{row[name]:.0e}") for name in ("error", "tolerance"))
     share = "<0.1" if 100 * row["share"] < 0.1 else f"{100 * row['share']:.2g}"
     return f"{error} of {tolerance} ({share}%)" if row["error"] else "exact"
@@ -132,9 +132,9 @@ def tolerances() -> Iterator[str]:
     kinds = {
         "taps and logits": ("tap", ""),
         "loss": ("loss", "gradients"),
-        "gradients of all parameters together": ("whole", "gradients"),
-        "gradient of one tensor": ("tensor", "gradients"),
-        "scores of a search": ("score", "decode"),
+        "all gradients together": ("whole", "gradients"),
+        "gradient of an individual tensor": ("tensor", "gradients"),
+        "search scores": ("score", "decode"),
         "optimizer steps: loss": ("loss", "steps"),
         "optimizer steps: any other value": ("tensor", "steps"),
         "optimizer steps: learning rate": ("rate", "steps"),
@@ -147,7 +147,7 @@ def tolerances() -> Iterator[str]:
         if name in own:
             single = short(own[name])
         elif "ratio" in own:
-            single = f"{own['ratio']:g} \u00d7 the reference's own error there"
+            single = f"{own['ratio']:g} \u00d7 the reference's own float32 error"
         half = "-"
         if coarse:
             half = f"{short(coarse['tap'])}; attention scores and weights {short(coarse['scores'])}"
@@ -161,7 +161,7 @@ def selftest() -> Iterator[str]:
     yield ""
     yield from ("| part | injected | caught | located | named, of the bugs with a name |", "|---|---:|---:|---:|---:|")
     for row in [*report["parts"], {"part": "together", **report["together"]}]:
-        named = f"{row['named']} of {row['nameable']}" if row["nameable"] else "no names"
+        named = f"{row['named']} of {row['nameable']}" if row["nameable"] else "none can be named"
         yield f"| {row['part']} | {row['planted']} | {row['caught']} | {row['located']} | {named} |"
 
 
@@ -195,7 +195,7 @@ def mutation(part: str) -> Iterator[str]:
     """Yield Markdown tables of the last mutation test, from docs/results/mutation.json: ``scores`` or ``survivors``."""
     report = read(RESULTS / "mutation.json")
     if part == "scores":
-        counts = "by a difference | by an exception | not run | equivalent | missed | not examined"
+        counts = "caught by a difference | caught by an exception | not run | equivalent | missed | not examined"
         yield f"| package | cases | mutants | {counts} | score |"
         yield "|---|---|" + "---:|" * 8
         for package in report["packages"]:
@@ -221,6 +221,6 @@ def mutation(part: str) -> Iterator[str]:
             for one in found["missed"]:
                 change = one["change"].replace("|", "\\|").replace("\n", " ")
                 yield f"| `{one['place']}` | `{change}` | {one['why']} |"
-            yield from ("", "| equivalent, because | mutants |", "|---|---:|")
+            yield from ("", "| reason why equivalent | mutants |", "|---|---:|")
             yield from (f"| {one['why']} | {one['count']} |" for one in found["equivalent"])
             yield ""

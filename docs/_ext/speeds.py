@@ -10,7 +10,7 @@ from results import MACHINES, PARTICIPANTS, PORTS, RESULTS, read
 
 TASKS = ("forward", "train", "decode")
 SIZES = ("small", "base")
-ALONE = "forward-alone"  # one sentence of 8 tokens with a model of size tiny
+ALONE = "forward-alone"  # one sentence of 8 tokens, at tiny size
 PEERS = {
     "numpy": ("its matmuls", ("products",)),
     "torch": ("best PyTorch alternative", ("torch.nn", "torch.nn compiled", "marian")),
@@ -38,19 +38,19 @@ class Aim(NamedTuple):
 
 
 def race(name: str, machine: str) -> dict[str, Any]:
-    """Return the results of one benchmark on a machine of ``MACHINES``, with the implementations by name."""
+    """Return the results of one benchmark on one of the ``MACHINES``, with the implementations by name."""
     (found,) = read(ROOT / "benchmarks" / machine / f"{name}.json")["result"]["races"]
     return {**found, "participants": {one["name"]: one for one in found["participants"]}}
 
 
 def own_race(task: str, machine: str, port: str) -> dict[str, Any]:
-    """Return the benchmark of a task at base size with all modes of a package, or else the common one."""
+    """Return a task's benchmark at base size with all modes of a package, or else the shared benchmark."""
     name = f"{task}-base-{port}"
     return race(name if (ROOT / "benchmarks" / machine / f"{name}.json").exists() else f"{task}-base", machine)
 
 
 def share(found: dict[str, Any], name: str) -> float | None:
-    """Return the time of the work at the machine's peak relative to the measured time. Return None if unknown."""
+    """Return the time of the work at the machine's peak relative to the measured time, or None if unknown."""
     seconds = found["participants"].get(name, {}).get("median_seconds")
     limit = found.get("limit")
     return limit["seconds"] / seconds if limit and seconds else None
@@ -81,18 +81,18 @@ def percent(part: float | None) -> str:
 
 
 def best_of(found: dict[str, Any], names: Iterable[str]) -> str | None:
-    """Return the implementation with the lowest median time. Return None if none has a time."""
+    """Return the implementation with the lowest median time, or None if none has a time."""
     times = {name: found["participants"].get(name, {}).get("median_seconds") for name in names}
     return min((name for name in times if times[name]), key=times.__getitem__, default=None)
 
 
 def best_form(found: dict[str, Any], port: str) -> str | None:
-    """Return the fastest mode of a package by its median time. Return None if none has a time."""
+    """Return the mode of a package with the lowest median time, or None if none has a time."""
     return best_of(found, FORMS.get(port, (port,)))
 
 
 def against_peer(found: dict[str, Any], name: str) -> Versus | None:
-    """Compare the fastest mode of a package with the fastest alternative. Return None if either has no time."""
+    """Compare the fastest mode of a package with the fastest alternative, or return None if either has no time."""
     own, peer = best_form(found, name), best_of(found, PEERS[name][1])
     return Versus(own, peer, found["ratios"][own][peer]) if own and peer else None
 
@@ -121,17 +121,17 @@ def compared(task: str) -> Iterator[str]:
         columns = [against_fastest(found) for found in races]
         for port in PORTS:
             cells = [spread(column[port], "the fastest") for column in columns]
-            yield f"| transformer_{port} / the fastest of the three | {' | '.join(cells)} |"
+            yield f"| transformer_{port} / fastest port | {' | '.join(cells)} |"
         yield ""
 
 
 def spread(ratio: dict[str, float] | None, without: str) -> str:
-    """Return a ratio as a cell: its median, its lowest and its highest value."""
+    """Return a ratio as a cell: its median, lowest, and highest value."""
     return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" if ratio else without
 
 
 def said(versus: Versus | None, name: str) -> str:
-    """Return the ratio to the best alternative as a cell, with both names if there are several. Empty if unknown."""
+    """Return a cell with the ratio to the best alternative, and both names if there are several, or "" if unknown."""
     if versus is None:
         return ""
     names = f", {versus.own} / {versus.peer}" if len(PEERS[name][1]) > 1 else ""
@@ -165,12 +165,12 @@ def aims(machine: str) -> Iterator[Aim]:
         parts = {form: share(races[task], form) for form in forms if form}
         listed = ", ".join(f"{form} {percent(part)}" for form, part in parts.items() if part)
         known = [part for part in parts.values() if part]
-        whole = f"every port {percent(every)}, the best port {percent(best)}"
+        whole = f"{percent(every)} for every port, {percent(best)} for the best port"
         is_met = min(known) >= every and max(known) >= best if len(known) == len(PORTS) else None
         yield Aim(f"percentage of the peak, {task}", whole, listed, is_met)
     alone = race(ALONE, machine)
     for port in PORTS:
-        what = f"{port} / {PEERS[port][0]}, forward, size tiny, one sentence of 8 tokens"
+        what = f"{port} / {PEERS[port][0]}, forward, tiny size, one sentence of 8 tokens"
         yield at_most(what, 1.0, against_peer(alone, port), port)
 
 
@@ -189,7 +189,7 @@ def kept() -> Iterator[str]:
 
 def translated() -> Iterator[str]:
     """Yield a Markdown table of the number of sentences that each translator processes per second."""
-    searches = {"greedy": "translate-base-greedy", "beams of 4": "translate-base-beam4"}
+    searches = {"greedy": "translate-base-greedy", "beam size 4": "translate-base-beam4"}
     reports = {search: read(ROOT / "benchmarks" / "amd" / f"{name}.json") for search, name in searches.items()}
     rates = [{one["name"]: one["sentences_per_second"] for one in found["translators"]} for found in reports.values()]
     yield f"| {MACHINES['amd']}, base, sentences/s | {' | '.join(searches)} |"
@@ -218,7 +218,7 @@ def goals() -> Iterator[str]:
     seconds, where = report["time"]["seconds"], report["machine"].get("processor", "")
     yield f"| `parity check`{f', on {where}' * bool(where)} | goal | measured | met |"
     yield "|---|---|---|---|"
-    shown = "duration of [the last full check](conformance.md), a first run"
+    shown = "duration of [the last full check](conformance.md), first run without a compilation cache"
     yield f"| {shown} | 120 s | {seconds:.0f} s | {words[seconds <= 120]} |"
 
 

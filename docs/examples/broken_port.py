@@ -1,4 +1,4 @@
-"""A port with a bug, for the site. It stands in for your own model."""
+"""A port with a bug, used on the site as a substitute for your own model."""
 
 import reference_numpy  # replace with your framework
 from transformer_parity.plugin import Port

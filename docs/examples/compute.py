@@ -1,4 +1,4 @@
-"""Compute the numbers of the site's examples: every tap of parts of a small model, with all four backends, in float64.
+"""Compute the values in the site's examples: every tap in parts of a small model, with all four backends, in float64.
 
     python docs/examples/compute.py                       write all examples
     python docs/examples/compute.py attention positions   write only these examples
@@ -35,7 +35,7 @@ Values = dict[str, ndarray]
 
 
 def config() -> TransformerConfig:
-    """Return the config of a model that is small enough to print."""
+    """Return the config of a model whose values are few enough to print."""
     return TransformerConfig(
         source_vocab_size=9,
         target_vocab_size=9,
@@ -71,7 +71,7 @@ def block(path: str, **inputs: ndarray) -> Callable[[LoadedPackage], Values]:
 
 
 def masks(model: LoadedPackage) -> Values:
-    """Return the masks of a sentence with padding."""
+    """Return the masks for a sentence with padding."""
     package, ids = model.package, model.to_array(PADDED_IDS)
     padding = model.to_numpy(package.masks.padding_mask(ids, 0))[0]
     causal = model.to_numpy(package.masks.causal_mask(4))
@@ -79,7 +79,7 @@ def masks(model: LoadedPackage) -> Values:
 
 
 def embeddings(model: LoadedPackage) -> Values:
-    """Return the embeddings of a sentence, with and without positions, and the logits."""
+    """Return a sentence's embeddings, with and without positional encodings, and its logits."""
     ids = {"ids": SOURCE_IDS}
     looked_up = model.run("source_embedding", ids, taps=True).output
     seen = model.run("", {"source_ids": SOURCE_IDS, "target_ids": TARGET_IDS}, taps=True).taps
@@ -87,7 +87,7 @@ def embeddings(model: LoadedPackage) -> Values:
 
 
 def positions(model: LoadedPackage) -> Values:
-    """Return the encoding of the first 12 positions in both layouts."""
+    """Return the encodings of the first 12 positions in both layouts."""
     encode = model.package.sinusoidal_encoding
     return {
         "interleaved": model.to_numpy(encode(12, 8)),
@@ -96,7 +96,7 @@ def positions(model: LoadedPackage) -> Values:
 
 
 def training(model: LoadedPackage) -> Values:
-    """Return the learning rate, the loss, and the gradient norm of eight training steps."""
+    """Return the learning rate, loss, and gradient norm for eight training steps."""
     settings = TrainingConfig(warmup_steps=4, learning_rate_factor=0.02)
     trainer = model.trainer(settings)
     batch = [model.to_array(ids) for ids in (SOURCE_IDS, TARGET_IDS, LABELS)]
@@ -109,7 +109,7 @@ def training(model: LoadedPackage) -> Values:
 
 
 def search(model: LoadedPackage) -> Values:
-    """Return the results of greedy search and of beam search, and the prefixes after each step of beam search."""
+    """Return the results of greedy search and beam search, and the prefixes after each step of beam search."""
     greedy = model.package.greedy_search(model.model, SOURCE_IDS, 5)
     beam = Decoded.by(
         lambda on_step: model.package.beam_search(model.model, SOURCE_IDS, 3, 0.6, 5, num_hypotheses=3, on_step=on_step)
@@ -146,7 +146,7 @@ EXAMPLES: dict[str, Callable[[LoadedPackage], Values]] = {
 
 
 def compute(name: str, backend: str) -> dict[str, Any]:
-    """Return an example that one backend computes, as nested lists."""
+    """Return the values of an example, computed by one backend, as nested lists."""
     model = PORTS[backend].load(config(), weights(), Placement("float64"))
     return {tap: np.asarray(value).tolist() for tap, value in EXAMPLES[name](model).items()}
 

@@ -1,4 +1,4 @@
-"""Define a custom DistributedDataParallel trainer, and a port that compares two of its processes with a single one.
+"""Define a custom DistributedDataParallel trainer, and a port to compare training on two processes with one process.
 
 parity check-distributed --port ddp_port:MyPort
 """
@@ -16,7 +16,7 @@ from transformer_torch.weights import copy_out, parameters
 
 
 class MyTrainer:
-    """Trains on the mean loss over the target tokens of all processes."""
+    """A trainer that minimizes the mean loss over the target tokens of all processes."""
 
     def __init__(self, model, config, settings):
         self.model = DistributedDataParallel(model)
@@ -57,7 +57,7 @@ class MyTrainer:
 
 
 class MyPort(Port):
-    """The interface for the comparison: it loads weights and returns the gradients and steps of all processes."""
+    """The interface for the comparison, which loads weights and returns the gradients and steps of all processes."""
 
     def load(self, config, weights, dtype):
         """Build the model in each process."""

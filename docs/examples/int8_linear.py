@@ -1,11 +1,11 @@
-"""Store the matrices of a JAX model in int8. docs/how-to/low-precision.md shows this code."""
+"""Store a JAX model's matrices in int8. docs/how-to/low-precision.md shows this code."""
 
 import jax.numpy as jnp
 from flax import nnx
 
 
 class Int8Linear(nnx.Module):
-    """Compute the same as a linear layer, with an int8 matrix and one scale per output."""
+    """A linear layer that stores an int8 matrix and one scale per output."""
 
     def __init__(self, linear):
         kernel = linear.kernel[...]
@@ -14,13 +14,13 @@ class Int8Linear(nnx.Module):
         self.scale, self.bias = nnx.Variable(scale), linear.bias
 
     def __call__(self, x):
-        """Map the last axis of ``x``."""
+        """Apply the layer to the last axis of ``x``."""
         y = x @ self.kernel[...].astype(x.dtype) * self.scale[...]
         return y if self.bias is None else y + self.bias[...]
 
 
 def quantize(model):
-    """Replace all linear layers of a model."""
+    """Replace all linear layers in a model with int8 layers."""
     for _, module in list(nnx.iter_modules(model)):
         for name, layer in list(vars(module).items()):
             if isinstance(layer, nnx.Linear):

@@ -56,7 +56,7 @@ class Outer:
         Args:
             weights: Weights from which all workers started.
             found: Current weights of each worker.
-            tokens: Number of target tokens that each worker has trained on since then, used as its weight in the mean.
+            tokens: Number of target tokens that each worker has processed since then, used as weights for the mean.
         """
         shares = np.array(tokens) / sum(tokens)
         following = {}
@@ -71,13 +71,13 @@ class Outer:
 def train(
     package: Any, trainers: Sequence[Any], batches: Iterable[Sequence[ndarray]], local_steps: int, outer: Outer
 ) -> Iterator[Weights]:
-    """Take a local step of each worker on its rows of each batch, and yield the weights after each average.
+    """Run one local step per worker on the worker's rows of each batch, and yield the weights after each outer step.
 
     Args:
         package: Package that provides ``set_weights``.
         trainers: The workers, all with the same initial weights.
         batches: Training batches. Worker k of K gets the same rows as device k of a plan with data=K.
-        local_steps: Number of steps between two averages, H.
+        local_steps: Number of local steps between two outer steps, H.
         outer: Optimizer that applies the averaged change of the weights.
     """
     weights = trainers[0].model.export_weights()
@@ -95,11 +95,11 @@ def train(
 
 
 class Comparison:
-    """Compares runs on the dates task with the same initial weights and the same batches.
+    """Runs on the dates task that use the same initial weights and the same batches.
 
     Args:
         backend: Name of the backend that trains.
-        steps: Number of steps of each run.
+        steps: Number of steps in each run.
         workers: Number of workers.
     """
 
@@ -125,7 +125,7 @@ class Comparison:
             yield batch.source_ids, batch.target_ids, batch.labels
 
     def ordinary(self) -> list[str]:
-        """Train by summing the gradient in each step, and return the loss and the percentage of exact dates."""
+        """Train by summing the gradient at each step, and return the loss and the percentage of exact dates."""
         learner = self.learner()
         for batch in self.batches():
             learner.trainer.train_step(*batch)
@@ -140,14 +140,14 @@ class Comparison:
         return self.reached(learners[0])
 
     def reached(self, learner: Learner) -> list[str]:
-        """Return the held-out loss of a model and the percentage of dates that it converts exactly."""
+        """Return a model's held-out loss and the percentage of dates that the model converts exactly."""
         held_out = Batches(number(self.pairs, self.vocabulary), self.setup.config, self.setup.tokens_per_batch)
         loss = learner.validate(held_out.once())
         lines = learner.translate([source for source, _ in self.pairs], self.vocabulary, longest_translation(held_out))
         return [f"{loss:.3f}", f"{self.score(lines, [target for _, target in self.pairs]):.1f}%"]
 
     def sent(self, count: int) -> str:
-        """Return the MiB that each worker sends in a run if it sends gradients or weights every ``count`` steps."""
+        """Return the MiB that each worker sends during a run if it sends gradients or weights every ``count`` steps."""
         numbers = ref.count_parameters(self.setup.config)
         once = 4 * Collective(ALL_REDUCE, "weights", "data", self.workers, numbers).sent
         return f"{once * (self.setup.plan.steps // count) / 2**20:,.0f}"

@@ -1,11 +1,11 @@
-"""Compare int8 and bfloat16 inference with float32 in PyTorch, JAX and TensorFlow, on real sentences.
+"""Compare int8 and bfloat16 inference with float32 in PyTorch, JAX, and TensorFlow, on real sentences.
 
     python docs/examples/low_precision.py en-de.safetensors test.en test.de
 
-The weight file has a vocabulary, such as the files that `parity train` writes. For each way to quantize a model or to
-change its dtype, the script prints how many translations are the same as in float32, BLEU, the speed relative to
-float32, and the size of the weights. The two models translate each batch in turns; the speed is the median over the
-batches. `--markdown FILE` and `--json FILE` also write the results to files.
+The weight file must include a vocabulary, as the files written by `parity train` do. For each way to quantize a model
+or to change its dtype, the script prints the number of translations that are the same as in float32, the BLEU score,
+the speed relative to float32, and the size of the weights. The two models take turns translating each batch, and the
+speed is the median over the batches. `--markdown FILE` and `--json FILE` also write the results to files.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def torch_bfloat16(load: Load) -> Any:
 
 
 def torch_dynamic(load: Load) -> Any:
-    """Return a PyTorch model whose linear layers are replaced by PyTorch's own dynamically quantized layers."""
+    """Return a PyTorch model whose linear layers are replaced with PyTorch's dynamically quantized layers."""
     import torch
 
     with warnings.catch_warnings():  # deprecated in favor of torchao
@@ -68,7 +68,7 @@ def torch_dynamic(load: Load) -> Any:
 
 
 def torchao(configuration: str, load: Load) -> Any:
-    """Return a PyTorch model that torchao quantizes with the configuration of this name."""
+    """Return a PyTorch model, quantized by torchao with the given configuration."""
     from torchao import quantization
 
     model = load()
@@ -77,7 +77,7 @@ def torchao(configuration: str, load: Load) -> Any:
 
 
 def jax_int8(load: Load) -> Any:
-    """Return a JAX model with int8 matrices, which it converts to float32 in each call."""
+    """Return a JAX model with int8 matrices, which are converted to float32 in each call."""
     sys.path.insert(0, str(Path(__file__).parent))
     from int8_linear import quantize
 
@@ -87,7 +87,7 @@ def jax_int8(load: Load) -> Any:
 
 
 def keras_int8(load: Load) -> Any:
-    """Return a Keras model that Keras quantizes."""
+    """Return a TensorFlow model, quantized by Keras."""
     model = load()
     with warnings.catch_warnings():  # for layers without matrices, such as dropout
         warnings.filterwarnings("ignore", "Layer .* does not have a `quantize` method")
@@ -96,7 +96,7 @@ def keras_int8(load: Load) -> Any:
 
 
 def own_bfloat16(load: Load) -> Any:
-    """Return a bfloat16 model of JAX or Keras. Their layers get the dtype when they are created."""
+    """Return a bfloat16 model in JAX or Keras, whose layers must be created with this dtype."""
     return load(dtype="bfloat16")
 
 
@@ -118,7 +118,7 @@ VARIANTS: dict[str, dict[str, Callable[[Load], Any]]] = {
 
 
 def stored_bytes(backend: str, model: Any) -> dict[str, int]:
-    """Return the bytes of a model's weights by their dtype. A matrix with two names is counted once."""
+    """Return the size of a model's weights in bytes, by dtype. A matrix with two names is included only once."""
     found: dict[str, int] = {}
     for dtype, size in {"torch": _of_torch, "jax": _of_jax, "tf": _of_tf}[backend](model):
         found[dtype] = found.get(dtype, 0) + size
@@ -126,7 +126,7 @@ def stored_bytes(backend: str, model: Any) -> dict[str, int]:
 
 
 def _of_torch(model: Any) -> Iterator[tuple[str, int]]:
-    # quantize_dynamic stores matrix and bias in a child of the layer that is not a tensor.
+    # quantize_dynamic stores the matrix and bias in a child of the layer that is not a tensor.
     quantized = (module for module in model.modules() if "_packed_params" in module._modules)
     packed = [x for module in quantized for x in module._weight_bias()]
     for tensor in (*model.parameters(), *packed):
@@ -135,7 +135,7 @@ def _of_torch(model: Any) -> Iterator[tuple[str, int]]:
 
 
 def _plain(tensor: Any) -> list[Any]:
-    """Return the plain tensors that a torchao tensor consists of."""
+    """Return the plain tensors inside a torchao tensor."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -167,14 +167,14 @@ class Row:
 
     Attributes:
         backend: The package.
-        variant: A name in ``VARIANTS``, or ``float32`` for the model that the others are compared with.
-        problem: The reason why the variant was not measured; empty if it was.
+        variant: A name in ``VARIANTS``, or ``float32`` for the model with which the others are compared.
+        problem: The reason why the variant was not measured, or an empty string.
         sentences: Number of sentences that both models translated.
-        bytes: Bytes of the weights by dtype.
+        bytes: Size of the weights in bytes, by dtype.
         same: Number of translations that are the same as in float32, by search.
-        bleu: BLEU of the variant, by search.
-        bleu_float32: BLEU of float32 on the same sentences, by search.
-        speed: Sentences per second relative to float32, the median over batches, by search.
+        bleu: The variant's BLEU score, by search.
+        bleu_float32: The float32 model's BLEU score on the same sentences, by search.
+        speed: Median over batches of the sentences per second relative to float32, by search.
     """
 
     backend: str
@@ -190,7 +190,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Texts:
-    """A trained model, with sentences and their references."""
+    """A trained model, source sentences, and reference translations."""
 
     trained: Trained
     sources: Sequence[str]
@@ -202,14 +202,14 @@ class Texts:
         return [ids[start : start + BATCH] for start in range(0, len(ids), BATCH)]
 
     def bleu(self, translations: Sequence[Sequence[int]]) -> float:
-        """Return BLEU of the translations of the first sentences, as `parity evaluate` computes it."""
+        """Return the BLEU score for translations of the first sentences, computed as in `parity evaluate`."""
         lines = [self.trained.vocabulary.text(tokens) for tokens in translations]
         held_out = list(zip(self.sources, self.references, strict=True))
         return HeldOut("text", held_out).score(lines, self.references[: len(lines)])
 
 
 def compare(backend: str, variant: str, texts: Texts, base: Any, seconds: float) -> Row:
-    """Translate with a variant and with float32 in turns, batch after batch.
+    """Translate each batch with a variant and with the float32 model, and compare the results.
 
     Args:
         backend: The package.
@@ -219,7 +219,7 @@ def compare(backend: str, variant: str, texts: Texts, base: Any, seconds: float)
         seconds: Time in seconds after which no new batch starts, except that ``ROUNDS`` batches always run.
 
     Raises:
-        RuntimeError: If a variant doesn't store the dtype that its name promises.
+        RuntimeError: If a variant doesn't store weights in the dtype given in its name.
     """
     package, config = PORTS[backend].import_package(), texts.trained.config
     if "torchao" in variant and not find_spec("torchao"):
@@ -280,7 +280,7 @@ def compare_all(backend: str, texts: Texts, seconds: float) -> Iterator[Row]:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the rows as Markdown."""
+    """Yield the lines of a Markdown table of the rows."""
     titles = [f"{title}, {kind}" for title in ("same", "BLEU", "speed") for kind in SEARCHES]
     yield f"| | | sentences | {' | '.join(titles)} | MB |"
     yield "|---|---|" + "---:|" * 8
@@ -298,7 +298,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the libraries that are installed."""
+    """Return the installed versions of the libraries."""
     found = {}
     for name in LIBRARIES:
         try:
@@ -309,7 +309,7 @@ def versions() -> dict[str, str]:
 
 
 def page(report: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    """Return the results as a page of the site."""
+    """Return the page of the site that shows the results."""
     machine = report["machine"]
     libraries = ", ".join(f"{name} {found}" for name, found in report["versions"].items())
     lines = [
@@ -319,16 +319,17 @@ def page(report: Mapping[str, Any], rows: Sequence[Row]) -> str:
         "",
         "# int8 and bfloat16",
         "",
-        "The table compares translations with int8 and bfloat16 models with the translations of the same model in",
+        "The table compares the translations of int8 and bfloat16 models with the translations of the same model in",
         "float32. [Use int8 or bfloat16](../how-to/low-precision.md) shows the code for each row.",
         "",
-        "- *same* is the number of translations with the same tokens as in float32.",
-        "- *BLEU* is followed by the BLEU score of float32 on the same sentences, in parentheses.",
-        "- *speed* is the number of sentences per second relative to float32. It is the median over batches, which the",
-        f"  two models translate in turns; above 1 is faster. A batch has {BATCH} sentences.",
-        "- *MB* is the size of the weights in memory in units of 10^6 bytes.",
+        "- *same* is the number of translations whose tokens are the same as in float32.",
+        "- *BLEU* shows the BLEU score, followed by the float32 model's score on the same sentences in parentheses.",
+        "- *speed* is the number of sentences per second relative to float32, so a value above 1 means that the model",
+        f"  is faster. The two models take turns translating each batch of {BATCH} sentences, and the table shows the",
+        "  median over the batches.",
+        "- *MB* is the size of the weights in memory, in units of 10^6 bytes.",
         "",
-        f"A variant that takes longer than {report['seconds']:g} s translates fewer sentences.",
+        f"A variant that takes longer than {report['seconds']:g} s translates fewer sentences than the others.",
         "",
         *table(rows),
         "",
@@ -348,14 +349,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure all variants, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("weights", type=Path, help="weight file with a vocabulary")
-    parser.add_argument("source", type=Path, help="sentences, one per line")
-    parser.add_argument("reference", type=Path, help="their translations, one per line")
-    parser.add_argument("--sentences", type=int, default=128, help="translate this many (default: %(default)s)")
+    parser.add_argument("source", type=Path, help="source sentences, one per line")
+    parser.add_argument("reference", type=Path, help="reference translations, one per line")
+    parser.add_argument("--sentences", type=int, default=128, help="maximum number of sentences (default: %(default)s)")
     parser.add_argument(
-        "--seconds", type=float, default=20.0, help="stop a variant after this time (default: %(default)s)"
+        "--seconds", type=float, default=20.0, help="time after which a variant stops (default: %(default)s)"
     )
     parser.add_argument(
-        "--backends", type=lambda text: text.split(","), default=list(VARIANTS), help="default: torch,jax,tf"
+        "--backends",
+        type=lambda text: text.split(","),
+        default=list(VARIANTS),
+        help="comma-separated list (default: torch,jax,tf)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the results as a Markdown page")

@@ -18,7 +18,7 @@ SIZE = {"width": 1280, "height": 760}
 
 
 def main() -> None:
-    """Write the page to a temporary directory, and its screenshot to the directory of the site's sources."""
+    """Write the page to a temporary directory, and write its screenshot to the site's source directory."""
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         page, picture = Path(folder) / "page.html", Path(folder) / "page.png"
         environment = {**os.environ, "PYTHONPATH": f"{FOLDER}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}

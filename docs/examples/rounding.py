@@ -36,7 +36,7 @@ def train(folder: Path, *options: str) -> None:
 
 
 def train_moved(folder: Path, first: Path, begin: Sequence[str], go_on: Sequence[str]) -> None:
-    """Take one step, replace each weight by the next larger number, and take the remaining steps.
+    """Run one step, replace each weight with the next larger number, and run the remaining steps.
 
     Args:
         folder: Output directory of the run.
@@ -63,7 +63,7 @@ def distances(run: Path, other: Path) -> Iterator[tuple[int, float]]:
 def compare(
     backend: str, devices: Sequence[str], steps: int, every: int, folder: Path, options: Sequence[str]
 ) -> list[tuple]:
-    """Return each step and the distances to the run on one device, on multiple devices and with perturbed weights."""
+    """Return each step and the distances from the run on one device to the parallel run and to the perturbed run."""
     go_on = ["--backend", backend, "--set", f"save_every={every}", "--stop-at", str(steps), *UNSEEN]
     begin = ["--task", "dates", "--dtype", "float64", *options]
     train(folder / "one", *begin, *go_on)

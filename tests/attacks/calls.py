@@ -124,7 +124,7 @@ class IdsOverwritten(Sound):
 
 @attack(REFUSED, stages=(ACTIVATIONS, GRADIENTS))
 class MemoryOverwritten(Sound):
-    """The port replaces padding by a token in memory that it shares with parity, and in its own gradients."""
+    """The port replaces padding with a token in the memory that it shares with parity and in its own gradients."""
 
     def forward(self, source_ids, target_ids, tap):
         logits = super().forward(source_ids, target_ids, tap)
@@ -148,7 +148,7 @@ def overwrite(array: ndarray, values: ndarray) -> None:
 
 @attack(TOLERATED, stages=STAGES)
 class WeightsOverwritten(Sound):
-    """The port copies the weight arrays that it receives, then fills them with NaN. They belong to the port."""
+    """The port copies the weights, then fills the original arrays, which belong to the port, with NaN."""
 
     def load(self, config, weights, dtype):
         super().load(config, weights, dtype)
@@ -172,7 +172,7 @@ class PreviousResult(Sound):
 
 @attack(FAILS, stages=STAGES)
 class ResultsByShape(Sound):
-    """The port caches results by the shape of the batch and returns them for every batch of this shape."""
+    """The port caches results by batch shape and returns them for every batch with the same shape."""
 
     taps = ()
 
@@ -187,7 +187,7 @@ class ResultsByShape(Sound):
 
 @attack(FAILS, stages=STAGES)
 class MasksByShape(Sound):
-    """The port reuses the first masks for every batch of the same shape, as a traced program could."""
+    """The port reuses the first masks for every batch with the same shape, as a traced program might do."""
 
     def load(self, config, weights, dtype):
         super().load(config, weights, dtype)

@@ -84,21 +84,21 @@ def set_all(fields: Mapping[str, Any]) -> Edit:
 
 
 # A and B agree with each other, but not with the reference.
-on_b("SoundVectors", "Every tensor of B is within rounding error of A.", lambda b: None, expected=TOLERATED)
-on_both("Zeros", "All tensors of A and B are zero.", lambda side: side.alter(np.zeros_like))
+on_b("SoundVectors", "Every tensor in B matches A within rounding error.", lambda b: None, expected=TOLERATED)
+on_both("Zeros", "All tensors in A and B are zero.", lambda side: side.alter(np.zeros_like))
 vectors(
     "ZerosOfAnother",
-    "All tensors of A and B are zero, and the reference didn't write A.",
+    "All tensors in A and B are zero, and A wasn't written by the reference.",
     lambda a, b: (a.manifest.update(producer={"name": "other"}), a.alter(np.zeros_like), b.alter(np.zeros_like)),
 )
 on_both(
     "EmptyTensors",
-    "All tensors of A and B are empty.",
+    "All tensors in A and B are empty.",
     lambda side: (side.keep(PADDED), side.alter(lambda x: x.reshape(-1)[:0])),
 )
 on_both(
     "SameMistake",
-    "The logits of A and B have the same error.",
+    "The logits in A and B have the same error.",
     lambda side: side.alter(lambda x: x[..., ::-1], PADDED, only=OUTPUT),
 )
 on_both(
@@ -108,17 +108,17 @@ on_both(
 )
 vectors(
     "NegatedBaseline",
-    "The float32 tensors of A have the wrong sign, which would allow B a relative error of 8.",
+    "The float32 tensors in A have the wrong sign, which would allow a relative error of 8 in B.",
     lambda a, b: (a.alter(np.negative, dtype="float32"), b.alter(np.zeros_like, dtype="float32")),
 )
 on_both(
     "CoarseBaseline",
-    "The float32 tensors of A and B are rounded to two decimals.",
+    "The float32 tensors in A and B are rounded to two decimals.",
     lambda side: side.alter(lambda x: rounded(x.round(2)), dtype="float32"),
 )
 on_both(
     "InfiniteBaseline",
-    "The float32 tensors of A and B are infinite.",
+    "The float32 tensors in A and B are infinite.",
     lambda side: side.alter(lambda x: np.full_like(x, np.inf), dtype="float32"),
 )
 on_both(
@@ -133,7 +133,7 @@ on_both(
 )
 on_both(
     "OneTensor",
-    "A and B contain the source embedding and nothing that is computed from it.",
+    "A and B contain only the source embedding, not the values computed from it.",
     lambda side: (side.keep(PADDED), side.drop(lambda name: name != "source_embedding.output")),
 )
 on_both(
@@ -216,10 +216,15 @@ def link_one_file(a: Path, b: Path) -> None:
     (b / FILE).symlink_to(a / FILE)
 
 
-vectors("Copy", "B contains A's tensors, bit by bit.", lambda a, b: b.files.update(a.files), expected=INCOMPLETE)
+vectors(
+    "Copy",
+    "B contains bitwise identical copies of A's tensors.",
+    lambda a, b: b.files.update(a.files),
+    expected=INCOMPLETE,
+)
 vectors(
     "CopyButOneCase",
-    "B computed only the easiest case. All other tensors are copies of A's.",
+    "B's program computed only the easiest case. All other tensors are copies of A's.",
     lambda a, b: b.files.update({file: x for file, x in a.files.items() if not file.startswith(EASIEST)}),
     expected=INCOMPLETE,
 )
@@ -250,12 +255,12 @@ two_models(
 )
 two_models(
     "SecondModelOfNoCase",
-    "B contains no cases of the second of two models and declares only float32 for it.",
+    "B contains no cases for the second of two models and declares only float32 for this model.",
     set_all({"cases": [], "dtypes": ["float32"]}),
 )
 two_models(
     "SecondModelInFloat32",
-    "B contains the second of two models only in float32, and doesn't declare float64 as left out.",
+    "B contains the second of two models only in float32 and doesn't declare float64 as left out.",
     lambda side: _drop_dtype(side, "float64"),
 )
 two_models(
@@ -266,7 +271,7 @@ two_models(
 )
 on_b(
     "Float32Only",
-    "B contains only float32 tensors of activations, and doesn't declare anything as left out.",
+    "B contains only float32 tensors for activations and doesn't declare anything as left out.",
     lambda b: _drop_dtype(b, "float64"),
     expected=INCOMPLETE,
 )
@@ -284,13 +289,13 @@ on_b(
 )
 on_b(
     "EveryTensorLeftOut",
-    "B lists every case, and declares all tensors as left out.",
+    "B lists every case but declares all tensors as left out.",
     lambda b: (b.drop(lambda name: True), b.manifest.update(left_out=[{**LATER[0], "tensors": ["?*"]}])),
     expected=INCOMPLETE,
 )
 on_b(
     "AllButEmbeddingsLeftOut",
-    "B contains only the source embeddings of full models, and declares everything else as left out.",
+    "B contains only the source embeddings of full models and declares everything else as left out.",
     lambda b: (
         b.keep(*FULL),
         b.drop(lambda name: name != "source_embedding.output"),
@@ -366,7 +371,7 @@ on_b("OneNan", "One logit in B is NaN.", altered(lambda x: np.where(x == x.max()
 on_b("AxisInFront", "The logits in B have the shape [1, B, T, V].", altered(lambda x: x[None]))
 on_b("SingleNumber", "The logits in B are a single number.", altered(lambda x: x.mean()))
 on_b("NegatedGradients", "The gradients in B have the wrong sign.", altered(np.negative, GRADIENTS))
-on_b("NanScores", "The scores of a search in B are NaN.", altered(lambda x: np.full_like(x, np.nan), GREEDY))
+on_b("NanScores", "The search scores in B are NaN.", altered(lambda x: np.full_like(x, np.nan), GREEDY))
 on_b("OtherToken", "One token in B is wrong.", lambda b: b.outputs(GREEDY)[0]["tokens"].put(0, 9))
 on_b("NegativeToken", "One token in B is negative.", lambda b: b.outputs(GREEDY)[0]["tokens"].put(0, -9))
 on_b(
@@ -410,11 +415,11 @@ def flip_a_bit(a: Path, b: Path) -> None:
 written("BitFlipped", "One bit of a file in B has changed since its checksum was computed.", flip_a_bit)
 written(
     "OtherFile",
-    "The file of a different case replaces a file in B.",
+    "A file in B is replaced with the file of a different case.",
     lambda a, b: shutil.copy(b / SENTENCE / "float64.safetensors", b / FILE),
 )
 written("FileTruncated", "A file in B is truncated.", lambda a, b: os.truncate(b / FILE, 1000))
-written("FileMissing", "A file in B's manifest doesn't exist.", lambda a, b: (b / FILE).unlink())
+written("FileMissing", "A file listed in B's manifest doesn't exist.", lambda a, b: (b / FILE).unlink())
 written("FileOutside", "B's manifest refers to a file in A.", name_a_file_of_a)
-on_b("OtherVersion", "The format version of B is unknown.", set_all({"version": 999}), expected=INCOMPLETE)
+on_b("OtherVersion", "B's format version is unknown.", set_all({"version": 999}), expected=INCOMPLETE)
 written("NoManifest", "B has no manifest.", lambda a, b: (b / MANIFEST).unlink())

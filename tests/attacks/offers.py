@@ -46,42 +46,47 @@ def overwrite(tap: Any, name: str, value: ndarray) -> None:
 
 
 # Taps.
-taps("TapMissing", "A tap that the port promises doesn't fire.", lambda tap, n, x: n == TAP or tap(n, x))
-taps("TapsMissing", "The port promises every tap, but none fires.", lambda tap, n, x: None)
+taps("TapMissing", "The port declares a tap but never calls it.", lambda tap, n, x: n == TAP or tap(n, x))
+taps("TapsMissing", "The port declares every tap but never calls any of them.", lambda tap, n, x: None)
 taps(
     "TapTwice",
-    "A tap fires twice, the first time with a wrong value.",
+    "The port calls a tap twice, the first time with a wrong value.",
     lambda tap, n, x: (n == TAP and tap(n, 2.0 * x), tap(n, x)),
     expected=REFUSED,
 )
 taps(
     "TapUnknown",
-    "A tap with an unknown name fires.",
+    "The port calls a tap with an unknown name.",
     lambda tap, n, x: tap(n.replace("weights", "w"), x),
     expected=REFUSED,
 )
-taps("TapOverwritten", "The port passes an array to a tap, then fills it with NaN.", overwrite, expected=TOLERATED)
+taps(
+    "TapOverwritten",
+    "The port passes an array to a tap and then fills the array with NaN.",
+    overwrite,
+    expected=TOLERATED,
+)
 taps("TapIgnored", "The port ignores the return values of taps.", lambda tap, n, x: tap(n, x), expected=TOLERATED)
 taps(
     "TapOfOneSentence",
-    "The taps at attention weights receive an array of shape [1, H, L, M].",
+    "The attention weight taps receive an array with the shape [1, H, L, M].",
     at(".weights", lambda x: x[:1]),
 )
 taps(
     "TapOfMergedHeads",
-    "The taps at queries receive an array of shape [B, L, H * d_k].",
+    "The query taps receive an array with the shape [B, L, H * d_k].",
     at(".query", lambda x: x.swapaxes(1, 2).reshape(len(x), x.shape[2], -1)),
 )
 taps(
     "TapOfFloat32",
-    "The taps at attention weights receive float32 arrays.",
+    "The attention weight taps receive float32 arrays.",
     at(".weights", lambda x: x.astype(np.float32)),
 )
 
 
 @attack(FAILS, **ONE_CASE)
 class TapsReordered(Sound):
-    """Two taps fire in the wrong order, with the correct values."""
+    """The port calls two taps in the wrong order, with the correct values."""
 
     def forward(self, source_ids, target_ids, tap):
         held = []
@@ -100,7 +105,7 @@ class TapsReordered(Sound):
 
 @attack(FAILS, stages=STAGES)
 class TapsOnce(Sound):
-    """Taps fire only in the first call of a model."""
+    """The port calls its taps only the first time that a model is called."""
 
     called = False
 
@@ -119,7 +124,7 @@ class TapsOfAnotherModel(Sound):
 
 @attack(TOLERATED, **ONE_CASE)
 class MoreTapsThanPromised(Sound):
-    """Taps fire that the port doesn't promise. They aren't compared."""
+    """The port calls taps that it doesn't declare. These taps aren't compared."""
 
     taps = ("encoder.output", "decoder.output")
 
@@ -133,7 +138,7 @@ class Word(str):
 
 @attack(TOLERATED, stages=STAGES, alone=True)
 class WordsOfItsOwn(Sound):
-    """The names of weights and taps, and the reason for an omitted case, are instances of a subclass of str."""
+    """The names of weights and taps and the reason for an omitted case are instances of a str subclass."""
 
     name = Word("WordsOfItsOwn")
     left_out = {EASIEST: Word("it needs two tokens")}
@@ -147,7 +152,7 @@ class WordsOfItsOwn(Sound):
 
 @attack(TOLERATED, stages=(GRADIENTS,))
 class MoreGradientsThanPromised(MoreTapsThanPromised):
-    """The port returns gradients at taps that it doesn't promise. They aren't compared."""
+    """The port returns gradients at taps that it doesn't declare. These gradients aren't compared."""
 
     gradients = MyPort.gradients
 
@@ -177,9 +182,9 @@ def not_in_float64(self: Any, config: Any, weights: Any, dtype: str) -> Any:
 
 WEIGHTS_ONLY = ("gradients", "start_training", "train_step", "generate")
 lacks("NoForward", "The port doesn't define forward().", "forward", expected=REFUSED)
-lacks("WeightsOnly", "The port supports nothing except exporting its weights.", *WEIGHTS_ONLY, forward=not_yet)
+lacks("WeightsOnly", "The port supports only exporting its weights.", *WEIGHTS_ONLY, forward=not_yet)
 lacks("EasiestOnly", "The port reports every case except the easiest as unsupported.", forward=easiest_only)
-lacks("NotInFloat64", "The port declares float64, but reports it as unsupported.", load=not_in_float64)
+lacks("NotInFloat64", "The port declares float64 but reports it as unsupported.", load=not_in_float64)
 lacks(
     "NoGenerate",
     "The port doesn't define generate(), but searches are requested.",
@@ -195,7 +200,7 @@ lacks(
 lacks("NoSteps", "The port doesn't define train_step().", "start_training", "train_step")
 lacks(
     "NoExport",
-    "The port doesn't define export_weights(). Everything that is requested is compared.",
+    "The port doesn't define export_weights(). Everything requested is still compared.",
     "export_weights",
     stages=STAGES,
     expected=TOLERATED,
@@ -220,11 +225,11 @@ lacks(
 )
 lacks(
     "LeavesOutNothing",
-    "The port omits cases by a pattern. No case has this name, so the port is rejected, as for a typo.",
+    "The port omits cases using a pattern that matches no case, so the port is rejected, as for a typo.",
     left_out={"full/*": "later"},
     stages=STAGES,
 )
-lacks("NoDtype", "The port declares no dtype.", dtypes=())
+lacks("NoDtype", "The port doesn't declare any dtype.", dtypes=())
 lacks("UnknownDtype", "The port declares a dtype for which no comparison exists.", dtypes=("float16",))
 lacks("Float32Only", "The port declares only float32, but most stages are compared in float64.", dtypes=("float32",))
 lacks("Bfloat16Only", "The port declares only bfloat16, in which bugs can hide.", dtypes=("bfloat16",))
@@ -309,14 +314,14 @@ blind(
 blind("NoLabels", "Label smoothing leaves a weight of 1e-13 for the correct label.", no_mask, label_smoothing=1 - 1e-13)
 lacks(
     "FourTokens",
-    "The vocabulary has four tokens, including the special ones, which is enough.",
+    "The vocabulary has four tokens, including the special tokens, which is enough for a comparison.",
     overrides={"source_vocab_size": 4, "target_vocab_size": 4},
     stages=STAGES,
     expected=TOLERATED,
 )
 lacks(
     "OneLayer",
-    "Encoder and decoder have one layer each, which is enough.",
+    "The encoder and the decoder have one layer each, which is enough for a comparison.",
     overrides={"num_encoder_layers": 1, "num_decoder_layers": 1},
     stages=STAGES,
     expected=TOLERATED,
@@ -347,7 +352,7 @@ export(
 
 @attack(FAILS, **ONE_CASE)
 class ExportLies(Sound):
-    """The port exports the original weights, but computes with a different embedding matrix."""
+    """The port exports the original weights but uses a different embedding matrix."""
 
     def load(self, config, weights, dtype):
         self.given = {name: array.astype(dtype) for name, array in weights.items()}

@@ -127,37 +127,37 @@ TABLE = f"""
 # Requested stages and dtypes.
 Everything: A correct port is compared in every stage.
     agrees: --port {SOUND}
-OneStage: One stage of a correct port is requested.
+OneStage: Only one stage is requested for a correct port.
     agrees: --port {SOUND} --stage decode
-OneStageInFloat32: The activations of a correct port are requested in float32.
+OneStageInFloat32: For a correct port, only activations in float32 are requested.
     agrees: --port {SOUND} --stage activations --dtype float32
-GradientsInFloat32: Gradients are requested in float32, but no such case exists.
+GradientsInFloat32: Gradients are requested in float32, but no gradient case exists in float32.
     incomplete: --port {SOUND} --dtype float32 --stage gradients
 GradientsInFloat32Too: Gradients and activations are requested in float32, but no gradient case exists in float32.
     incomplete: --port {SOUND} --dtype float32 --stage activations,gradients
-EverythingInFloat32: Every stage is requested in float32, but three stages have no case in float32.
+EverythingInFloat32: Every stage is requested in float32, but three stages have no float32 cases.
     incomplete: --port {SOUND} --dtype float32 => 3 requested but not compared
-UndeclaredDtype: A dtype is requested that the port doesn't declare.
+UndeclaredDtype: The port doesn't declare the requested dtype.
     incomplete: --port {SOUND} --dtype bfloat16 --stage activations
-SearchOfNone: Searches are requested of a port without generate(), so only its weights can be compared.
+SearchOfNone: Searches are requested for a port without generate(), so only its weights can be compared.
     incomplete: --port {OFFERS}:NoGenerate --stage decode
-GradientsOfNone: Gradients are requested of a port without gradients(), so only its weights can be compared.
+GradientsOfNone: Gradients are requested for a port without gradients(), so only its weights can be compared.
     incomplete: --port {OFFERS}:NoGradients --stage gradients
-ActivationsOfNone: Activations are requested of a port that only exports its weights.
+ActivationsOfNone: Activations are requested for a port that can only export its weights.
     incomplete: --port {OFFERS}:WeightsOnly --stage activations
-TestsOfNone: pytest runs the tests of a port that only exports its weights.
+TestsOfNone: pytest runs the tests for a port that can only export its weights.
     fails or incomplete: --parity-port={OFFERS}:WeightsOnly
-TestsOfFloat32: pytest runs the tests of a port that declares only float32.
+TestsOfFloat32: pytest runs the tests for a port that declares only float32.
     fails or incomplete: --parity-port={OFFERS}:Float32Only
 ReferenceAlone: Only the fast NumPy code is compared with the formulas.
     agrees: --backends numpy --stage activations --dtype float64 --sentences 0
-StepsOfAPreset: Activations and optimizer steps of a preset are requested, but presets have no optimizer steps.
+StepsOfAPreset: Activations and optimizer steps are requested for a preset, but presets have no optimizer steps.
     incomplete: --backends torch --preset marian --stage activations,steps --dtype float64 --sentences 0
-GradientsInBfloat16: Activations and gradients of a preset are requested in bfloat16, which has no gradient cases.
+GradientsInBfloat16: Activations and gradients are requested for a preset in bfloat16, which has no gradient cases.
     incomplete: --backends torch --preset marian --stage activations,gradients --dtype bfloat16 --sentences 0
 
 # Multiple devices.
-ByThemselves: Two processes train on the full batch without communication, so all numbers are correct.
+ByThemselves: Two processes train on the full batch without communication, so all results are correct.
     fails: --port {SELF}:ByItself --parallel data=2
 NothingDivided: Four processes train on the full batch without communication, although the plan shards parameters.
     fails: --port {SELF}:ByItself --parallel fsdp=2,tensor=2
@@ -167,15 +167,15 @@ StaleAfterUsageError: An option is misspelled, and the output file contains the 
     incomplete: --port {SOUND} --json {RESULT} --stagee activations
 StaleAfterMissingModule: The port can't be imported, and the output file contains the result of an earlier run.
     incomplete: --port absent:Port --json {RESULT}
-StaleForTwoOptions: Two options name the same file, which contains the result of an earlier run.
+StaleForTwoOptions: Two options specify the same file, which contains the result of an earlier run.
     incomplete: --port {SOUND} --html {RESULT} --json {RESULT}
 StaleAfterDivergence: A wrong port is compared, and the output file contains the result of an earlier run.
     fails: --port {SELF}:WrongNamesake --stage activations --json {RESULT}
 
 # Selection and names of ports.
-UnknownPort: One of two ports can't be imported. The other one is correct.
+UnknownPort: One of two ports can't be imported. The other port is correct.
     incomplete: --port {SOUND} --port transformer_parity.absent:Port --stage activations
-UnknownInterpreter: The interpreter that is specified for a port doesn't exist.
+UnknownInterpreter: The Python interpreter specified for a port doesn't exist.
     incomplete: --port {SOUND} --isolate {SOUND}=/absent/python
 TwoOfOneName: A correct and a wrong port have the same name.
     fails: --port {SOUND} --port {SELF}:WrongNamesake --stage activations
@@ -187,7 +187,7 @@ Markup: The name of a correct port contains markup.
     agrees: --port {SELF}:Markup --stage activations
 WrongMarkup: The name and the error message of a wrong port contain markup.
     fails or incomplete: --port {SELF}:WrongMarkup --stage activations
-Escapes: The name of a wrong port clears the screen and prints a verdict.
+Escapes: The name of a wrong port contains escape codes that clear the screen and print a verdict.
     fails: --port {SELF}:Escapes --stage activations
 """
 OPTIONS = list(attacks(TABLE))

@@ -116,7 +116,7 @@ before_a_sentence("Crashes", "The forward pass reads from an invalid address.", 
 before_a_sentence("Hangs", "The forward pass never returns.", lambda: time.sleep(10.0 * HANGS), timeout=HANGS)
 before_a_sentence(
     "ForksAndDies",
-    "The process ends, but a child keeps its pipes open. parity has to notice this at once.",
+    "The port's process ends, but a child process keeps its pipes open. parity must notice this immediately.",
     fork_and_die,
     timeout=2.0 * HANGS,
     says="exit code 0",
@@ -130,7 +130,7 @@ at_load(
 
 @attack(INCOMPLETE, **FEW)
 class RaisesInFloat32(Sound):
-    """The port declares float32, but raises an error when it builds the model in float32."""
+    """The port declares float32 but raises an error when it builds the model in float32."""
 
     def load(self, config, weights, dtype):
         if dtype == "float32":
@@ -140,7 +140,7 @@ class RaisesInFloat32(Sound):
 
 @alone(TOLERATED)
 class ForksAndWaits(Sound):
-    """A forked child computes the logits and returns them through a pipe."""
+    """A forked child process computes the logits and returns them through a pipe."""
 
     taps = ()
 
@@ -226,7 +226,7 @@ at_load(
 )
 at_load(
     "ReferenceEdited",
-    "The port replaces the layer norm of the reference itself.",
+    "The port replaces the reference's own layer norm.",
     edit_reference,
     expected=REFUSED,
 )
@@ -263,12 +263,12 @@ def stay() -> None:
 at_load("WarningsAreErrors", "The port turns warnings into exceptions.", lambda: warnings.simplefilter("error"))
 at_load(
     "GlobalsChanged",
-    "The port changes seeds, working directory, environment, locale, print options, and the recursion limit.",
+    "The port changes the seeds, working directory, environment, locale, print options, and recursion limit.",
     change_globals,
 )
 at_load(
     "RoundsUpwards",
-    "The port switches the processor to rounding up, for everything that the process computes.",
+    "The port changes the processor's rounding mode to upward for everything that the process computes.",
     lambda: ctypes.CDLL(None).fesetround(0x800),
     expected=REFUSED,
 )
@@ -277,7 +277,7 @@ at_load("ThreadLeftRunning", "A thread keeps running for one second after the la
 
 @alone(TOLERATED)
 class ErrorsRaise(Sound):
-    """NumPy raises an error at every overflow, underflow, or invalid operation outside the forward pass."""
+    """Outside the forward pass, NumPy raises an error for every overflow, underflow, or invalid operation."""
 
     def forward(self, source_ids, target_ids, tap):
         with np.errstate(all="ignore"):

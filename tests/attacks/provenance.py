@@ -166,7 +166,7 @@ add(
 )
 add(
     "PackageCopiedForBackend",
-    "An edited copy of transformer_torch is in the current directory, and --backends torch is compared.",
+    "An edited copy of transformer_torch is in the current directory, and the check uses --backends torch.",
     FAILS,
     partial(run, copied("transformer_torch", *LOGITS), *CONSOLE, *TORCH),
     "transformer_torch was loaded from /transformer_torch/__init__.py instead of the installed",
@@ -181,17 +181,17 @@ add(
     **NEEDS_TORCH,
 )
 for suffix, start in (("", CONSOLE), ("ForModule", MODULE)):
-    how = "python -m" if suffix else "The console script"
+    how = "python -m" if suffix else "the console script"
     add(
         f"PackageOfThatName{suffix}",
-        f"A user's package has the name transformer_jax. {how} starts the check.",
+        f"A user's package is named transformer_jax, and {how} starts the check.",
         FAILS,
         partial(run, written(mine=USER.format(package="transformer_jax"), transformer_jax=OWN), *start, *CHECK),
         "transformer_jax was loaded from /transformer_jax.py instead of the installed",
     )
     add(
         f"ReferenceCopied{suffix}",
-        f"An edited copy of the reference is next to a port that imports it. {how} starts the check.",
+        f"An edited copy of the reference is next to a port that imports it, and {how} starts the check.",
         INCOMPLETE,
         partial(run, copied("reference_numpy", *NORM, mine=USER.format(package="reference_numpy")), *start, *CHECK),
         "/reference_numpy is a different reference_numpy from",
@@ -225,7 +225,7 @@ add(
 )
 add(
     "ReferenceOnThePathOfThePort",
-    "A port adds the directory of an edited reference to sys.path and imports it.",
+    "A port adds the directory of an edited reference to sys.path and imports this reference.",
     INCOMPLETE,
     partial(
         run,
@@ -267,7 +267,7 @@ PATCHED = (
 )
 add(
     "ReferencePatchedAtStart",
-    "sitecustomize replaces the layer norm of the reference in every process.",
+    "sitecustomize replaces the reference's layer norm in every process.",
     INCOMPLETE,
     partial(run, written(sitecustomize=PATCHED, mine=SOUND), *CONSOLE, *CHECK, path=("",)),
     "the reference has been modified: logits",
@@ -292,18 +292,18 @@ add(
     "old/reference_numpy is a different reference_numpy from",
 )
 for mode, name, what in (
-    (py_compile.PycInvalidationMode.TIMESTAMP, "OldBytecode", "with the size and time of the source"),
+    (py_compile.PycInvalidationMode.TIMESTAMP, "OldBytecode", "with the size and modification time of the source"),
     (py_compile.PycInvalidationMode.UNCHECKED_HASH, "UncheckedBytecode", "which Python never checks"),
 ):
     add(
         name,
-        f"Next to a wrong port is bytecode of a correct port, {what}.",
+        f"A wrong port has cached bytecode from a correct port, {what}.",
         FAILS,
         partial(run, stale(mode), *CONSOLE, *CHECK),
     )
     add(
         f"{name}ForPytest",
-        f"Next to a wrong port is bytecode of a correct port, {what}. pytest compares the port.",
+        f"pytest compares a wrong port that has cached bytecode from a correct port, {what}.",
         FAILS,
         partial(run, stale(mode), *PYTEST, *TESTED),
         **NEEDS_PYTEST,

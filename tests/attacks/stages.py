@@ -48,12 +48,12 @@ gradients(
 )
 gradients(
     "GradientsOfTheSum",
-    "The gradients belong to a sum over the labels instead of a mean.",
+    "The gradients are computed for a sum over the labels instead of a mean.",
     lambda g, m: scaled(g, float(m.sum())),
 )
 gradients(
     "MeanOverPadding",
-    "Loss and gradients are averaged over all positions, including padding.",
+    "The loss and gradients are averaged over all positions, including padding.",
     lambda g, m: replace(scaled(g, float(m.mean())), loss=g.loss * float(m.mean())),
 )
 gradients("NanLoss", "The loss is NaN.", lambda g, m: replace(g, loss=float("nan")))

@@ -35,24 +35,32 @@ def copied(name: str, what: str, is_own: Callable[[str, int], bool]) -> None:
 
 copied(
     "FirstTensorsOwn",
-    "B computed the first tensor of each case. All other tensors are copies of A's.",
+    "B's program computed the first tensor of each case. All other tensors are copies of A's.",
     lambda n, i: n in FIRST,
 )
-copied("LogitsOwn", "B computed the logits. All other tensors are copies of A's.", lambda n, i: n in ("logits", OUTPUT))
 copied(
-    "EverySecondOwn", "B computed every second tensor. The other tensors are copies of A's.", lambda n, i: i % 2 == 0
+    "LogitsOwn",
+    "B's program computed the logits. All other tensors are copies of A's.",
+    lambda n, i: n in ("logits", OUTPUT),
+)
+copied(
+    "EverySecondOwn",
+    "B's program computed every second tensor. The other tensors are copies of A's.",
+    lambda n, i: i % 2 == 0,
 )
 copied(
     "AllButGradients",
-    "B's gradients are copies of A's. B computed everything else.",
+    "B's gradients are copies of A's. B's program computed everything else.",
     lambda n, i: n[:3] not in ("of ", "at "),
 )
 copied(
-    "AllButSteps", "B's optimizer steps are copies of A's. B computed everything else.", lambda n, i: n[:5] != "step "
+    "AllButSteps",
+    "B's optimizer steps are copies of A's. B's program computed everything else.",
+    lambda n, i: n[:5] != "step ",
 )
 copied(
     "AllButSearches",
-    "B's searches are copies of A's. B computed everything else.",
+    "B's searches are copies of A's. B's program computed everything else.",
     lambda n, i: n not in ("tokens", "scores"),
 )
 vectors(
@@ -71,7 +79,7 @@ vectors(
 )
 vectors(
     "EmbeddingsLikeA",
-    "B's embeddings equal A's bit by bit, as in every program that multiplies once and adds once.",
+    "B's embeddings are bitwise identical to A's, as in every program that multiplies once and adds once.",
     lambda a, b: [
         mine.update({name: theirs[name] for name in theirs if name.endswith("_embedding.output") and name[:3] != "at "})
         for theirs, mine in zip(a.outputs(), b.outputs(), strict=True)
@@ -118,16 +126,16 @@ def with_limit(case: Case) -> Case:
     return case if case.search is None else replace(case, search=replace(case.search, max_length=1))
 
 
-nothing_shows("ZeroWeights", "All weights of A and B are zero.", weight=lambda name, x: 0 * x)
+nothing_shows("ZeroWeights", "All weights in A and B are zero.", weight=lambda name, x: 0 * x)
 nothing_shows(
     "ZeroScales",
-    "The layer norm scales of A and B are zero.",
+    "The layer norm scales in A and B are zero.",
     *FULL,
     weight=lambda name, x: 0 * x if name.endswith(".scale") else x,
 )
 nothing_shows(
     "TinyWeights",
-    "The kernels of A and B are multiplied by 1e-30.",
+    "The kernels in A and B are multiplied by 1e-30.",
     weight=lambda name, x: 1e-30 * x if x.ndim == 2 else x,
 )
 nothing_shows(
@@ -137,11 +145,13 @@ nothing_shows(
 )
 nothing_shows(
     "OneSentenceForAll",
-    "All sentences of a batch in A and B are equal.",
+    "In A and B, all sentences in a batch are the same.",
     change=with_ids(lambda ids, pad: np.repeat(ids[1:2] if len(ids) > 1 else ids, len(ids), 0)),
 )
 nothing_shows(
-    "OneTokenForAll", "All tokens in A and B are equal.", change=with_ids(lambda ids, pad: np.where(ids == pad, ids, 5))
+    "OneTokenForAll",
+    "All tokens in A and B are the same.",
+    change=with_ids(lambda ids, pad: np.where(ids == pad, ids, 5)),
 )
 nothing_shows("NoLearning", "The learning rate in A and B is too small to change any weight.", change=without_learning)
 vectors(

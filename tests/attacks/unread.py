@@ -33,7 +33,11 @@ def at_padding(name: str, what: str, expected: str, first: int, value: float) ->
 
 
 at_padding(
-    "ZeroAtPadding", "The logits at target padding are zero, as in a model that packs sequences.", TOLERATED, 0, 0.0
+    "ZeroAtPadding",
+    "The logits at target padding are zero, as they are in a model that packs sequences.",
+    TOLERATED,
+    0,
+    0.0,
 )
 at_padding("NanAtPadding", "The logits at target padding are NaN.", TOLERATED, 0, np.nan)
 at_padding("ZeroAtTheLastToken", "The logits at the last token of shorter targets are zero.", FAILS, -1, 0.0)
@@ -73,13 +77,13 @@ def _scores(fill: float, offset: int) -> Callable[[str, ndarray, ndarray], None]
     return alter
 
 
-shown("NanMemoryAtPadding", "The tap at the encoder output receives NaN at source padding.", TOLERATED, _memory)
-shown("KeysAtPadding", "The taps at cross-attention keys receive 7 at source padding.", TOLERATED, _cross_keys)
-shown("ScoresBehindTheMask", "The taps at attention scores receive -1e9 for masked keys.", TOLERATED, _scores(-1e9, 0))
-shown("InfiniteScores", "The taps at attention scores receive -inf for masked keys.", TOLERATED, _scores(-np.inf, 0))
+shown("NanMemoryAtPadding", "The encoder output tap receives NaN at source padding.", TOLERATED, _memory)
+shown("KeysAtPadding", "The cross-attention key taps receive the value 7 at source padding.", TOLERATED, _cross_keys)
+shown("ScoresBehindTheMask", "The attention score taps receive -1e9 for masked keys.", TOLERATED, _scores(-1e9, 0))
+shown("InfiniteScores", "The attention score taps receive -inf for masked keys.", TOLERATED, _scores(-np.inf, 0))
 shown(
     "ScoresOfThemselves",
-    "The taps at attention scores receive -1e9 for each position's own key.",
+    "The attention score taps receive -1e9 for each position's own key.",
     FAILS,
     _scores(-1e9, -1),
 )
@@ -87,7 +91,7 @@ shown(
 
 @attack(TOLERATED, **FORWARD)
 class CausalMaskAlone(Sound):
-    """The target has no padding mask, which changes only the results at target padding."""
+    """The target isn't masked at padding, which changes only the results at target padding."""
 
     def forward(self, source_ids, target_ids, tap):
         return self.model(source_ids, target_ids, None, np.ones(target_ids.shape, bool), tap=tap)
@@ -95,7 +99,7 @@ class CausalMaskAlone(Sound):
 
 @attack(FAILS, **FORWARD)
 class WeightsAtPaddedKeys(Sound):
-    """A tap at attention weights receives 1e-9 for masked keys, although these weights multiply the values."""
+    """An attention weight tap receives 1e-9 for masked keys, although these weights multiply the values."""
 
     def forward(self, source_ids, target_ids, tap):
         def show(tap, name, value):

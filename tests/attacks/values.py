@@ -63,7 +63,7 @@ logits(
 )
 logits(
     "SameProbabilities",
-    "The port adds a constant to all logits of a position, which leaves the probabilities unchanged.",
+    "The port adds a constant to all logits at a position, which doesn't change the probabilities.",
     lambda x: x - x.max(-1, keepdims=True),
 )
 logits("SixDecimals", "The port rounds the logits to six decimals, as a text file would.", lambda x: x.round(6))
@@ -100,7 +100,7 @@ taps(
 
 @attack(TOLERATED, **ONE_CASE)
 class NanForAnEmptySentence(Sound):
-    """A sentence of only padding yields NaN. Cases for ports contain none, and the report lists them as NOT TESTED."""
+    """The logits of a sentence with only padding are NaN. No case for ports has one, so it is listed as NOT TESTED."""
 
     def forward(self, source_ids, target_ids, tap):
         found = super().forward(source_ids, target_ids, tap)
@@ -128,12 +128,12 @@ def overflowing(config: TransformerConfig) -> list[Case]:
 
 @attack(REFUSED, stages=(ACTIVATIONS,), cases=overflowing, says="finite")
 class InfiniteBaseline(Sound):
-    """The weights overflow float32 in the reference too, so there is neither a float32 baseline nor a tolerance."""
+    """The weights also overflow float32 in the reference, so there is neither a float32 baseline nor a tolerance."""
 
 
 @attack(REFUSED, stages=(ACTIVATIONS,), cases=overflowing)
 class GarbageBesideInfinity(Sound):
-    """If the reference overflows float32, the port returns three small integers."""
+    """If the reference overflows in float32, the port returns three small integers."""
 
     taps = ()
 
@@ -172,7 +172,7 @@ logits(
 )
 logits(
     "BigEndian",
-    "The logits have the non-native byte order.",
+    "The logits have a non-native byte order.",
     lambda x: x.astype(x.dtype.newbyteorder(">")),
     expected=TOLERATED,
 )
@@ -204,12 +204,12 @@ class Float32Inside(OtherPrecision):
 
 @attack(TOLERATED, **ONE_CASE)
 class Float64Inside(OtherPrecision):
-    """The port computes everything in float64 and rounds the result to float32, which loses no precision."""
+    """The port computes everything in float64 and rounds the result to float32, which doesn't reduce precision."""
 
 
 @attack(FAILS, **ONE_CASE)
 class HalfPrecisionInside(Sound):
-    """A float32 model rounds its weights to float16 on loading, but exports the original weights."""
+    """A float32 model rounds its weights to float16 when it loads them, but exports the original weights."""
 
     def load(self, config, weights, dtype):
         self.given = {name: array.astype(dtype) for name, array in weights.items()}
