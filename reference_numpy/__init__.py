@@ -1,11 +1,11 @@
-"""The Transformer of "Attention Is All You Need", defined once in NumPy.
+"""The Transformer from "Attention Is All You Need", defined once in NumPy.
 
-The model is post-norm, as in the paper, unless the config specifies something else. Read ``functional`` first, then the
-modules in the order of the paper: masks, attention, layers, feed_forward, embedding, encoder, decoder, part and
-transformer. Then read backward, optimizer and training, followed by search and search_loop. Functions and layers define
-their backward pass next to the forward pass; ``backward`` combines them into blocks. The learning rate of equation (3)
-is in ``transformer_spec.training_config``. ``fast`` contains optimized versions of some functions and layers, which
-models use unless you create them with ``fast=False``.
+The model is post-norm, as in the paper, unless the config specifies otherwise. Read ``functional`` first, then the
+modules in the order of the paper: masks, attention, layers, feed_forward, embedding, encoder, decoder, part, and
+transformer. Then read backward, optimizer, and training, followed by search and search_loop. Functions and layers
+define their backward pass next to the forward pass; ``backward`` combines them into blocks. The learning rate schedule
+of equation (3) is in ``transformer_spec.training_config``. ``fast`` contains optimized versions of some functions and
+layers, which models use unless you create them with ``fast=False``.
 """
 
 import transformer_spec

@@ -48,7 +48,7 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError: If the mask is not boolean.
-        ValueError: If the shapes don't match each other.
+        ValueError: If the shapes don't match.
 
     Taps:
         scores: Scaled scores, before the mask.
@@ -75,7 +75,7 @@ def scaled_dot_product_attention_backward(
     dropout: Callable[[ndarray], ndarray] | None = None,
     tap: Tap = no_tap,
 ) -> tuple[Float[ndarray, "B H L d_k"], Float[ndarray, "B H M d_k"], Float[ndarray, "B H M d_v"]]:
-    """Return the gradients with respect to ``query``, ``key`` and ``value``.
+    """Return the gradients with respect to ``query``, ``key``, and ``value``.
 
     Args:
         query: Queries of the forward pass.
@@ -132,7 +132,7 @@ class KeyValues(NamedTuple):
 
 
 class KeyValueCache:
-    """Keys and values of the target positions decoded so far, in buffers of a fixed capacity.
+    """Keys and values of the target positions decoded so far, in buffers of fixed capacity.
 
     With a cache, decoding T tokens projects T positions instead of 1 + 2 + ... + T.
 
@@ -141,7 +141,7 @@ class KeyValueCache:
         value: Buffer for the values.
 
     Attributes:
-        length: Number of positions that the buffers contain.
+        length: Number of positions stored in the buffers.
     """
 
     def __init__(self, key: Float[ndarray, "B H capacity d_k"], value: Float[ndarray, "B H capacity d_v"]) -> None:
@@ -169,7 +169,7 @@ class KeyValueCache:
         return KeyValues(self.key[:, :, : self.length], self.value[:, :, : self.length])
 
     def reorder(self, rows: Int[ndarray, " B"]) -> None:
-        """Replace row i of the buffers by row ``rows[i]``.
+        """Replace row i of the buffers with row ``rows[i]``.
 
         Args:
             rows: Index of the row to copy, one for each row.
@@ -184,7 +184,7 @@ class MultiHeadAttention:
     ``MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O`` with ``head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V)``.
 
     Args:
-        config: Model configuration, which defines the number and the size of the heads.
+        config: Model configuration, which defines the number and size of the heads.
         dtype: Dtype of the parameters, ``float32`` or ``float64``.
 
     Taps:

@@ -1,4 +1,4 @@
-"""The handwritten backward pass: the chain rule from the logits to the embedding matrices, in the order of the paper.
+"""The handwritten backward pass, which applies the chain rule from the logits back to the embedding matrices.
 
 ``dx`` is the gradient of the loss with respect to ``x``. Functions and layers define their backward pass next to their
 forward pass (``functional``, ``attention``, ``layers``, ``embedding``). This module contains the backward passes of the
@@ -96,9 +96,9 @@ def residual_backward(
     dy: ndarray,
     trace: Trace,
 ) -> ndarray:
-    """Return the gradient with respect to ``x`` in a residual connection.
+    """Return the gradient with respect to ``x``, the input of a residual connection.
 
-    Post-norm is ``LayerNorm(x + Dropout(Sublayer(x)))``, pre-norm is ``x + Dropout(Sublayer(LayerNorm(x)))``.
+    Post-norm is ``LayerNorm(x + Dropout(Sublayer(x)))``, and pre-norm is ``x + Dropout(Sublayer(LayerNorm(x)))``.
 
     Args:
         layer: Layer that contains the residual connection.
@@ -223,20 +223,20 @@ def transformer_backward(
     seen: Mapping[str, ndarray],
     found: Recorder | None = None,
 ) -> tuple[dict[str, ndarray], dict[str, ndarray]]:
-    """Return the gradient at every parameter and at every tap, in the order of their names.
+    """Return the gradient at every parameter and at every tap, in the order of ``parameter_shapes`` and ``tap_shapes``.
 
     The gradient at a tap is the gradient with respect to the value that the tap returned. If there is no operation
-    between two taps, both have the same array.
+    between two taps, both refer to the same array.
 
     Args:
         model: Model, which must not have changed since the forward pass.
         source_ids: Source token IDs of the forward pass.
         target_ids: Target token IDs that the decoder read in the forward pass.
         dlogits: Gradient of the loss with respect to the logits.
-        seen: Tap of the forward pass: a ``Recorder`` of all values, including the dropout masks, or an instance of
-            ``Activations`` or ``LayerInputs``.
-        found: ``Recorder`` that receives each gradient by name. Its return value replaces the gradient. The result
-            omits gradients at taps that it doesn't record. None records all gradients.
+        seen: Tap that the forward pass used: a ``Recorder`` of all values, including the dropout masks, or an instance
+            of ``Activations`` or ``LayerInputs``.
+        found: ``Recorder`` that receives each gradient by name. Its return value replaces the gradient. Gradients at
+            taps that it doesn't record are omitted from the result. None records all gradients.
 
     Returns:
         The gradients at the parameters and the gradients at the taps, as two dicts.
@@ -247,7 +247,7 @@ def transformer_backward(
     (batch, source_length), target_length = source_ids.shape, target_ids.shape[1]
     taps = tap_shapes(model.config, batch, source_length, target_length)
     if missing := [name for name in taps if name not in seen and not _is_left_out(seen, name)]:
-        raise ValueError(f"seen must contain every tap: {len(missing)} are missing, the first is {missing[0]}")
+        raise ValueError(f"seen must contain every tap: {len(missing)} are missing, including {missing[0]}")
     found = Recorder() if found is None else found
     trace = Trace(seen, found)
     source, target = (

@@ -39,20 +39,20 @@ class Trace:
         return Trace(self.seen, within(self.note, prefix), f"{self.path}{prefix}.")
 
     def of_layer(self, i: int, layer: EncoderLayer | DecoderLayer, *inputs: ndarray) -> Trace:
-        """Return the trace of layer i. If only its inputs were stored, recompute the layer."""
+        """Return the trace of layer i. If only the layer's inputs were stored, recompute the layer."""
         trace = self.within(f"layers.{i}")
         if isinstance(self.seen, LayerInputs):
             return replace(trace, seen=self.seen.run_again(trace.path.removesuffix("."), layer, *inputs))
         return trace
 
     def dropout(self, name: str, x: ndarray, rate: float) -> ndarray:
-        """Apply the same dropout to ``x``, which may be a gradient, as the forward pass applied after a tap."""
+        """Apply to ``x``, which may be a gradient, the same dropout that the forward pass applied after a tap."""
         keep = self.seen.get(f"{self.path}{name}_keep")
         return x if keep is None else dropout(x, keep, rate)
 
 
 class Activations(Recorder):
-    """A tap that stores the values that the backward pass reads: all except scores and logits."""
+    """A tap that stores the values that the backward pass reads: all except the scores and logits."""
 
     def __call__(self, name: str, value: Any) -> Any:
         """Store the value if the backward pass reads it, and return it."""
@@ -66,11 +66,11 @@ class Activations(Recorder):
 class LayerInputs(Recorder):
     """A tap that stores only the inputs of each layer, from which the layer is recomputed (Chen et al., 2016).
 
-    For each layer, it also stores a copy of the random generator, made when the layer starts.
+    For each layer, it also stores a copy of the random generator, made before the layer draws from it.
 
     Args:
         masks: Masks with which the layers of each stack are called.
-        rng: Random generator for the dropout of the forward pass. None if there is no dropout.
+        rng: Random generator for dropout in the forward pass. None if there is no dropout.
     """
 
     def __init__(self, masks: Mapping[str, Sequence[ndarray]], rng: np.random.Generator | None = None) -> None:

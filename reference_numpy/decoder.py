@@ -20,7 +20,7 @@ from transformer_spec.taps import Tap, no_tap, within
 
 
 class DecoderLayer:
-    """Decoder layer: masked self-attention, cross-attention and a feed-forward network (section 3.1).
+    """Decoder layer: masked self-attention, cross-attention, and a feed-forward network (section 3.1).
 
     Each sublayer is ``LayerNorm(x + Sublayer(x))`` if ``config.norm_order`` is ``post`` (the paper), and
     ``x + Sublayer(LayerNorm(x))`` if it is ``pre``.
@@ -32,7 +32,7 @@ class DecoderLayer:
             ``config.skip_first_self_attention``.
 
     Taps:
-        self_attention, cross_attention, feed_forward: Prefixes of the taps of the sublayers.
+        self_attention, cross_attention, feed_forward: Prefixes of the sublayers' taps.
         self_attention_norm.output, cross_attention_norm.output, feed_forward_norm.output: Outputs of the layer norms.
         output: Output of the layer.
     """
@@ -98,16 +98,16 @@ class DecoderLayer:
 
 @dataclass
 class DecoderCache:
-    """State of the decoder between two decoding steps. ``init_cache`` creates it.
+    """State of the decoder between two decoding steps, created by ``init_cache``.
 
-    R rows: the hypotheses of all sequences. Hypotheses of the same sequence are in adjacent rows.
+    The R rows are the hypotheses of all sequences. Hypotheses of the same sequence are in adjacent rows.
 
     Attributes:
         memory: Keys and values of the encoder memory, one entry per layer. Hypotheses of the same sequence share them.
         past: Keys and values of the target positions decoded so far, one entry per layer with self-attention.
         cross_mask: True for source positions that contain a token.
         self_mask: True for target positions that contain a token.
-        positions: Vectors that are added to the embeddings, one per target position.
+        positions: Positional encodings that are added to the embeddings, one per target position.
     """
 
     memory: list[KeyValues]
@@ -122,7 +122,7 @@ class DecoderCache:
         return self.past[0].length
 
     def reorder(self, rows: Int[ndarray, " R"]) -> None:
-        """Replace the hypothesis in row i by the hypothesis in row ``rows[i]``.
+        """Replace the hypothesis in row i with the hypothesis in row ``rows[i]``.
 
         Beam search uses this method to drop some hypotheses and to extend others in several ways.
 
@@ -190,7 +190,7 @@ class DecoderStack:
         Args:
             memory: Encoder memory: one vector per source position.
             cross_mask: True for source positions that contain a token.
-            positions: Vectors that are added to the embeddings. Their number is the capacity of the cache.
+            positions: Positional encodings that are added to the embeddings. Their number is the capacity of the cache.
             beam_size: Number of hypotheses per sequence.
         """
         projected = [layer.cross_attention.project(memory) for layer in self.layers]
@@ -208,14 +208,14 @@ class DecoderStack:
         """Return the decoder states of the next target positions, and store these positions in the cache.
 
         Args:
-            x: One embedding per next target position.
+            x: One embedding for each of the next target positions.
             cache: Cache from ``init_cache``. It is updated in place.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the value.
         """
         end = cache.length + x.shape[1]
         self_mask = cache.self_mask[..., :end] & causal_mask(end)[cache.length :]
-        pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # layer 0 may lack self-attention
+        pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # layer 0 may have no self-attention
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             x = layer(x, memory, self_mask, cache.cross_mask, within(tap, f"layers.{i}"), past=past)
         if self.final_norm is not None:

@@ -1,4 +1,4 @@
-"""Embeddings, output projection and positions (Vaswani et al., 2017, sections 3.4 and 3.5).
+"""Embeddings, output projection, and positional encodings (Vaswani et al., 2017, sections 3.4 and 3.5).
 
 Axes: B batch, L length, V vocabulary.
 """
@@ -19,7 +19,7 @@ from transformer_spec.taps import Tap
 def sinusoidal_encoding(
     length: int, d_model: int, layout: str = "interleaved", timescale: str = "m", offset: int = 0
 ) -> Float[ndarray, "L d_model"]:
-    """Return sinusoidal position encodings, one row per position, in float64 (section 3.5).
+    """Return sinusoidal positional encodings, one row per position, in float64 (section 3.5).
 
     ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model))``. Computed in
     float32, the angles would be off by 4e-5 at position 500.
@@ -27,7 +27,7 @@ def sinusoidal_encoding(
     Args:
         length: Number of positions.
         d_model: Number of channels. It must be even.
-        layout: ``interleaved`` alternates sine and cosine channels (the paper). ``split`` puts all sines first.
+        layout: ``interleaved`` alternates sine and cosine channels (the paper). ``split`` puts all sine channels first.
         timescale: Spacing of the m = d_model / 2 wavelengths, which start at 2 pi. With ``m``, they end just below
             10000 * 2 pi (the paper). With ``m_minus_1``, the last one is exactly 10000 * 2 pi (tensor2tensor).
         offset: Index of the first position.
@@ -51,7 +51,7 @@ class TokenEmbedding:
 
     Args:
         vocab_size: Number of tokens in the vocabulary.
-        config: Model configuration. The multiplication depends on ``config.scale_embedding``.
+        config: Model configuration. If ``config.scale_embedding`` is False, the vectors are not multiplied.
         dtype: Dtype of the parameters, ``float32`` or ``float64``.
     """
 
@@ -83,10 +83,10 @@ class TokenEmbedding:
 
 
 class SinusoidalPosition:
-    """Sinusoidal position encoding, which is added to each vector (section 3.5).
+    """Sinusoidal positional encoding, which is added to each vector (section 3.5).
 
     Args:
-        config: Model configuration, which defines the layout, the timescale and the index of the first position.
+        config: Model configuration, which defines the layout, the timescale, and the index of the first position.
         dtype: Not used, because the layer has no parameters.
     """
 
@@ -110,7 +110,7 @@ class SinusoidalPosition:
 
 
 class LearnedPosition:
-    """Learned position embedding, which is added to each vector (Table 3, row E).
+    """Learned positional embedding, which is added to each vector (Table 3, row E).
 
     Args:
         config: Model configuration, which defines the number of positions and the index of the first one.
@@ -130,7 +130,9 @@ class LearnedPosition:
         return x + self.vectors(x.shape[1])
 
     def backward(self, dy: Float[ndarray, "B L d_model"]) -> Float[ndarray, "max_length d_model"]:
-        """Return the gradient with respect to the position matrix. The gradient with respect to ``x`` is ``dy`` itself.
+        """Return the gradient with respect to the embedding matrix.
+
+        The gradient with respect to ``x`` is ``dy`` itself.
 
         Args:
             dy: Gradient with respect to the output.
@@ -172,12 +174,13 @@ class OutputProjection:
     def backward(
         self, x: Float[ndarray, "B L d_model"], dlogits: Float[ndarray, "B L V"], tap: Tap
     ) -> tuple[Float[ndarray, "B L d_model"], Float[ndarray, "V d_model"] | None]:
-        """Return the gradient with respect to ``x`` and, if tied, with respect to the embedding matrix (else None).
+        """Return the gradients with respect to ``x`` and, for a tied projection, the embedding matrix (otherwise None).
 
         Args:
             x: Decoder states of the forward pass.
             dlogits: Gradient with respect to the logits.
-            tap: Callback that receives the gradients with respect to the bias and, if not tied, the kernel.
+            tap: Callback that receives the gradients with respect to the bias and, for an untied projection, the
+                kernel.
         """
         dx, dkernel, dbias = linear_backward(x, self._matrix, dlogits)
         if self.bias is not None:

@@ -27,7 +27,7 @@ class EncoderLayer:
         dtype: Dtype of the parameters, ``float32`` or ``float64``.
 
     Taps:
-        self_attention, feed_forward: Prefixes of the taps of the sublayers.
+        self_attention, feed_forward: Prefixes of the sublayers' taps.
         self_attention_norm.output, feed_forward_norm.output: Outputs of the layer norms.
         output: Output of the layer.
     """

@@ -1,4 +1,4 @@
-"""Optimized versions of the formulas: fewer temporary arrays, and sums computed by BLAS.
+"""Optimized versions of the formulas, which create fewer temporary arrays and compute sums using BLAS.
 
 ``accelerate`` replaces parts of a model. ``training`` and ``search`` use the other functions if ``model.fast`` is True.
 Every function agrees with its formula up to rounding (``tests/test_fast.py``).
@@ -28,8 +28,8 @@ from transformer_spec.names import find
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
 
-QUERY_BLOCK = 256  # queries of a head per block, so that memory grows linearly with the length
-PIECE = 2**15  # elements of a parameter per piece, so that they stay in the CPU cache
+QUERY_BLOCK = 256  # number of queries per block; with blocks, memory grows linearly with the length
+PIECE = 2**15  # number of elements per piece of a parameter, so that a piece stays in the CPU cache
 
 
 def sum_last(x: Float[ndarray, "*axes n"]) -> Float[ndarray, "*axes 1"]:
@@ -58,7 +58,8 @@ class FastLinear(Linear):
     """Linear layer that multiplies all rows in one matmul, instead of one matmul per sequence.
 
     Attributes:
-        buffer: Array that the next gradient of the kernel overwrites, which avoids an allocation. None allocates one.
+        buffer: Array that the next gradient of the kernel overwrites, which avoids an allocation. None allocates a new
+            array.
     """
 
     buffer: ndarray | None = None
@@ -89,7 +90,7 @@ class FastLinear(Linear):
 class FastOutputProjection(OutputProjection):
     """Output projection that multiplies all rows in one matmul.
 
-    It computes the gradient of a tied matrix in the memory layout of the matrix.
+    The gradient of a tied matrix gets the same memory layout as the matrix.
     """
 
     def __call__(self, x: Float[ndarray, "B L d_model"]) -> Float[ndarray, "B L V"]:
@@ -102,7 +103,7 @@ class FastOutputProjection(OutputProjection):
     def backward(
         self, x: Float[ndarray, "B L d_model"], dlogits: Float[ndarray, "B L V"], tap: Tap
     ) -> tuple[Float[ndarray, "B L d_model"], Float[ndarray, "V d_model"] | None]:
-        """Return the gradient with respect to ``x`` and, if tied, with respect to the embedding matrix (else None).
+        """Return the gradients with respect to ``x`` and, for a tied projection, the embedding matrix (otherwise None).
 
         The tap receives the gradients with respect to the layer's own parameters.
         """
@@ -178,7 +179,7 @@ FAST = {
 
 
 def accelerate(model: Any) -> None:
-    """Replace parts of a newly constructed model by faster parts that compute the same."""
+    """Replace parts of a newly constructed model with faster parts that compute the same results."""
     if type(model) in FAST:
         model.__class__ = FAST[type(model)]
     if isinstance(model, MultiHeadAttention):
@@ -201,7 +202,7 @@ def attend(
     dropout: Callable[[ndarray], ndarray] | None = None,
     tap: Tap = no_tap,
 ) -> Float[ndarray, "B H L d_v"]:
-    """Return the same as ``scaled_dot_product_attention``. Compute in place and, without taps, in blocks of queries."""
+    """Compute ``scaled_dot_product_attention`` in place and, without taps, in blocks of queries."""
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
         check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
@@ -217,7 +218,7 @@ def attend(
 
 
 def _attend_in_blocks(query, key, value, mask, dropout):
-    """Attend with a block of queries of one head at a time, in the order in which dropout draws for all of them."""
+    """Process one block of queries of one head at a time, in the order in which dropout draws random numbers."""
     batch, heads, length, _ = query.shape
     context = np.empty((batch, heads, length, value.shape[3]), value.dtype)
     allowed, by_head = None, None if mask is None else np.broadcast_to(mask, (batch, heads, *mask.shape[-2:]))
@@ -233,8 +234,8 @@ def _attend_in_blocks(query, key, value, mask, dropout):
 def softmax(
     scores: Float[ndarray, "*axes M"], mask: Bool[ndarray, "*#axes #M"] | None = None
 ) -> Float[ndarray, "*axes M"]:
-    """Return the same as ``masked_softmax``, and overwrite the scores."""
-    if mask is not None:  # fmin replaces NaN with infinity, and takes 75% less time than np.where
+    """Compute ``masked_softmax``, overwriting the scores."""
+    if mask is not None:  # fmin replaces NaN with infinity and takes 75% less time than np.where
         infinity = scores.dtype.type(inf)
         np.fmin(scores, np.where(mask, infinity, -infinity), out=scores)
     with np.errstate(invalid="ignore"):  # infinity - infinity is NaN
@@ -256,10 +257,10 @@ def by_sentence(
     labels: Int[ndarray, "B T"],
     config: TransformerConfig,
 ) -> tuple[tuple[Any, Any], Float[ndarray, "B T V"]]:
-    """Return the summed loss, the number of tokens, and the gradient with respect to the logits, which overwrites them.
+    """Return the summed loss, the number of tokens, and the gradient with respect to the logits, computed in place.
 
-    The function processes one sequence at a time to save memory, because the vocabulary is the largest axis of all
-    arrays.
+    The function processes one sequence at a time to save memory, because the arrays that have a vocabulary axis are the
+    largest.
     """
     total, tokens = logits.dtype.type(0), 0
     for i in range(len(labels)):
@@ -276,7 +277,7 @@ class FastAdam(Adam):
     def update(
         self, gradient: Mapping[str, ndarray], scale: float, learning_rate: float, corrections: tuple[float, float]
     ) -> None:
-        """Take a step, and scale the gradient in place."""
+        """Take a step and scale the gradient in place."""
         settings = self.settings
         correction1, correction2 = corrections
         for name, parameter in self.parameters.items():

@@ -21,7 +21,7 @@ class PositionwiseFeedForward:
     Equation (2): ``FFN(x) = max(0, x W_1 + b_1) W_2 + b_2``.
 
     Args:
-        config: Model configuration, which defines the inner size, the activation and the dropout rate.
+        config: Model configuration, which defines the inner size, the activation, and the dropout rate.
         dtype: Dtype of the parameters, ``float32`` or ``float64``.
 
     Taps:

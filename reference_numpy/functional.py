@@ -1,8 +1,8 @@
 """The functions from which the layers are built, each followed by its backward pass.
 
 ``dy`` is the gradient of the loss with respect to ``y``. A backward function takes the inputs of the forward function
-(or its result, if that is enough) and the gradient with respect to the result. It returns the gradients with respect to
-the inputs.
+(or its result, if sufficient) and the gradient with respect to the result. It returns the gradients with respect to the
+inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def linear(
 def linear_backward(
     x: Float[ndarray, "*axes d_in"], kernel: Float[ndarray, "d_in d_out"], dy: Float[ndarray, "*axes d_out"]
 ) -> tuple[Float[ndarray, "*axes d_in"], Float[ndarray, "d_in d_out"], Float[ndarray, " d_out"]]:
-    """Return the gradients with respect to ``x``, ``W`` and ``b``: ``dy W^T``, ``x^T dy``, and the sum of ``dy``."""
+    """Return the gradients with respect to ``x``, ``W``, and ``b``: ``dy W^T``, ``x^T dy``, and the sum of ``dy``."""
     rows, drows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     return dy @ kernel.T, rows.T @ drows, drows.sum(axis=0)
 
@@ -49,7 +49,7 @@ def masked_softmax(
         scores = np.where(mask, scores, -np.inf)
     largest = scores.max(axis=-1, keepdims=True, initial=np.finfo(scores.dtype).min)  # finite even if no key is allowed
     weights = np.exp(scores - largest)
-    return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1.0)  # a sum is at least exp(0), or 0 if masked
+    return weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1.0)  # at least exp(0), or 0 if no key is allowed
 
 
 def masked_softmax_backward(
@@ -75,7 +75,7 @@ def layer_norm(
 ) -> Float[ndarray, "*axes d_model"]:
     """Normalize the last axis with its mean and biased variance (Ba et al., 2016, equations 3 and 4).
 
-    With the kind ``annotated``, the divisor is the unbiased standard deviation plus epsilon, as in the Annotated
+    If ``kind`` is ``annotated``, the divisor is the unbiased standard deviation plus epsilon, as in the Annotated
     Transformer. The variance is computed in two passes, because the mean of squares minus the square of the mean loses
     all digits if the mean is large.
     """
@@ -91,11 +91,11 @@ def layer_norm_backward(
     dy: Float[ndarray, "*axes d_model"],
     kind: str = "standard",
 ) -> tuple[Float[ndarray, "*axes d_model"], Float[ndarray, " d_model"], Float[ndarray, " d_model"]]:
-    """Return the gradients with respect to ``x``, scale and bias.
+    """Return the gradients with respect to ``x``, the scale, and the bias.
 
-    With ``n = (x - mean) / sigma`` and ``y = n scale + bias``: ``dx = (dn - mean(dn) - n slope mean(n dn)) / sigma``.
-    The second term is the effect of ``x`` on the mean. The third term is its effect on ``sigma``, because
-    ``dsigma = slope mean(n dx)``.
+    If ``n = (x - mean) / sigma`` and ``y = n scale + bias``, then
+    ``dx = (dn - mean(dn) - n slope mean(n dn)) / sigma``. The second term is the effect of ``x`` on the mean. The
+    third term is the effect of ``x`` on ``sigma``, because ``dsigma = slope mean(n dx)``.
     """
     centered = x - x.mean(axis=-1, keepdims=True)
     sigma, slope = _deviation(centered, epsilon, kind)
@@ -106,7 +106,7 @@ def layer_norm_backward(
 
 
 def _deviation(centered, epsilon, kind):
-    """Return the divisor sigma of a layer norm, and its slope: ``dsigma = slope mean(n dx)``."""
+    """Return the divisor sigma of a layer norm and its slope, where ``dsigma = slope mean(n dx)``."""
     if kind == "standard":
         return np.sqrt(np.square(centered).mean(axis=-1, keepdims=True) + epsilon), 1.0
     d_model = centered.shape[-1]
@@ -121,7 +121,7 @@ def relu(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
 
 
 def relu_backward(x: Float[ndarray, "*axes"], dy: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
-    """Return the gradient with respect to ``x``, ``dy`` if ``x`` is positive, else zero. ``y`` can replace ``x``."""
+    """Return the gradient with respect to ``x``: ``dy`` where ``x`` is positive, else zero. ``y`` may replace ``x``."""
     return dy * (x > 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Basic layers: linear, layer normalization and dropout."""
+"""Basic layers: linear, layer normalization, and dropout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Linear:
         d_in: Size of the last axis of the input.
         d_out: Size of the last axis of the output.
         bias: True adds a bias.
-        dtype: Dtype of the parameters, ``float32`` or ``float64``. They are zero until you set weights.
+        dtype: Dtype of the parameters, ``float32`` or ``float64``. The parameters are zero until you set weights.
     """
 
     def __init__(self, d_in: int, d_out: int, *, bias: bool, dtype: str = "float32") -> None:
@@ -65,7 +65,7 @@ class LayerNorm:
     ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
 
     Args:
-        config: Model configuration, which defines the size, epsilon and the kind of divisor.
+        config: Model configuration, which defines the size, epsilon, and the kind of divisor.
         dtype: Dtype of the parameters, ``float32`` or ``float64``.
     """
 
@@ -115,7 +115,7 @@ class Dropout:
         tap: Tap = no_tap,
         name: str = "output",
     ) -> Float[ndarray, "*axes"]:
-        """Return ``x`` unchanged in inference, or with dropout in training.
+        """Return ``x`` unchanged in inference and with dropout in training.
 
         Args:
             x: Array of any shape.

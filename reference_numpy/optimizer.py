@@ -12,7 +12,7 @@ from transformer_spec.training_config import TrainingConfig
 
 
 def global_norm(gradient: Mapping[str, ndarray]) -> float:
-    """Return the Euclidean norm of a gradient, taking all parameters as one vector."""
+    """Return the Euclidean norm of a gradient, treating all parameters as one vector."""
     return math.sqrt(sum(np.vdot(g, g) for g in gradient.values()))
 
 

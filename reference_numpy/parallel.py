@@ -1,4 +1,4 @@
-"""Training on several simulated devices, which compute their shards of each step one after another."""
+"""Training on several simulated devices, which process their shards of each batch one after another."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from transformer_spec.shapes import Float
 
 
 def make_mesh(plan: Plan, device: str | None = None) -> Plan:
-    """Return the plan itself. A ``Trainer`` simulates its devices.
+    """Return the plan itself. A ``Trainer`` simulates the plan's devices.
 
     Args:
         plan: Number of devices along each axis.
-        device: ``cpu`` or None, which is the same.
+        device: ``cpu`` or None. Both have the same effect.
 
     Raises:
         ValueError: If the device is unknown.
@@ -77,9 +77,9 @@ def divide(trainer: Any, batch: Sequence[ndarray]) -> Iterator[tuple[Sequence[nd
 
 
 class _OwnRows(np.random.Generator):
-    """Generator that draws numbers for all rows of a micro-batch and returns the numbers of one shard.
+    """Generator that draws numbers for all rows of a micro-batch and returns only the numbers for one shard.
 
-    Padding rows at the end of the shard get ones.
+    Padding rows at the end of the shard are filled with 1.
     """
 
     def __init__(self, bits: np.random.BitGenerator, rows: int, first: int) -> None:
@@ -96,7 +96,7 @@ class _OwnRows(np.random.Generator):
 
 
 def _index(name: str, shape: tuple[int, ...], plan: Plan, place: tuple[int, int, int]) -> tuple[slice, ...]:
-    """Return the index of a parameter's shard on the device at the given place in the mesh."""
+    """Return the index of a parameter's shard on the device at the given position in the mesh."""
     index = [slice(0, size) for size in shape]
     divided = (fsdp_axis(name, shape, plan.fsdp), plan.fsdp, place[1]), (tensor_axis(name), plan.tensor, place[2])
     for axis, parts, part in divided:

@@ -1,4 +1,4 @@
-"""Base class of the full model, the encoder and the decoder: construction, weights and input checks."""
+"""Base class of the full model, the encoder, and the decoder: construction, weights, and input checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transformer_spec.names import find, parameter_shapes
 
 
 class Part:
-    """Base class of ``Transformer``, ``Encoder`` and ``Decoder``, which use the same parameter names.
+    """Base class of ``Transformer``, ``Encoder``, and ``Decoder``, which use the same parameter names.
 
     If all embeddings are tied, an ``Encoder`` and a ``Decoder`` each have their own copy of the shared embedding
     matrix.
@@ -34,7 +34,7 @@ class Part:
         config: Model configuration.
         dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
             accepts.
-        fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False computes
+        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
             the formulas without optimizations.
 
     Attributes:
@@ -87,14 +87,14 @@ class Part:
                 ignores the parameters of the other part.
             dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
                 accepts.
-            device: ``cpu`` or None, which is the same.
+            device: ``cpu`` or None. Both have the same effect.
             precision: ``highest`` or ``fast``. NumPy computes in full float32 either way.
-            fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False
+            fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False
                 computes the formulas without optimizations.
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` is not a ``TransformerConfig``.
-            ValueError: If the weights don't match the config or overflow the dtype, or if ``dtype``, ``device`` or
+            ValueError: If the weights don't match the config or overflow the dtype, or if ``dtype``, ``device``, or
                 ``precision`` is unknown.
         """
         check_placement(dtype, device)
@@ -117,18 +117,18 @@ class Part:
         """Create a model in inference mode from a weight file or a checkpoint.
 
         Args:
-            path: A ``.safetensors`` file that ``save_weights`` or ``save_checkpoint`` wrote.
+            path: A ``.safetensors`` file written by ``save_weights`` or ``save_checkpoint``.
             dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
                 accepts.
-            device: ``cpu`` or None, which is the same.
+            device: ``cpu`` or None. Both have the same effect.
             precision: ``highest`` or ``fast``. NumPy computes in full float32 either way.
-            fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False
+            fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False
                 computes the formulas without optimizations.
 
         Raises:
             OSError: If the file can't be read.
-            ValueError: If the file is not a valid weight file, its weights overflow the dtype, or ``dtype``, ``device``
-                or ``precision`` is unknown.
+            ValueError: If the file is not a valid weight file, its weights overflow the dtype, or ``dtype``,
+                ``device``, or ``precision`` is unknown.
         """
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
 
@@ -147,7 +147,7 @@ class Part:
         return get_weights(self)
 
     def _take(self, side, ids, mask):
-        """Check and return the IDs and the mask of ``source`` or ``target``. A mask of None is derived from the IDs."""
+        """Check and return the IDs and the mask of ``source`` or ``target``. Derive a missing mask from the IDs."""
         config = self.config
         ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions)
         if mask is not None:
@@ -164,4 +164,4 @@ class Part:
         shape = (*mask.shape, self.config.d_model)
         return to_memory(memory, shape, self.target_embedding.table.dtype.name), mask
 
-    _take_memory_for_cache = _take_memory  # Transformer overrides it to compute the memory
+    _take_memory_for_cache = _take_memory  # Transformer overrides this to compute the memory

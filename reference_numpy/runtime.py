@@ -1,4 +1,4 @@
-"""Dtypes, devices and precision, and checks of the inputs and random generators that callers pass."""
+"""Dtypes, devices, and precision, and checks of the inputs and random generators that callers pass."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[ndarray,
 
 
 def describe() -> dict[str, str]:
-    """Return the current versions, devices, number of threads and precision settings, as text for reports."""
+    """Return the current versions, devices, number of threads, and precision settings as text for reports."""
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     library = blas["name"].removeprefix("scipy-")  # NumPy's wheels contain SciPy's build of OpenBLAS
     return {

@@ -48,18 +48,18 @@ class _Uncached:
         self.model = model
 
     def init_cache(self, source_ids, capacity, beam_size, source_mask):
-        """Encode the source, and start with an empty prefix instead of a cache."""
+        """Encode the source and start with an empty prefix instead of a cache."""
         self.source_ids, self.source_mask = source_ids.repeat(beam_size, 0), source_mask.repeat(beam_size, 0)
         self.memory = self.model.encode(source_ids, source_mask).repeat(beam_size, 0)  # [R, S, d_model]
         self.prefix = np.zeros((len(self.memory), 0), int)  # [R, n]
         return self
 
     def decode_step(self, target_ids, cache):
-        """Append a token to each row, and return the logits of the next tokens [R, V]."""
+        """Append a token to each row and return the logits of the next tokens [R, V]."""
         self.prefix = np.concatenate([self.prefix, target_ids[:, None]], 1)
         logits = self.model.decode(self.prefix, self.memory, self.source_ids, source_mask=self.source_mask)
         return logits[:, -1], cache
 
     def reorder(self, rows):
-        """Replace the prefix in row i by the prefix in row ``rows[i]``."""
+        """Replace the prefix in row i with the prefix in row ``rows[i]``."""
         self.prefix = self.prefix[rows]

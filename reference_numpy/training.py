@@ -1,4 +1,4 @@
-"""Training (Vaswani et al., 2017, section 5): loss, gradients and the optimizer step.
+"""Training (Vaswani et al., 2017, section 5): loss, gradients, and the optimizer step.
 
 Axes: B batch, S source length, T target length, V target vocabulary.
 """
@@ -53,7 +53,7 @@ def cross_entropy(
     Args:
         logits: Logits of the next tokens.
         labels: Expected tokens, padded with ``config.pad_id``. Padding doesn't contribute to the loss.
-        config: Model configuration, which defines the vocabulary, the padding ID and the label smoothing.
+        config: Model configuration, which defines the vocabulary, the padding ID, and the label smoothing.
 
     Raises:
         TypeError: If the labels are not integers.
@@ -88,7 +88,7 @@ def cross_entropy_backward(
     Args:
         logits: Logits of the next tokens.
         labels: Expected tokens, padded with ``config.pad_id``.
-        config: Model configuration, which defines the vocabulary, the padding ID and the label smoothing.
+        config: Model configuration, which defines the vocabulary, the padding ID, and the label smoothing.
     """
     kind, smoothing = config.label_smoothing_kind, config.label_smoothing
     others = {"uniform": 0, "off_target": 1, "off_target_and_pad": 2}[kind]
@@ -106,10 +106,10 @@ def cross_entropy_backward(
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
-    Dropout is off. If the batch contains no target tokens, loss and gradients are zero.
+    Dropout is off. If the batch contains no target tokens, the loss and the gradients are zero.
 
     Args:
-        model: Model. It is not modified.
+        model: Model, which is not modified.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
         target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
         labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
@@ -136,10 +136,10 @@ class Trainer:
 
     Args:
         model: Model in float32 or float64.
-        settings: Optimizer, learning rate schedule, clipping, gradient accumulation and mixed precision.
-        seed: Seed of the dropout. The dropout of a step depends only on the seed and the number of the step.
-        mesh: Devices from ``make_mesh`` on which each step runs. Pass the full batch. None uses the model's
-            device only.
+        settings: Optimizer, learning rate schedule, clipping, gradient accumulation, and mixed precision.
+        seed: Seed for dropout. The dropout in a step depends only on the seed and the step number.
+        mesh: Mesh from ``make_mesh``, on whose devices each step runs. Pass the full batch. None uses only the model's
+            device.
         dropout: ``global`` draws random numbers for the full batch, so that the result doesn't depend on the number of
             devices. ``local`` draws them separately for the rows of each device, which is faster.
 
@@ -178,7 +178,7 @@ class Trainer:
 
     @UNDERFLOW
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
-        """Take one optimizer step on the loss per target token of a batch, with dropout.
+        """Take one optimizer step on the loss per target token of a batch, with dropout enabled.
 
         Args:
             source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
@@ -212,7 +212,7 @@ class Trainer:
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
         """Return the loss per target token of a batch and the gradient that a step would use, before clipping.
 
-        Dropout, micro-batches and devices are the same as in ``train_step``. Nothing is updated.
+        Dropout, micro-batches, and devices are the same as in ``train_step``. Nothing is updated.
 
         Args:
             source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
@@ -249,9 +249,9 @@ class Trainer:
         return cross_entropy(self.model(source_ids, target_ids), labels, config)
 
     def export_state(self) -> TrainingState:
-        """Return a copy of the step number, the seed and the moments.
+        """Return a copy of the step number, the seed, and the moments.
 
-        All later steps depend only on this state, the weights and the settings.
+        All later steps depend only on this state, the weights, and the settings.
         """
         first = {name: array.copy() for name, array in self.optimizer.first_moment.items()}
         second = {name: array.copy() for name, array in self.optimizer.second_moment.items()}
@@ -265,7 +265,7 @@ class Trainer:
 
         Raises:
             TypeError: If a moment doesn't have a floating-point dtype.
-            ValueError: If the moments don't match the model's config, or overflow its dtype.
+            ValueError: If the moments don't match the model's config or overflow its dtype.
         """
         check_training_state(self.model.config, state, self.model.source_embedding.table.dtype.name)
         self.step, self.seed = state.step, state.seed
@@ -274,7 +274,7 @@ class Trainer:
             self.optimizer.second_moment[name][...] = state.second_moment[name]
 
     def _gradient(self, batch):
-        """Return loss, number of tokens and gradient, summed over all micro-batches and shards of a batch."""
+        """Return the loss, the number of tokens, and the gradient, summed over a batch's micro-batches and shards."""
         total, tokens, gradient = 0.0, 0, dict[str, ndarray]()
         for part, rng in divide(self, batch):
             seen = self._tap(part, rng)
@@ -287,7 +287,7 @@ class Trainer:
         return total, tokens, gradient
 
     def _tap(self, batch, rng):
-        """Return a tap for the forward pass that stores the values for the backward pass."""
+        """Return a tap for the forward pass that stores the values that the backward pass reads."""
         if not self.settings.activation_checkpointing:
             return Activations()
         (source_ids, target_ids, _), pad_id = batch, self.model.config.pad_id

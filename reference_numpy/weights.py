@@ -11,7 +11,7 @@ from transformer_spec.names import PARTS, Model, check_weights, find, parameter_
 
 
 def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
-    """Copy weights into a model, rounded to its dtype. The model never aliases the given arrays.
+    """Copy weights into a model, rounding them to its dtype. The model never aliases the given arrays.
 
     Args:
         model: Model whose parameters are replaced in place.
@@ -20,7 +20,7 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype, or an argument has the wrong type.
-        ValueError: If the weights don't match the model's config, or overflow its dtype.
+        ValueError: If the weights don't match the model's config or overflow its dtype.
     """
     check_type("model", model, Model)
     check_weights(model.config, weights, part=model.part)

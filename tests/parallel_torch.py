@@ -173,18 +173,17 @@ def go_on(rank: int, path: Path, plan: str, probe: str, steps: int) -> dict[str,
 REFUSED = {
     "search": "ValueError: the model must not be sharded over a mesh: search with a copy from its export_weights()",
     "gradients": "ValueError: the model must not be sharded over a mesh: call Trainer.gradient instead",
-    "again": "ValueError: the model must not be wrapped or divided already: got FSDPTransformer",
-    "wrapped": "ValueError: the model must not be wrapped or divided already: got Sequential",
+    "again": "ValueError: the model must not already be wrapped or divided: got FSDPTransformer",
+    "wrapped": "ValueError: the model must not already be wrapped or divided: got Sequential",
     "frozen": "ValueError: the frozen parameters of a sharded model must not change: create a new Trainer",
     "plan": "ValueError: the plan data=3 needs 3 devices: got 2 "
     "(start one process per device, for example with torchrun --nproc-per-node)",
-    "axis": "ValueError: the axes of a mesh must be some of data, fsdp, tensor: got x",
-    "no names": "ValueError: the axes of a mesh must be some of data, fsdp, tensor: got (without a name)",
+    "axis": "ValueError: the axes of a mesh must be among data, fsdp, tensor: got x",
+    "no names": "ValueError: the axes of a mesh must be among data, fsdp, tensor: got (without a name)",
     "type": "TypeError: mesh must be a DeviceMesh: got Plan",
     "dropout": "ValueError: dropout must be one of global, local: got 'none'",
-    "seed": "ValueError: all processes must have the same seed, settings, dropout and model: "
-    "process 1 has a different one",
-    "batch": "ValueError: all processes must have the same batch: process 1 has a different one",
+    "seed": "ValueError: all processes must have the same seed, settings, dropout, and model: process 1 differs",
+    "batch": "ValueError: all processes must have the same batch: process 1 differs",
 }
 
 

@@ -332,6 +332,6 @@ def test_a_missing_tap_is_named():
     seen = ref.Recorder("decoder.**")
     dlogits = cross_entropy_backward(model(source, target, tap=seen), labels, model.config)
     with pytest.raises(
-        ValueError, match=r"^seen must contain every tap: \d+ are missing, the first is source_embedding\."
+        ValueError, match=r"^seen must contain every tap: \d+ are missing, including source_embedding\."
     ):
         ref.transformer_backward(model, source, target, dlogits, seen)

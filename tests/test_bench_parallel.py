@@ -142,7 +142,7 @@ def test_each_framework_trains_in_processes(name, capsys, tmp_path):
     if name == "tf":
         assert fsdp["seconds"] is None
         assert "FAILED    tf fsdp=2: process " in printed
-        assert "a plan for TensorFlow's strategies must have the axis data only: got fsdp=2" in printed
+        assert "TensorFlow's strategies support only the axis 'data': got plan fsdp=2" in printed
 
 
 def test_zero_rounds_print_plan_costs_without_timing(capsys, monkeypatch, tmp_path):
@@ -179,7 +179,7 @@ def test_documented_plan_costs_match_the_command_output(capsys):
             ["--parallel", "tensor=3"],
             "--parallel tensor=3: num_heads of the encoder must be divisible by tensor=3: got 4",
         ),
-        (["--parallel", "rows=3"], "a plan must be like data=2,fsdp=2,tensor=2: got 'rows=3'"),
+        (["--parallel", "rows=3"], "a plan must have the form data=2,fsdp=2,tensor=2: got 'rows=3'"),
         (["--rounds", "-1", "--parallel", "data=2"], "must be a positive integer: got '-1'"),
     ],
 )

@@ -113,7 +113,7 @@ def test_framework_output_is_hidden_unless_an_error_occurs(capfd):
         ),
         ("show positions --preset paper_learned", "presets must have sinusoidal positions: got"),
         ("show positions --size 0x64", "must be a positive integer: got '0'"),
-        ("show positions --size 50x7", "need an even d_model: got 7"),
+        ("show positions --size 50x7", "require an even d_model: got 7"),
         ("show masks --out x.pdf", "--out must be a directory, or a file name that ends in .png or .svg: got x.pdf"),
         ("show masks --out some_file/x.png", "some_file"),
         ("show attention --backends numpy,jax", "jax is not installed: pip install 'transformer-parity[cli,jax]'"),

@@ -67,15 +67,16 @@ def bad_fields():
     yield (
         {"skip_first_self_attention": True, "num_decoder_layers": 1},
         ValueError,
-        "skip_first_self_attention needs num_decoder_layers of at least 2, so that positions see earlier ones",
+        "skip_first_self_attention requires num_decoder_layers to be at least 2: with one layer, no target position "
+        "could attend to earlier ones",
     )
-    yield {"dropout": 0.1}, TypeError, "dropout must be DropoutRates: got float"
+    yield {"dropout": 0.1}, TypeError, "dropout must be a DropoutRates or a dict: got float"
     yield {"d_model": 22}, ValueError, "num_heads must divide d_model unless d_k and d_v are given: got 3 and 22"
-    yield {"d_model": 21}, ValueError, "sinusoidal positions need an even d_model: got 21"
+    yield {"d_model": 21}, ValueError, "sinusoidal positional encodings require an even d_model: got 21"
     yield (
         {"d_model": 2, "num_heads": 1, "position_timescale": "m_minus_1"},
         ValueError,
-        "position_timescale='m_minus_1' needs d_model of at least 4: got 2",
+        "position_timescale='m_minus_1' requires d_model to be at least 4: got 2",
     )
     yield (
         {"position_encoding": "learned", "position_offset": 29},
@@ -85,7 +86,7 @@ def bad_fields():
     yield (
         {"tie_embeddings": "all", "target_vocab_size": 41},
         ValueError,
-        "tie_embeddings='all' needs equal vocabulary sizes: got source_vocab_size 37 and target_vocab_size 41",
+        "tie_embeddings='all' requires equal vocabulary sizes: got source_vocab_size 37 and target_vocab_size 41",
     )
 
 
@@ -123,7 +124,7 @@ def test_unknown_and_missing_fields():
         TransformerConfig.from_dict({name: fields[name] for name in fields if name not in ("d_ff", "dropout")})
     with pytest.raises(ValueError, match=r"^unknown config fields: depth$"):
         TransformerConfig.from_dict({**fields, "depth": 6})
-    with pytest.raises(TypeError, match=r"^a config must be a mapping of field names: got list$"):
+    with pytest.raises(TypeError, match=r"^a config must be a mapping of field names to values: got list$"):
         TransformerConfig.from_dict(list(fields))
 
 

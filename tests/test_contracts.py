@@ -124,7 +124,7 @@ def test_bad_memory(backend, model, nothing_runs, case):
 
 
 def test_source_and_target_of_different_batches(backend, model, nothing_runs):
-    expected = (ValueError, "source_ids and target_ids must agree in batch size: got 2 and 1")
+    expected = (ValueError, "source_ids and target_ids must have the same batch size: got 2 and 1")
     memory = backend.from_numpy(MEMORY)
     for target in forms(backend, TARGET[:1]):
         assert refusal(model, SOURCE, target) == expected
@@ -158,12 +158,13 @@ def test_a_config_or_settings_as_a_dict(backend, model):
 def test_tap_without_return_raises_type_error(backend, model):
     shown = []
     for tap, first in ((lambda name, value: shown.append(name), "source_embedding.output"), (only_scores, "logits")):
-        message = f"the tap must return {first} or an array like it: got NoneType; end it with `return value`"
+        message = f"the tap must return {first} or an array with as many axes: got NoneType; end it with `return value`"
         kind, said = refusal(model, SOURCE, TARGET, tap=tap)  # Keras adds the arguments of the call
         assert kind is TypeError
         assert message in said
     message = (
-        "the tap must return target_embedding.output or an array like it: got NoneType; end it with `return value`"
+        "the tap must return target_embedding.output or an array with as many axes: got NoneType; "
+        "end it with `return value`"
     )
     cache = model.init_cache(SOURCE, 3)
     assert refusal(model.decode_step, [1, 1], cache, tap={}) == (
@@ -197,11 +198,17 @@ def attentions(backend):
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        (((2, 3, 5, 11), (2, 3, 7, 13), (2, 3, 7, 13)), "query and key must agree in d_k: got 11 and 13"),
-        (((2, 3, 5, 11), (2, 3, 7, 11), (2, 3, 5, 13)), "key and value must agree in length: got 7 and 5"),
-        (((2, 3, 5, 11), (1, 3, 7, 11), (1, 3, 7, 13)), "query and key must agree in batch size: got 2 and 1"),
-        (((2, 3, 5, 11), (2, 1, 7, 11), (2, 3, 7, 13)), "query and key must agree in number of heads: got 3 and 1"),
-        (((2, 3, 5, 11), (2, 3, 7, 11), (2, 1, 7, 13)), "key and value must agree in number of heads: got 3 and 1"),
+        (((2, 3, 5, 11), (2, 3, 7, 13), (2, 3, 7, 13)), "query and key must have the same d_k: got 11 and 13"),
+        (((2, 3, 5, 11), (2, 3, 7, 11), (2, 3, 5, 13)), "key and value must have the same length: got 7 and 5"),
+        (((2, 3, 5, 11), (1, 3, 7, 11), (1, 3, 7, 13)), "query and key must have the same batch size: got 2 and 1"),
+        (
+            ((2, 3, 5, 11), (2, 1, 7, 11), (2, 3, 7, 13)),
+            "query and key must have the same number of heads: got 3 and 1",
+        ),
+        (
+            ((2, 3, 5, 11), (2, 3, 7, 11), (2, 1, 7, 13)),
+            "key and value must have the same number of heads: got 3 and 1",
+        ),
         (((3, 5, 11), (3, 7, 11), (3, 7, 13)), "query must have shape [batch, heads, length, size]: got (3, 5, 11)"),
         (((2, 3, 5, 11), (2, 3, 7, 11), (7, 13)), "value must have shape [batch, heads, length, size]: got (7, 13)"),
     ],

@@ -29,7 +29,7 @@ BAD_SETTINGS = {
     "cool-down without an end": (
         {"cooldown_steps": 3},
         ValueError,
-        "cooldown_steps=3 needs total_steps, to know when to begin",
+        "cooldown_steps=3 requires total_steps, which determines when the cool-down begins",
     ),
     "cool-down longer than the run": (
         {"cooldown_steps": 8, "total_steps": 7},
@@ -116,7 +116,7 @@ def test_settings_as_plain_values():
     assert refusal(ref.TrainingConfig.from_dict, fields) == (ValueError, "missing training settings: beta1, epsilon")
     assert refusal(ref.TrainingConfig.from_dict, [1]) == (
         TypeError,
-        "training settings must be a mapping of field names: got list",
+        "training settings must be a mapping of field names to values: got list",
     )
 
 

@@ -275,7 +275,10 @@ REFUSED = {
         lambda: ref.scaled_dot_product_attention(*[HEADS[0]] * 3),
         "query must have shape [batch,",
     ),
-    "an odd d_model": (lambda: ref.sinusoidal_encoding(10, 7), "sinusoidal positions need an even d_model: got 7"),
+    "an odd d_model": (
+        lambda: ref.sinusoidal_encoding(10, 7),
+        "sinusoidal positional encodings require an even d_model: got 7",
+    ),
     "an unknown layout": (
         lambda: ref.sinusoidal_encoding(10, 8, "sin"),
         "position_layout must be one of interleaved, split",
@@ -307,7 +310,7 @@ REFUSED = {
         "as export_weights() returns it",
     ),
     "a layer removed, then exported": (lambda: shortened().export_weights(), "encoder.layers must have 2 layers"),
-    "dropout=0.1": (lambda: CONFIG.replace(dropout=0.1), "dropout must be DropoutRates: got float"),
+    "dropout=0.1": (lambda: CONFIG.replace(dropout=0.1), "dropout must be a DropoutRates or a dict: got float"),
     "config.d_model = 16": (lambda: setattr(CONFIG, "d_model", 16), "cannot assign to field 'd_model'"),
     "Trainer(model, dict)": (lambda: ref.Trainer(build(), {"warmup_steps": 3}), "write TrainingConfig(**settings)"),
     "Trainer(new model)": (lambda: ref.Trainer(ref.Transformer(CONFIG), ref.TrainingConfig()), "has no weights yet"),

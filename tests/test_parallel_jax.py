@@ -202,7 +202,7 @@ model = Transformer.from_weights(probe.config, weights, "float64")
 try:
     Trainer(model, probe.settings, seed, mesh=mesh).gradient(*batch)
 except ValueError as error:
-    assert str(error) == "all processes must have the same {what}: process 1 has a different one", error
+    assert str(error) == "all processes must have the same {what}: process 1 differs", error
 else:
     raise AssertionError("trained")
 """
@@ -213,8 +213,8 @@ else:
     ("what", "change"),
     [
         ("weights", "weights['source_embedding.table'] += 1e-15"),
-        ("seed, settings and batch", "seed = 1"),
-        ("seed, settings and batch", "batch = probe.batch(1)"),
+        ("seed, settings, and batch", "seed = 1"),
+        ("seed, settings, and batch", "batch = probe.batch(1)"),
     ],
 )
 def test_processes_with_different_inputs_are_rejected(what, change):
@@ -347,7 +347,7 @@ def test_trainer_rejects_invalid_meshes(port):
     model, settings = build(port), TrainingConfig()
     with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh: got Plan"):
         port.package.Trainer(model, settings, mesh=Plan())
-    with pytest.raises(ValueError, match="the axes of a mesh must be some of data, fsdp, tensor: got model"):
+    with pytest.raises(ValueError, match="the axes of a mesh must be among data, fsdp, tensor: got model"):
         port.package.Trainer(model, settings, mesh=jax.make_mesh((1, 1), ("data", "model")))
     with pytest.raises(ValueError, match="dropout must be one of global, local: got 'own'"):
         port.package.Trainer(model, settings, dropout="own")

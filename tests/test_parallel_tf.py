@@ -165,8 +165,8 @@ def as_a_worker_of_its_own(change):
     with mesh.scope():
         model = package.Transformer.from_weights(probe.config, given["weights"], "float64")
         many = package.Trainer(model, probe.settings, given["seed"], mesh=mesh)
-    what = "weights" if change == "weights" else "seed, settings and batch"
-    with pytest.raises(ValueError, match=f"^all processes must have the same {what}: process 1 has a different one$"):
+    what = "weights" if change == "weights" else "seed, settings, and batch"
+    with pytest.raises(ValueError, match=f"^all processes must have the same {what}: process 1 differs$"):
         many.gradient(*given["batch"])
 
 
@@ -208,7 +208,7 @@ def test_checkpoint_directory_loads_under_another_plan(tmp_path):
 
 @pytest.mark.parametrize("plan", ["fsdp=2", "tensor=2", "data=2,fsdp=2"])
 def test_axes_other_than_data_are_rejected(port, plan):
-    with pytest.raises(ValueError, match=r"^a plan for TensorFlow's strategies must have the axis data only: got"):
+    with pytest.raises(ValueError, match=r"^TensorFlow's strategies support only the axis 'data': got"):
         port.package.make_mesh(Plan.parse(plan))
 
 

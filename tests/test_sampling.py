@@ -232,8 +232,16 @@ def test_results_as_arrays_of_the_framework(port, search):
         ({"prefix_ids": [[4, 0, 5]] * 5}, ValueError, "prefix_ids must contain neither EOS nor padding: got 0"),
         ({"prefix_ids": [[2]] * 5}, ValueError, "prefix_ids must contain neither EOS nor padding: got 2"),
         ({"prefix_ids": [[13]] * 5}, ValueError, "prefix_ids must be in [0, 13): got 13"),
-        ({"prefix_ids": [[4, 4]] * 5, "max_length": 2}, ValueError, "prefix_ids must be fewer than max_length: got 2"),
-        ({"prefix_ids": [[4]] * 5, "rules": SearchRules(forced_ids=(4,))}, ValueError, "either prefix_ids or forced_"),
+        (
+            {"prefix_ids": [[4, 4]] * 5, "max_length": 2},
+            ValueError,
+            "prefix_ids must contain fewer tokens than max_length: got 2",
+        ),
+        (
+            {"prefix_ids": [[4]] * 5, "rules": SearchRules(forced_ids=(4,))},
+            ValueError,
+            "at most one of prefix_ids and the rules' forced_ids",
+        ),
     ],
 )
 def test_invalid_sampling_options_are_rejected(backend, given, error, message):

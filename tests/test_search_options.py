@@ -118,7 +118,7 @@ BAD = {
 BAD_EVERYWHERE = {
     "max_length": [
         (0, ValueError, "max_length must be at least 1: got 0"),
-        (27, ValueError, "max_length must be at most 26, the model's positions: got 27"),
+        (27, ValueError, "max_length must be at most 26 for this model: got 27"),
         ("9", TypeError, "max_length must be an integer: got '9'"),
     ],
     "min_length": [
@@ -197,7 +197,7 @@ def test_bad_steps_are_refused_with_the_same_words(backend, limited):
     source_ids = [[3, 4, 5], [6, 7, 8]]
     for options, error, message in (
         ({"capacity": 0}, ValueError, "capacity must be at least 1: got 0"),
-        ({"capacity": 27}, ValueError, "capacity must be at most 26, the model's positions: got 27"),
+        ({"capacity": 27}, ValueError, "capacity must be at most 26 for this model: got 27"),
         ({"capacity": 2.5}, TypeError, "capacity must be an integer: got 2.5"),
         ({"capacity": 4, "beam_size": 0}, ValueError, "beam_size must be at least 1: got 0"),
     ):

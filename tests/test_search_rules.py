@@ -315,7 +315,11 @@ def test_invalid_rules_raise_the_same_error_in_every_backend(backend, search):
         (SearchRules(forced_ids=(40,)), ValueError, "forced_ids must be in [0, 40): got 40"),
         (SearchRules(banned_ids=(0,)), ValueError, "banned_ids must contain neither EOS nor padding: got 0"),
         (SearchRules(forced_ids=(1,)), ValueError, "forced_ids must contain neither EOS nor padding: got 1"),
-        (SearchRules(forced_ids=(5, 6)), ValueError, "forced_ids must be fewer than max_length: got 2 and 2"),
+        (
+            SearchRules(forced_ids=(5, 6)),
+            ValueError,
+            "forced_ids must contain fewer tokens than max_length: got 2 and 2",
+        ),
     ):
         with pytest.raises(error) as caught:
             getattr(backend.package, search)(model, source_ids[:1], max_length=2, rules=rules)
@@ -355,8 +359,8 @@ def test_search_rules_and_options_round_trip_through_json():
     assert Search.from_dict({"beam_size": 2}) == Search(2)
     for fields, error, message in (
         ({"beams": 2}, ValueError, "unknown search options: beams"),
-        ({"rules": 3}, TypeError, "rules must be a mapping of field names: got int"),
-        ([], TypeError, "search options must be a mapping of field names: got list"),
+        ({"rules": 3}, TypeError, "rules must be a mapping of field names to values: got int"),
+        ([], TypeError, "search options must be a mapping of field names to values: got list"),
         ({"min_length": 0}, ValueError, "min_length must be at least 1: got 0"),
         ({"start_id": -1}, ValueError, "start_id must be at least 0: got -1"),
         ({"length_penalty": "x"}, TypeError, "length_penalty must be a number: got 'x'"),

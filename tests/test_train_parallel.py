@@ -192,7 +192,7 @@ def test_under_torchrun_the_environment_decides(alone, tmp_path):
 # --- What is refused, and who decides ---
 
 REFUSED = {
-    "no plan": (["--parallel", "data"], "a plan must be like data=2,fsdp=2,tensor=2: got 'data'"),
+    "no plan": (["--parallel", "data"], "a plan must have the form data=2,fsdp=2,tensor=2: got 'data'"),
     "processes without a plan": (["--processes", "2"], "--processes requires a parallelism plan"),
     "lockstep": (["--parallel", "data=2", "--backend", "numpy,torch"], "--parallel requires exactly one backend"),
     "NumPy in two": (["--parallel", "data=2", "--processes", "2"], "NumPy simulates a plan in one process: got 2"),

@@ -165,7 +165,7 @@ BAD_BATCHES = {
     "another batch size": (
         (SOURCE[:7], TARGET, RIGHT),
         ValueError,
-        "source_ids and target_ids must agree in batch size: got 7 and 8",
+        "source_ids and target_ids must have the same batch size: got 7 and 8",
     ),
     "no sentence": (
         (SOURCE[:0], TARGET[:0], RIGHT[:0]),
@@ -193,14 +193,14 @@ def test_batch_not_divisible_into_micro_batches_raises_value_error(backend):
     batch = [array[:6] for array in BATCH]
     assert refusal(trainer.train_step, *batch) == (
         ValueError,
-        "accumulation_steps must divide the batch: got 4 and 6 sentences",
+        "accumulation_steps must divide the batch size: got 4 and 6",
     )
     assert_same_bits(everything(trainer), before)
     trainer.evaluate(*batch)  # which has no slices
 
 
 MIXED = ref.TrainingConfig(mixed_bfloat16=True)
-TOO_COARSE = "training needs float32 or float64 weights: got bfloat16; mixed_bfloat16 computes in bfloat16"
+TOO_COARSE = "training requires float32 or float64 weights: got bfloat16; to compute in bfloat16, set mixed_bfloat16"
 
 
 @pytest.mark.parametrize("settings", [ref.TrainingConfig(), MIXED], ids=["plain", "mixed"])
@@ -209,7 +209,7 @@ def test_weights_too_coarse_to_train(port, settings):
 
 
 def test_mixed_precision_needs_float32(port):
-    expected = ValueError, "mixed_bfloat16 needs float32 weights: got float64"
+    expected = ValueError, "mixed_bfloat16 requires float32 weights: got float64"
     assert refusal(port.package.Trainer, model_of(port, "float64"), MIXED) == expected
 
 

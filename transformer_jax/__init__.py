@@ -1,4 +1,4 @@
-"""The Transformer of "Attention Is All You Need" as Flax NNX modules."""
+"""The Transformer from "Attention Is All You Need" as Flax NNX modules."""
 
 import transformer_spec
 from transformer_jax.attention import (

@@ -48,7 +48,7 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError: If the mask is not boolean.
-        ValueError: If the shapes don't match each other.
+        ValueError: If the shapes don't match.
 
     Taps:
         scores: Scaled scores, before the mask.
@@ -105,14 +105,14 @@ class KeyValues(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass
 class KeyValueCache:
-    """Keys and values of the target positions decoded so far, in buffers of a fixed capacity.
+    """Keys and values of the target positions decoded so far, in buffers of fixed capacity.
 
     With a cache, decoding T tokens projects T positions instead of 1 + 2 + ... + T.
 
     Attributes:
         key: Buffer for the keys.
         value: Buffer for the values.
-        length: Number of positions that the buffers contain.
+        length: Number of positions stored in the buffers.
     """
 
     key: Float[Array, "B H capacity d_k"]
@@ -127,7 +127,7 @@ class KeyValueCache:
             value: Values of the next positions.
 
         Returns:
-            The buffers, which contain zeros after the last stored position. The caller must mask these zeros out.
+            The buffers, which contain zeros after the last stored position. The caller must mask out these zeros.
 
         Raises:
             ValueError: If the new positions exceed the capacity. Under ``jax.jit``, where the length is unknown, they
@@ -141,7 +141,7 @@ class KeyValueCache:
         return KeyValues(self.key, self.value)  # with zeros at the end, because shapes are static
 
     def reorder(self, rows: Int[Array, " B"]) -> None:
-        """Replace row i of the buffers by row ``rows[i]``.
+        """Replace row i of the buffers with row ``rows[i]``.
 
         Args:
             rows: Index of the row to copy, one for each row.
@@ -155,9 +155,9 @@ class MultiHeadAttention(nnx.Module):
     ``MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O`` with ``head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V)``.
 
     Args:
-        config: Model configuration, which defines the number and the size of the heads.
+        config: Model configuration, which defines the number and size of the heads.
         dtype: Name of the dtype of the parameters, such as ``float32``.
-        rngs: Random state of Flax for the initial values and dropout.
+        rngs: Flax random state for the initial values and dropout.
 
     Taps:
         query, key, value: Projected inputs, per head.

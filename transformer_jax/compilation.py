@@ -1,4 +1,4 @@
-"""Compilation of searches and training steps, once for all models of the same structure.
+"""Compilation of searches and training steps, once for all models with the same structure.
 
 Compiled code takes the arrays of a model as arguments and treats everything else about the model as constants.
 Therefore, a second trainer for the same kind of model doesn't compile anything.
@@ -52,7 +52,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 def padded(
     model: Transformer, source_ids: Int[ndarray, "B S"], source_mask: Bool[ndarray, "B S"], plan: SearchPlan
 ) -> tuple[Int[ndarray, "rows room"], Bool[ndarray, "rows room"], SearchPlan]:
-    """Return source and plan with padding at the end, so that XLA compiles for only a few sizes."""
+    """Return the source and the plan, padded at the end so that XLA compiles for only a few sizes."""
 
     def round_up(length: int) -> int:
         return -(-length // BUCKET) * BUCKET
@@ -78,7 +78,7 @@ def put_parameters(model: Transformer, parameters: Arrays) -> None:
 
 @dataclass(frozen=True)
 class Structure:
-    """A model without its arrays: everything except shapes that compiled code depends on."""
+    """A model without its arrays: everything that compiled code depends on, except for shapes."""
 
     graph: nnx.GraphDef
     state: nnx.State = field(compare=False)  # shapes and dtypes, which the graph determines

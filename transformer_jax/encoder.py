@@ -25,10 +25,10 @@ class EncoderLayer(nnx.Module):
     Args:
         config: Model configuration.
         dtype: Name of the dtype of the parameters, such as ``float32``.
-        rngs: Random state of Flax for the initial values and dropout.
+        rngs: Flax random state for the initial values and dropout.
 
     Taps:
-        self_attention, feed_forward: Prefixes of the taps of the sublayers.
+        self_attention, feed_forward: Prefixes of the sublayers' taps.
         self_attention_norm.output, feed_forward_norm.output: Outputs of the layer norms.
         output: Output of the layer.
     """
@@ -74,7 +74,7 @@ class EncoderStack(nnx.Module):
     Args:
         config: Model configuration, which defines the number of layers and whether a final layer norm follows.
         dtype: Name of the dtype of the parameters, such as ``float32``.
-        rngs: Random state of Flax for the initial values and dropout.
+        rngs: Flax random state for the initial values and dropout.
 
     Taps:
         layers.{i}: Prefix of the taps of layer i.

@@ -1,4 +1,4 @@
-"""Optimized versions of the formulas. A model without this module computes the same, up to rounding.
+"""Optimized versions of the formulas. A model without this module computes the same results, up to rounding.
 
 ``accelerate`` makes attention process long inputs block by block, and makes layers compute their gradients as plain
 matmuls. Searches select the best extensions block by block.
@@ -26,7 +26,7 @@ QUERY_BLOCK = 256  # maximum number of queries whose scores are computed at once
 
 
 class FastLinear(nnx.Linear):
-    """Linear layer that multiplies all rows in one matmul, because XLA is slow at gradients of batched matmuls."""
+    """Linear layer that multiplies all rows in one matmul, because XLA's gradients of batched matmuls are slow."""
 
     def __call__(self, x: Float[Array, "*axes d_in"]) -> Float[Array, "*axes d_out"]:  # type: ignore[override]
         """Return ``x W + b``, applied to the last axis of ``x``."""
@@ -60,7 +60,7 @@ def same_keys() -> nnx.Rngs:
 
 
 def accelerate(model: nnx.Module) -> None:
-    """Replace parts of a newly constructed model by faster parts that compute the same."""
+    """Replace parts of a newly constructed model with faster parts that compute the same results."""
     for _, module in nnx.iter_modules(model):
         if type(module) in FAST:  # bypass NNX, which would treat the class as a submodule
             object.__setattr__(module, "__class__", FAST[type(module)])
@@ -76,7 +76,7 @@ def attend_by_blocks(
     dropout: Callable[[Array], Array] | None = None,
     tap: Tap = no_tap,
 ) -> Float[Array, "B H L d_v"]:
-    """Return the same as ``scaled_dot_product_attention``. For long inputs on a CPU, don't store all weights.
+    """Compute ``scaled_dot_product_attention``. For long inputs on a CPU, avoid storing all weights.
 
     Taps and dropout require all weights at once, so they disable the blocks.
     """
@@ -85,14 +85,14 @@ def attend_by_blocks(
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
         check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
-    # The platform is known at compile time, because jax.export can choose it. A GPU computes all blocks in parallel.
+    # jax.export can choose the platform, so it is known only at compile time. A GPU computes all blocks in parallel.
     return jax.lax.platform_dependent(
         query, key, value, mask, cpu=_attend_in_blocks, default=scaled_dot_product_attention
     )
 
 
 def _attend_in_blocks(query, key, value, mask):
-    """Attend with a block of queries of one head at a time. The backward pass recomputes the scores."""
+    """Compute attention for one block of queries of one head at a time. The backward pass recomputes the scores."""
     batch, heads, length, width = query.shape
     blocks = -(-length // QUERY_BLOCK)
     padding = (0, 0), (0, 0), (0, blocks * QUERY_BLOCK - length), (0, 0)
@@ -125,7 +125,7 @@ def top_by_blocks(values: Float[Array, "B N"], count: int) -> tuple[Float[Array,
     """Return the largest values of each row and their indices. Ties go to the lower index.
 
     On a CPU, the maximum of each block takes 90% less time than ``top_k`` of all values. The largest values are in the
-    blocks with the largest maxima, or, among blocks with equal maxima, in the first ones.
+    blocks with the largest maxima. Among blocks with equal maxima, the first ones are used.
     """
     rows, size = values.shape
     values = jnp.where(jnp.isnan(values), inf, values)  # put NaN first, so that it is detected

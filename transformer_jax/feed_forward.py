@@ -20,9 +20,9 @@ class PositionwiseFeedForward(nnx.Module):
     Equation (2): ``FFN(x) = max(0, x W_1 + b_1) W_2 + b_2``.
 
     Args:
-        config: Model configuration, which defines the inner size, the activation and the dropout rate.
+        config: Model configuration, which defines the inner size, the activation, and the dropout rate.
         dtype: Name of the dtype of the parameters, such as ``float32``.
-        rngs: Random state of Flax for the initial values and dropout.
+        rngs: Flax random state for the initial values and dropout.
 
     Taps:
         inner: Output of the activation, before dropout.

@@ -1,4 +1,4 @@
-"""Flax's basic layers, with the parameter names, defaults and initial values of this package."""
+"""Flax's basic layers, with this package's parameter names, defaults, and initial values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def masked_softmax(
     wide = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))  # bfloat16 is too imprecise for sums
     if mask is None:
         return jax.nn.softmax(wide).astype(scores.dtype)
-    # Use the lowest finite score, because a row of -inf would give NaN in the forward and the backward pass.
+    # Use the lowest finite score, because a row of -inf would give NaN in both the forward and the backward pass.
     weights = jax.nn.softmax(jnp.where(mask, wide, jnp.finfo(wide.dtype).min))
     return jnp.where(mask, weights, 0.0).astype(scores.dtype)
 
@@ -50,9 +50,9 @@ def Linear(d_in: int, d_out: int, *, bias: bool, dtype: str = "float32", rngs: n
         d_out: Size of the last axis of the output.
         bias: True adds a bias.
         dtype: Name of the dtype of the parameters, such as ``float32``.
-        rngs: Random state of Flax for the initial values.
+        rngs: Flax random state for the initial values.
     """
-    xavier = nnx.initializers.xavier_uniform()  # NNX's default is a truncated normal
+    xavier = nnx.initializers.xavier_uniform()  # NNX's default is a truncated normal distribution
     return nnx.Linear(d_in, d_out, use_bias=bias, param_dtype=dtype, kernel_init=xavier, rngs=rngs)
 
 
@@ -63,9 +63,9 @@ class LayerNorm(nnx.LayerNorm):
     ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
 
     Args:
-        config: Model configuration, which defines the size, epsilon and the kind of divisor.
+        config: Model configuration, which defines the size, epsilon, and the kind of divisor.
         dtype: Name of the dtype of the parameters, such as ``float32``.
-        rngs: Random state of Flax, which the base class requires.
+        rngs: Flax random state, which the base class requires.
     """
 
     def __init__(self, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:

@@ -14,7 +14,7 @@ Arrays = dict[str, Array]  # arrays by canonical name
 
 
 def global_norm(gradient: Arrays) -> Array:
-    """Return the Euclidean norm of a gradient, taking all parameters as one vector."""
+    """Return the Euclidean norm of a gradient, treating all parameters as one vector."""
     return jnp.sqrt(sum(jnp.tensordot(g, g, g.ndim, precision="highest") for g in gradient.values()))
 
 

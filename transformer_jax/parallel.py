@@ -1,4 +1,4 @@
-"""Training on several devices with a mesh, on which JAX places arrays and divides computations.
+"""Training on several devices with a mesh, over which JAX distributes arrays and computations.
 
 The trainer shards the arrays of the model, which you can still call. If the arrays belong to several processes, call
 the model under ``nnx.jit``, because operations that are dispatched one by one can deadlock on CPUs. Dropout is always
@@ -31,8 +31,8 @@ from transformer_spec.parallel_plan import AXES, Plan, Shard, fsdp_axis, spread,
 
 KEYS = ("num_processes", "process_id")
 MORE_DEVICES = (
-    "call jax.config.update('jax_num_cpu_devices', N) before JAX is used, to split a CPU into N devices, or "
-    "jax.distributed.initialize, to add the devices of other processes"
+    "to split a CPU into N devices, call jax.config.update('jax_num_cpu_devices', N) before JAX is used; "
+    "to add the devices of other processes, call jax.distributed.initialize"
 )
 
 
@@ -43,7 +43,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> Mesh:
 
     Args:
         plan: Number of devices along each axis.
-        device: ``cpu``, ``gpu`` or ``tpu``. None uses JAX's default platform.
+        device: ``cpu``, ``gpu``, or ``tpu``. None uses JAX's default platform.
 
     Raises:
         ValueError: If the number of devices doesn't match the plan, or the platform is unknown.
@@ -106,7 +106,7 @@ def divide(trainer: Any, batch: Sequence[Array], slices: int) -> Sequence[Array]
         return batch
     if not trainer.has_checked_batches:
         given = trainer.step, trainer.seed, trainer.settings, trainer.model.config
-        check_same("seed, settings and batch", *given, *(np.asarray(ids).tolist() for ids in batch))
+        check_same("seed, settings, and batch", *given, *(np.asarray(ids).tolist() for ids in batch))
         trainer.has_checked_batches = True
     sharding = _sharding(trainer.mesh, [None] * (slices > 1) + [_rows(trainer.mesh)])
     divided = []
@@ -119,7 +119,7 @@ def divide(trainer: Any, batch: Sequence[Array], slices: int) -> Sequence[Array]
 
 
 def shardings(config: TransformerConfig, mesh: Mesh | None) -> dict[str, NamedSharding] | None:
-    """Return the sharding of each parameter, its moments and its gradient. Without a mesh, return None."""
+    """Return the sharding of each parameter, its moments, and its gradient. Without a mesh, return None."""
     if mesh is None:
         return None
     return {name: _sharding(mesh, _axes(name, shape, mesh)) for name, shape in parameter_shapes(config).items()}
@@ -152,7 +152,7 @@ def check_same(what: str, *values: Any) -> None:
     digest = sha256(b"".join(value if isinstance(value, bytes) else repr(value).encode() for value in values)).digest()
     found = process_allgather(np.frombuffer(digest, np.uint8))  # [processes, 32]
     if len(different := np.flatnonzero((found != found[0]).any(1))):
-        raise ValueError(f"all processes must have the same {what}: process {different[0]} has a different one")
+        raise ValueError(f"all processes must have the same {what}: process {different[0]} differs")
 
 
 def constrain(arrays: Arrays, mesh: Mesh | None, *, gathered: bool = False) -> Arrays:
@@ -184,7 +184,7 @@ def _join():
 
 
 def _check_port(address):
-    """Check that no other program listens at the address. JAX's coordinator would end this process without a message.
+    """Check that no other program uses the address, because JAX's coordinator would end this process without a message.
 
     Raises:
         RuntimeError: If the address is in use.

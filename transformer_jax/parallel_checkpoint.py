@@ -40,10 +40,10 @@ def save_sharded(
 
     Args:
         folder: Path of the directory, which must not exist.
-        trainer: Trainer whose weights, moments and settings are saved.
+        trainer: Trainer whose weights, moments, and settings are saved.
         progress: Values that the training loop needs to resume, such as the position in the data. They must survive a
             JSON round trip. None saves an empty dict.
-        vocabulary: A sentencepiece model, the files of a different vocabulary, or None.
+        vocabulary: A sentencepiece model, the files of another type of vocabulary, or None.
 
     Raises:
         ImportError: If Orbax is not installed.
@@ -57,19 +57,19 @@ def save_sharded(
 
 
 def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
-    """Resume a trainer from a directory, and return the progress. All processes must call this function.
+    """Resume a trainer from a directory and return the progress. All processes must call this function.
 
     The directory may have been written with a different plan. Each process reads only its own shards. If an error
     occurs, the trainer doesn't change.
 
     Args:
         folder: Path of the directory.
-        trainer: Trainer whose weights, moments, step and seed are replaced.
+        trainer: Trainer whose weights, moments, step, and seed are replaced.
 
     Raises:
         ImportError: If Orbax is not installed.
         OSError: If a file can't be read.
-        ValueError: If the directory contains no training run, or a run of a different model or dtype.
+        ValueError: If the directory contains no training run, or a run with a different model or dtype.
     """
     folder = Path(folder)
     training, arrays = read_run(folder).training, _arrays(trainer)
@@ -104,7 +104,7 @@ def join_sharded(folder: str | Path) -> Checkpoint:
 
 
 def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint to a new directory, for a run of several processes.
+    """Write a checkpoint to a new directory, for a run with several processes.
 
     Call this function in one process only.
 
@@ -131,7 +131,7 @@ def _arrays(trainer):
 
 
 def _write(folder, arrays, description, vocabulary):
-    """Write a directory under a temporary name, and rename it."""
+    """Write a directory under a temporary name, then rename it."""
     checkpointer = _orbax()
     _by_the_first(lambda: begin_folder(folder, description, vocabulary))
     with checkpointer() as writer:
@@ -157,7 +157,7 @@ def _orbax():
     try:
         from orbax.checkpoint import StandardCheckpointer
     except ImportError as error:
-        raise ImportError(f"a {KIND} of JAX requires Orbax: pip install orbax-checkpoint") from error
+        raise ImportError(f"a {KIND} in JAX requires Orbax: pip install orbax-checkpoint") from error
     return StandardCheckpointer
 
 

@@ -1,4 +1,4 @@
-"""Base class of the full model, the encoder and the decoder: construction, weights and input checks."""
+"""Base class of the full model, the encoder, and the decoder: construction, weights, and input checks."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from transformer_spec.files import load_weights
 
 
 class Part(nnx.Module):
-    """Base class of ``Transformer``, ``Encoder`` and ``Decoder``, which use the same parameter names.
+    """Base class of ``Transformer``, ``Encoder``, and ``Decoder``, which use the same parameter names.
 
     If all embeddings are tied, an ``Encoder`` and a ``Decoder`` each have their own copy of the shared embedding
     matrix.
 
     Args:
         config: Model configuration.
-        dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32 and bfloat16.
+        dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
             Layers compute in the dtype of their parameters, even if you cast the model's state later.
-        fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False computes
+        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
             the formulas without optimizations.
-        rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key or a seed.
+        rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key, or a seed.
 
     Attributes:
         part: ``encoder``, ``decoder``, or None for the full model.
@@ -91,19 +91,20 @@ class Part(nnx.Module):
             config: Configuration of the model to which the weights belong.
             weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
                 ignores the parameters of the other part.
-            dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32 and bfloat16.
+            dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
                 Layers compute in the dtype of their parameters, even if you cast the model's state later.
-            device: A ``jax.Device``, or ``cpu``, ``gpu`` or ``tpu``. None lets JAX choose and move the arrays.
+            device: A ``jax.Device``, or ``cpu``, ``gpu``, or ``tpu``. None lets JAX choose the device and move the
+                arrays.
             precision: Precision of this model's matmuls, ``highest`` or ``fast`` (see ``set_precision``). None uses the
                 setting of the process.
-            fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False
+            fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False
                 computes the formulas without optimizations.
-            rngs: Random state of dropout, as an ``nnx.Rngs``, a key or a seed. None requires that you don't switch to
-                train mode, which would raise Flax's error. A ``Trainer`` uses its own seed instead.
+            rngs: Random state of dropout, as an ``nnx.Rngs``, a key, or a seed. None doesn't allow train mode, in which
+                Flax would raise an error. A ``Trainer`` uses its own seed instead.
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` or ``rngs`` has the wrong type.
-            ValueError: If the weights don't match the config or overflow the dtype, or if ``dtype``, ``device`` or
+            ValueError: If the weights don't match the config or overflow the dtype, or if ``dtype``, ``device``, or
                 ``precision`` is unknown.
             RuntimeError: If the device is not visible, or the dtype is float64 and ``jax_enable_x64`` is off.
         """
@@ -137,22 +138,23 @@ class Part(nnx.Module):
         """Create a model in inference mode from a weight file or a checkpoint.
 
         Args:
-            path: A ``.safetensors`` file that ``save_weights`` or ``save_checkpoint`` wrote.
-            dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32 and bfloat16.
+            path: A ``.safetensors`` file written by ``save_weights`` or ``save_checkpoint``.
+            dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
                 Layers compute in the dtype of their parameters, even if you cast the model's state later.
-            device: A ``jax.Device``, or ``cpu``, ``gpu`` or ``tpu``. None lets JAX choose and move the arrays.
+            device: A ``jax.Device``, or ``cpu``, ``gpu``, or ``tpu``. None lets JAX choose the device and move the
+                arrays.
             precision: Precision of this model's matmuls, ``highest`` or ``fast`` (see ``set_precision``). None uses the
                 setting of the process.
-            fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False
+            fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False
                 computes the formulas without optimizations.
-            rngs: Random state of dropout, as an ``nnx.Rngs``, a key or a seed. None requires that you don't switch to
-                train mode, which would raise Flax's error. A ``Trainer`` uses its own seed instead.
+            rngs: Random state of dropout, as an ``nnx.Rngs``, a key, or a seed. None doesn't allow train mode, in which
+                Flax would raise an error. A ``Trainer`` uses its own seed instead.
 
         Raises:
             OSError: If the file can't be read.
             TypeError: If ``rngs`` has the wrong type.
-            ValueError: If the file is not a valid weight file, its weights overflow the dtype, or ``dtype``, ``device``
-                or ``precision`` is unknown.
+            ValueError: If the file is not a valid weight file, its weights overflow the dtype, or ``dtype``,
+                ``device``, or ``precision`` is unknown.
             RuntimeError: If the device is not visible, or the dtype is float64 and ``jax_enable_x64`` is off.
         """
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast, rngs=rngs)
@@ -160,11 +162,11 @@ class Part(nnx.Module):
     def export_weights(self) -> dict[str, ndarray]:
         """Return a copy of every parameter in the model's dtype, by canonical name.
 
-        If an ``nnx.LoRALinear`` replaces a layer, its update is added to the kernel.
+        If a layer was replaced with an ``nnx.LoRALinear``, the LoRA update is added to the kernel.
 
         Raises:
-            ValueError: If a different type of layer replaces a layer of this package, or a trainable parameter has no
-                canonical name.
+            ValueError: If a layer of this package was replaced with a different type of layer, or a trainable parameter
+                has no canonical name.
         """
         return get_weights(self)
 
@@ -178,7 +180,7 @@ class Part(nnx.Module):
         return None if others else first
 
     def _take(self, side, ids, mask):
-        """Check and return the IDs and the mask of ``source`` or ``target``. A mask of None is derived from the IDs."""
+        """Check and return the IDs and the mask of ``source`` or ``target``. Derive a missing mask from the IDs."""
         config = self.config
         ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions)
         if mask is not None:
@@ -196,7 +198,7 @@ class Part(nnx.Module):
         dtype = embedding.dtype or embedding.embedding.dtype  # dtype is set only for mixed precision
         return to_memory(memory, (*mask.shape, self.config.d_model), np.dtype(dtype).name), mask
 
-    _take_memory_for_cache = _take_memory  # Transformer overrides it to compute the memory
+    _take_memory_for_cache = _take_memory  # Transformer overrides this to compute the memory
 
     def _take_next(self, ids, cache):
         """Check and return the IDs of each hypothesis at the next target positions [R, L]."""

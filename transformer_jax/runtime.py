@@ -1,4 +1,4 @@
-"""Dtypes, devices and precision, and checks of the inputs that callers pass."""
+"""Dtypes, devices, and precision, and checks of the inputs that callers pass."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def to_device(device: Any) -> jax.Device | None:
 
 
 def to_rngs(rngs: Any) -> nnx.Rngs:
-    """Return an ``nnx.Rngs``, given one, a key or a seed.
+    """Return an ``nnx.Rngs``, given one, a key, or a seed.
 
     Raises:
         TypeError: If the argument has a different type.
@@ -124,8 +124,8 @@ def as_array(name: str, value: Any) -> Any:
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[Array, "B L"]:
     """Check the token IDs that a caller passed, and return them as an array.
 
-    Values are checked only if that costs nothing: not on a GPU, and not in traced code. There, XLA clamps an ID outside
-    the vocabulary to the last row, and JAX counts negative IDs from the end.
+    Values are checked only if reading them costs nothing: on a CPU and outside of traced code. Otherwise, XLA clamps an
+    ID outside the vocabulary to the last row, and JAX counts negative IDs from the end.
     """
     ids = as_array(name, ids)
     values = _values(ids) if isinstance(ids, Array) else ids
@@ -156,8 +156,8 @@ def to_numpy(array: Array) -> np.ndarray:
 def quick_compilation() -> Iterator[None]:
     """Compile with few optimizations within this context, for tests and short programs.
 
-    A search and ``gradients`` use the context in which they are called, a ``Trainer`` the context in which it was
-    created. Compilation takes 80% less time, but the compiled code is slower. Results agree up to rounding.
+    A search and ``gradients`` use the context in which they are called, and a ``Trainer`` uses the context in which it
+    was created. Compilation takes 80% less time, but the compiled code is slower. Results agree up to rounding.
     """
     token = _COMPILES_QUICKLY.set(True)
     try:
@@ -175,7 +175,7 @@ def compiler_options() -> dict[str, Any]:
 
 
 def describe() -> dict[str, str]:
-    """Return the current versions, devices, number of threads and precision settings, as text for reports."""
+    """Return the current versions, devices, number of threads, and precision settings as text for reports."""
     return {
         "version": f"{jax.__version__}, flax {flax.__version__}",
         "device": ", ".join(device.device_kind for device in _gpus()) or "cpu",

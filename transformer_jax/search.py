@@ -36,7 +36,7 @@ def greedy_search(
     rules: SearchRules | None = None,
     as_numpy: bool = True,
 ) -> SearchResult:
-    """Return the translation that greedy search finds: the most likely token in each step, until EOS.
+    """Return the translation that greedy search finds by choosing the most likely token in each step, until EOS.
 
     Padding is never generated. Ties go to the lower token ID.
 
@@ -50,14 +50,14 @@ def greedy_search(
         on_step: Function that is called after each step with the tokens so far [B, 1, n], padded after EOS.
         prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They add 0 to the score, or their
             log-probability if ``rules.score_forced`` is True. None uses no prefix.
-        rules: Rules of a different program, such as ``SearchRules.preset("hf")``. None uses the paper's search.
+        rules: Search rules, such as ``SearchRules.preset("hf")``. None uses the paper's rules.
         as_numpy: True returns NumPy arrays. False returns JAX arrays on the model's device.
 
     Returns:
         One hypothesis per sequence. Its score is its log-probability in nats.
 
     Raises:
-        TypeError: If IDs, sizes or lengths are not integers, or the mask is not boolean.
+        TypeError: If IDs, sizes, or lengths are not integers, or the mask is not boolean.
         ValueError: If an argument has an invalid shape or value, or the model computes NaN.
     """
     check_model(model)
@@ -112,14 +112,14 @@ def beam_search(
         on_step: Function that is called after each step with the unfinished hypotheses [B, K, n], best first.
         prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They add 0 to the score, or their
             log-probability if ``rules.score_forced`` is True. None uses no prefix.
-        rules: Rules of a different program, such as ``SearchRules.preset("hf")``. None uses the paper's search.
+        rules: Search rules, such as ``SearchRules.preset("hf")``. None uses the paper's rules.
         as_numpy: True returns NumPy arrays. False returns JAX arrays on the model's device.
 
     Returns:
         The best hypotheses of each sequence and their scores, best first.
 
     Raises:
-        TypeError: If IDs, sizes or lengths are not integers, or the mask is not boolean.
+        TypeError: If IDs, sizes, or lengths are not integers, or the mask is not boolean.
         ValueError: If an argument has an invalid shape or value, or the model computes NaN.
     """
     check_model(model)
@@ -177,7 +177,7 @@ def sample(
         on_step: Function that is called after each step with the samples so far [B, K, n], padded after EOS.
         prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They add 0 to the score, or their
             log-probability if ``rules.score_forced`` is True. None uses no prefix.
-        rules: Rules of a different program, such as ``SearchRules.preset("hf")``. None uses the paper's search.
+        rules: Search rules, such as ``SearchRules.preset("hf")``. None uses the paper's rules.
         as_numpy: True returns NumPy arrays. False returns JAX arrays on the model's device.
 
     Returns:
@@ -185,7 +185,7 @@ def sample(
         nats that the model assigns to the sample, before temperature, ``top_k`` and ``top_p``.
 
     Raises:
-        TypeError: If IDs, sizes or lengths are not integers, or the mask is not boolean.
+        TypeError: If IDs, sizes, or lengths are not integers, or the mask is not boolean.
         ValueError: If an argument has an invalid shape or value, or the model computes NaN.
     """
     check_model(model)
@@ -209,13 +209,13 @@ def score(
 ) -> Scores:
     """Return the log-probabilities in nats that the model assigns to given translations, for example to rerank them.
 
-    To score each token of the hypotheses of a search, pass its ``nbest_ids``. Dropout is off.
+    To score each token of a search's hypotheses, pass the ``nbest_ids`` of its result. Dropout is off.
 
     Args:
         model: Model to score with.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
-        target_ids: One translation per sequence [B, T], or N of them [B, N, T], without BOS, including EOS, padded with
-            ``config.pad_id``.
+        target_ids: One translation per sequence [B, T], or N of them [B, N, T], without BOS but including EOS, padded
+            with ``config.pad_id``.
         start_id: First token that the decoder reads. None uses ``config.bos_id``.
         source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
 
@@ -224,7 +224,8 @@ def score(
 
     Raises:
         TypeError: If the IDs are not integers, or the mask is not boolean.
-        ValueError: If IDs or mask have the wrong shape, an ID is outside the vocabulary, or a translation is too long.
+        ValueError: If the IDs or the mask have the wrong shape, an ID is outside the vocabulary, or a translation is
+            too long.
     """
     check_model(model)
     model = jax.tree.map(lambda x: x, model)  # a copy, so that the caller's model keeps its mode
@@ -272,7 +273,7 @@ class Greedy(NamedTuple):
         )
 
     def step(self, logits: Float[Array, "R V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
-        """Return the state after step n, given the logits, and None because the rows are not reordered."""
+        """Given the logits, return the state after step n, and None because the rows are not reordered."""
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         index = self.choose(log_probabilities, n, plan)
         best = jnp.take_along_axis(log_probabilities, index[:, None], 1).reshape(self.scores.shape)  # propagates NaN
@@ -299,7 +300,7 @@ class Sample(Greedy):
     """State of sampling between two steps."""
 
     def choose(self, log_probabilities: Float[Array, "R V"], n: Any, plan: SearchPlan) -> Int[Array, " R"]:
-        """Return the token of each row at the quantile of its random number, with tokens sorted by probability."""
+        """Sort the tokens of each row by probability, and return the token at the quantile given by a random number."""
         values, index = top(log_probabilities, log_probabilities.shape[1])  # [R, V]
         is_in = jnp.arange(values.shape[1]) < plan.top_k
         shares = jax.nn.softmax(jnp.where(is_in, values / plan.temperature, -inf))
@@ -335,7 +336,7 @@ class Beam(NamedTuple):
         )
 
     def step(self, logits: Float[Array, "R V"], n: Any, plan: SearchPlan) -> tuple[Beam, Int[Array, " R"]]:
-        """Return the state after step n, given the logits, and the row that each hypothesis extends."""
+        """Given the logits, return the state after step n and the row that each hypothesis extends."""
         (batch, beam_size), pool_size, vocabulary = self.alive.shape, self.finished.shape[1], logits.shape[1]
         sentence = jnp.arange(batch, dtype=jnp.int32)[:, None]
         # 1. Extend each hypothesis by every token. 2K extensions are enough, because at most K of them end with EOS.

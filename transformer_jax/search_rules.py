@@ -1,4 +1,4 @@
-"""Rules of other programs that restrict the next tokens of a search. The paper's search doesn't need them.
+"""Rules with which other programs restrict the next tokens of a search. The paper's search doesn't need them.
 
 Axes: B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder, E
 positions at which an n-gram can end.
@@ -42,7 +42,7 @@ def apply_rules(
 
 
 def within_pool(values: Float[Array, "B X"], finished: Float[Array, "B P"]) -> Float[Array, "B X"]:
-    """Keep the first values, as many as the pool has free places, and replace the others with -inf."""
+    """Keep as many of the first values as the pool has free places, and replace the others with -inf."""
     return jnp.where((values != -inf).cumsum(1) <= (finished == -inf).sum(1, keepdims=True), values, -inf)
 
 
@@ -53,7 +53,7 @@ def _alone(log_probabilities, token, *, scored):
 
 
 def _repeats(ids, n, plan, vocabulary):
-    """Return whether each token would complete an n-gram that the hypothesis already contains [R, V]."""
+    """Return a boolean array [R, V]: for each token, whether it would repeat an n-gram of the hypothesis."""
     size = plan.rules.no_repeat_ngram_size
     tokens = ids.reshape(-1, ids.shape[2])
     tokens = jnp.concatenate([jnp.full_like(tokens[:, :1], plan.start_id), tokens], 1)  # [R, capacity + 1]

@@ -1,4 +1,4 @@
-"""Training (Vaswani et al., 2017, section 5): loss, gradients and the optimizer step.
+"""Training (Vaswani et al., 2017, section 5): loss, gradients, and the optimizer step.
 
 Axes: B batch, S source length, T target length, V target vocabulary.
 """
@@ -60,7 +60,7 @@ def cross_entropy(
     Args:
         logits: Logits of the next tokens.
         labels: Expected tokens, padded with ``config.pad_id``. Padding doesn't contribute to the loss.
-        config: Model configuration, which defines the vocabulary, the padding ID and the label smoothing.
+        config: Model configuration, which defines the vocabulary, the padding ID, and the label smoothing.
 
     Raises:
         TypeError: If the labels are not integers.
@@ -91,10 +91,10 @@ def cross_entropy(
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
-    Dropout is off. If the batch contains no target tokens, loss and gradients are zero.
+    Dropout is off. If the batch contains no target tokens, the loss and the gradients are zero.
 
     Args:
-        model: Model. It is not modified.
+        model: Model, which is not modified.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
         target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
         labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
@@ -127,10 +127,10 @@ class Trainer:
 
     Args:
         model: Model in float32 or float64.
-        settings: Optimizer, learning rate schedule, clipping, gradient accumulation and mixed precision.
-        seed: Seed of the dropout. The dropout of a step depends only on the seed and the number of the step.
-        mesh: Devices from ``make_mesh`` on which each step runs. Pass the full batch in every process. None uses the
-            model's device only.
+        settings: Optimizer, learning rate schedule, clipping, gradient accumulation, and mixed precision.
+        seed: Seed for dropout. The dropout in a step depends only on the seed and the step number.
+        mesh: Mesh from ``make_mesh``, on whose devices each step runs. Pass the full batch in every process. None uses
+            only the model's device.
         dropout: ``global`` draws random numbers for the full batch, so that the result doesn't depend on the number of
             devices. ``local`` draws them separately for the rows of each device, which is faster.
 
@@ -177,7 +177,7 @@ class Trainer:
         self._compiled_evaluation = compile_once(_evaluate, structure)
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
-        """Take one optimizer step on the loss per target token of a batch, with dropout.
+        """Take one optimizer step on the loss per target token of a batch, with dropout enabled.
 
         Args:
             source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
@@ -194,7 +194,7 @@ class Trainer:
         """
         settings, config = self.settings, self.model.config
         batch, random_bits = self._take(source_ids, target_ids, labels)
-        # Compute numbers that change in each step in Python, so that they are exact even if float64 is off in JAX.
+        # Compute the numbers that change from step to step in Python, so they are exact even if float64 is off in JAX.
         numbers = {
             "random_bits": random_bits,
             "learning_rate": settings.learning_rate(self.step + 1, config.d_model),
@@ -210,7 +210,7 @@ class Trainer:
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
         """Return the loss per target token of a batch and the gradient that a step would use, before clipping.
 
-        Dropout, micro-batches and devices are the same as in ``train_step``. Nothing is updated.
+        Dropout, micro-batches, and devices are the same as in ``train_step``. Nothing is updated.
 
         Args:
             source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
@@ -246,9 +246,9 @@ class Trainer:
         return self._compiled_evaluation(parameters_of(self.model), batch)
 
     def export_state(self) -> TrainingState:
-        """Return a copy of the step number, the seed and the moments.
+        """Return a copy of the step number, the seed, and the moments.
 
-        All later steps depend only on this state, the weights and the settings.
+        All later steps depend only on this state, the weights, and the settings.
         """
         check_layers(self.model)
         names = parameter_shapes(self.model.config)  # jax.jit sorts the keys, so restore the order
@@ -264,7 +264,7 @@ class Trainer:
 
         Raises:
             TypeError: If a moment doesn't have a floating-point dtype.
-            ValueError: If the moments don't match the model's config, or overflow its dtype.
+            ValueError: If the moments don't match the model's config or overflow its dtype.
         """
         check_training_state(self.model.config, state, self.model.source_embedding.embedding.dtype.name)
         first, second = (
@@ -310,7 +310,7 @@ def _evaluate(structure, parameters, batch):
 
 
 def _gradients(structure, parameters, batch):
-    """Return the loss per target token and its gradients at parameters and taps, at which zeros are added."""
+    """Return the loss per target token and its gradients at parameters and taps, where zeros are added."""
 
     def loss(parameters, zeros):
         model = structure.build(parameters)
@@ -324,7 +324,7 @@ def _gradients(structure, parameters, batch):
 
 
 def _step(structure, settings, parameters, optimizer, batch, numbers):
-    """Return the optimizer, the parameters and the reported values after a step."""
+    """Return the optimizer, the parameters, and the reported values after a step."""
     total, tokens, gradient = _gradient(structure, settings, parameters, batch, numbers["random_bits"])
     count = jnp.maximum(tokens, 1).astype(total.dtype)
     norm = global_norm(gradient) / count
@@ -338,7 +338,7 @@ def _step(structure, settings, parameters, optimizer, batch, numbers):
 
 
 def _gradient(structure, settings, parameters, batch, random_bits):
-    """Return loss, number of tokens and gradient, summed over the micro-batches of a batch."""
+    """Return the loss, the number of tokens, and the gradient, summed over a batch's micro-batches."""
     slices = settings.accumulation_steps
     key = jax.random.wrap_key_data(random_bits, impl="threefry2x32")
     differentiate = jax.value_and_grad(partial(_loss_with_dropout, structure, settings), has_aux=True)
@@ -355,7 +355,7 @@ def _gradient(structure, settings, parameters, batch, random_bits):
 
 
 def _loss_with_dropout(structure, settings, parameters, batch, key):
-    """Return the loss in training mode and in the precision of the settings, with the dropout of a key."""
+    """Return the loss in training mode, using the precision in the settings and dropout with the given key."""
     model = structure.build(parameters)
     model.train()
     for stack in (model.encoder, model.decoder):

@@ -27,15 +27,15 @@ class Encoder(Part):
 
     Args:
         config: Model configuration.
-        dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32 and bfloat16.
+        dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
             Layers compute in the dtype of their parameters, even if you cast the model's state later.
-        fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False computes
+        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
             the formulas without optimizations.
-        rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key or a seed.
+        rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key, or a seed.
 
     Taps:
-        source_embedding.output: Sum of embedding and position, before dropout.
-        encoder: Prefix of the taps of the encoder stack.
+        source_embedding.output: Sum of embedding and positional encoding, before dropout.
+        encoder: Prefix of the encoder stack's taps.
     """
 
     part: str | None = "encoder"
@@ -58,8 +58,8 @@ class Encoder(Part):
 
         Raises:
             TypeError: If the IDs are not integers, or the mask is not boolean.
-            ValueError: If IDs or mask have the wrong shape, an ID is outside the vocabulary, or there are more source
-                positions than ``config.max_positions``.
+            ValueError: If the IDs or the mask have the wrong shape, an ID is outside the vocabulary, or there are more
+                source positions than ``config.max_positions``.
         """
         source_ids, source_mask = self._take("source", source_ids, source_mask)
         return self._encode(source_ids, source_mask, tap)
@@ -84,15 +84,15 @@ class Decoder(Part):
 
     Args:
         config: Model configuration.
-        dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32 and bfloat16.
+        dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
             Layers compute in the dtype of their parameters, even if you cast the model's state later.
-        fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False computes
+        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
             the formulas without optimizations.
-        rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key or a seed.
+        rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key, or a seed.
 
     Taps:
-        target_embedding.output: Sum of embedding and position, before dropout.
-        decoder: Prefix of the taps of the decoder stack.
+        target_embedding.output: Sum of embedding and positional encoding, before dropout.
+        decoder: Prefix of the decoder stack's taps.
         logits: Logits of the next tokens.
     """
 
@@ -110,13 +110,12 @@ class Decoder(Part):
     ) -> Float[Array, "B T V"]:
         """Return the logits of the token after each target position, given the encoder memory.
 
-        ``source_ids`` or ``source_mask`` must specify the padding of the memory. If you pass both, ``source_mask`` is
-        used.
+        ``source_ids`` or ``source_mask`` must specify the memory's padding. If you pass both, ``source_mask`` is used.
 
         Args:
             target_ids: Token IDs that the decoder reads: ``config.bos_id`` and the target tokens so far, padded with
                 ``config.pad_id``.
-            memory: Encoder memory, as ``encode`` returns it.
+            memory: Encoder memory, as returned by ``encode``.
             source_ids: Token IDs of the source sequences, padded with ``config.pad_id``. None requires ``source_mask``.
             target_mask: True for target positions that contain a token, False for padding. None derives the mask from
                 ``target_ids``.
@@ -128,8 +127,9 @@ class Decoder(Part):
         Raises:
             TypeError: If the IDs are not integers, a mask is not boolean, or the memory has a different dtype than the
                 model.
-            ValueError: If IDs, masks or memory have the wrong shape, an ID is outside the vocabulary, there are more
-                target positions than ``config.max_positions``, or neither ``source_ids`` nor ``source_mask`` is given.
+            ValueError: If the IDs, the masks, or the memory have the wrong shape, an ID is outside the vocabulary,
+                there are more target positions than ``config.max_positions``, or neither ``source_ids`` nor
+                ``source_mask`` is given.
         """
         memory, source_mask = self._take_memory(memory, source_ids, source_mask)
         target_ids, target_mask = self._take("target", target_ids, target_mask)
@@ -139,7 +139,7 @@ class Decoder(Part):
     __call__ = decode
 
     def _decode(self, target_ids, memory, target_mask, source_mask, tap=no_tap):
-        """Return the logits. The caller has checked the IDs, the memory and the masks."""
+        """Return the logits. The caller has checked the IDs, the memory, and the masks."""
         tap = checked(tap)
         x = self.target_position(self.target_embedding(target_ids))  # [B, T, d_model]
         if self.target_embedding_norm is not None:
@@ -168,14 +168,14 @@ class Decoder(Part):
             beam_size: Number of hypotheses per source sequence.
             source_mask: True for source positions that contain a token, False for padding. None derives the mask from
                 ``source_ids``.
-            memory: Encoder memory, as ``encode`` returns it. Without it, a ``Transformer`` computes the memory from
+            memory: Encoder memory, as returned by ``encode``. Without a memory, a ``Transformer`` computes it from
                 ``source_ids``, and a ``Decoder`` raises an error.
 
         Raises:
             TypeError: If IDs or sizes are not integers, the mask is not boolean, or the memory has a different dtype
                 than the model.
-            ValueError: If IDs, mask or memory have the wrong shape, an ID is outside the vocabulary, ``capacity``
-                exceeds ``config.max_positions``, or a required argument is missing.
+            ValueError: If the IDs, the mask, or the memory have the wrong shape, an ID is outside the vocabulary,
+                ``capacity`` exceeds ``config.max_positions``, or a required argument is missing.
         """
         capacity = check_positions("capacity", capacity, self.config.max_positions)
         beam_size = check_integer("beam_size", beam_size, minimum=1)
@@ -221,22 +221,22 @@ class Decoder(Part):
 
 
 class Transformer(Encoder, Decoder):
-    """The full Transformer: encoder, decoder and output projection (Figure 1).
+    """The full Transformer: encoder, decoder, and output projection (Figure 1).
 
     It maps source tokens and the target tokens so far to the logits of the next token at every target position. The
     constructor draws initial values. Use ``from_weights`` to create a model with given weights.
 
     Args:
         config: Model configuration.
-        dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32 and bfloat16.
+        dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
             Layers compute in the dtype of their parameters, even if you cast the model's state later.
-        fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False computes
+        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
             the formulas without optimizations.
-        rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key or a seed.
+        rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key, or a seed.
 
     Taps:
-        source_embedding.output, target_embedding.output: Sums of embedding and position, before dropout.
-        encoder, decoder: Prefixes of the taps of the two stacks.
+        source_embedding.output, target_embedding.output: Sums of embedding and positional encoding, before dropout.
+        encoder, decoder: Prefixes of the two stacks' taps.
         logits: Logits of the next tokens.
     """
 
@@ -266,7 +266,7 @@ class Transformer(Encoder, Decoder):
 
         Raises:
             TypeError: If the IDs are not integers, or a mask is not boolean.
-            ValueError: If IDs or masks have the wrong shape, an ID is outside the vocabulary, or there are more
+            ValueError: If the IDs or the masks have the wrong shape, an ID is outside the vocabulary, or there are more
                 positions than ``config.max_positions``.
         """
         source_ids, source_mask = self._take("source", source_ids, source_mask)
@@ -276,7 +276,7 @@ class Transformer(Encoder, Decoder):
         return self._decode(target_ids, memory, target_mask, source_mask, tap)
 
     def _take_memory_for_cache(self, memory, ids, mask):
-        """Check and return the encoder memory and the source mask. Without a memory, compute it first."""
+        """Check and return the encoder memory and the source mask. Compute a missing memory first."""
         if memory is None:
             memory = self.encode(ids, mask)
         return self._take_memory(memory, ids, mask)

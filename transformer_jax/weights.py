@@ -1,6 +1,6 @@
 """Conversion of weights between canonical names and the parameters of a Flax model.
 
-Names and shapes are the same, except that Flax calls an embedding matrix ``embedding`` and not ``table``.
+Names and shapes are the same, except that Flax calls an embedding matrix ``embedding`` instead of ``table``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OWN_LAYERS = {layer.__call__ for layer in (*FAST, *FAST.values(), LayerNorm, Tok
 
 
 def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
-    """Copy weights into a model, rounded to its dtype. The model never aliases the given arrays.
+    """Copy weights into a model, rounding them to its dtype. The model never aliases the given arrays.
 
     Args:
         model: Model whose parameters are replaced in place.
@@ -32,7 +32,7 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype.
-        ValueError: If the weights don't match the model's config, or overflow its dtype.
+        ValueError: If the weights don't match the model's config or overflow its dtype.
     """
     check_weights(model.config, weights, part=model.part)
     for name in parameter_shapes(model.config, model.part):
@@ -45,14 +45,14 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 def get_weights(model: Model) -> dict[str, ndarray]:
     """Return a copy of every parameter of a model in the model's dtype, by canonical name.
 
-    If an ``nnx.LoRALinear`` replaces a layer, its update is added to the kernel.
+    If a layer was replaced with an ``nnx.LoRALinear``, the LoRA update is added to the kernel.
 
     Args:
         model: Model to read.
 
     Raises:
-        ValueError: If a different type of layer replaces a layer of this package, or a trainable parameter has no
-            canonical name.
+        ValueError: If a layer of this package was replaced with a different type of layer, or a trainable parameter has
+            no canonical name.
     """
     check_layers(model, adapters=True)
     return {name: _merged(model, name) for name in parameter_shapes(model.config, model.part)}

@@ -1,4 +1,7 @@
-"""The public names for writing a port. Start with ``Port``."""
+"""The public API for writing a port. Start with ``Port``.
+
+A port is an implementation that ``parity`` compares with the NumPy reference.
+"""
 
 from transformer_parity.transformer.ports.user import Port
 from transformer_spec.taps import Tap, no_tap

@@ -1,7 +1,7 @@
 """Everything that the four packages share.
 
-Configs, names and shapes of parameters, input checks, settings for search and training, and file formats. This package
-doesn't compute a Transformer and imports none of the packages that do. Each of them re-exports these names.
+This package defines configs, the names and shapes of parameters, input checks, settings for search and training, and
+file formats. It doesn't compute a Transformer and imports none of the four packages, which re-export all of its names.
 """
 
 from transformer_spec.checkpoint import Checkpoint, average_weights, load_checkpoint, save_checkpoint

@@ -1,4 +1,4 @@
-"""Checkpoints: one file with everything that a training run depends on, which every framework can read."""
+"""Checkpoints: a file that contains everything a training run depends on and that every framework can read."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Checkpoint:
         config: Configuration of the model.
         settings: Training settings.
         weights: Weights by canonical name.
-        state: Step number, seed and moments of the optimizer.
+        state: Step number, seed, and the optimizer's moments.
         progress: Values that the training loop needs to resume, such as the position in the data. They must survive a
             JSON round trip.
-        vocabulary: A sentencepiece model, the files of a different vocabulary, or None.
+        vocabulary: A sentencepiece model, the files of another type of vocabulary, or None.
     """
 
     config: TransformerConfig
@@ -55,7 +55,7 @@ class Checkpoint:
 def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint to a file atomically: if an error occurs, an existing file remains intact.
 
-    Every array is stored exactly. The keys of the progress are sorted. You can also use the file as a weight file.
+    Every array is stored exactly, and the keys of the progress are sorted. You can also use the file as a weight file.
 
     Args:
         path: File to create or replace.
@@ -72,7 +72,7 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
 
 
 def checkpoint_tensors(checkpoint: Checkpoint) -> dict[str, ndarray]:
-    """Check and return the weights of a checkpoint by name, and its moments by name with a prefix.
+    """Check and return the weights of a checkpoint by name, and its moments by name, with a prefix.
 
     Raises:
         TypeError: If a tensor doesn't have a floating-point dtype.
@@ -88,7 +88,7 @@ def checkpoint_tensors(checkpoint: Checkpoint) -> dict[str, ndarray]:
 def describe_run(
     config: TransformerConfig, settings: TrainingConfig, state: Any, progress: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return everything in a checkpoint except tensors and vocabulary.
+    """Return everything in a checkpoint except the tensors and the vocabulary.
 
     Args:
         config: Configuration of the model.
@@ -114,11 +114,11 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     """Read a checkpoint, regardless of the framework that wrote it. Each array keeps the dtype in which it is stored.
 
     Args:
-        path: File that ``save_checkpoint`` wrote.
+        path: File written by ``save_checkpoint``.
 
     Raises:
         OSError: If the file can't be read.
-        ValueError: If the file is truncated, corrupt or not a checkpoint, or its parts contradict each other.
+        ValueError: If the file is truncated, corrupt, or not a checkpoint, or its parts contradict each other.
     """
     with open_file(path, "checkpoint") as (description, file):
         config, weights = read_weights(description, file)
@@ -140,10 +140,10 @@ def average_weights(paths: Sequence[str | Path]) -> tuple[TransformerConfig, dic
 
     Raises:
         OSError: If a file can't be read.
-        ValueError: If there is no file, a file is invalid, or the files differ in config, tensor names or dtypes.
+        ValueError: If no files are given, a file is invalid, or the files differ in config, tensor names, or dtypes.
     """
     if not paths:
-        raise ValueError("an average needs at least one file: got none")
+        raise ValueError("an average requires at least one file: got none")
     config, first = load_weights(paths[0])
     total = {name: array.astype(np.float64) for name, array in first.items()}
     for path in paths[1:]:
@@ -165,11 +165,11 @@ def average_weights(paths: Sequence[str | Path]) -> tuple[TransformerConfig, dic
 
 
 def read_training(description: Mapping[str, Any]) -> tuple[dict[str, Any], TrainingConfig]:
-    """Return the metadata of the training run in an open file, and its settings.
+    """Return the metadata and the settings of the training run in an open file.
 
     Raises:
         TypeError: If a part has the wrong type.
-        ValueError: If the file contains no training run, or a part is missing, unknown or invalid.
+        ValueError: If the file contains no training run, or a part is missing, unknown, or invalid.
     """
     if "training" not in description:
         raise ValueError("it contains weights but no training state")

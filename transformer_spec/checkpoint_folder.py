@@ -1,4 +1,4 @@
-"""Directories of sharded checkpoints, to which several processes write: the parts that all frameworks share.
+"""Shared code for sharded checkpoints, which are directories to which several processes write.
 
 The tensors are stored in the framework's own format, and the names of moments have the same prefixes as in a checkpoint
 file. All other parts of a checkpoint are in ``run.safetensors``. The directory gets its final name when it is complete.
@@ -42,7 +42,7 @@ class Run(NamedTuple):
         """Return the run and its tensors as a checkpoint.
 
         Args:
-            tensors: Arrays by ``names``.
+            tensors: Arrays by name, one for each of ``names``.
 
         Raises:
             ValueError: If the tensors don't match the config.
@@ -102,7 +102,7 @@ def check_held(folder: Path, held: Held, needed: Held) -> None:
         needed: Shape and dtype of each tensor of the trainer, by name.
 
     Raises:
-        ValueError: If a name, a shape or a dtype differs.
+        ValueError: If a name, a shape, or a dtype differs.
     """
     for name, tensor in needed.items():
         if held.get(name) != tensor:

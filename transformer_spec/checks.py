@@ -1,7 +1,7 @@
-"""Input checks on plain integers, strings and arrays, so that every package raises the same errors.
+"""Input checks on plain integers, strings, and arrays, so that every package raises the same errors.
 
-The checks don't depend on a framework: shapes are passed as tuples, and dtypes by their NumPy name. An error message
-contains the requirement and the value that was passed.
+The checks don't depend on a framework: shapes are passed as tuples, and dtypes by their NumPy name. Each error message
+states the requirement and the value that was passed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bo
 
 
 def check_fields(what: str, fields: Iterable[str], needed: Iterable[str]) -> None:
-    """Raise a ValueError if fields are unknown or missing. ``what`` is their name in the error message."""
+    """Raise a ValueError if fields are unknown or missing. ``what`` describes them in the message."""
     found, known = set(fields), set(needed)
     if unknown := sorted(map(str, found - known)):
         raise ValueError(f"unknown {what}: {', '.join(unknown)}")
@@ -91,7 +91,7 @@ def check_fields(what: str, fields: Iterable[str], needed: Iterable[str]) -> Non
 def check_type(name: str, value: Any, kind: type) -> None:
     """Raise a TypeError unless a value is an instance of a class.
 
-    If the class is a dataclass and the value is a dict, the message contains the conversion.
+    If the class is a dataclass and the value is a dict, the message shows how to convert it.
     """
     if not isinstance(value, kind):
         remedy = f"; write {kind.__name__}(**{name})" if isinstance(value, dict) and is_dataclass(kind) else ""
@@ -105,10 +105,10 @@ def check_unmasked(name: str, array: Any) -> None:
 
 
 def to_array(name: str, rows: Any) -> np.ndarray:
-    """Return IDs or a mask that a caller passed as an array.
+    """Convert a caller's IDs or mask to an array.
 
     Raises:
-        TypeError: If it is a masked array.
+        TypeError: If the input is a masked array.
         ValueError: If the rows have different lengths.
     """
     check_unmasked(name, rows)
@@ -184,7 +184,7 @@ def check_positions(name: str, value: Any, max_positions: int | None) -> int:
     """Return a number of target positions as an ``int``. Raise a ValueError if the model supports fewer positions."""
     integer = check_integer(name, value, minimum=1)
     if max_positions is not None and integer > max_positions:
-        raise ValueError(f"{name} must be at most {max_positions}, the model's positions: got {integer}")
+        raise ValueError(f"{name} must be at most {max_positions} for this model: got {integer}")
     return integer
 
 
@@ -211,7 +211,7 @@ def check_room(length: Any, more: int | None, capacity: int | None) -> None:
 
 
 def check_given(memory: Any, source_ids: Any, source_mask: Any) -> None:
-    """Raise a ValueError unless a memory is given, and IDs or a mask that specify its padding."""
+    """Raise a ValueError unless a memory is given, along with IDs or a mask that specify its padding."""
     if memory is None:
         raise ValueError("memory must be given: a Decoder has no encoder")
     if source_ids is None and source_mask is None:
@@ -261,7 +261,7 @@ def check_attention_mask(mask: Shape, dtype: str, query: Shape, key: Shape) -> N
 
 def _check_agree(names: str, meaning: str, first: int | None, second: int | None) -> None:
     if None not in (first, second) and first != second:
-        raise ValueError(f"{names} must agree in {meaning}: got {first} and {second}")
+        raise ValueError(f"{names} must have the same {meaning}: got {first} and {second}")
 
 
 def _check_shape(name: str, shape: Shape, needed: Shape) -> None:
@@ -285,14 +285,16 @@ def check_logits(shape: Shape, labels_shape: Shape, vocab_size: int) -> None:
 def check_accumulation(accumulation_steps: int, batch: int) -> None:
     """Raise a ValueError unless the batch can be divided into micro-batches of equal size."""
     if batch % accumulation_steps:
-        raise ValueError(f"accumulation_steps must divide the batch: got {accumulation_steps} and {batch} sentences")
+        raise ValueError(f"accumulation_steps must divide the batch size: got {accumulation_steps} and {batch}")
 
 
 def check_trainable(dtype: str, mixed_bfloat16: bool, supported: bool) -> None:
     """Raise a ValueError if weights are too imprecise for training, or if mixed precision is not supported."""
     if dtype not in ("float64", "float32"):
-        raise ValueError(f"training needs float32 or float64 weights: got {dtype}; mixed_bfloat16 computes in bfloat16")
+        raise ValueError(
+            f"training requires float32 or float64 weights: got {dtype}; to compute in bfloat16, set mixed_bfloat16"
+        )
     if mixed_bfloat16 and not supported:
         raise ValueError("mixed_bfloat16 is not supported by this backend")
     if mixed_bfloat16 and dtype != "float32":
-        raise ValueError(f"mixed_bfloat16 needs float32 weights: got {dtype}")
+        raise ValueError(f"mixed_bfloat16 requires float32 weights: got {dtype}")

@@ -1,6 +1,6 @@
 """The configuration of a Transformer.
 
-Each field exists because two published implementations of this model differ in it. ``presets`` names these
+Each field exists because two published implementations of this model differ in it. ``presets`` lists these
 implementations.
 """
 
@@ -40,13 +40,13 @@ DECODER_SIZES = ("num_heads", "d_k", "d_v", "d_ff")  # sizes that may differ in 
 
 
 def check_sinusoids(d_model: int, layout: str, timescale: str) -> None:
-    """Raise a ValueError unless sinusoidal positions support this width, layout and timescale."""
+    """Raise a ValueError unless sinusoidal encodings support this width, layout, and timescale."""
     check_choice("position_layout", layout, CHOICES["position_layout"])
     check_choice("position_timescale", timescale, CHOICES["position_timescale"])
     if d_model % 2:
-        raise ValueError(f"sinusoidal positions need an even d_model: got {d_model}")
+        raise ValueError(f"sinusoidal positional encodings require an even d_model: got {d_model}")
     if timescale == "m_minus_1" and d_model < 4:
-        raise ValueError(f"position_timescale='m_minus_1' needs d_model of at least 4: got {d_model}")
+        raise ValueError(f"position_timescale='m_minus_1' requires d_model to be at least 4: got {d_model}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class DropoutRates:
     """Dropout probabilities, each in [0, 1). Frozen; the constructor validates all fields.
 
     Attributes:
-        embedding: Dropout rate for the sum of embedding and position (section 5.4).
+        embedding: Dropout rate for the sum of embedding and positional encoding (section 5.4).
         attention: Dropout rate for the attention weights (not in the paper).
         residual: Dropout rate for the output of each sublayer, before the residual connection (section 5.4).
         feed_forward: Dropout rate for the activations inside the feed-forward network (not in the paper).
@@ -79,27 +79,27 @@ class DropoutRates:
 class TransformerConfig:
     """Complete configuration of a Transformer. Frozen; the constructor validates all fields.
 
-    By default, it is ``paper_base``, the base model of "Attention Is All You Need" (Table 3).
+    The default is ``paper_base``, the base model from "Attention Is All You Need" (Table 3).
 
     Attributes:
         source_vocab_size: Size of the source vocabulary.
         target_vocab_size: Size of the target vocabulary, which is also the number of logits.
-        d_model: Size of embeddings and layer outputs.
+        d_model: Size of the embeddings and layer outputs.
         num_heads: Number of attention heads.
         d_k: Size of queries and keys per head. None uses d_model / num_heads.
         d_v: Size of values per head. None uses d_model / num_heads.
         d_ff: Inner size of the feed-forward networks.
         num_encoder_layers: Number of encoder layers.
         num_decoder_layers: Number of decoder layers.
-        max_length: Number of learned positions. It doesn't limit sinusoidal positions.
-        norm_order: Order of layer norm and residual connection. ``post`` is ``LayerNorm(x + Sublayer(x))``, ``pre`` is
-            ``x + Sublayer(LayerNorm(x))``.
+        max_length: Number of learned positional embeddings. It doesn't limit sinusoidal encodings.
+        norm_order: Order of layer norm and residual connection. ``post`` is ``LayerNorm(x + Sublayer(x))``, and ``pre``
+            is ``x + Sublayer(LayerNorm(x))``.
         final_norm: True adds a layer norm after each stack.
         layer_norm_epsilon: Number in (0, 1] that is added to the variance, or to the standard deviation if
             ``layer_norm_kind`` is ``annotated``.
-        layer_norm_kind: Divisor of layer norms. ``standard`` is sqrt(biased variance + epsilon), ``annotated`` is
+        layer_norm_kind: Divisor of layer norms. ``standard`` is sqrt(biased variance + epsilon), and ``annotated`` is
             unbiased standard deviation + epsilon.
-        position_encoding: Type of positions in encoder and decoder, ``sinusoidal`` or ``learned``.
+        position_encoding: Type of positional encoding in the encoder and decoder: ``sinusoidal`` or ``learned``.
         position_layout: Order of sinusoidal channels. ``interleaved`` is sin, cos, sin, cos; ``split`` is all sines,
             then all cosines.
         position_timescale: Timescales of sinusoids. For m = d_model / 2, ``m`` is 10000^(i/m) and ``m_minus_1`` is
@@ -107,19 +107,19 @@ class TransformerConfig:
         position_offset: Index of the first position.
         scale_embedding: True multiplies embeddings by sqrt(d_model).
         tie_embeddings: Embedding matrices that are shared. ``none`` shares nothing, ``target_output`` shares the target
-            embedding with the output projection, ``all`` also shares them with the source embedding.
-        attention_bias: True adds biases to the four projections of each attention.
+            embedding with the output projection, and ``all`` also shares them with the source embedding.
+        attention_bias: True adds biases to the four projections of each attention layer.
         feed_forward_bias: True adds biases to the two projections of each feed-forward network.
         output_bias: True adds a bias to the logits.
         activation: Activation function of the feed-forward networks: ``relu``, ``gelu``, ``gelu_tanh`` or ``swish``.
         dropout: Dropout rates, as ``DropoutRates`` or a dict of its fields.
-        pad_id: ID of the padding token, which attention and loss ignore.
+        pad_id: ID of the padding token, which attention and the loss ignore.
         bos_id: ID of the token with which the decoder starts.
         eos_id: ID of the token that ends a sequence.
         label_smoothing: Probability in [0, 0.99] that label smoothing moves away from the correct token.
         label_smoothing_kind: Tokens that receive this probability: all tokens (``uniform``), all incorrect tokens
             (``off_target``), or all incorrect tokens except padding (``off_target_and_pad``).
-        embedding_norm: True adds a layer norm after embedding and position are added.
+        embedding_norm: True adds a layer norm to the sum of embedding and positional encoding.
         decoder_num_heads: Number of heads in the decoder. None uses ``num_heads``.
         decoder_d_k: Size of queries and keys per head in the decoder. None uses d_model / decoder_num_heads if that is
             set, otherwise ``d_k``.
@@ -142,7 +142,7 @@ class TransformerConfig:
     d_ff: int = 2048
     num_encoder_layers: int = 6
     num_decoder_layers: int = 6
-    max_length: int = 1024  # number of learned positions; it doesn't limit sinusoids
+    max_length: int = 1024  # number of learned positional embeddings; it doesn't limit sinusoids
 
     norm_order: str = "post"  # post: LayerNorm(x + Sublayer(x)), section 3.1; pre: x + Sublayer(LayerNorm(x))
     final_norm: bool = False  # additional layer norm after each stack
@@ -156,7 +156,7 @@ class TransformerConfig:
     scale_embedding: bool = True  # multiply by sqrt(d_model), section 3.4
     tie_embeddings: str = "all"  # section 3.4: both embeddings and the output projection share one matrix
 
-    attention_bias: bool = False  # section 3.2.2 contains no biases
+    attention_bias: bool = False  # section 3.2.2 uses no biases
     feed_forward_bias: bool = True  # equation (2)
     output_bias: bool = False
     activation: str = "relu"
@@ -168,7 +168,7 @@ class TransformerConfig:
     label_smoothing: float = 0.1
     label_smoothing_kind: str = "uniform"  # the method of Szegedy et al., whom the paper cites
 
-    embedding_norm: bool = False  # additional layer norm after adding embedding and position (BART)
+    embedding_norm: bool = False  # additional layer norm on the sum of embedding and positional encoding (BART)
     decoder_num_heads: int | None = None  # None uses num_heads
     decoder_d_k: int | None = None  # None uses d_model / decoder_num_heads if set, otherwise d_k
     decoder_d_v: int | None = None  # None uses d_model / decoder_num_heads if set, otherwise d_v
@@ -181,7 +181,7 @@ class TransformerConfig:
             check_fields("dropout sites", {*sites, *self.dropout}, sites)
             object.__setattr__(self, "dropout", DropoutRates(**self.dropout))
         if not isinstance(self.dropout, DropoutRates):
-            raise TypeError(f"dropout must be DropoutRates: got {type(self.dropout).__name__}")
+            raise TypeError(f"dropout must be a DropoutRates or a dict: got {type(self.dropout).__name__}")
         self._resolve_head_sizes()
         for name in (*SIZES, *DEPTHS):
             self._keep(name, check_integer(name, getattr(self, name), minimum=1))
@@ -204,19 +204,20 @@ class TransformerConfig:
         self._check_positions()
         if self.skip_first_self_attention and self.num_decoder_layers == 1:
             raise ValueError(
-                "skip_first_self_attention needs num_decoder_layers of at least 2, so that positions see earlier ones"
+                "skip_first_self_attention requires num_decoder_layers to be at least 2: with one layer, no target "
+                "position could attend to earlier ones"
             )
         if self.layer_norm_kind == "annotated" and self.d_model < 2:
-            raise ValueError(f"layer_norm_kind='annotated' needs d_model of at least 2: got {self.d_model}")
+            raise ValueError(f"layer_norm_kind='annotated' requires d_model to be at least 2: got {self.d_model}")
         others = {"uniform": 0, "off_target": 1, "off_target_and_pad": 2}[self.label_smoothing_kind]
         if self.label_smoothing and self.target_vocab_size <= others:
             raise ValueError(
-                f"label_smoothing_kind={self.label_smoothing_kind!r} needs a target_vocab_size of at least "
-                f"{others + 1}: got {self.target_vocab_size}"
+                f"label_smoothing_kind={self.label_smoothing_kind!r} requires target_vocab_size to be at "
+                f"least {others + 1}: got {self.target_vocab_size}"
             )
         if self.tie_embeddings == "all" and self.source_vocab_size != self.target_vocab_size:
             raise ValueError(
-                "tie_embeddings='all' needs equal vocabulary sizes: got source_vocab_size "
+                "tie_embeddings='all' requires equal vocabulary sizes: got source_vocab_size "
                 f"{self.source_vocab_size} and target_vocab_size {self.target_vocab_size}"
             )
 
@@ -268,7 +269,7 @@ class TransformerConfig:
 
     @property
     def in_decoder(self) -> TransformerConfig:
-        """Config for the layers of the decoder, in which its sizes replace the sizes of the encoder."""
+        """Config for the decoder's layers, in which the decoder's sizes replace the encoder's."""
         heads, d_k, d_v, d_ff = (getattr(self, f"decoder_{name}") for name in DECODER_SIZES)
         width = None if heads is None else self.d_model // heads
         own = {"num_heads": heads, "d_k": d_k or width, "d_v": d_v or width, "d_ff": d_ff}
@@ -327,6 +328,6 @@ class TransformerConfig:
             ValueError: If a field is missing or unknown, has an invalid value, or contradicts other fields.
         """
         if not isinstance(fields, Mapping):
-            raise TypeError(f"a config must be a mapping of field names: got {type(fields).__name__}")
+            raise TypeError(f"a config must be a mapping of field names to values: got {type(fields).__name__}")
         check_fields("config fields", fields, (entry.name for entry in dataclasses.fields(cls)))
         return cls(**fields)

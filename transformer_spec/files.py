@@ -1,4 +1,4 @@
-"""Weight files: safetensors with the config as JSON in the metadata. No code in a file is ever executed.
+"""Weight files: safetensors files with the config as JSON in the metadata. Reading a file never executes code in it.
 
 A checkpoint is a weight file with additional contents: the moments of the optimizer, stored under the names of their
 parameters with a prefix, and the state of the training run in the metadata. Both types of files can contain a
@@ -7,8 +7,8 @@ vocabulary: either one sentencepiece model as the tensor ``vocabulary``, or othe
 
 The metadata has one entry, a JSON object with ``version``, ``config``, ``sha256`` (the checksum of each tensor by
 name), ``training`` (only in checkpoints), and ``part`` (``encoder`` or ``decoder``, if the file contains only the
-tensors of this part). A weight file can also have ``search`` (search settings for its model) and ``origin`` (where the
-weights come from). These are objects with their own checksums in ``sha256``.
+tensors of this part). A weight file can also contain ``search`` (search settings for its model) and ``origin`` (where
+the weights come from). These are objects with their own checksums in ``sha256``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ FIRST_MOMENT = "first_moment."  # prefix of the parameter name
 SECOND_MOMENT = "second_moment."
 VOCABULARY = "vocabulary"
 NOTES = ("search", "origin")
-MOST_NOTES = 2**20  # maximum size in bytes of JSON
-BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per number, by dtype in the file; 8 for other dtypes
+MOST_NOTES = 2**20  # maximum size of the JSON in bytes
+BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per value, by dtype in the file; 8 for other dtypes
 POINTER = b"version https://git-lfs.github.com/spec/"  # start of a git-lfs pointer file
 MOST_POINTER = 1024  # maximum size in bytes of a pointer, as specified by git-lfs
 ALIGNED = 64  # alignment of arrays in bytes
@@ -50,7 +50,7 @@ class VocabularyFiles(NamedTuple):
     """A vocabulary that is not a sentencepiece model.
 
     Attributes:
-        kind: Type of the vocabulary: letters, digits and ``_``.
+        kind: Name of the vocabulary type, which consists of letters, digits, and ``_``.
         files: Contents of the files, by name.
     """
 
@@ -75,7 +75,7 @@ def save_weights(
         weights: One array per canonical parameter name.
         dtype: Dtype in which the weights are stored: float64, float32, float16 or bfloat16. None keeps the dtype of
             each array.
-        vocabulary: A sentencepiece model, or the files of a different vocabulary, so that the file suffices to
+        vocabulary: A sentencepiece model, or the files of another type of vocabulary, so that the file suffices to
             translate text.
         notes: Up to two dicts that can be converted to JSON: ``search`` (search settings) and ``origin``. None adds no
             notes.
@@ -102,11 +102,11 @@ def load_weights(path: str | Path) -> tuple[TransformerConfig, dict[str, ndarray
     """Read config and weights from a weight file or checkpoint. Each array keeps the dtype in which it is stored.
 
     Args:
-        path: File that ``save_weights`` or ``save_checkpoint`` wrote.
+        path: File written by ``save_weights`` or ``save_checkpoint``.
 
     Raises:
         OSError: If the file can't be read.
-        ValueError: If the file is truncated, corrupt or of a different format, or its tensors don't match its config.
+        ValueError: If the file is truncated, corrupt, or in a different format, or its tensors don't match its config.
     """
     with open_file(path, "weight file") as (description, file):
         read_vocabulary(description, file)  # also detects damage outside of the weights
@@ -118,25 +118,25 @@ def load_vocabulary(path: str | Path) -> bytes | VocabularyFiles | None:
     """Read the vocabulary from a weight file or checkpoint. Return None if the file contains none.
 
     Args:
-        path: File that ``save_weights`` or ``save_checkpoint`` wrote.
+        path: File written by ``save_weights`` or ``save_checkpoint``.
 
     Raises:
         OSError: If the file can't be read.
-        ValueError: If the file is truncated, corrupt or of a different format.
+        ValueError: If the file is truncated, corrupt, or in a different format.
     """
     with open_file(path, "weight file") as (description, file):
         return read_vocabulary(description, file)
 
 
 def load_notes(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Read the notes ``search`` and ``origin`` from a weight file. Missing notes are omitted.
+    """Read the ``search`` and ``origin`` notes from a weight file. Missing notes are omitted.
 
     Args:
-        path: File that ``save_weights`` or ``save_checkpoint`` wrote.
+        path: File written by ``save_weights`` or ``save_checkpoint``.
 
     Raises:
         OSError: If the file can't be read.
-        ValueError: If the file is truncated, corrupt or of a different format.
+        ValueError: If the file is truncated, corrupt, or in a different format.
     """
     with open_file(path, "weight file") as (description, _):
         return read_notes(description)
@@ -154,7 +154,7 @@ def write_file(
         path: File to create or replace.
         description: Dict that can be converted to JSON.
         tensors: C-contiguous arrays. safetensors would silently permute the values of other arrays.
-        vocabulary: A sentencepiece model, the files of a different vocabulary, or None.
+        vocabulary: A sentencepiece model, the files of another type of vocabulary, or None.
 
     Raises:
         TypeError: If the vocabulary is not bytes.
@@ -187,7 +187,7 @@ def check_fetched(path: Path) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, ndarray], metadata: Mapping[str, str] | None = None) -> None:
-    """Write C-contiguous arrays to a safetensors file with the permissions of the user's umask.
+    """Write C-contiguous arrays to a safetensors file with the permissions that the user's umask specifies.
 
     Raises:
         OSError: If the file can't be written.
@@ -228,14 +228,14 @@ def _checked_note(name: str, note: Any) -> dict[str, Any]:
 
 
 def check_plain(name: str, values: Mapping[Any, Any]) -> None:
-    """Check that values survive a JSON round trip, unlike tuples, NaN, NumPy numbers and keys that are not strings.
+    """Check that values survive a JSON round trip. Tuples, NaN, NumPy numbers, and keys that aren't strings don't.
 
     Args:
         name: Name of the dict in the error message.
         values: Dict to check.
 
     Raises:
-        ValueError: If a value doesn't survive. The message contains its key.
+        ValueError: If a value doesn't survive. The message includes its key.
     """
     for key, value in values.items():
         try:
@@ -244,7 +244,7 @@ def check_plain(name: str, values: Mapping[Any, Any]) -> None:
         except (TypeError, ValueError, RecursionError):
             returns = False
         if not returns:
-            needed = "dicts with string keys, lists, strings, finite numbers, True, False and None"
+            needed = "dicts with string keys, lists, strings, finite numbers, True, False, and None"
             raise ValueError(f"{name}[{key!r}] must be made of {needed}")
 
 
@@ -254,7 +254,7 @@ def note_checksum(name: str, note: Mapping[str, Any]) -> str:
 
 
 def checksum(name: str, array: ndarray) -> str:
-    """Return the SHA-256 of a tensor: of name, dtype and shape as a JSON list, followed by its bytes in C order."""
+    """Return the SHA-256 of a tensor's name, dtype, and shape as a JSON list, followed by its bytes in C order."""
     digest = hashlib.sha256(json.dumps([name, array.dtype.name, list(array.shape)]).encode())
     digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
@@ -281,7 +281,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path, mode: int) -> None:
-    """Wait until a file, or the entries of a directory, are on the disk."""
+    """Wait until a file or the entries of a directory have been written to disk."""
     descriptor = os.open(path, mode)
     try:
         os.fsync(descriptor)
@@ -291,14 +291,13 @@ def _sync(path: Path, mode: int) -> None:
 
 @contextmanager
 def open_file(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Any], safe_open]]:
-    """Open a file that ``write_file`` wrote, and yield its description and an object that reads its tensors.
+    """Open a file written by ``write_file``, and yield its description and an object that reads its tensors.
 
-    Errors inside the ``with`` statement are reported as errors of the file. ``kind`` is the type of file in the
-    message.
+    Errors inside the ``with`` statement are reported as errors in the file. ``kind`` describes the file in the message.
 
     Raises:
         OSError: If the file can't be read.
-        ValueError: If the file is truncated, corrupt or of a different format, or its contents are invalid.
+        ValueError: If the file is truncated, corrupt, or in a different format, or its contents are invalid.
     """
     if Path(path).is_dir():
         held = sorted(file.name for file in Path(path).glob("*.safetensors"))
@@ -320,7 +319,7 @@ def read_weights(description: Mapping[str, Any], file: safe_open) -> tuple[Trans
     config = TransformerConfig.from_dict(description.get("config", {}))
     beside = (FIRST_MOMENT, SECOND_MOMENT) if "training" in description else ()
     names = [name for name in file.keys() if not _is_vocabulary(name) and not name.startswith(beside)]  # noqa: SIM118
-    # Allocate one block, which the system gets back at once. The C library would keep most of many small arrays.
+    # Allocate one block, which goes back to the system when freed. The C library would keep the memory of small arrays.
     pieces = map(file.get_slice, names)
     sizes = (BYTES.get(piece.get_dtype(), 8) * math.prod(piece.get_shape()) + ALIGNED for piece in pieces)
     room = np.empty(sum(sizes), np.uint8)
@@ -393,7 +392,7 @@ def _read_description(text: str | None) -> dict[str, Any]:
     if type(version) is not int or version != FORMAT_VERSION:
         raise ValueError(f"format version must be {FORMAT_VERSION}: got {version!r}")
     if not isinstance(content.get("sha256"), dict):
-        raise ValueError("its metadata must have an object 'sha256', with the checksum of each tensor")
+        raise ValueError("its metadata must have an object 'sha256' with the checksum of each tensor")
     if unknown := sorted(set(content) - {"version", "config", "part", "training", "sha256", *NOTES}):
         raise ValueError(f"its metadata has unknown entries: {', '.join(unknown)}")
     return content

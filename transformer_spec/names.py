@@ -24,7 +24,7 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 @runtime_checkable
 class Model(Protocol):
-    """A Transformer, Encoder or Decoder of any package. The name of each parameter is its attribute path."""
+    """A Transformer, Encoder, or Decoder from any package. The name of each parameter is its attribute path."""
 
     config: TransformerConfig
     part: str | None
@@ -45,7 +45,7 @@ def find(model: Any, path: str) -> Any:
 def parameter_shapes(config: TransformerConfig, part: str | None = None) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every stored parameter, in the order of Figure 1.
 
-    A tied matrix is listed once, under the name with which it is stored.
+    A tied matrix is listed once, under the name under which it is stored.
 
     Args:
         config: Model configuration.
@@ -106,8 +106,8 @@ def check_weights(
 
     Raises:
         TypeError: If a tensor doesn't have a floating-point dtype, or an argument has the wrong type.
-        ValueError: If tensors are missing, unexpected or not finite, or have the wrong shape. The message contains
-            their names.
+        ValueError: If tensors are missing, unexpected, or not finite, or have the wrong shape. The message lists their
+            names.
     """
     check_type("config", config, TransformerConfig)
     if not isinstance(weights, Mapping):
@@ -145,8 +145,8 @@ def check_training_state(config: TransformerConfig, state: TrainingState, dtype:
 
     Raises:
         TypeError: If step or seed is not an integer, or a moment doesn't have a floating-point dtype.
-        ValueError: If step or seed is negative, moments are missing, unexpected or not finite, have the wrong shape, or
-            overflow the dtype, or a second moment is negative.
+        ValueError: If step or seed is negative, moments are missing, unexpected, or not finite, have the wrong shape,
+            or overflow the dtype, or a second moment is negative.
     """
     check_type("state", state, TrainingState)
     check_integer("step", state.step, minimum=0)

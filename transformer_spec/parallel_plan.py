@@ -1,4 +1,4 @@
-"""Plans for training on several devices: the axes that are divided, and the part of each device.
+"""Plans for training on several devices: the axes that are divided, and each device's part.
 
 Every device gets the global batch in each step. The loss is the sum over all target tokens divided by their number, and
 the gradient is clipped by its global norm. Therefore, a plan only changes the order of summation.
@@ -39,14 +39,14 @@ TENSOR_AXES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Number of devices that train a model, along three axes. Frozen; the constructor validates all fields.
+    """Number of devices along each axis, for training one model. Frozen; the constructor validates all fields.
 
     Attributes:
         data: Number of copies of the model. Each copy processes different rows of the batch (Goyal et al., 2017).
-        fsdp: Number of shards of each parameter and its moments, which are gathered when needed. Each shard also
-            processes different rows of the batch (Rajbhandari et al., 2020).
-        tensor: Number of parts of the attention heads and the feed-forward networks, which process the same rows
-            (Shoeybi et al., 2019).
+        fsdp: Number of shards into which each parameter and its moments are divided. Parameters are gathered when
+            needed. Each shard also processes different rows of the batch (Rajbhandari et al., 2020).
+        tensor: Number of parts into which the attention heads and the feed-forward networks are divided. All parts
+            process the same rows (Shoeybi et al., 2019).
 
     Raises:
         TypeError: If a size is not an integer.
@@ -69,13 +69,13 @@ class Plan:
             text: Comma-separated sizes. Missing axes have size 1.
 
         Raises:
-            ValueError: If the text has a different form, an axis is unknown or repeated, or a size is less than 1.
+            ValueError: If the text is malformed, an axis is unknown or repeated, or a size is less than 1.
         """
         sizes: dict[str, int] = {}
         for entry in text.split(","):
             axis, _, size = (piece.strip() for piece in entry.partition("="))
             if axis not in AXES or axis in sizes or not (size.isascii() and size.isdecimal()):
-                raise ValueError(f"a plan must be like data=2,fsdp=2,tensor=2: got {text!r}")
+                raise ValueError(f"a plan must have the form data=2,fsdp=2,tensor=2: got {text!r}")
             sizes[axis] = int(size)
         return cls(**sizes)
 
@@ -90,7 +90,7 @@ class Plan:
             ValueError: If an axis is unknown.
         """
         if unknown := [axis for axis in sizes if axis not in AXES]:
-            raise ValueError(f"the axes of a mesh must be some of {', '.join(AXES)}: got {', '.join(unknown)}")
+            raise ValueError(f"the axes of a mesh must be among {', '.join(AXES)}: got {', '.join(unknown)}")
         return cls(**sizes)
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ class Shard:
 
     Attributes:
         device: Index of the device in the mesh, counted along ``data``, then ``fsdp``, then ``tensor``.
-        index: Position of the shard in the parameter of canonical shape, as one slice per axis.
+        index: Position of the shard within the parameter's canonical shape, as one slice per axis.
         array: Values of the shard.
     """
 
@@ -151,7 +151,7 @@ class Shard:
 
 
 def tensor_axis(name: str) -> int | None:
-    """Return the axis of a parameter of canonical shape that ``tensor`` divides. None if it divides no axis."""
+    """Return the axis that ``tensor`` divides in a parameter of canonical shape, or None if there is no such axis."""
     if ".layers." not in name:
         return None
     return TENSOR_AXES.get(".".join(name.split(".")[-2:]))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-_ALL_SITES = {"attention": 0.1, "feed_forward": 0.1}  # in addition to the paper's two sites
+_ALL_SITES = {"attention": 0.1, "feed_forward": 0.1}  # in addition to the paper's two dropout rates
 _BIASES = {"attention_bias": True, "output_bias": True}
 _T2T_POSITIONS = {"position_layout": "split", "position_timescale": "m_minus_1"}
 _MARIAN = {"position_layout": "split", **_BIASES, "activation": "swish", "pad_id": 1, "bos_id": 1, "eos_id": 0}
-_FAIRSEQ = {  # the toolkit in which BART was written
+_FAIRSEQ = {  # the toolkit in which BART was developed
     "layer_norm_epsilon": 1e-5,
     "position_offset": 2,
     "attention_bias": True,
@@ -98,7 +98,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     # BART (Lewis et al., 2020): a layer norm after the embeddings, and two position vectors that are never read.
     # Decoding starts with EOS.
     "bart": {**_BART, "scale_embedding": False, "dropout": _ALL_SITES},
-    # PLBART (Ahmad et al., 2021), a BART for source code with scaled embeddings. Decoding starts with a language.
+    # PLBART (Ahmad et al., 2021), a BART for source code with scaled embeddings. Decoding starts with a language token.
     "plbart": {**_BART, "dropout": {"attention": 0.1}, "bos_id": 0},
     # mBART (Liu et al., 2020), a BART with pre-norm. Decoding starts with a language token, in some models after EOS.
     "mbart": {**_BART, **_PRE_NORM},
@@ -116,7 +116,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         **{"position_encoding": "learned", "max_length": 128, **_BIASES, "layer_norm_epsilon": 1e-5},
         "activation": "gelu",
     },
-    # Flax's WMT example. Its embedding matrix is larger by a factor of sqrt(d_model), and it divides the logits.
+    # Flax's WMT example. Its embedding matrix is sqrt(d_model) times larger, and it divides the logits.
     "flax_wmt": {
         "norm_order": "pre",
         "final_norm": True,

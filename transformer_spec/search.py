@@ -1,4 +1,4 @@
-"""Search settings, length penalties and search results, which all searches share."""
+"""Search settings, length penalties, and search results, which all types of search share."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ LARGEST = {  # maximum sizes of a search that is read from a file
 
 @dataclass(frozen=True)
 class Search:
-    """Settings of a search: the arguments of ``beam_search``, ``greedy_search`` or ``sample``. Frozen.
+    """Settings for a search: the arguments of ``beam_search``, ``greedy_search``, or ``sample``. Frozen.
 
     If ``seed`` is set, the search samples. Otherwise, it is a beam search if ``beam_size`` is set, else a greedy
     search.
@@ -136,7 +136,7 @@ class Search:
         length_penalty_kind: For n tokens, ``gnmt`` is ((5 + n) / 6)^alpha, and ``power`` is n^alpha.
         min_length: Minimum number of tokens, including EOS.
         start_id: First token that the decoder reads. None uses ``config.bos_id``.
-        rules: Rules of the search. The default is the paper's search.
+        rules: Rules of the search. The defaults are the paper's rules.
         prefix_ids: First tokens of the hypotheses of each sequence, without BOS, padded. None uses no prefix.
         temperature: Divisor of the log-probabilities in sampling. Values below 1 favor likely tokens.
         top_k: Number of most likely tokens to draw from. None uses all tokens.
@@ -186,18 +186,18 @@ class Search:
             kind = type(self.rules).__name__
             raise TypeError(f"rules must be SearchRules, such as SearchRules.preset('hf'): got {kind}")
         if self.prefix_ids is not None and self.rules.forced_ids:
-            raise ValueError("either prefix_ids or forced_ids of the rules must be given: got both")
+            raise ValueError("at most one of prefix_ids and the rules' forced_ids may be given: got both")
         if self.seed is not None and self.beam_size is not None:
             raise ValueError(f"sampling does not use a beam: got seed {self.seed} and beam_size {self.beam_size}")
         if self.seed is None and (self.temperature, self.top_k, self.top_p) != (1.0, None, None):
-            raise ValueError("temperature, top_k and top_p require sampling: got no seed")
+            raise ValueError("temperature, top_k, and top_p require sampling: got no seed")
 
     @classmethod
     def preset(cls, name: str, rules: SearchRules | Mapping[str, Any] | None = None, **options: Any) -> Search:
-        """Return the search of a program, with its length penalty and its way of counting lengths.
+        """Return the search settings that a program uses, including its length penalty and the way it counts lengths.
 
         Args:
-            name: ``paper``, ``hf`` (Hugging Face), ``fairseq`` or ``marian``.
+            name: ``paper``, ``hf`` (Hugging Face), ``fairseq``, or ``marian``.
             rules: Fields that differ from ``SearchRules.preset``, or complete rules to use instead.
             options: Fields that differ from the default.
 
@@ -229,7 +229,7 @@ class Search:
                 search.
         """
         if not isinstance(fields, Mapping):
-            raise TypeError(f"search options must be a mapping of field names: got {type(fields).__name__}")
+            raise TypeError(f"search options must be a mapping of field names to values: got {type(fields).__name__}")
         known = {entry.name for entry in dataclasses.fields(cls)}
         check_fields("search options", fields, known & fields.keys())
         found = cls(**{**fields, "rules": SearchRules.from_dict(fields.get("rules", {}))})
@@ -260,7 +260,7 @@ class Search:
         return package.sample(model, source_ids, self.num_hypotheses, on_step=on_step, **of_sample)
 
     def of(self, sentence: int) -> Search:
-        """Return the search for sequence ``sentence`` of a batch. Samples use the random numbers of sequence 0."""
+        """Return the search for sequence ``sentence`` in a batch. Samples use the random numbers of sequence 0."""
         prefix_ids = None if self.prefix_ids is None else self.prefix_ids[sentence : sentence + 1]
         return dataclasses.replace(self, prefix_ids=prefix_ids)
 
@@ -318,7 +318,7 @@ class Search:
             tokens = tokens[: max((n for n, token in enumerate(tokens, 1) if token != config.pad_id), default=0)]
             check_generated(name, tokens, config)
             if len(tokens) >= limit:
-                raise ValueError(f"{name} must be fewer than max_length: got {len(tokens)} and {limit}")
+                raise ValueError(f"{name} must contain fewer tokens than max_length: got {len(tokens)} and {limit}")
             prefix[row, : len(tokens)] = tokens
         return prefix if (prefix != config.pad_id).any() else ()
 
@@ -377,7 +377,7 @@ def length_penalty(length: Any, alpha: float, kind: str = "gnmt") -> Any:
 
     Args:
         length: Number of tokens in the hypothesis, including EOS; a number or an array.
-        alpha: Exponent of the penalty. 0 gives no penalty, the paper uses 0.6.
+        alpha: Exponent of the penalty. 0 gives no penalty; the paper uses 0.6.
         kind: For n tokens, ``gnmt`` is ((5 + n) / 6)^alpha (Wu et al., 2016, equation 14; the paper), and ``power`` is
             n^alpha (fairseq, Hugging Face).
     """

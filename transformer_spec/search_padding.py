@@ -1,4 +1,4 @@
-"""Padding of the inputs of a search to a few sizes, for frameworks that compile a program for each size."""
+"""Padding of search inputs to a few sizes, for frameworks that compile a program for each size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pad_search(
     max_positions: int | None,
     round_up: Callable[[int], int],
 ) -> tuple[Int[ndarray, "rows room"], Bool[ndarray, "rows room"], SearchPlan]:
-    """Return source and plan with padding at the end, so that there are only a few sizes to compile for.
+    """Return the source and the plan, padded at the end so that there are only a few sizes to compile for.
 
     The batch size is rounded up to a power of two by adding sequences with a limit of 0. Lengths are rounded up by
     ``round_up``, to at most ``max_positions``.

@@ -22,20 +22,20 @@ LONGEST = 2**31 - 1  # maximum length in tokens; positions are int32
 class SearchRules:
     """Rules in which published searches differ. Frozen; the constructor validates all fields.
 
-    The defaults are the paper's rules. ``preset`` returns the rules of other programs.
+    The defaults are the paper's rules. ``preset`` returns the rules that other programs use.
 
-    Sources: section 6.1 of the paper; ``generate`` of Hugging Face (transformers 5); ``SequenceGenerator`` of fairseq;
-    ``BeamSearch`` and ``History`` of Marian.
+    Sources: section 6.1 of the paper; Hugging Face's ``generate`` (transformers 5); fairseq's ``SequenceGenerator``;
+    Marian's ``BeamSearch`` and ``History``.
 
     Attributes:
-        stop: Condition that ends the beam search of a sequence, in addition to having no unfinished hypotheses.
+        stop: Condition that ends the beam search for a sequence, in addition to having no unfinished hypotheses.
             ``attainable``: no unfinished hypothesis can enter the pool, even if all its further tokens are certain.
             ``current``: no unfinished hypothesis would enter the pool at its current length (Hugging Face,
             ``early_stopping=False``). ``first``: the pool is full (fairseq; Hugging Face, ``early_stopping=True``).
         pool: Finished hypotheses to store. ``num_hypotheses``: the best ones, as many as requested. ``beam``: the best
             ``beam_size`` (Hugging Face). ``first``: the first ``beam_size`` (fairseq).
-        at_limit: Last token of a hypothesis at its maximum length. ``cut``: the best token. ``forced``: EOS, as if it
-            were certain (Hugging Face, ``forced_eos_token_id``). ``scored``: EOS with its own log-probability
+        at_limit: Last token of a hypothesis that reaches its maximum length. ``cut``: the best token. ``forced``: EOS,
+            as if it were certain (Hugging Face, ``forced_eos_token_id``). ``scored``: EOS with its own log-probability
             (fairseq).
         beam_shrinks: True if each finished hypothesis permanently occupies a place in the beam (Marian). Only the
             remaining places are filled, and hypotheses that end outside of them are dropped.
@@ -87,10 +87,10 @@ class SearchRules:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> SearchRules:
-        """Return the rules of a program.
+        """Return the rules that a program uses.
 
         Args:
-            name: ``paper``, ``hf`` (Hugging Face), ``fairseq`` or ``marian``.
+            name: ``paper``, ``hf`` (Hugging Face), ``fairseq``, or ``marian``.
             overrides: Fields to set, such as the forced or banned IDs from a model's generation settings.
 
         Raises:
@@ -139,7 +139,7 @@ class SearchRules:
             ValueError: If a field is unknown or has an invalid value.
         """
         if not isinstance(fields, Mapping):
-            raise TypeError(f"rules must be a mapping of field names: got {type(fields).__name__}")
+            raise TypeError(f"rules must be a mapping of field names to values: got {type(fields).__name__}")
         known = [entry.name for entry in dataclasses.fields(cls)]
         check_fields("rules of a search", fields, [name for name in known if name in fields])
         return cls(**fields)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 else:
 
     class Float:
-        """An array of a shape."""
+        """An array with a given shape."""
 
         def __class_getitem__(cls, item: tuple[Any, str]) -> Any:
             """Return the type of the array."""

@@ -39,14 +39,16 @@ def checked(tap: Tap) -> Tap:
         used = tap(name, value)
         if len(getattr(used, "shape", ())) != len(value.shape):
             got = type(used).__name__
-            raise TypeError(f"the tap must return {name} or an array like it: got {got}; end it with `return value`")
+            raise TypeError(
+                f"the tap must return {name} or an array with as many axes: got {got}; end it with `return value`"
+            )
         return used
 
     return returning
 
 
 def within(tap: Tap, prefix: str) -> Tap:
-    """Return a tap for a submodule, which adds the path of the submodule to the names.
+    """Return a tap for a submodule, which adds the submodule's path to the names.
 
     Args:
         tap: Tap of the module.
@@ -58,7 +60,7 @@ def within(tap: Tap, prefix: str) -> Tap:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern matches a name. ``*`` matches one part of a name, ``**`` matches any number of parts."""
+    """Return whether a pattern matches a name. ``*`` matches one part, and ``**`` matches any number of parts."""
     return re.fullmatch(_as_regular_expression(pattern), name) is not None
 
 
@@ -71,11 +73,11 @@ class Recorder(dict[str, Any]):
         logits = model(source_ids, target_ids, tap=seen)
         seen["decoder.layers.0.output"]
 
-    In a compiled function, create the recorder inside of the function and return ``dict(seen)``.
+    In a compiled function, create the recorder inside the function and return ``dict(seen)``.
 
     Args:
-        patterns: Patterns of the names to store. ``*`` matches one part of a name, ``**`` matches any number of parts.
-            Without patterns, everything is stored.
+        patterns: Patterns of the names to store. ``*`` matches one part of a name, and ``**`` matches any number of
+            parts. Without patterns, everything is stored.
         replace: Values that replace the computed values, by name. None replaces nothing.
         keep_computed: True stores the computed values instead of their replacements.
     """

@@ -14,7 +14,7 @@ from transformer_spec.checks import check_fields, check_integer, check_number
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """Settings of the optimizer and the learning rate schedule (section 5.3). Frozen; the constructor validates them.
+    """Optimizer and learning rate settings (section 5.3). Frozen; the constructor validates all fields.
 
     The defaults are the paper's settings. Dropout and label smoothing (section 5.4) are part of the model's config.
 
@@ -60,7 +60,9 @@ class TrainingConfig:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False: got {getattr(self, name)!r}")
         if self.cooldown_steps and self.total_steps is None:
-            raise ValueError(f"cooldown_steps={self.cooldown_steps} needs total_steps, to know when to begin")
+            raise ValueError(
+                f"cooldown_steps={self.cooldown_steps} requires total_steps, which determines when the cool-down begins"
+            )
         if self.total_steps is not None and self.cooldown_steps > self.total_steps:
             raise ValueError(
                 f"cooldown_steps must be at most total_steps {self.total_steps}: got {self.cooldown_steps}"
@@ -76,8 +78,8 @@ class TrainingConfig:
         """Return the learning rate of a step.
 
         Equation (3): ``d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5)``, multiplied by
-        ``learning_rate_factor``. The cool-down starts from the learning rate of the step before it and decreases
-        linearly. It would reach zero one step after the last step.
+        ``learning_rate_factor``. During the cool-down, the learning rate decreases linearly from its value in the
+        preceding step. It would reach zero one step after the last step.
 
         Args:
             step: Number of the step, counted from 1.
@@ -91,7 +93,7 @@ class TrainingConfig:
         return self.learning_rate_factor * d_model**-0.5 * rate * cooling
 
     def bias_corrections(self, step: int) -> tuple[float, float]:
-        """Return the numbers by which Adam divides the two moments: ``1 - beta1^step`` and ``1 - beta2^step``.
+        """Return the values by which Adam divides the two moments: ``1 - beta1^step`` and ``1 - beta2^step``.
 
         Args:
             step: Number of the step, counted from 1.
@@ -114,32 +116,33 @@ class TrainingConfig:
             ValueError: If a field is missing or unknown, has an invalid value, or contradicts other fields.
         """
         if not isinstance(fields, Mapping):
-            raise TypeError(f"training settings must be a mapping of field names: got {type(fields).__name__}")
+            raise TypeError(
+                f"training settings must be a mapping of field names to values: got {type(fields).__name__}"
+            )
         check_fields("training settings", fields, (entry.name for entry in dataclasses.fields(cls)))
         return cls(**fields)
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The state of a training run between two steps, except weights and settings. All frameworks use the same state.
+    """The state of a training run between two steps, without weights and settings. All frameworks use the same state.
 
     Attributes:
         step: Number of steps taken so far.
-        seed: Seed of the dropout. The dropout of step n depends only on (seed, n), so no random generator has to be
-            saved.
-        first_moment: First moment of Adam, by parameter name.
-        second_moment: Second moment of Adam, by parameter name.
+        seed: Seed for dropout. The dropout in step n depends only on (seed, n), so no random generator has to be saved.
+        first_moment: Adam's first moment, by parameter name.
+        second_moment: Adam's second moment, by parameter name.
     """
 
     step: int  # number of steps taken
-    seed: int  # seed of the dropout
+    seed: int  # seed for dropout
     first_moment: dict[str, ndarray]  # Adam's m, by parameter name
     second_moment: dict[str, ndarray]  # Adam's v, by parameter name
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a training step, as scalars of the framework, which may be computed asynchronously.
+    """The result of a training step, as framework scalars that may be computed asynchronously.
 
     Attributes:
         loss: Label-smoothed cross-entropy per target token before the update, in nats.

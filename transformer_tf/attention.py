@@ -49,7 +49,7 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError: If the mask is not boolean.
-        ValueError: If the shapes don't match each other.
+        ValueError: If the shapes don't match.
 
     Taps:
         scores: Scaled scores, before the mask.
@@ -117,14 +117,14 @@ class Nested:
 
 @dataclass
 class KeyValueCache(Nested):
-    """Keys and values of the target positions decoded so far, in buffers of a fixed capacity.
+    """Keys and values of the target positions decoded so far, in buffers of fixed capacity.
 
     With a cache, decoding T tokens projects T positions instead of 1 + 2 + ... + T.
 
     Attributes:
         key: Buffer for the keys.
         value: Buffer for the values.
-        length: Number of positions that the buffers contain.
+        length: Number of positions stored in the buffers.
     """
 
     key: Float[Tensor, "B H capacity d_k"]
@@ -139,7 +139,7 @@ class KeyValueCache(Nested):
             value: Values of the next positions.
 
         Returns:
-            The buffers, which contain zeros after the last stored position. The caller must mask these zeros out.
+            The buffers, which contain zeros after the last stored position. The caller must mask out these zeros.
 
         Raises:
             ValueError: If the new positions exceed the capacity. In a ``tf.function``, where the length is unknown,
@@ -153,7 +153,7 @@ class KeyValueCache(Nested):
         return KeyValues(self.key, self.value)  # with zeros at the end, because XLA needs static shapes
 
     def reorder(self, rows: Int[Tensor, " B"]) -> None:
-        """Replace row i of the buffers by row ``rows[i]``.
+        """Replace row i of the buffers with row ``rows[i]``.
 
         Args:
             rows: Index of the row to copy, one for each row.
@@ -168,7 +168,7 @@ class MultiHeadAttention(Block):
     ``MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O`` with ``head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V)``.
 
     Args:
-        config: Model configuration, which defines the number and the size of the heads.
+        config: Model configuration, which defines the number and size of the heads.
         dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
 

@@ -1,4 +1,4 @@
-"""Base classes that let Keras save, copy and build layers, and load them without drawing initial values."""
+"""Base classes that let Keras save, copy, and build layers, and load them without drawing initial values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def loading() -> Iterator[None]:
     """Within this context, create parameters as zeros, because weights are loaded afterwards."""
     before = _LOADING.set(True)
     try:
-        # The scope creates variables when it exits. Creating them within each layer's name scope would take 4x as long.
+        # The scope creates variables when it exits. Creating them in each layer's name scope takes 4x longer.
         with keras.StatelessScope():
             yield
     finally:
@@ -61,7 +61,7 @@ def attention_mask_for(memory: Any, attention_mask: Any = None, mask: Any = None
 
 
 class Configured:
-    """Base class that lets Keras save, copy and rebuild an object from the arguments of its constructor."""
+    """Base class that lets Keras save, copy, and rebuild an object from the arguments of its constructor."""
 
     _signature: ClassVar[inspect.Signature]  # signature of the constructor
     _given: dict[str, Any]
@@ -77,7 +77,7 @@ class Configured:
 
         Raises:
             TypeError: If the config is not a ``TransformerConfig``.
-            RuntimeError: If Keras uses a different backend than TensorFlow.
+            RuntimeError: If the Keras backend is not TensorFlow.
         """
         if keras.backend.backend() != "tensorflow":
             raise RuntimeError(f"KERAS_BACKEND must be tensorflow for transformer_tf: got {keras.backend.backend()}")
@@ -90,7 +90,7 @@ class Configured:
         return layer
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call the layer, but omit None options, because ``training=None`` would hide the mode of the outer layer."""
+        """Call the layer and omit None options, because ``training=None`` would hide the mode of the outer layer."""
         return super().__call__(*args, **{name: value for name, value in options.items() if value is not None})  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
@@ -133,15 +133,15 @@ class Block(Configured, keras.layers.Layer):
         self.supports_masking = True  # the output has the Keras mask of the first input
 
     def _trackable_children(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """Let ``tf.train.Checkpoint`` find the layers of a stack, because it ignores Keras' lists."""
+        """Let ``tf.train.Checkpoint``, which ignores Keras' lists, find the layers of a stack."""
         layers = {f"layers.{i}": layer for i, layer in enumerate(getattr(self, "layers", ()))}
         return {**super()._trackable_children(*args, **options), **layers}
 
     def recomputed(self, *inputs: Tensor, **options: Any) -> Tensor:
         """Call the layer, store only its inputs, and recompute the layer in the backward pass.
 
-        Pass the training mode and all masks as options. The recomputation doesn't know the mode of the outer call, and
-        ``tf.recompute_grad`` supports only floating-point inputs.
+        Pass the training mode and all masks as options, because the recomputation doesn't know the mode of the outer
+        call and ``tf.recompute_grad`` supports only floating-point inputs.
         """
         # Dropout uses the current state of its generator both times. Keras' RematScope would draw different numbers.
         dropouts = [layer for layer in self._flatten_layers() if isinstance(layer, keras.layers.Dropout) and layer.rate]

@@ -37,7 +37,7 @@ def check_call(name: str, model: Any) -> None:
 def padded(
     model: Transformer, source_ids: Int[ndarray, "B S"], source_mask: Bool[ndarray, "B S"], plan: SearchPlan
 ) -> tuple[Int[ndarray, "rows room"], Bool[ndarray, "rows room"], SearchPlan]:
-    """Return source and plan with padding at the end, so that XLA compiles for only a few sizes.
+    """Return the source and the plan, padded at the end so that XLA compiles for only a few sizes.
 
     XLA needs seconds to compile for a size, much longer than a compiled step takes.
     """
@@ -54,7 +54,7 @@ def call_traced(
     """Call a function of a model. It is traced once for tensors of all sizes, and again if constants change.
 
     Args:
-        function: Function of the model, the arguments and the constants.
+        function: Function of the model, the arguments, and the constants.
         model: Model, which is the first argument.
         args: Tensors or numbers.
         by_xla: True compiles the function using XLA, for each shape.
@@ -65,7 +65,8 @@ def call_traced(
         if compiles_quickly() or not model.fast:
             return function(model, *args, **constants)
         traced = _TRACED.setdefault(model, {})
-        # The types include the kind of search. If Keras adds variables (for LoRA, for example), it replaces others.
+        # The key contains the variables' identities, because Keras replaces some when it adds others (for LoRA, for
+        # example). The types distinguish greedy search, sampling, and beam search.
         key = function, *constants.values(), *map(type, args), len(tf.nest.flatten(args)), *map(id, model.variables)
         if key not in traced:
             of_model = partial(function, proxy(model), **constants)  # a proxy doesn't keep the model alive
@@ -114,7 +115,7 @@ def _traced(trainer, function, arguments, by_xla):
 
 
 def _any_length(array):
-    """Return a specification that allows any number and length of rows for IDs, and only the given shape otherwise."""
+    """Return a specification that allows IDs of any [rows, length], and other arrays of only the given shape."""
     sizes = list(np.shape(array))
     is_ids = array.dtype == np.int32
     return tf.TensorSpec([*sizes[:-2], None, None] if is_ids else sizes, array.dtype)

@@ -22,7 +22,7 @@ from transformer_tf.layers import Dropout, LayerNorm
 
 
 class DecoderLayer(Block):
-    """Decoder layer: masked self-attention, cross-attention and a feed-forward network (section 3.1).
+    """Decoder layer: masked self-attention, cross-attention, and a feed-forward network (section 3.1).
 
     Each sublayer is ``LayerNorm(x + Sublayer(x))`` if ``config.norm_order`` is ``post`` (the paper), and
     ``x + Sublayer(LayerNorm(x))`` if it is ``pre``.
@@ -35,7 +35,7 @@ class DecoderLayer(Block):
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
 
     Taps:
-        self_attention, cross_attention, feed_forward: Prefixes of the taps of the sublayers.
+        self_attention, cross_attention, feed_forward: Prefixes of the sublayers' taps.
         self_attention_norm.output, cross_attention_norm.output, feed_forward_norm.output: Outputs of the layer norms.
         output: Output of the layer.
     """
@@ -100,16 +100,16 @@ class DecoderLayer(Block):
 
 @dataclass
 class DecoderCache(Nested):
-    """State of the decoder between two decoding steps. ``init_cache`` creates it.
+    """State of the decoder between two decoding steps, created by ``init_cache``.
 
-    R rows: the hypotheses of all sequences. Hypotheses of the same sequence are in adjacent rows.
+    The R rows are the hypotheses of all sequences. Hypotheses of the same sequence are in adjacent rows.
 
     Attributes:
         memory: Keys and values of the encoder memory, one entry per layer. Hypotheses of the same sequence share them.
         past: Keys and values of the target positions decoded so far, one entry per layer with self-attention.
         cross_mask: True for source positions that contain a token.
         self_mask: True for target positions that contain a token.
-        positions: Vectors that are added to the embeddings, one per target position.
+        positions: Positional encodings that are added to the embeddings, one per target position.
     """
 
     memory: list[KeyValues]
@@ -124,7 +124,7 @@ class DecoderCache(Nested):
         return self.past[0].length
 
     def reorder(self, rows: Int[Tensor, " R"]) -> None:
-        """Replace the hypothesis in row i by the hypothesis in row ``rows[i]``.
+        """Replace the hypothesis in row i with the hypothesis in row ``rows[i]``.
 
         Beam search uses this method to drop some hypotheses and to extend others in several ways.
 
@@ -201,7 +201,7 @@ class DecoderStack(Block):
         Args:
             memory: Encoder memory: one vector per source position.
             cross_mask: True for source positions that contain a token.
-            positions: Vectors that are added to the embeddings. Their number is the capacity of the cache.
+            positions: Positional encodings that are added to the embeddings. Their number is the capacity of the cache.
             beam_size: Number of hypotheses per sequence.
         """
         projected = [layer.cross_attention.project(memory) for layer in self.layers]
@@ -219,7 +219,7 @@ class DecoderStack(Block):
         """Return the decoder states of the next target positions, and store these positions in the cache.
 
         Args:
-            x: One embedding per next target position.
+            x: One embedding for each of the next target positions.
             cache: Cache from ``init_cache``. It is updated in place.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
                 replaces the value.
@@ -228,7 +228,7 @@ class DecoderStack(Block):
         if x.shape[1] != 1:
             n = cache.length + tf.range(tf.shape(x)[1])
             mask &= n[:, None] >= tf.range(tf.shape(mask)[3])
-        pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # layer 0 may lack self-attention
+        pasts = [None] * (len(self.layers) - len(cache.past)) + cache.past  # layer 0 may have no self-attention
         for i, (layer, memory, past) in enumerate(zip(self.layers, cache.memory, pasts, strict=True)):
             x = layer(x, memory, mask, cache.cross_mask, tap=within(tap, f"layers.{i}"), past=past)
         if self.final_norm is not None:

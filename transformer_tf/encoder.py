@@ -31,7 +31,7 @@ class EncoderLayer(Block):
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
 
     Taps:
-        self_attention, feed_forward: Prefixes of the taps of the sublayers.
+        self_attention, feed_forward: Prefixes of the sublayers' taps.
         self_attention_norm.output, feed_forward_norm.output: Outputs of the layer norms.
         output: Output of the layer.
     """

@@ -1,4 +1,4 @@
-"""Optimized versions of the formulas. A model without this module computes the same, up to rounding.
+"""Optimized versions of the formulas. A model without this module computes the same results, up to rounding.
 
 ``accelerate`` makes attention process long inputs block by block. Searches select the best extensions block by block,
 and a trainer updates its parameters using TensorFlow's kernel.
@@ -38,7 +38,7 @@ def attend_by_blocks(
     dropout: Callable[[Tensor], Tensor] | None = None,
     tap: Tap = no_tap,
 ) -> Float[Tensor, "B H L d_v"]:
-    """Return the same as ``scaled_dot_product_attention``. For long inputs on a CPU, don't store all weights.
+    """Compute ``scaled_dot_product_attention``. For long inputs on a CPU, avoid storing all weights.
 
     Taps and dropout require all weights at once, so they disable the blocks.
     """
@@ -53,7 +53,7 @@ def attend_by_blocks(
 
 
 def _attend_in_blocks(query, key, value, mask):
-    """Attend with a block of queries of one head at a time. The backward pass recomputes the scores."""
+    """Compute attention for one block of queries of one head at a time. The backward pass recomputes the scores."""
     batch, heads, length, width = keras.ops.shape(query)
     blocks = -(-length // QUERY_BLOCK)
     padding = [[0, 0], [0, 0], [0, blocks * QUERY_BLOCK - length], [0, 0]]
@@ -95,8 +95,9 @@ def top_by_blocks(
     """Return the largest values of each row and their indices. Ties go to the lower index.
 
     On a CPU, the maximum of each block takes 85% less time than ``top_k`` of all values. The largest values are in the
-    blocks with the largest maxima (among equal maxima, in the first ones) or in the rest after the last block. Because
-    sizes are unknown while TensorFlow traces, all values are sorted if there are only a few blocks.
+    blocks with the largest maxima, or in the remainder after the last block. Among blocks with equal maxima, the first
+    ones are used. Because sizes are unknown while TensorFlow traces, all values are sorted if there are only a few
+    blocks.
     """
     rows, size = keras.ops.shape(values)
     values = tf.where(~tf.math.is_nan(values), values, inf)  # put NaN first, so that it is detected

@@ -23,7 +23,7 @@ class PositionwiseFeedForward(Block):
     Equation (2): ``FFN(x) = max(0, x W_1 + b_1) W_2 + b_2``.
 
     Args:
-        config: Model configuration, which defines the inner size, the activation and the dropout rate.
+        config: Model configuration, which defines the inner size, the activation, and the dropout rate.
         dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
 

@@ -1,4 +1,4 @@
-"""Keras' basic layers, with the parameter names, defaults and initial values of this package."""
+"""Keras' basic layers, with this package's parameter names, defaults, and initial values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _OWN_ROWS: ContextVar[tuple[Any, int] | None] = ContextVar("share, shares", defa
 
 @contextmanager
 def own_rows(share: Any, shares: int) -> Iterator[None]:
-    """Within the context, let dropout draw random numbers for the full batch, and use only the rows of one shard.
+    """Within the context, let dropout draw random numbers for the full batch but use only one shard's rows.
 
     Args:
         share: Index of the shard.
@@ -69,7 +69,7 @@ def masked_softmax(
     wide = tf.cast(scores, keras.backend.result_type(scores.dtype, "float32"))  # bfloat16 is too imprecise for sums
     if mask is None:
         return tf.cast(tf.nn.softmax(wide), scores.dtype)
-    # Use the lowest finite score, because a row of -inf would give NaN in the forward and the backward pass.
+    # Use the lowest finite score, because a row of -inf would give NaN in both the forward and the backward pass.
     weights = tf.nn.softmax(tf.where(mask, wide, tf.constant(wide.dtype.min, wide.dtype)))
     return tf.cast(tf.where(mask, weights, tf.zeros([], wide.dtype)), scores.dtype)
 
@@ -97,7 +97,7 @@ class LayerNorm(Configured, keras.layers.LayerNormalization):
     ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
 
     Args:
-        config: Model configuration, which defines the size, epsilon and the kind of divisor.
+        config: Model configuration, which defines the size, epsilon, and the kind of divisor.
         dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
@@ -121,11 +121,11 @@ class LayerNorm(Configured, keras.layers.LayerNormalization):
 class Dropout(Configured, keras.layers.Dropout):
     """Dropout: sets random elements to zero and scales the others by 1 / (1 - rate), in training only (section 5.4).
 
-    The constructor has the arguments of ``keras.layers.Dropout``.
+    The constructor takes the same arguments as ``keras.layers.Dropout``.
     """
 
     def call(self, x: Float[Tensor, "*axes"], training: bool | None = False) -> Float[Tensor, "*axes"]:
-        """Return ``x`` unchanged in inference, or with dropout in training.
+        """Return ``x`` unchanged in inference and with dropout in training.
 
         Args:
             x: Tensor of any shape.

@@ -27,7 +27,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
     If ``TF_CONFIG`` is set, the process first joins the other workers.
 
     Args:
-        plan: Number of devices along each axis. Only the axis ``data`` may have more than one.
+        plan: Number of devices along each axis. Only the ``data`` axis may have more than one.
         device: ``cpu`` or ``gpu``. None uses the GPUs if there are any.
 
     Raises:
@@ -36,7 +36,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
     """
     # keras.distribution accepts such layouts but, on TensorFlow, doesn't distribute the variables.
     if plan.fsdp * plan.tensor > 1:
-        raise ValueError(f"a plan for TensorFlow's strategies must have the axis data only: got {plan}")
+        raise ValueError(f"TensorFlow's strategies support only the axis 'data': got plan {plan}")
     device = to_device(device)
     if os.environ.get("TF_CONFIG"):
         mesh = _joined()
@@ -47,7 +47,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
     if kind == "CPU":
         _split_cpu(plan.devices)
     devices = [device.name for device in tf.config.list_logical_devices(kind)][: plan.devices]
-    plan.check_devices(len(devices), "create the mesh before you use TensorFlow, to split a CPU into devices")
+    plan.check_devices(len(devices), "to split a CPU into devices, create the mesh before you use TensorFlow")
     return _mirrored(tuple(devices))
 
 
@@ -102,13 +102,13 @@ def spread_rows(trainer: Any, batch: Sequence[Any], slices: int) -> tuple[Any, .
     """Return a batch for ``call_on_devices``. On a mesh, this is [shares, rows, length]: the rows of each device.
 
     Raises:
-        ValueError: If the first batches, the settings or the weights of the processes differ.
+        ValueError: If the first batches, the settings, or the weights of the processes differ.
     """
     if trainer.mesh is None:
         return tuple(batch)
     if not trainer.has_checked_batches and isinstance(trainer.mesh, tf.distribute.MultiWorkerMirroredStrategy):
         given = trainer.step, trainer.seed, trainer.dropout, trainer.settings, trainer.model.config
-        check_same(trainer.mesh, "seed, settings and batch", *given, *(np.asarray(ids).tolist() for ids in batch))
+        check_same(trainer.mesh, "seed, settings, and batch", *given, *(np.asarray(ids).tolist() for ids in batch))
         check_same(trainer.mesh, "weights", *(x.numpy().tobytes() for x in parameters(trainer.model).values()))
         trainer.has_checked_batches = True
     plan, pad_id = trainer.plan, trainer.model.config.pad_id
@@ -131,7 +131,7 @@ def check_same(mesh: tf.distribute.Strategy, what: str, *values: Any) -> None:
     found, *others = (copy.numpy() for copy in mesh.experimental_local_results(gathered))  # [devices, 32]
     if len(different := np.flatnonzero((found != found[0]).any(1))):
         process = different[0] // (1 + len(others))
-        raise ValueError(f"all processes must have the same {what}: process {process} has a different one")
+        raise ValueError(f"all processes must have the same {what}: process {process} differs")
 
 
 def random_bits(trainer: Any, sites: int) -> Int[ndarray, "*shares slices sites 2"]:

@@ -36,10 +36,10 @@ def save_sharded(
 
     Args:
         folder: Path of the directory, which must not exist.
-        trainer: Trainer whose weights, moments and settings are saved.
+        trainer: Trainer whose weights, moments, and settings are saved.
         progress: Values that the training loop needs to resume, such as the position in the data. They must survive a
             JSON round trip. None saves an empty dict.
-        vocabulary: A sentencepiece model, the files of a different vocabulary, or None.
+        vocabulary: A sentencepiece model, the files of another type of vocabulary, or None.
 
     Raises:
         FileExistsError: If the path exists.
@@ -52,17 +52,17 @@ def save_sharded(
 
 
 def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
-    """Resume a trainer from a directory, and return the progress. All processes must call this function.
+    """Resume a trainer from a directory and return the progress. All processes must call this function.
 
     The directory may have been written with a different plan.
 
     Args:
         folder: Path of the directory.
-        trainer: Trainer whose weights, moments, step and seed are replaced.
+        trainer: Trainer whose weights, moments, step, and seed are replaced.
 
     Raises:
         OSError: If a file can't be read.
-        ValueError: If the directory contains no training run, or a run of a different model or dtype.
+        ValueError: If the directory contains no training run, or a run with a different model or dtype.
     """
     folder = Path(folder)
     training, variables = read_run(folder).training, _variables(trainer)
@@ -89,7 +89,7 @@ def join_sharded(folder: str | Path) -> Checkpoint:
 
 
 def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint to a new directory, for a run of several processes.
+    """Write a checkpoint to a new directory, for a run with several processes.
 
     Call this function in one process only.
 
@@ -118,7 +118,7 @@ def _variables(trainer):
 
 
 def _write(folder, variables, description, vocabulary):
-    """Write a directory under a temporary name, and rename it."""
+    """Write a directory under a temporary name, then rename it."""
     begin_folder(folder, description, vocabulary)
     try:
         tf.train.Checkpoint(tensors=variables).write(str(partial_folder(folder) / TENSORS))

@@ -1,4 +1,4 @@
-"""Base class of the full model, the encoder and the decoder: construction, weights and input checks."""
+"""Base class of the full model, the encoder, and the decoder: construction, weights, and input checks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from transformer_tf.weights import get_weights, set_weights
 
 
 class Part(Configured, keras.Model):
-    """Base class of ``Transformer``, ``Encoder`` and ``Decoder``, which use the same parameter names.
+    """Base class of ``Transformer``, ``Encoder``, and ``Decoder``, which use the same parameter names.
 
     If all embeddings are tied, an ``Encoder`` and a ``Decoder`` each have their own copy of the shared embedding
     matrix.
@@ -43,7 +43,7 @@ class Part(Configured, keras.Model):
     Args:
         config: Model configuration.
         dtype: Dtype policy, by name or as an object. None uses the global Keras policy.
-        fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False computes
+        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
             the formulas without optimizations.
         kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
@@ -102,16 +102,16 @@ class Part(Configured, keras.Model):
             weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
                 ignores the parameters of the other part.
             dtype: Dtype policy: ``float64``, ``float32``, ``bfloat16`` or ``mixed_bfloat16``, by name or as an object.
-            device: ``cpu``, ``gpu`` or a TensorFlow device name, such as ``/GPU:1``. None uses the caller's
+            device: ``cpu``, ``gpu``, or a TensorFlow device name, such as ``/GPU:1``. None uses the caller's
                 ``tf.device`` scope.
             precision: ``highest`` or ``fast`` sets the precision of float32 matmuls for the whole process (see
                 ``set_precision``). None doesn't change it.
-            fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False
+            fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False
                 computes the formulas without optimizations.
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` is not a ``TransformerConfig``.
-            ValueError: If the weights don't match the config or overflow the dtype, or if ``dtype``, ``device`` or
+            ValueError: If the weights don't match the config or overflow the dtype, or if ``dtype``, ``device``, or
                 ``precision`` is unknown.
             RuntimeError: If the device is not visible.
         """
@@ -150,19 +150,19 @@ class Part(Configured, keras.Model):
         """Create a model in inference mode from a weight file or a checkpoint.
 
         Args:
-            path: A ``.safetensors`` file that ``save_weights`` or ``save_checkpoint`` wrote.
+            path: A ``.safetensors`` file written by ``save_weights`` or ``save_checkpoint``.
             dtype: Dtype policy: ``float64``, ``float32``, ``bfloat16`` or ``mixed_bfloat16``, by name or as an object.
-            device: ``cpu``, ``gpu`` or a TensorFlow device name, such as ``/GPU:1``. None uses the caller's
+            device: ``cpu``, ``gpu``, or a TensorFlow device name, such as ``/GPU:1``. None uses the caller's
                 ``tf.device`` scope.
             precision: ``highest`` or ``fast`` sets the precision of float32 matmuls for the whole process (see
                 ``set_precision``). None doesn't change it.
-            fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False
+            fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False
                 computes the formulas without optimizations.
 
         Raises:
             OSError: If the file can't be read.
-            ValueError: If the file is not a valid weight file, its weights overflow the dtype, or ``dtype``, ``device``
-                or ``precision`` is unknown.
+            ValueError: If the file is not a valid weight file, its weights overflow the dtype, or ``dtype``,
+                ``device``, or ``precision`` is unknown.
             RuntimeError: If the device is not visible.
         """
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
@@ -193,7 +193,7 @@ class Part(Configured, keras.Model):
     def export_weights(self) -> dict[str, ndarray]:
         """Return a copy of every parameter in the model's dtype, by canonical name.
 
-        If LoRA is enabled for a layer, its update is added to the kernel.
+        If LoRA is enabled for a layer, the LoRA update is added to the kernel.
 
         Raises:
             ValueError: If a layer was replaced or quantized, or a trainable parameter has no canonical name.
@@ -201,7 +201,7 @@ class Part(Configured, keras.Model):
         return get_weights(self)
 
     def _take(self, side, ids, mask):
-        """Check and return the IDs and the mask of ``source`` or ``target``. A mask of None is derived from the IDs."""
+        """Check and return the IDs and the mask of ``source`` or ``target``. Derive a missing mask from the IDs."""
         config = self.config
         ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions)
         if mask is not None:
@@ -218,7 +218,7 @@ class Part(Configured, keras.Model):
         shape = (*mask.shape, self.config.d_model)
         return to_memory(memory, shape, self.compute_dtype), mask
 
-    _take_memory_for_cache = _take_memory  # Transformer overrides it to compute the memory
+    _take_memory_for_cache = _take_memory  # Transformer overrides this to compute the memory
 
     def _take_both(self, source_ids=..., target_ids=..., source_mask=None, target_mask=None, **options):
         """Check and return the arguments of a call of the full model, by name."""

@@ -1,4 +1,4 @@
-"""Dtypes, devices and precision, and checks of the inputs that callers pass."""
+"""Dtypes, devices, and precision, and checks of the inputs that callers pass."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def as_placed(method: Callable[..., Any]) -> Callable[..., Any]:
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> Int[Tensor, "B L"]:
     """Check the token IDs that a caller passed, and return them as a tensor.
 
-    Values are checked only if that costs nothing: not on a GPU, and not in traced code. For an ID outside the
-    vocabulary, TensorFlow then returns zeros on a GPU, and XLA reads the nearest row.
+    Values are checked only if reading them costs nothing: on a CPU and outside of traced code. Otherwise, for an ID
+    outside the vocabulary, TensorFlow returns zeros on a GPU, and XLA reads the nearest row.
     """
     if isinstance(ids, tf.RaggedTensor | tf.SparseTensor):
         kind = type(ids).__name__
@@ -160,7 +160,7 @@ def compiles_quickly() -> bool:
 
 
 def describe() -> dict[str, str]:
-    """Return the current versions, devices, number of threads and precision settings, as text for reports."""
+    """Return the current versions, devices, number of threads, and precision settings as text for reports."""
     gpus = [device.name for device in tf.config.list_physical_devices("GPU")]
     return {
         "version": f"{tf.__version__}, keras {keras.__version__}",

@@ -36,7 +36,7 @@ def greedy_search(
     rules: SearchRules | None = None,
     as_numpy: bool = True,
 ) -> SearchResult:
-    """Return the translation that greedy search finds: the most likely token in each step, until EOS.
+    """Return the translation that greedy search finds by choosing the most likely token in each step, until EOS.
 
     Padding is never generated. Ties go to the lower token ID. The score is the log-probability in nats.
 
@@ -50,11 +50,11 @@ def greedy_search(
         on_step: Function that is called after each step with the tokens so far [B, 1, n], padded after EOS.
         prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They add 0 to the score, or their
             log-probability if ``rules.score_forced`` is True. None uses no prefix.
-        rules: Rules of a different program, such as ``SearchRules.preset("hf")``. None uses the paper's search.
+        rules: Search rules, such as ``SearchRules.preset("hf")``. None uses the paper's rules.
         as_numpy: True returns NumPy arrays. False returns tensors on the model's device.
 
     Raises:
-        TypeError: If IDs, sizes or lengths are not integers, or the mask is not boolean.
+        TypeError: If IDs, sizes, or lengths are not integers, or the mask is not boolean.
         ValueError: If an argument has an invalid shape or value, or the model computes NaN.
         RuntimeError: If the function is called in a ``tf.function``.
     """
@@ -110,14 +110,14 @@ def beam_search(
         on_step: Function that is called after each step with the unfinished hypotheses [B, K, n], best first.
         prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They add 0 to the score, or their
             log-probability if ``rules.score_forced`` is True. None uses no prefix.
-        rules: Rules of a different program, such as ``SearchRules.preset("hf")``. None uses the paper's search.
+        rules: Search rules, such as ``SearchRules.preset("hf")``. None uses the paper's rules.
         as_numpy: True returns NumPy arrays. False returns tensors on the model's device.
 
     Returns:
         The best hypotheses of each sequence and their scores, best first.
 
     Raises:
-        TypeError: If IDs, sizes or lengths are not integers, or the mask is not boolean.
+        TypeError: If IDs, sizes, or lengths are not integers, or the mask is not boolean.
         ValueError: If an argument has an invalid shape or value, or the model computes NaN.
         RuntimeError: If the function is called in a ``tf.function``.
     """
@@ -176,7 +176,7 @@ def sample(
         on_step: Function that is called after each step with the samples so far [B, K, n], padded after EOS.
         prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They add 0 to the score, or their
             log-probability if ``rules.score_forced`` is True. None uses no prefix.
-        rules: Rules of a different program, such as ``SearchRules.preset("hf")``. None uses the paper's search.
+        rules: Search rules, such as ``SearchRules.preset("hf")``. None uses the paper's rules.
         as_numpy: True returns NumPy arrays. False returns tensors on the model's device.
 
     Returns:
@@ -184,7 +184,7 @@ def sample(
         nats that the model assigns to the sample, before temperature, ``top_k`` and ``top_p``.
 
     Raises:
-        TypeError: If IDs, sizes or lengths are not integers, or the mask is not boolean.
+        TypeError: If IDs, sizes, or lengths are not integers, or the mask is not boolean.
         ValueError: If an argument has an invalid shape or value, or the model computes NaN.
         RuntimeError: If the function is called in a ``tf.function``.
     """
@@ -209,13 +209,13 @@ def score(
 ) -> Scores:
     """Return the log-probabilities in nats that the model assigns to given translations, for example to rerank them.
 
-    To score each token of the hypotheses of a search, pass its ``nbest_ids``. Dropout is off.
+    To score each token of a search's hypotheses, pass the ``nbest_ids`` of its result. Dropout is off.
 
     Args:
         model: Model to score with.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
-        target_ids: One translation per sequence [B, T], or N of them [B, N, T], without BOS, including EOS, padded with
-            ``config.pad_id``.
+        target_ids: One translation per sequence [B, T], or N of them [B, N, T], without BOS but including EOS, padded
+            with ``config.pad_id``.
         start_id: First token that the decoder reads. None uses ``config.bos_id``.
         source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
 
@@ -224,7 +224,8 @@ def score(
 
     Raises:
         TypeError: If the IDs are not integers, or the mask is not boolean.
-        ValueError: If IDs or mask have the wrong shape, an ID is outside the vocabulary, or a translation is too long.
+        ValueError: If the IDs or the mask have the wrong shape, an ID is outside the vocabulary, or a translation is
+            too long.
         RuntimeError: If the function is called in a ``tf.function``.
     """
     check_call("score", model)
@@ -270,7 +271,7 @@ class Greedy(NamedTuple):
         )
 
     def step(self, logits: Float[Tensor, "R V"], n: Any, plan: SearchPlan) -> tuple[Greedy, None]:
-        """Return the state after step n, given the logits, and None because the rows are not reordered."""
+        """Given the logits, return the state after step n, and None because the rows are not reordered."""
         log_probabilities = _next_log_probabilities(logits, self.ids, n, plan)  # [R, V]
         index, size = self.choose(log_probabilities, n, plan), keras.ops.shape(self.scores)
         best = tf.reshape(tf.gather(log_probabilities, index, batch_dims=1), size)  # propagates NaN
@@ -297,7 +298,7 @@ class Sample(Greedy):
     """State of sampling between two steps."""
 
     def choose(self, log_probabilities: Float[Tensor, "R V"], n: Any, plan: SearchPlan) -> Int[Tensor, " R"]:
-        """Return the token of each row at the quantile of its random number, with tokens sorted by probability."""
+        """Sort the tokens of each row by probability, and return the token at the quantile given by a random number."""
         values, index = top(log_probabilities, log_probabilities.shape[1])  # [R, V]
         is_in = tf.range(values.shape[1]) < plan.top_k
         shares = tf.nn.softmax(tf.where(is_in, values / tf.cast(plan.temperature, values.dtype), -inf))
@@ -334,7 +335,7 @@ class Beam(NamedTuple):
         )
 
     def step(self, logits: Float[Tensor, "R V"], n: Any, plan: SearchPlan) -> tuple[Beam, Int[Tensor, " R"]]:
-        """Return the state after step n, given the logits, and the row that each hypothesis extends."""
+        """Given the logits, return the state after step n and the row that each hypothesis extends."""
         (batch, beam_size), vocabulary = keras.ops.shape(self.alive), logits.shape[1]
         pool_size = keras.ops.shape(self.finished)[1]
         # 1. Extend each hypothesis by every token. 2K extensions are enough, because at most K of them end with EOS.

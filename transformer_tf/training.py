@@ -1,4 +1,4 @@
-"""Training (Vaswani et al., 2017, section 5): loss, gradients and the optimizer step.
+"""Training (Vaswani et al., 2017, section 5): loss, gradients, and the optimizer step.
 
 Axes: B batch, S source length, T target length, V target vocabulary.
 """
@@ -61,7 +61,7 @@ def cross_entropy(
     Args:
         logits: Logits of the next tokens.
         labels: Expected tokens, padded with ``config.pad_id``. Padding doesn't contribute to the loss.
-        config: Model configuration, which defines the vocabulary, the padding ID and the label smoothing.
+        config: Model configuration, which defines the vocabulary, the padding ID, and the label smoothing.
         summed: False returns the loss of each label, and a mask of the labels that are not padding, both [B, T].
 
     Raises:
@@ -97,7 +97,7 @@ def cross_entropy(
 
 @keras.saving.register_keras_serializable("transformer_tf")
 class CrossEntropy(keras.losses.Loss):
-    """The loss ``cross_entropy`` for ``model.compile`` and ``fit``, averaged over the target tokens of a batch.
+    """The ``cross_entropy`` loss for ``model.compile`` and ``fit``, averaged over the target tokens of a batch.
 
     Args:
         config: Model configuration. Labels equal to ``config.pad_id`` don't contribute to the loss.
@@ -124,11 +124,11 @@ class CrossEntropy(keras.losses.Loss):
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
-    Dropout is off. If the batch contains no target tokens, loss and gradients are zero. The result lists frozen
+    Dropout is off. If the batch contains no target tokens, the loss and the gradients are zero. The result lists frozen
     parameters in ``frozen``; they have no gradient.
 
     Args:
-        model: Model. It is not modified.
+        model: Model, which is not modified.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
         target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
         labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
@@ -170,9 +170,9 @@ class Trainer:
 
     Args:
         model: Model in float32 or float64.
-        settings: Optimizer, learning rate schedule, clipping, gradient accumulation and mixed precision.
-        seed: Seed of the dropout. The dropout of a step depends only on the seed and the number of the step.
-        mesh: Strategy from ``make_mesh`` that divides the full batch. None uses the model's device only.
+        settings: Optimizer, learning rate schedule, clipping, gradient accumulation, and mixed precision.
+        seed: Seed for dropout. The dropout in a step depends only on the seed and the step number.
+        mesh: Strategy from ``make_mesh`` that divides the full batch. None uses only the model's device.
         dropout: ``global`` draws random numbers for the full batch, so that the result doesn't depend on the number of
             devices. ``local`` draws them separately for the rows of each device, which is faster.
         compile: True lets XLA compile each step once per shape of a batch, which takes as long as dozens of steps. It
@@ -230,7 +230,7 @@ class Trainer:
             self.optimizer.start(names)
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
-        """Take one optimizer step on the loss per target token of a batch, with dropout.
+        """Take one optimizer step on the loss per target token of a batch, with dropout enabled.
 
         Args:
             source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
@@ -258,7 +258,7 @@ class Trainer:
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
         """Return the loss per target token of a batch and the gradient that a step would use, before clipping.
 
-        Arguments, dropout, micro-batches, devices and errors are the same as in ``train_step``. Nothing is updated.
+        Arguments, dropout, micro-batches, devices, and errors are the same as in ``train_step``. Nothing is updated.
         """
         check_call("gradient", self.model)
         batch = _take(self.model, source_ids, target_ids, labels)
@@ -278,7 +278,7 @@ class Trainer:
             return call_on_devices(self, self._evaluation, (spread_rows(self, batch, 1),))
 
     def export_state(self) -> TrainingState:
-        """Return a copy of the step number, the seed and the moments."""
+        """Return a copy of the step number, the seed, and the moments."""
 
         def exported(moments):  # moments of frozen parameters are zero
             found = ((name, moments.get(name), x) for name, x in self.optimizer.parameters.items())
@@ -292,7 +292,7 @@ class Trainer:
 
         Raises:
             TypeError: If a moment doesn't have a floating-point dtype.
-            ValueError: If the moments don't match the model's config, or overflow its dtype.
+            ValueError: If the moments don't match the model's config or overflow its dtype.
         """
         check_training_state(self.model.config, state, self.model.variable_dtype)
         self.step, self.seed = state.step, state.seed
@@ -309,7 +309,7 @@ class Trainer:
         return spread_rows(self, batch, slices), tf.constant(random_bits(self, len(self._seeds)))
 
     def _step(self, batch, random_bits, numbers):
-        """Take one step on a batch. Return the loss, the number of tokens and the norm of the gradient."""
+        """Take one step on a batch. Return the loss, the number of tokens, and the norm of the gradient."""
         settings = self.settings
         total, tokens, gradient = self._gradient(batch, random_bits)
         count = tf.cast(tf.maximum(tokens, 1), total.dtype)
@@ -319,7 +319,7 @@ class Trainer:
         return total / count, tokens, norm
 
     def _gradient(self, batch, random_bits):
-        """Return loss, number of tokens and gradient, summed over all micro-batches and shards of a batch."""
+        """Return the loss, the number of tokens, and the gradient, summed over a batch's micro-batches and shards."""
         slices = self.settings.accumulation_steps
         if slices == 1:
             return summed(self, self._gradient_of_slice(batch, random_bits[0]))

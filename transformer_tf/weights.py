@@ -17,7 +17,7 @@ COMPUTES = keras.layers.Dense, keras.layers.Embedding, keras.layers.ReversibleEm
 
 
 def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
-    """Copy weights into a model, rounded to its dtype. The model never aliases the given arrays.
+    """Copy weights into a model, rounding them to its dtype. The model never aliases the given arrays.
 
     Args:
         model: Model whose parameters are replaced in place.
@@ -26,7 +26,7 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype.
-        ValueError: If the weights don't match the model's config, or overflow its dtype.
+        ValueError: If the weights don't match the model's config or overflow its dtype.
     """
     check_weights(model.config, weights, part=model.part)
     for name, parameter in parameters(model).items():
@@ -36,7 +36,7 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 def get_weights(model: Model) -> dict[str, ndarray]:
     """Return a copy of every parameter of a model in the model's dtype, by canonical name.
 
-    If LoRA is enabled for a layer, its update is added to the kernel.
+    If LoRA is enabled for a layer, the LoRA update is added to the kernel.
 
     Args:
         model: Model to read.
@@ -53,7 +53,7 @@ def parameters(model: Model) -> dict[str, tf.Variable]:
 
 
 def variables(model: Model) -> dict[str, keras.Variable]:
-    """Return the model's parameters by canonical name, as Keras variables, which have the attribute ``trainable``.
+    """Return the model's parameters by canonical name, as Keras variables, which have a ``trainable`` attribute.
 
     Raises:
         ValueError: If a weight is computed from other variables (``enable_lora``), or its layer was replaced.

@@ -1,4 +1,4 @@
-"""The Transformer of "Attention Is All You Need" as PyTorch modules."""
+"""The Transformer from "Attention Is All You Need" as PyTorch modules."""
 
 import transformer_spec
 from transformer_spec import *  # noqa: F403  re-exported, so that one import is enough

@@ -47,7 +47,7 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError: If the mask is not boolean.
-        ValueError: If the shapes don't match each other.
+        ValueError: If the shapes don't match.
 
     Taps:
         scores: Scaled scores, before the mask.
@@ -99,17 +99,17 @@ class KeyValues(NamedTuple):
 
 
 class KeyValueCache:
-    """Keys and values of the target positions decoded so far, in buffers of a fixed capacity.
+    """Keys and values of the target positions decoded so far, in buffers of fixed capacity.
 
     With a cache, decoding T tokens projects T positions instead of 1 + 2 + ... + T.
 
     Args:
         key: Buffer for the keys.
         value: Buffer for the values.
-        length: Number of positions that the buffers already contain.
+        length: Number of positions already stored in the buffers.
 
     Attributes:
-        length: Number of positions that the buffers contain.
+        length: Number of positions stored in the buffers.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class KeyValueCache:
         return KeyValues(self.key[:, :, : self.length], self.value[:, :, : self.length])
 
     def reorder(self, rows: Int[Tensor, " B"]) -> None:
-        """Replace row i of the buffers by row ``rows[i]``.
+        """Replace row i of the buffers with row ``rows[i]``.
 
         Args:
             rows: Index of the row to copy, one for each row.
@@ -154,7 +154,7 @@ class MultiHeadAttention(nn.Module):
     ``MultiHead(Q, K, V) = Concat(head_1, ..., head_h) W^O`` with ``head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V)``.
 
     Args:
-        config: Model configuration, which defines the number and the size of the heads.
+        config: Model configuration, which defines the number and size of the heads.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
 
     Taps:

@@ -1,4 +1,4 @@
-"""Embeddings, output projection and positions (Vaswani et al., 2017, sections 3.4 and 3.5).
+"""Embeddings, output projection, and positional encodings (Vaswani et al., 2017, sections 3.4 and 3.5).
 
 Axes: B batch, L length, V vocabulary.
 """
@@ -20,7 +20,7 @@ from transformer_torch.runtime import to_dtype
 def sinusoidal_encoding(
     length: int, d_model: int, layout: str = "interleaved", timescale: str = "m", offset: int = 0
 ) -> Float[Tensor, "L d_model"]:
-    """Return sinusoidal position encodings, one row per position, in float64 (section 3.5).
+    """Return sinusoidal positional encodings, one row per position, in float64 (section 3.5).
 
     ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model))``. Computed in
     float32, the angles would be off by 4e-5 at position 500.
@@ -28,7 +28,7 @@ def sinusoidal_encoding(
     Args:
         length: Number of positions.
         d_model: Number of channels. It must be even.
-        layout: ``interleaved`` alternates sine and cosine channels (the paper). ``split`` puts all sines first.
+        layout: ``interleaved`` alternates sine and cosine channels (the paper). ``split`` puts all sine channels first.
         timescale: Spacing of the m = d_model / 2 wavelengths, which start at 2 pi. With ``m``, they end just below
             10000 * 2 pi (the paper). With ``m_minus_1``, the last one is exactly 10000 * 2 pi.
         offset: Index of the first position.
@@ -52,7 +52,7 @@ class TokenEmbedding(nn.Embedding):
 
     Args:
         vocab_size: Number of tokens in the vocabulary.
-        config: Model configuration. The multiplication depends on ``config.scale_embedding``.
+        config: Model configuration. If ``config.scale_embedding`` is False, the vectors are not multiplied.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
     """
 
@@ -79,10 +79,10 @@ class TokenEmbedding(nn.Embedding):
 
 
 class SinusoidalPosition(nn.Module):
-    """Sinusoidal position encoding, which is added to each vector (section 3.5).
+    """Sinusoidal positional encoding, which is added to each vector (section 3.5).
 
     Args:
-        config: Model configuration, which defines the layout, the timescale and the index of the first position.
+        config: Model configuration, which defines the layout, the timescale, and the index of the first position.
         dtype: Not used, because the layer has no parameters.
     """
 
@@ -114,7 +114,7 @@ class SinusoidalPosition(nn.Module):
 
 
 class LearnedPosition(nn.Embedding):
-    """Learned position embedding, which is added to each vector (Table 3, row E).
+    """Learned positional embedding, which is added to each vector (Table 3, row E).
 
     Args:
         config: Model configuration, which defines the number of positions and the index of the first one.
@@ -167,9 +167,9 @@ def OutputProjection(  # noqa: N802  the name of a layer
 class TiedProjection(nn.Module):
     """Multiplication by a transposed embedding matrix, plus an optional bias.
 
-    The matrix is registered as a parameter of the embedding only, so the two stay tied if its values, dtype or device
-    change. This class is not a subclass of ``nn.Linear`` because a tool that replaces or merges linear layers would
-    change the embedding too.
+    The matrix is registered as a parameter of the embedding only, so the two stay tied if the matrix's values, dtype,
+    or device change. This class is not a subclass of ``nn.Linear`` because a tool that replaces or merges linear layers
+    would change the embedding too.
 
     Args:
         embedding: Embedding whose matrix the layer uses.

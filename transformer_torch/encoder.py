@@ -28,7 +28,7 @@ class EncoderLayer(nn.Module):
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
 
     Taps:
-        self_attention, feed_forward: Prefixes of the taps of the sublayers.
+        self_attention, feed_forward: Prefixes of the sublayers' taps.
         self_attention_norm.output, feed_forward_norm.output: Outputs of the layer norms.
         output: Output of the layer.
     """

@@ -1,7 +1,7 @@
-"""Optimized versions of the formulas. A model without this module computes the same, up to rounding.
+"""Optimized versions of the formulas. A model without this module computes the same results, up to rounding.
 
 ``accelerate`` makes a model use PyTorch's fused attention kernel and store its sinusoids. Searches use a twin of the
-model, whose weights have a layout for few rows, and select the best extensions block by block.
+model, whose weights have a layout that is fast for few rows, and select the best extensions block by block.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from transformer_torch.runtime import dtype_name, to_dtype
 
 FLASH_DEVICES = ("cuda",)  # device types that support flash attention
 BLOCK = 32  # values per block; only the blocks with the largest maxima are sorted
-KEPT_POSITIONS = 1024  # positions whose sinusoids are stored
+KEPT_POSITIONS = 1024  # number of positions whose sinusoids are stored
 FEW_ROWS = 64  # maximum number of rows for which the alternative layout is faster
-# These layers multiply the encoder memory once per search, so they have many rows.
+# These layers multiply the encoder memory once per search, so their inputs have many rows.
 MEMORY_PROJECTIONS = ("cross_attention.key_proj", "cross_attention.value_proj")
 
 
 def accelerate(model: nn.Module) -> None:
-    """Replace parts of a newly constructed model by faster parts that compute the same."""
+    """Replace parts of a newly constructed model with faster parts that compute the same results."""
     dtype = next(model.parameters()).dtype
     for name, module in [*model.named_modules()]:
         if isinstance(module, MultiHeadAttention):
@@ -51,7 +51,7 @@ def accelerate(model: nn.Module) -> None:
 
 
 class FastSinusoidalPosition(SinusoidalPosition):
-    """Sinusoidal position encoding that stores the vectors of the first positions in the model's dtype."""
+    """Sinusoidal positional encoding that stores the vectors of the first positions in the model's dtype."""
 
     table: Tensor
 
@@ -99,7 +99,7 @@ def fused_attention(
     dropout: Dropout | None = None,
     tap: Tap = no_tap,
 ) -> Float[Tensor, "B H L d_v"]:
-    """Return the same as ``scaled_dot_product_attention``, without storing the weights if possible.
+    """Compute ``scaled_dot_product_attention``, if possible without storing the weights.
 
     The fused kernel has no taps, draws its own dropout, and can be slower than separate operations.
     """
@@ -116,9 +116,9 @@ def fused_attention(
 
 
 def _mark_masks(stack, args, kwargs):
-    """Determine once for all layers if masks allow everything or are causal. Flash attention supports no other masks.
+    """Determine once for all layers whether masks allow everything or are causal, which flash attention requires.
 
-    This is done only on a GPU. Reading a mask waits for the GPU, so it is skipped while work is captured or traced.
+    This is done only on a GPU. Because reading a mask waits for the GPU, captured or traced code skips this check.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or not args or args[0].device.type not in FLASH_DEVICES:
         return None
@@ -141,10 +141,10 @@ def _marked(mask):
 
 @contextmanager
 def decoding_twin(model: nn.Module, rows: int) -> Iterator[Any]:
-    """Yield a model in inference mode that quickly decodes this number of rows, with the same parameters and hooks.
+    """Yield a model in inference mode, with the same parameters and hooks, that quickly decodes this number of rows.
 
-    The original model doesn't change, so another thread can train it meanwhile. If torch.compile or a tool has changed
-    the forward pass of a layer, the original model is yielded.
+    The original model doesn't change, so another thread can train it at the same time. If torch.compile or a tool has
+    changed the forward pass of a layer, the original model is yielded.
     """
     for module in model.modules():
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None or "forward" in vars(module):
@@ -170,10 +170,10 @@ def _inference_twin(module):
 def _lay_out_for_few_rows(model, rows):
     """Give each layer of a decoding step a copy of its weight in a layout that suits few rows.
 
-    A decoding step has one row per hypothesis, so it spends its time reading weights, and BLAS reads a transposed
-    matrix slowly. On a Xeon, oneDNN's layout takes 50% less time for a vocabulary of 37,000, and the layout [in, out]
-    takes 33% less time for small matrices. In bfloat16, oneDNN computes the matmuls anyway and would otherwise convert
-    the weights in each one. The copies are used in one search only, so they are never outdated.
+    A decoding step has one row per hypothesis, so it spends most of its time reading weights, and BLAS reads a
+    transposed matrix slowly. On a Xeon, oneDNN's layout takes 50% less time for a vocabulary of 37,000, and the layout
+    [in, out] takes 33% less time for small matrices. In bfloat16, oneDNN computes the matmuls anyway and would
+    otherwise convert the weights in each one. The copies are used in one search only, so they are never outdated.
     """
     if rows > FEW_ROWS or model.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
         return  # autocast can't convert oneDNN's layout
@@ -192,7 +192,7 @@ def top_by_blocks(values: Float[Tensor, "B N"], count: int) -> tuple[Float[Tenso
     """Return the largest values of each row and their indices. Ties go to the lower index.
 
     Sorting all values is slow, and ``topk`` orders ties arbitrarily. The largest values are in the blocks with the
-    largest maxima, or, among blocks with equal maxima, in the first ones.
+    largest maxima. Among blocks with equal maxima, the first ones are used.
     """
     if values.shape[1] <= BLOCK * count:
         best, index = values.sort(dim=-1, descending=True, stable=True)  # puts NaN first, so that it is detected

@@ -1,4 +1,4 @@
-"""PyTorch's basic layers, with the parameter names, defaults and initial values of this package."""
+"""PyTorch's basic layers, with this package's parameter names, defaults, and initial values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Dropout = nn.Dropout
 
 
 class OwnDropout(nn.Dropout):
-    """Dropout on one of several devices: draw the mask of the full batch and model, and use this device's part of it.
+    """Dropout on one of several devices: draws the mask for the full batch and model and uses the device's part of it.
 
     All devices draw the same random numbers, so the result doesn't depend on the number of devices.
 
@@ -49,7 +49,7 @@ class OwnDropout(nn.Dropout):
         self.first = self.rows = 0
 
     def forward(self, x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-        """Return ``x`` unchanged in inference, or with dropout in training."""
+        """Return ``x`` unchanged in inference and with dropout in training."""
         if not self.training or self.p == 0.0:
             return x
         shape = [self.rows, *x.shape[1:]]
@@ -86,7 +86,7 @@ def masked_softmax(
     dtype = torch.promote_types(scores.dtype, torch.float32)  # bfloat16 is too imprecise for sums
     if mask is None:
         return scores.softmax(-1, dtype).to(scores.dtype)
-    # Use the lowest finite score, because a row of -inf would give NaN in the forward and the backward pass.
+    # Use the lowest finite score, because a row of -inf would give NaN in both the forward and the backward pass.
     weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1, dtype)
     return weights.masked_fill(~mask, 0.0).to(scores.dtype)
 
@@ -121,7 +121,7 @@ class LayerNorm(nn.LayerNorm):
     ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
 
     Args:
-        config: Model configuration, which defines the size, epsilon and the kind of divisor.
+        config: Model configuration, which defines the size, epsilon, and the kind of divisor.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
     """
 

@@ -27,9 +27,9 @@ def is_on() -> bool:
 def delays_attention(query: Tensor, key: Tensor) -> bool:
     """Return whether the fused attention kernel is slower than separate matmuls because oneDNN is on.
 
-    The kernel calls one matmul per head of each sequence. oneDNN takes at least 40 microseconds per matmul, regardless
-    of its size. At 64 positions, this is 5 to 10 times the duration of the kernel without oneDNN. At 200 positions, it
-    is the duration of separate matmuls.
+    The kernel calls one matmul per head of each sequence, and oneDNN takes at least 40 microseconds per matmul,
+    regardless of its size. At 64 positions, the kernel is therefore 5 to 10 times slower than without oneDNN. At 200
+    positions, it is as fast as separate matmuls.
     """
     if torch.compiler.is_compiling() or query.shape[-2] == 1 or not is_on():  # check last, because it is slow
         return False
@@ -45,8 +45,8 @@ def takes_bfloat16() -> bool:
 def for_few_rows(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor]:
     """Return a function like ``F.linear`` for this number of rows, which uses the fastest layout of the weight.
 
-    oneDNN needs 15 microseconds to start a matmul. In comparison, MKL takes 5 microseconds to multiply 8 rows with 128
-    x 128 weights, so small matmuls use MKL.
+    oneDNN needs 15 microseconds to start a matmul. In comparison, MKL takes 5 microseconds to multiply 8 rows by 128 x
+    128 weights, so small matmuls use MKL.
     """
     is_float32, switched = weight.dtype == torch.float32, is_on()
     if is_float32 and switched and torch.backends.mkl.is_available() and rows * weight.numel() < LARGE_PRODUCT:

@@ -13,7 +13,7 @@ from transformer_torch.weights import gathered
 
 
 def global_norm(gradient: Iterable[Tensor]) -> Tensor:
-    """Return the Euclidean norm of a gradient, taking all tensors and their shards as one vector."""
+    """Return the Euclidean norm of a gradient, treating all tensors and their shards as one vector."""
     norms = [gathered(torch.nn.utils.get_total_norm(tensors)) for tensors in by_mesh(gradient)]
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
@@ -48,7 +48,7 @@ class Adam(torch.optim.Adam):
 
         Args:
             parameter: Parameter of the optimizer.
-            steps: Number of steps taken so far, for a new state.
+            steps: Number of steps taken so far, used if the state is new.
         """
         if parameter not in self.state:  # otherwise, the base class would create them in its first step
             self.state[parameter] = {

@@ -1,4 +1,4 @@
-"""Training on several devices, with one process per device and the engines of ``torch.distributed``.
+"""Training on several devices, with one process per device, using ``torch.distributed``.
 
 DistributedDataParallel keeps copies of the model, ``fully_shard`` shards its parameters, and ``parallelize_module``
 divides attention heads and feed-forward networks. Each process must call ``make_mesh`` before it creates a model on a
@@ -39,7 +39,8 @@ HOW = "start one process per device, for example with torchrun --nproc-per-node"
 def make_mesh(plan: Plan, device: torch.device | str | None = None) -> DeviceMesh:
     """Return a ``DeviceMesh`` for a ``Trainer``, with one process per device.
 
-    If no process group exists, the process first joins one, as specified by the environment variables of ``torchrun``.
+    If no process group exists, the process first joins one, as specified by the environment variables that ``torchrun``
+    sets.
 
     Args:
         plan: Number of devices along each axis.
@@ -103,8 +104,8 @@ class Share:
         number: Index of this process in the mesh.
 
     Raises:
-        ValueError: If the model is on a different device, is already divided or wrapped, or a process is not in the
-            mesh.
+        ValueError: If the model is on a different device or is already divided or wrapped, or if a process is not in
+            the mesh.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh | None, dropout: str) -> None:
@@ -124,7 +125,7 @@ class Share:
 
     @property
     def entropy(self) -> tuple[int, ...]:
-        """Numbers that seed the dropout, in addition to the seed and the step."""
+        """Numbers that seed dropout, in addition to the seed and the step."""
         return (self.index,) if self.mesh is not None and self.local else ()
 
     def slices(self, batch: Sequence[Int[Tensor, "B _"]], count: int) -> Iterator[tuple[Int[Tensor, "R _"], ...]]:
@@ -160,7 +161,7 @@ class Share:
 
         Args:
             what: Name of the value in the error message.
-            value: Value with a ``repr`` that determines it.
+            value: Value, which is compared by its ``repr``.
 
         Raises:
             ValueError: If a process has a different value.
@@ -170,7 +171,7 @@ class Share:
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, sha256(repr(value).encode()).hexdigest())
         if different := [rank for rank, each in enumerate(found) if each != found[0]]:
-            raise ValueError(f"all processes must have the same {what}: process {different[0]} has a different one")
+            raise ValueError(f"all processes must have the same {what}: process {different[0]} differs")
 
     def summed(self, x: Float[Tensor, ""] | Int[Tensor, ""]) -> Float[Tensor, ""] | Int[Tensor, ""]:
         """Return the sum of a number over all shards of the batch."""
@@ -206,7 +207,7 @@ def _join(kind):
 def _check(model, mesh):
     """Check that a mesh can divide a model. Return the plan and the ID of the padding token."""
     if not isinstance(model, Transformer) or is_divided(model):
-        raise ValueError(f"the model must not be wrapped or divided already: got {type(model).__name__}")
+        raise ValueError(f"the model must not already be wrapped or divided: got {type(model).__name__}")
     if model.device.type != mesh.device_type:
         raise ValueError(f"the model must be on the devices of the mesh, {mesh.device_type}: got {model.device}")
     plan = plan_of(mesh, model.config)
@@ -224,7 +225,7 @@ def _with_all_axes(mesh, plan):
 
 
 def _own_dropouts(model, plan, part):
-    """Replace dropout layers by layers that use this device's part of a shared mask, and return these layers."""
+    """Replace dropout layers with layers that use this device's part of a shared mask, and return these layers."""
     found = []
     for module in [*model.modules()]:
         for name, layer in [*module.named_children()]:

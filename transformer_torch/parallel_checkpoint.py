@@ -39,10 +39,10 @@ def save_sharded(
 
     Args:
         folder: Path of the directory, which must not exist.
-        trainer: Trainer whose weights, moments and settings are saved.
+        trainer: Trainer whose weights, moments, and settings are saved.
         progress: Values that the training loop needs to resume, such as the position in the data. They must survive a
             JSON round trip. None saves an empty dict.
-        vocabulary: A sentencepiece model, the files of a different vocabulary, or None.
+        vocabulary: A sentencepiece model, the files of another type of vocabulary, or None.
 
     Raises:
         FileExistsError: If the path exists.
@@ -56,18 +56,18 @@ def save_sharded(
 
 
 def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
-    """Resume a trainer from a directory, and return the progress. All processes must call this function.
+    """Resume a trainer from a directory and return the progress. All processes must call this function.
 
     The directory may have been written with a different plan. Each process reads only its own shards. If an error
     occurs while tensors are read, don't use the trainer afterwards.
 
     Args:
         folder: Path of the directory.
-        trainer: Trainer whose weights, moments, step and seed are replaced.
+        trainer: Trainer whose weights, moments, step, and seed are replaced.
 
     Raises:
         OSError: If a file can't be read.
-        ValueError: If the directory contains no training run, or a run of a different model or dtype.
+        ValueError: If the directory contains no training run, or a run with a different model or dtype.
     """
     folder = Path(folder)
     training, tensors = read_run(folder).training, _tensors(trainer)
@@ -99,7 +99,7 @@ def join_sharded(folder: str | Path) -> Checkpoint:
 
 
 def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint to a new directory, for a run of several processes.
+    """Write a checkpoint to a new directory, for a run with several processes.
 
     Call this function in one process only.
 
@@ -133,7 +133,7 @@ def _tensors(trainer):
 
 
 def _write(folder, tensors, description, vocabulary):
-    """Write a directory under a temporary name, and rename it."""
+    """Write a directory under a temporary name, then rename it."""
     import torch.distributed.checkpoint as dcp
 
     _by_the_first(lambda: begin_folder(folder, description, vocabulary))
@@ -174,7 +174,7 @@ def _by_the_first(action: Callable[[], None]) -> None:
 
 @contextmanager
 def _reported(what):
-    """Raise the first error of any process in all of them. Suppress PyTorch's warning that only one process exists."""
+    """In all processes, raise the error of the first that failed. Suppress PyTorch's warning about a single process."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Base class of the full model, the encoder and the decoder: construction, weights and input checks."""
+"""Base class of the full model, the encoder, and the decoder: construction, weights, and input checks."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from transformer_torch.weights import get_weights, set_weights
 
 
 class Part(nn.Module):
-    """Base class of ``Transformer``, ``Encoder`` and ``Decoder``, which use the same parameter names.
+    """Base class of ``Transformer``, ``Encoder``, and ``Decoder``, which use the same parameter names.
 
     If all embeddings are tied, an ``Encoder`` and a ``Decoder`` each have their own copy of the shared embedding
     matrix.
 
     Args:
         config: Model configuration.
-        dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32 and bfloat16.
+        dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32, and bfloat16.
         device: Device, such as ``torch.device("cuda:1")`` or its name. None uses PyTorch's default device.
-        fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False computes
+        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
             the formulas without optimizations.
 
     Attributes:
@@ -102,16 +102,16 @@ class Part(nn.Module):
             config: Configuration of the model to which the weights belong.
             weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
                 ignores the parameters of the other part.
-            dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32 and bfloat16.
+            dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32, and bfloat16.
             device: Device, such as ``torch.device("cuda:1")`` or its name. None uses PyTorch's default device.
             precision: ``highest`` or ``fast`` sets the precision of float32 matmuls for the whole process (see
                 ``set_precision``). None doesn't change it.
-            fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False
+            fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False
                 computes the formulas without optimizations.
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` is not a ``TransformerConfig``.
-            ValueError: If the weights don't match the config or overflow the dtype, or if ``dtype``, ``device`` or
+            ValueError: If the weights don't match the config or overflow the dtype, or if ``dtype``, ``device``, or
                 ``precision`` is unknown.
             RuntimeError: If the device is not visible.
         """
@@ -137,18 +137,18 @@ class Part(nn.Module):
         """Create a model in inference mode from a weight file or a checkpoint.
 
         Args:
-            path: A ``.safetensors`` file that ``save_weights`` or ``save_checkpoint`` wrote.
-            dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32 and bfloat16.
+            path: A ``.safetensors`` file written by ``save_weights`` or ``save_checkpoint``.
+            dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32, and bfloat16.
             device: Device, such as ``torch.device("cuda:1")`` or its name. None uses PyTorch's default device.
             precision: ``highest`` or ``fast`` sets the precision of float32 matmuls for the whole process (see
                 ``set_precision``). None doesn't change it.
-            fast: True uses the optimized code of ``fast.py``, which agrees with the formulas up to rounding. False
+            fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False
                 computes the formulas without optimizations.
 
         Raises:
             OSError: If the file can't be read.
-            ValueError: If the file is not a valid weight file, its weights overflow the dtype, or ``dtype``, ``device``
-                or ``precision`` is unknown.
+            ValueError: If the file is not a valid weight file, its weights overflow the dtype, or ``dtype``,
+                ``device``, or ``precision`` is unknown.
             RuntimeError: If the device is not visible.
         """
         return cls.from_weights(*load_weights(path), dtype, device, precision, fast=fast)
@@ -157,8 +157,8 @@ class Part(nn.Module):
         """Return a copy of every parameter in the model's dtype, by canonical name.
 
         Raises:
-            ValueError: If a layer was replaced by a layer that computes with additional parameters, such as an adapter,
-                or that is quantized.
+            ValueError: If a layer was replaced with a layer that is quantized or computes with additional parameters,
+                such as an adapter.
         """
         return get_weights(self)
 
@@ -181,7 +181,7 @@ class Part(nn.Module):
         return (self.target_embedding if self.part == "decoder" else self.source_embedding).weight.dtype
 
     def _take(self, side, ids, mask):
-        """Check and return the IDs and the mask of ``source`` or ``target``. A mask of None is derived from the IDs."""
+        """Check and return the IDs and the mask of ``source`` or ``target``. Derive a missing mask from the IDs."""
         config = self.config
         ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions, self.device)
         if mask is not None:
@@ -198,4 +198,4 @@ class Part(nn.Module):
         shape = (*mask.shape, self.config.d_model)
         return to_memory(memory, shape, self.dtype, self.device), mask
 
-    _take_memory_for_cache = _take_memory  # Transformer overrides it to compute the memory
+    _take_memory_for_cache = _take_memory  # Transformer overrides this to compute the memory

@@ -1,4 +1,4 @@
-"""Dtypes, devices and precision, and checks of the inputs that callers pass."""
+"""Dtypes, devices, and precision, and checks of the inputs that callers pass."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def to_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def to_device(device: torch.device | str | None) -> torch.device:
-    """Return a ``torch.device``, given a device or its name. ``gpu`` is the current GPU, None PyTorch's default device.
+    """Return a ``torch.device``, given a device or its name. Use ``gpu`` for the current GPU and None for the default.
 
     Raises:
         ValueError: If the device is unknown.
@@ -76,8 +76,8 @@ def to_device(device: torch.device | str | None) -> torch.device:
 def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, device: torch.device) -> Int[Tensor, "B L"]:
     """Check the token IDs that a caller passed, and return them as a tensor.
 
-    Values are checked only if that costs nothing: not on a GPU, and not in traced code. There, an ID outside the
-    vocabulary raises an IndexError in the embedding on a CPU, or fails a CUDA assertion on a GPU.
+    Values are checked only if reading them costs nothing: on a CPU and outside of traced code. Otherwise, an ID outside
+    the vocabulary raises an IndexError in the embedding on a CPU, or fails a CUDA assertion on a GPU.
     """
     ids = ids if isinstance(ids, Tensor) else to_array(name, ids)
     if isinstance(ids, Tensor) and (ids.is_nested or ids.layout != torch.strided):
@@ -108,14 +108,14 @@ def dtype_name(x: Any) -> str:
 
 
 def describe() -> dict[str, str]:
-    """Return the current versions, devices, number of threads and precision settings, as text for reports."""
+    """Return the current versions, devices, number of threads, and precision settings as text for reports."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "version": torch.__version__,
         "device": ", ".join(gpus) or "cpu",
         "threads": str(torch.get_num_threads()),
         "products on a CPU": onednn.describe(),
-        # get_float32_matmul_precision raises if one of these settings has been changed.
+        # get_float32_matmul_precision raises an error if one of these settings has been changed.
         "matrix products": f"{torch.backends.mkldnn.matmul.fp32_precision} on a CPU, "  # type: ignore[attr-defined]
         f"{torch.backends.cuda.matmul.fp32_precision} on a GPU",
     }
@@ -124,9 +124,9 @@ def describe() -> dict[str, str]:
 def _values(ids: Tensor | np.ndarray) -> np.ndarray | None:
     """Return the values of the IDs if reading them costs nothing, else None.
 
-    Values can be read on a CPU unless the tensor is traced, fake or transformed. Tensors that were created in inference
-    mode, such as the tokens of a search, are skipped because reading them would take 5% of a small model's decoding
-    step.
+    Values can be read on a CPU unless the tensor is traced, fake, or transformed. Tensors that were created in
+    inference mode, such as the tokens of a search, are skipped because reading them would take 5% of a small model's
+    decoding step.
     """
     if isinstance(ids, np.ndarray):
         return ids

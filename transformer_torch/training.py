@@ -1,4 +1,4 @@
-"""Training (Vaswani et al., 2017, section 5): loss, gradients and the optimizer step.
+"""Training (Vaswani et al., 2017, section 5): loss, gradients, and the optimizer step.
 
 Axes: B batch, S source length, T target length, V target vocabulary.
 """
@@ -56,7 +56,7 @@ def cross_entropy(
     Args:
         logits: Logits of the next tokens.
         labels: Expected tokens, padded with ``config.pad_id``. Padding doesn't contribute to the loss.
-        config: Model configuration, which defines the vocabulary, the padding ID and the label smoothing.
+        config: Model configuration, which defines the vocabulary, the padding ID, and the label smoothing.
 
     Raises:
         TypeError: If the labels are not integers.
@@ -83,11 +83,11 @@ def cross_entropy(
 def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
-    Dropout is off. If the batch contains no target tokens, loss and gradients are zero. The result lists frozen
+    Dropout is off. If the batch contains no target tokens, the loss and the gradients are zero. The result lists frozen
     parameters in ``frozen``; they have no gradient.
 
     Args:
-        model: Model, or a module that wraps it. It is not modified.
+        model: Model, or a module that wraps it. Neither is modified.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
         target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
         labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
@@ -139,13 +139,13 @@ class Trainer:
 
     Args:
         model: Model, or a module that wraps it, in float32 or float64.
-        settings: Optimizer, learning rate schedule, clipping, gradient accumulation and mixed precision.
-        seed: Seed of the dropout. The dropout of a step depends only on the seed and the number of the step.
-        mesh: Devices from ``make_mesh`` on which each step runs. Pass the full batch in every process. None uses the
-            model's device only.
+        settings: Optimizer, learning rate schedule, clipping, gradient accumulation, and mixed precision.
+        seed: Seed for dropout. The dropout in a step depends only on the seed and the step number.
+        mesh: Mesh from ``make_mesh``, on whose devices each step runs. Pass the full batch in every process. None uses
+            only the model's device.
         dropout: ``global`` draws random numbers for the full batch, so that the result doesn't depend on the number of
             devices. ``local`` draws them separately for the rows of each device, which is faster.
-        compile: True compiles the forward and backward pass with ``torch.compile``. The first steps are slow, later
+        compile: True compiles the forward and backward pass with ``torch.compile``. The first steps are slow, but later
             steps are faster.
 
     Attributes:
@@ -174,7 +174,7 @@ class Trainer:
         check_choice("dropout", dropout, DROPOUTS)
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, config), dropout
         self.share = Share(model, mesh, dropout)
-        self.share.check_same("seed, settings, dropout and model", (seed, settings, dropout, config))
+        self.share.check_same("seed, settings, dropout, and model", (seed, settings, dropout, config))
         self.model = model.eval()
         self.settings = settings
         self.seed = seed
@@ -183,7 +183,7 @@ class Trainer:
         self._loss = torch.compile(_loss) if compile else _loss
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> StepResult:
-        """Take one optimizer step on the loss per target token of a batch, with dropout.
+        """Take one optimizer step on the loss per target token of a batch, with dropout enabled.
 
         Args:
             source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
@@ -214,7 +214,7 @@ class Trainer:
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
         """Return the loss per target token of a batch and the gradient that a step would use, before clipping.
 
-        Dropout, micro-batches and devices are the same as in ``train_step``. Nothing is updated.
+        Dropout, micro-batches, and devices are the same as in ``train_step``. Nothing is updated.
 
         Args:
             source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
@@ -259,9 +259,9 @@ class Trainer:
         return self.share.summed(total), self.share.summed(tokens)
 
     def export_state(self) -> TrainingState:
-        """Return a copy of the step number, the seed and the moments.
+        """Return a copy of the step number, the seed, and the moments.
 
-        All later steps depend only on this state, the weights and the settings.
+        All later steps depend only on this state, the weights, and the settings.
 
         Raises:
             ValueError: If a trainable parameter has no canonical name, for example in an adapter.
@@ -282,7 +282,7 @@ class Trainer:
 
         Raises:
             TypeError: If a moment doesn't have a floating-point dtype.
-            ValueError: If the moments don't match the model's config, or overflow its dtype.
+            ValueError: If the moments don't match the model's config or overflow its dtype.
         """
         transformer = transformer_of(self.model)
         check_training_state(transformer.config, state, dtype_name(transformer))
@@ -297,7 +297,7 @@ class Trainer:
                 copy_in(name, second, remembered["exp_avg_sq"])
 
     def _gradient(self, batch):
-        """Return loss, number of tokens and gradient, summed over all micro-batches and shards of a batch."""
+        """Return the loss, the number of tokens, and the gradient, summed over a batch's micro-batches and shards."""
         settings, config, losses = self.settings, transformer_of(self.model).config, []
         known = dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"])
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -338,7 +338,7 @@ def _loss(model, batch, config, tap=no_tap):
 def _training(model: nn.Module, settings: TrainingConfig, *entropy: int) -> Iterator[None]:
     """Enable dropout, seeded with the given numbers, and activation checkpointing if the settings request it.
 
-    Compiled code, fused kernels and custom layers draw from PyTorch's default generator. This context seeds it and
+    Compiled code, fused kernels, and custom layers draw from PyTorch's default generator. This context seeds it and
     restores its state, so steps of different trainers must wait for each other.
     """
     transformer = transformer_of(model)

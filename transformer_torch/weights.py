@@ -1,6 +1,6 @@
 """Conversion of weights between canonical names and the parameters of a PyTorch model.
 
-A canonical ``kernel`` has shape [in, out], a PyTorch ``weight`` has shape [out, in]. Only this file transposes.
+A canonical ``kernel`` has shape [in, out], and a PyTorch ``weight`` has shape [out, in]. Only this file transposes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OWN_LAYERS = (nn.Linear, TokenEmbedding, LearnedPosition, LayerNorm, TiedProject
 
 
 def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
-    """Copy weights into a model, rounded to its dtype. The model never aliases the given arrays.
+    """Copy weights into a model, rounding them to its dtype. The model never aliases the given arrays.
 
     Args:
         model: Model whose parameters are replaced in place.
@@ -35,7 +35,7 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype.
-        ValueError: If the weights don't match the model's config, or overflow its dtype.
+        ValueError: If the weights don't match the model's config or overflow its dtype.
     """
     check_weights(model.config, weights, part=model.part)
     for name, parameter in parameters(model).items():
@@ -49,8 +49,8 @@ def get_weights(model: Model) -> dict[str, ndarray]:
         model: Model to read.
 
     Raises:
-        ValueError: If a layer was replaced by a layer that computes with additional parameters, such as an adapter, or
-            that is quantized.
+        ValueError: If a layer was replaced with a layer that is quantized or computes with additional parameters, such
+            as an adapter.
     """
     check_complete(model, frozen=True)
     return {name: copy_out(name, weight) for name, weight in computed_with(model).items()}
@@ -164,7 +164,7 @@ def is_divided(model: nn.Module) -> bool:
 
 
 def gathered(tensor: Any) -> Tensor:
-    """Return the full tensor. If a mesh shards it, all processes of the mesh must call this function."""
+    """Return the full tensor. If a mesh shards it, all processes in the mesh must call this function."""
     if not hasattr(tensor, "device_mesh"):  # avoid the import below, which takes a second
         return tensor
     from torch.distributed.tensor import Replicate
