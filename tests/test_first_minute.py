@@ -226,8 +226,8 @@ def test_what_is_no_weight_file_is_refused(capsys, tmp_path):
         assert (code, out) == (3, "")
         assert err.startswith(f"parity info: error: {said}")
         assert err.count("\n") == 1
-    said = "parity info: error: --vocab and --names cannot be combined with FILE: remove one or the other\n"
-    assert parity(capsys, "info", SHIPPED, "--vocab", "9", "--names")[2] == said
+    said = "--vocab and --names cannot be combined with FILE: remove either FILE or --vocab and --names"
+    assert parity(capsys, "info", SHIPPED, "--vocab", "9", "--names")[2] == f"parity info: error: {said}\n"
 
 
 @pytest.mark.parametrize(

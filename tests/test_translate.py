@@ -331,7 +331,7 @@ REFUSED = {
         "two backends: use, for example, --backends numpy,torch, or",
     ),
     "one framework to compare": (["--compare", "--backend", "jax"], "for example, --backends jax,numpy, or"),
-    "compared in bfloat16": (["--compare", "--dtype", "bfloat16"], "remove bfloat16 and fast"),
+    "compared in bfloat16": (["--compare", "--dtype", "bfloat16"], "remove --dtype bfloat16 or --precision fast"),
     "scores of a comparison": (["--compare", "--nbest", "1"], "remove --nbest"),
     "n-best without a beam": (["--nbest", "2"], "--nbest 2 requires a beam of at least that size"),
     "n-best beyond the beam": (["--nbest", "5", "--beam", "4"], "add --beam 5"),

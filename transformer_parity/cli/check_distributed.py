@@ -68,7 +68,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--processes",
         type=positive,
         metavar="N",
-        help="divide the devices of a plan among N processes (default: one process per device for torch, otherwise "
+        help="divide each plan's devices among N processes (default: one process per device for torch, otherwise "
         "one process)",
     )
     add_outputs(parser)

@@ -33,7 +33,7 @@ examples:
   parity explore --port mine:MyPort "3 May 2024"            compare your port with the reference
 
 The page is a single file that works offline. The left side lists all taps (named intermediate values) in the order of
-computation, with the error of each port on a logarithmic scale and the tolerance. "introduced here" marks the taps at
+computation, with each port's error on a logarithmic scale and the tolerance. "introduced here" marks the taps at
 which a difference starts; later taps only inherit it. The right side shows the reference, the port, and the difference.
 It shows attention scores, attention weights, the first tap over tolerance, and the inputs of that tap in full. For all
 other taps, it shows the norm at each position.
@@ -41,8 +41,8 @@ other taps, it shows the norm at each position.
 keys on the page: F first tap over tolerance, W largest difference, N/P next or previous tap, H next head, B next port,
 arrow keys select a cell
 
-exit code: 0 every tap is within tolerance; 1 a tap is over tolerance; 3 nothing was compared, or the errors are over
-tolerance but were only compared in float32, where a wrong formula looks like lost precision (use --dtype float64)
+exit code: 0 every tap is within tolerance; 1 a tap is over tolerance; 3 nothing was compared, or a tap is over
+tolerance in float32, in which a wrong formula looks like lost precision (use --dtype float64)
 """
 
 
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def verdict(recording: Recording) -> str:
-    """Return a sentence that names the first tap of each port that is over its tolerance."""
+    """Return a sentence that identifies the first tap over tolerance in each port."""
     wrong = {port.name: port.first_over for port in recording.ports if port.first_over}
     if not wrong:
         return f"All {len(recording.expected)} taps of {_all(recording)} are within tolerance."
