@@ -15,7 +15,7 @@ from transformer_spec.presets import IMPLEMENTATIONS
 PAPER_VOCABULARY = 37_000  # section 5.1: "about 37000 tokens"
 BEST_VOCABULARY = 41_096  # one of the vocabulary sizes that reproduce the most parameter counts of Table 3
 
-# Parameter counts in Table 3 of the paper, in millions. The other rows of the table don't give a count.
+# Parameter counts in Table 3 of the paper, in millions. The table's other rows omit it.
 PRINTED_MILLIONS = {
     "paper_base": 65,
     "paper_dk16": 58,
@@ -32,9 +32,9 @@ PRINTED_MILLIONS = {
 
 
 def describe_presets(vocab_size: int) -> dict[str, dict[str, Any]]:
-    """Return each preset's parameter count, the count in the paper, and the differences from the base model.
+    """Return each preset's size in parameters, its size in the paper, and the differences from the base model.
 
-    If Table 3 doesn't give a count, ``printed_millions`` is None.
+    ``printed_millions`` is empty (None) if Table 3 omits the size.
 
     Raises:
         ValueError: If no model can have a vocabulary of this size.

@@ -181,7 +181,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_out(out: Path | None) -> None:
-    """Ensure that ``--out`` doesn't overwrite anything other than a weight file.
+    """Ensure that ``--out`` overwrites only weight files.
 
     Raises:
         UsageError: If ``--out`` already exists and isn't a weight file.

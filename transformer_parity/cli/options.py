@@ -78,7 +78,7 @@ def add_backends(parser: argparse.ArgumentParser, default: list[str] | None, oth
     Args:
         parser: The parser of the command.
         default: The default selection; None if the command determines it at run time.
-        otherwise: A description of the default; required if ``default`` is None.
+        otherwise: A description of the default; required without ``default``.
     """
     usual = otherwise or ("all" if default == list(PORTS) else ",".join(default or ()))
     parser.add_argument(

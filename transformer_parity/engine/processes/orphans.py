@@ -1,7 +1,7 @@
 """A watching process, which kills the child processes of its parent process after the parent has exited or was killed.
 
 A thread in each child couldn't do this reliably, because compiled code may hold the global interpreter lock. On Linux,
-``PR_SET_PDEATHSIG`` would kill a child, but neither kill the descendants of the child nor remove its directory.
+``PR_SET_PDEATHSIG`` would kill a child, but it would neither kill the child's descendants nor remove the directory.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ import psutil
 
 
 class Silence:
-    """The number of seconds since the last message of a process in which it computed or slept.
+    """The number of seconds during which a process has computed or slept since its last message.
 
     The time that a process waits for a CPU core is excluded. Not every operating system reports this time, but it is at
-    most the time in which none of the allowed cores is idle, and at most the time in which the process doesn't compute.
+    most the time during which none of the allowed cores is idle, and at most the time during which the process doesn't
+    compute.
     If a process doesn't compute at all, it sleeps, and the full time is included.
     """
 
