@@ -1,4 +1,4 @@
-"""The implementations that ``parity bench`` times. Each runs in a separate process and imports its packages there."""
+"""The implementations that ``parity bench`` times. Each runs in a separate process, which imports its packages."""
 
 # ruff: noqa: D102  methods are documented in Participant
 
@@ -146,7 +146,7 @@ class DecodePackage(Package):
 
 
 def compiled(name: str, model: Any) -> Callable[[Any, Any], Any]:
-    """Return a function that computes logits in the way that users call the model, and waits for the result."""
+    """Return a function that calls the model the way users do, and waits for the logits."""
     if name == "torch":
         import torch
 

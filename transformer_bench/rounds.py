@@ -1,4 +1,4 @@
-"""Start the processes of each implementation, and run interleaved rounds in which each runs once while others wait."""
+"""Start each implementation's processes, and run interleaved rounds: each runs once per round while the others wait."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Participant:
         return found
 
     def show(self) -> Any:
-        """Rerun the work and return every step, if the result is not sufficient to explain a difference."""
+        """Rerun the work and return every step, for results that are not sufficient to explain a difference."""
         raise NotImplementedError(f"{self.name} does not show its steps, so a difference cannot be explained")
 
 

@@ -83,7 +83,7 @@ class Setting:
         if self.peers and work.dtype != "float32":
             raise UsageError("--peers supports only float32: remove --peers or --dtype bfloat16")
         if self.peers and getattr(work, "activation_checkpointing", False):
-            raise UsageError("--peers does not support --activation-checkpointing: remove one of the two")
+            raise UsageError("--peers does not support --activation-checkpointing: remove one of these options")
         if "numpy" in self.backends and work.dtype == "bfloat16":
             raise UsageError("numpy does not support bfloat16 in benchmarks: add --backends torch,jax,tf")
         if "numpy" in self.backends and work.device == "gpu":
@@ -99,7 +99,7 @@ class Timing:
         machine: A description of the machine, as returned by ``tables.describe``.
         works: The works that were timed.
         races: The entries of each work.
-        limits: The peak of the machine, measured during each work.
+        limits: The machine's peak, measured during each work.
         interrupted: Whether Ctrl-C interrupted the benchmark.
     """
 
@@ -137,7 +137,7 @@ class Timing:
         return EXIT_CODES[verdict(self.entries)] or EXIT_CODES[FAILED if self.interrupted else AGREES]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the results as plain values."""
+        """Return the results as built-in Python types."""
         races = [
             {**times_for_machines(*one), "plans": costs_for_machines(one[0], self.setting.plans)}
             for one in zip(self.works, self.races, self.limits, strict=True)
@@ -171,7 +171,7 @@ def time_work(work: Work, setting: Setting, progress: Progress) -> tuple[list[En
     """Run some work with every implementation.
 
     Returns:
-        The entries, the peak of the machine, and whether Ctrl-C interrupted the run.
+        The entries, the machine's peak, and whether Ctrl-C interrupted the run.
     """
     participants = setting.participants(work)
     entries = [Entry(participant.name, participant.has_result) for participant in participants]
