@@ -292,7 +292,7 @@ def test_what_cannot_be_done_is_refused_for_each_task(task, options, message, ca
 def test_help_teaches(capsys):
     for arguments, line in (
         (["bench", "--help"], "If a result does not agree with the reference, its time is not\nreported."),
-        (["bench", "decode", "--help"], "columns of the tables:"),
+        (["bench", "decode", "--help"], "table columns:"),
     ):
         with pytest.raises(SystemExit):
             main(arguments)

@@ -169,7 +169,7 @@ def test_a_line_that_is_too_long_is_left_empty_and_named(short, capfd):
     first, third, last = one_by_one(short, [lines[0], lines[2], lines[5]])
     assert found == [first, "", third, "", "", last]
     assert said.splitlines() == [
-        f"parity translate: warning: the translation of line {number} is empty: it has {length} tokens, and at most 6 "
+        f"parity translate: warning: the translation of line {number} is empty: it has {length} tokens, but at most 6 "
         "are supported"
         for number, length in ((2, 7), (4, 10))
     ]
@@ -180,7 +180,7 @@ def test_a_line_of_a_million_characters_is_left_empty_at_once(model, capfd):
     """Though this model has positions without an end."""
     code, found, said = translated(capfd, model, ["abc", 1_000_000 * "a", "de"], "--backend", "numpy")
     assert (code, found) == (3, [*one_by_one(model, ["abc"]), "", *one_by_one(model, ["de"])])
-    lengths = "it has 1,000,001 tokens, and at most 4,096 are supported"
+    lengths = "it has 1,000,001 tokens, but at most 4,096 are supported"
     assert said == f"parity translate: warning: the translation of line 2 is empty: {lengths}\n"
     code, found, said = translated(capfd, model, ["abc"], "--backend", "numpy", "--search", f"max_length={10**9}")
     assert (code, found) == (3, [])

@@ -50,7 +50,7 @@ class Limit:
         return max(self.bandwidths.values())
 
     def seconds(self, work: Work) -> float:
-        """Return the minimum time of some work at this peak (a roofline model).
+        """Return the minimum time that the given work takes at this peak (a roofline model).
 
         Each matmul takes as long as its operations or as long as reading its right operand (weights, keys, or values),
         whichever is longer. In training, Adam also reads the weights, gradients, and two moments in float32, and writes
@@ -112,7 +112,7 @@ class Library(Participant):
 
 
 def libraries(backends: Collection[str], work: Work, *, peers: bool = False) -> list[Library]:
-    """Return the libraries to measure for some work.
+    """Return the libraries to measure for the given work.
 
     XLA is measured via JAX, and via TensorFlow only if JAX isn't among the backends.
     """

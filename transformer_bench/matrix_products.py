@@ -1,4 +1,4 @@
-"""The matrix multiplications of some work, and a baseline that runs nothing else."""
+"""The matrix multiplications in a benchmark, and a baseline that runs nothing else."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ CONVENTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("bart", {"norm_order": "pre"}),
     ("fairseq", {"decoder_num_heads": 2, "decoder_d_k": 12, "decoder_d_v": 15, "decoder_d_ff": 56}),
 )
-SLOW = ("jax", "tf")  # slow because they run one operation at a time: fewer conventions and bfloat16 cases
+SLOW = ("jax", "tf")  # slow because they run one operation at a time, so they run fewer conventions and bfloat16 cases
 PORT, CHECK = "cases for ports", "check of the packages"
 COLUMNS = (PORT, CHECK)
 ROOM = 4 * 2**30  # maximum bytes that a mutant may allocate in addition to the memory of the process at its start

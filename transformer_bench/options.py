@@ -64,7 +64,7 @@ sizes for --config (all use the conventions of the `marian` preset):
 
 EXAMPLES = """\
 examples:
-  parity bench forward                                  time all four packages at size small
+  parity bench forward                                  time all four packages with a small model
   parity bench forward --peers --plot forward.png       also time torch.nn.Transformer, Marian, Flax NNX, Keras hub,
                                                         and only the matrix multiplications
   parity bench forward --config base --json base.json   use the paper's base size, and write all results to a file
@@ -86,16 +86,16 @@ To measure the import time of each package and its framework, run `python -m tra
 """
 
 READING = """
-columns of the tables:
+table columns:
   tokens/s     target tokens per second, including padding
   times NAME   median, lowest, and highest ratio to the fastest implementation within a round
   GFLOP/s      throughput, counting only matrix multiplications
-  of the peak  minimum time of the work on this machine, divided by the measured time. The minimum follows from the
-               best matmul throughput and memory bandwidth of all libraries in use, which are measured in each round.
+  of the peak  minimum possible time for the work on this machine, divided by the measured time. The minimum follows
+               from the best matmul throughput and memory bandwidth of all libraries, which are measured in each round.
   cores        average number of busy CPU cores
   first call   time of the first call, including compilation
-  memory       peak memory of the process in a round, and its increase since before the first call (for multiple
-               processes, the maximum)
+  memory       peak memory of the process during a round, and its increase since the start of the first call (for
+               multiple processes, the maximum)
 """
 
 EXIT = """

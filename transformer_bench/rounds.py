@@ -48,7 +48,7 @@ class Participant:
         raise NotImplementedError
 
     def load(self, work: Any, weights: Path) -> None:
-        """Load a weight file and prepare to run some work."""
+        """Load a weight file and prepare to run the given work."""
         raise NotImplementedError
 
     def run(self) -> Any:
@@ -173,8 +173,8 @@ def run_rounds(
 ) -> None:
     """Load and warm up all implementations, one after another, then run them in interleaved rounds.
 
-    Measurements are stored immediately, so an interruption only loses the current one. An implementation that fails or
-    returns a wrong result is excluded from later rounds.
+    Measurements are stored immediately, so an interruption loses only the current measurement. An implementation that
+    fails or returns a wrong result is excluded from later rounds.
 
     Args:
         processes: The implementations, whose ``prepare`` method has been called.

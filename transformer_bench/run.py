@@ -44,7 +44,7 @@ class Setting:
     plans: Sequence[Plan] = ()
 
     def participants(self, work: Work) -> list[Participant]:
-        """Return the implementations that support some work, in the order of the first round."""
+        """Return the implementations that support the given work, in the order of the first round."""
         ours: list[Participant] = []
         for name in self.backends:
             ours += [OURS[work.task][name], *(TrainOnDevices(name, plan, work.device) for plan in self.plans)]
@@ -116,7 +116,7 @@ class Timing:
         return cls(setting, describe(setting.threads))
 
     def add(self, work: Work, progress: Progress) -> list[Entry]:
-        """Time some work and return its entries; empty if there are no rounds."""
+        """Time the given work and return its entries; empty if there are no rounds."""
         entries: list[Entry] = []
         limit: Limit | None = None
         if self.setting.rounds:
@@ -161,14 +161,14 @@ def grown(work: Work, axis: str, value: int) -> Work:
 
 
 def work_title(work: Work, axis: str) -> str:
-    """Return the title of some work without the size that increases."""
+    """Return the title of the given work without the size that increases."""
     sizes = {"batch": f"batch {work.batch}", "source": f"source {work.source}", "target": f"target {work.target}"}
     grown = ("source", "target") if axis == "length" else (axis,)
     return f"{work.task}, {work.size}: {', '.join(text for name, text in sizes.items() if name not in grown)}"
 
 
 def time_work(work: Work, setting: Setting, progress: Progress) -> tuple[list[Entry], Limit | None, bool]:
-    """Run some work with every implementation.
+    """Run the given work with every implementation.
 
     Returns:
         The entries, the machine's peak, and whether Ctrl-C interrupted the run.

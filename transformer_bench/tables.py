@@ -200,7 +200,7 @@ def describe(threads: int) -> dict[str, Any]:
 
 
 def times_for_machines(work: Work, entries: Sequence[Entry], limit: Limit | None) -> dict[str, Any]:
-    """Return the entries for some work as built-in Python types."""
+    """Return the entries for the given work as built-in Python types."""
     timed = [entry for entry in entries if entry.is_timed]
     return {
         "verdict": verdict(entries),

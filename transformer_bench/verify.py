@@ -21,7 +21,7 @@ from transformer_spec.search import SearchResult
 
 
 class Verifier(Protocol):
-    """The reference's results for some work, with which other results are compared."""
+    """The reference's results, with which the results of other implementations are compared."""
 
     def verify(self, result: Any, show: Callable[[], Any]) -> str:
         """Return a description of the near-ties in which a result differs; empty if there are none.
@@ -169,5 +169,5 @@ VERIFIERS: dict[str, Callable[[Any, Mapping[str, ndarray]], Verifier]] = {
 
 
 def verifier_of(work: Work, weights: Mapping[str, ndarray]) -> Verifier:
-    """Return the verifier for the results of some work."""
+    """Return the verifier for the results of the given work."""
     return VERIFIERS[work.task](work, weights)

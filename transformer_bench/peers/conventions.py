@@ -86,7 +86,7 @@ class Peer:
 
 
 def check_work(config: TransformerConfig, training: TrainingConfig | None) -> None:
-    """Check that all peers support some work and produce the same results.
+    """Check that all peers support the given work and produce the same results.
 
     Raises:
         ValueError: If the config doesn't use the conventions of the ``marian`` preset, if dropout applies to attention

@@ -63,7 +63,7 @@ examples:
 
 The file written by --json also includes each port's CPU time, broken down by activity.
 
-exit code: 0 agree, 1 different math, 2 only precision lost, 3 nothing or not everything was compared
+exit code: 0 all results agree, 1 the math differs, 2 only precision was lost, 3 not everything was compared
 """
 
 
@@ -86,7 +86,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--dtype",
         action=one_or_more(EPS),
         metavar=",".join(EPS),
-        help="compare in these dtypes; float64 shows different math, float32 shows lost precision (default: all)",
+        help="compare in these dtypes; float64 reveals different math, and float32 reveals lost precision "
+        "(default: all)",
     )
     add_machine(parser)
     parser.add_argument(

@@ -35,8 +35,8 @@ examples:
 The page is a single file that works offline. The left side lists all taps (named intermediate values) in the order of
 computation, with each port's error on a logarithmic scale and the tolerance. "introduced here" marks the taps at
 which a difference starts; later taps only inherit it. The right side shows the reference, the port, and the difference.
-It shows attention scores, attention weights, the first tap over tolerance, and the inputs of that tap in full. For all
-other taps, it shows the norm at each position.
+Attention scores, attention weights, the first tap over tolerance, and that tap's inputs are shown in full. For all
+other taps, the page shows the norm at each position.
 
 keys on the page: F first tap over tolerance, W largest difference, N/P next or previous tap, H next head, B next port,
 arrow keys select a cell
@@ -88,7 +88,7 @@ def add_parser(commands: Any) -> None:
         help="write the page to this file (default: %(default)s)",
     )
     add_languages(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the errors of all taps as JSON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the errors at all taps as JSON")
     parser.set_defaults(run=run)
 
 

@@ -179,7 +179,7 @@ otherwise. B must contain at least half of the cases in every stage.
 
 docs/reference/golden-vectors.md describes the file format.
 
-exit code: 0 agree, 1 different math, 2 only precision lost, 3 nothing or not everything was compared
+exit code: 0 all results agree, 1 the math differs, 2 only precision was lost, 3 not everything was compared
 """
 
 

@@ -9,8 +9,8 @@ from numpy import ndarray
 
 from transformer_parity.engine.tensors import Digest, Tensors, plain
 
-# Paths, that is, ways to run a model: with all taps, the way a user runs it, position by position with a cache, loading
-# and exporting the weights only, or outside this process with the results read from files.
+# Paths are ways to run a model: with all taps, the way a user runs it, position by position with a cache, only to load
+# and export the weights, or outside this process, so that the results are read from files.
 TAPS, FAST, CACHED, LOAD, FILES = ("taps", "fast", "cached", "load", "files")
 OUTPUT = "output"  # the name of the value that a block returns
 

@@ -156,13 +156,13 @@ class Coverage:
         why = f" ({'; '.join(list(reasons)[:2])})" if reasons else ""
         if not compared:
             return f"nothing was compared{why}"
-        return f"only {len(compared)} of {planned} cases were compared, and at least half are required{why}"
+        return f"only {len(compared)} of {planned} cases were compared, but at least half are required{why}"
 
     def _instead(self, stages: set[str]) -> str:
         """Return a hint on how to compare the stages in the dtypes that they support; empty if there are none."""
         ways = [(stage, dtypes) for stage, dtypes in self.elsewhere.items() if stage in stages and dtypes]
         return "".join(
-            f"; {stage} are compared only in {' and '.join(dtypes)}: remove --dtype, or run "
+            f"; the {stage} stage is compared only in {' and '.join(dtypes)}: remove --dtype, or run "
             f"--stage {stage} --dtype {','.join(dtypes)} separately"
             for stage, dtypes in ways
         )
