@@ -120,7 +120,7 @@ def _check(options: argparse.Namespace, setting: Setting, works: Sequence[Work])
 @contextmanager
 def show_rounds(entries: Sequence[Entry], rounds: int) -> Iterator[Tell]:
     """Show the progress of each implementation as bars on a terminal, or as lines on standard error otherwise."""
-    names = [entry.name for entry in entries]  # excludes the processes that measure the peak of the machine
+    names = [entry.name for entry in entries]  # excludes the processes that measure the machine's peak
     # The bars are only redrawn between two measurements, so that drawing doesn't disturb them.
     with Progress(names, STEPS + rounds, is_still=True) as progress:
 

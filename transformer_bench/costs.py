@@ -1,4 +1,4 @@
-"""Compute, without measuring, the bytes that each device of a parallelism plan sends per step and stores.
+"""Compute, rather than measure, the bytes that each device in a parallelism plan stores and sends per step.
 
 The computation assumes ring algorithms (Patarasuk and Yuan, 2009), which minimize the bytes that each device sends.
 With W devices, an all-gather or a reduce-scatter sends (W - 1) / W of an array, and an all-reduce sends twice as much.

@@ -124,7 +124,7 @@ def work_bytes(entry: Entry) -> int | None:
 def at_sizes(
     name: str, races: Sequence[Sequence[Entry]], measure: Callable[[Entry], float | None]
 ) -> list[float | None]:
-    """Return a measurement of one implementation at each size; None for sizes at which it wasn't measured."""
+    """Return one implementation's measurement at each size; None for sizes without a measurement."""
     found = ([entry for entry in entries if entry.name == name] for entries in races)
     return [measure(entries[0]) if entries else None for entries in found]
 

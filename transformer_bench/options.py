@@ -49,7 +49,7 @@ With --parallel, the packages also train on multiple devices of this machine. On
 each device is a process with an equal number of threads. NumPy simulates the
 devices in one process. If the devices share the same cores, the result shows the
 overhead of parallelism rather than the speedup. A second table lists the bytes that
-each device sends per step and stores. These values are computed from the plan, not measured.
+each device stores and sends per step. These values are computed from the plan, not measured.
 --rounds 0 prints only the second table, and also supports plans that require more
 devices than this machine has.
 """

@@ -60,7 +60,7 @@ class Participant:
         return found
 
     def show(self) -> Any:
-        """Rerun the work and return every step, for results that are not sufficient to explain a difference."""
+        """Rerun the work and return every step. Called if the result doesn't suffice to explain a difference."""
         raise NotImplementedError(f"{self.name} does not show its steps, so a difference cannot be explained")
 
 

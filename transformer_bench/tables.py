@@ -153,7 +153,7 @@ def print_growth(console: Console, axis: str, values: Sequence[int], results: Se
 
 
 def print_costs(console: Console, work: Work, plans: Sequence[Plan]) -> None:
-    """Print the number of bytes that each device of a plan sends per step and stores."""
+    """Print the number of bytes that each device in a plan stores and sends per step."""
     first, *others = HELD
     rows = table(*(f"sends\n{axis}" for axis in AXES), f"stores\n{first}", *others, "total")
     for cost in costs_for_machines(work, [Plan(), *plans]):

@@ -97,7 +97,7 @@ def check_work(config: TransformerConfig, training: TrainingConfig | None) -> No
     for field in fields(config):
         got, needed = getattr(config, field.name), getattr(marian, field.name)
         if got != needed and (field.name in ("d_k", "d_v") or field.name not in FREE):
-            raise ValueError(f"peers support only preset 'marian', with {field.name}={needed!r}: got {got!r}")
+            raise ValueError(f"peers support only the 'marian' preset, with {field.name}={needed!r}: got {got!r}")
     allowed = DropoutRates(embedding=config.dropout.embedding, residual=config.dropout.residual)
     if config.dropout != allowed:
         raise ValueError(f"peers support dropout only for embeddings and residuals: got {config.dropout}")

@@ -15,7 +15,7 @@ from transformer_spec.presets import IMPLEMENTATIONS
 PAPER_VOCABULARY = 37_000  # section 5.1: "about 37000 tokens"
 BEST_VOCABULARY = 41_096  # one of the vocabulary sizes that reproduce the most parameter counts of Table 3
 
-# Parameter counts in Table 3 of the paper, in millions. The table's other rows omit it.
+# Parameter counts in Table 3 of the paper, in millions. The table's other rows leave this column empty.
 PRINTED_MILLIONS = {
     "paper_base": 65,
     "paper_dk16": 58,

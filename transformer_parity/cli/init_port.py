@@ -1,4 +1,4 @@
-"""``parity init-port``: write a template for a port, which already agrees with the reference."""
+"""``parity init-port``: write a port template that already agrees with the reference."""
 
 from __future__ import annotations
 

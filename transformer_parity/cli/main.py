@@ -32,7 +32,7 @@ COMMANDS = {
         "add_parser",
         "compare training on multiple devices with training on one",
     ),
-    "init-port": ("init_port", "add_parser", "write a template for a port, which already agrees with the reference"),
+    "init-port": ("init_port", "add_parser", "write a port template that already agrees with the reference"),
     "golden": ("golden", "add_parser", "write golden vectors: the inputs, weights, and results of a model, as files"),
     "compare": ("golden", "add_parser_compare", "compare two directories of golden vectors, from any language"),
     "selftest": ("selftest", "add_parser", "inject known bugs into the ports and check that each is detected"),

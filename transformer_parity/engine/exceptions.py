@@ -1,4 +1,4 @@
-"""Describe an exception raised by an implementation to the implementation's author."""
+"""Describe an exception that an implementation raised, so that its author can find the cause."""
 
 from __future__ import annotations
 

@@ -81,5 +81,5 @@ Kept = dict[tuple[str, str], dict[str, ndarray]]
 
 
 def failure(backend: str, problem: str) -> Finding:
-    """Return a finding which states that the comparison of a port failed or was interrupted."""
+    """Return a finding for a port whose comparison failed or was interrupted."""
     return Finding(backend, "", "process", "", "run", "", math.inf, 0.0, FAILED, problem)

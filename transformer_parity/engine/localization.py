@@ -58,7 +58,7 @@ class Blame:
         dtype: The working dtype.
         case: The name of the case.
         stage: The stage of the case.
-        replayed: The side whose blocks were rerun: ``port``, ``reference``, or ``nothing`` if the port shows no taps.
+        replayed: The side whose blocks were rerun: ``port`` or ``reference``; ``nothing`` if the port has no taps.
         marks: The errors of all tensors, in the order of computation.
     """
 
@@ -85,7 +85,7 @@ class Evidence:
         blame: The result so far.
         actual: The tensors of the port's normal run.
         expected: The tensors of the reference's normal run.
-        alone: The port's tensors from given inputs; from its own inputs if only the reference was rerun.
+        alone: The port's tensors, computed from given inputs or, if only the reference was rerun, from its own inputs.
         wanted: The correct tensors for the same inputs as ``alone``.
     """
 
@@ -217,15 +217,15 @@ class Replay:
 def without_consequences(
     evidence: Evidence, variants: Iterable[Rerun], distance: Callable[[str, Arrays, Arrays], float] = distance
 ) -> Evidence:
-    """Return the evidence without the introduced differences that a variant of the reference explains as inherited.
+    """Return the evidence without introduced differences that, according to a variant of the reference, are inherited.
 
     If a tap of the port shows a different value than its name implies, the next block is rerun on a wrong input and
-    seems to introduce a second difference. The second difference is inherited if there is a variant that computes the
-    same tensor as the port there, but introduces no difference there.
+    seems to introduce a second difference. This second difference is inherited if a variant of the reference computes
+    the same tensor as the port at this block without introducing a difference.
 
     Args:
         evidence: The evidence about the port.
-        variants: References with a known bug that reproduces the output of the port.
+        variants: Variants of the reference, each with a known bug that reproduces the port's output.
         distance: A function that returns the error between two tensors with the same name.
     """
     given = {name: value for name, value in evidence.expected.items() if name != OUTPUT}

@@ -82,11 +82,11 @@ class Author:
         return replace(found, component="weights")
 
     def failed(self, path: str, why: str) -> Finding:
-        """Return a finding which states that a case could not be compared."""
+        """Return a finding for a case that could not be compared."""
         return self._finding(path, "", math.inf, 0.0, FAILED, why)
 
     def skipped(self, path: str, why: str) -> Finding:
-        """Return a finding which states that a comparison was skipped because the port doesn't support it."""
+        """Return a finding for a comparison that was skipped because the port doesn't support it."""
         return self._finding(path, "", 0.0, 0.0, SKIPPED, why)
 
     def _finding(self, path: str, tap: str, error: float, tolerance: float, verdict: str, why: str) -> Finding:

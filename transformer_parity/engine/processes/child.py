@@ -155,7 +155,7 @@ class Child:
                     self._news.wait_for(self._has_room)
 
     def _skip_to_start(self, stream: IO[bytes]) -> None:
-        """Skip the text that a wrapper of the interpreter may print before the first message."""
+        """Skip the text that a wrapper around the interpreter may print before the first message."""
         try:
             messages.skip_to_start(stream)
         except messages.NoStartError as error:

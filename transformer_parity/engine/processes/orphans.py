@@ -43,7 +43,7 @@ def end_all(leader: int) -> None:
 
 
 def watch(folder: str) -> None:
-    """Track the children that standard input announces. At its end, kill the remaining ones and remove a directory.
+    """Track the children that standard input announces. When it ends, kill the remaining ones and remove a directory.
 
     Args:
         folder: The directory to remove.

@@ -115,7 +115,7 @@ def _matrix(case: str, entries: Sequence[Result], blames: Mapping[tuple[str, str
 
 
 def _step(value: float | str) -> int:
-    """Return the step of a fraction of the tolerance on the color scale; NaN gets the last step."""
+    """Return the step on the color scale for a fraction of the tolerance; NaN gets the last step."""
     return next((i for i, end in enumerate(STEPS) if float(value) <= end), len(STEPS) - 1)
 
 

@@ -30,7 +30,7 @@ class Node:
     parts: list[Node] = field(default_factory=list)
 
     def marks(self) -> Iterator[Mark]:
-        """Yield the marks of all leaves below, in the order of computation."""
+        """Yield the marks of all leaves below this node, in the order of computation."""
         if self.mark is not None:
             yield self.mark
         for part in self.parts:

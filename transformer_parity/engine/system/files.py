@@ -91,7 +91,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any] | list[Any]) -> None:
-    """Write built-in Python types as a JSON file atomically.
+    """Write a value that consists of built-in Python types as a JSON file atomically.
 
     Raises:
         OSError: If the file can't be written.
