@@ -150,7 +150,7 @@ def test_what_is_installed_can_be_chosen(capsys, only, there, command, choice):
 def test_all_that_is_missing_is_named_at_once(capsys, only):
     only()
     err = parity(capsys, "check")[2]
-    needed = "torch, jax and tensorflow are not installed: pip install 'transformer-parity[cli,torch,jax,tf]'"
+    needed = "torch, jax, and tensorflow are not installed: pip install 'transformer-parity[cli,torch,jax,tf]'"
     assert err == f"parity check: error: {needed}, or use what is installed: --backends numpy\n"
 
 

@@ -148,8 +148,8 @@ def verdict(recording: Recording) -> str:
 
 
 def _all(recording: Recording) -> str:
-    names = [port.name for port in recording.ports]
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    *most, last = (port.name for port in recording.ports)
+    return f"{', '.join(most)}{',' * (len(most) > 1)} and {last}" if most else last
 
 
 def _ports(options: argparse.Namespace, console: PlainConsole) -> list[Any]:

@@ -138,7 +138,7 @@ def check_installed(backends: Sequence[str], least: int = 1) -> None:
         return
     *most, last = modules.values()
     extras = ",".join(("cli", *modules))
-    message = f"{', '.join(most)} and {last} are" if most else f"{last} is"
+    message = f"{', '.join(most)}{',' * (len(most) > 1)} and {last} are" if most else f"{last} is"
     message += f" not installed: pip install '{DISTRIBUTION}[{extras}]'"
     others = [name for name in backends if name not in modules]
     if len(others) < least:  # too few of the requested backends are installed
