@@ -96,7 +96,7 @@ def print_skips(console: Console, findings: Sequence[Finding]) -> None:
             why.setdefault((finding.backend, finding.detail), []).append(finding)
     for (backend, detail), group in why.items():
         cases = list(dict.fromkeys(finding.case for finding in group))
-        where = ", ".join(cases) if len(cases) <= 3 else f"{cases[0]}, {cases[1]} and {len(cases) - 2} more cases"
+        where = ", ".join(cases) if len(cases) <= 3 else f"{cases[0]}, {cases[1]}, and {len(cases) - 2} more cases"
         said = detail if detail.startswith(f"{backend} ") else f"{backend}: {detail}"
         print_line(console, "SKIPPED  ", STYLES[SKIPPED], f" {said} ({where})")
 
