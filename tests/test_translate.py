@@ -340,7 +340,7 @@ REFUSED = {
         ["--beam", "2", "--search", "length_penalty=-1"],
         "length_penalty must be at least 0: got -1",
     ),
-    "no field of a search": (["--search", "beam_size=2"], "--search must name a field of at_limit, banned_ids, "),
+    "no field of a search": (["--search", "beam_size=2"], "--search must specify a field of at_limit, banned_ids, "),
     "a program that is not known": (["--search", "rules=ours"], "rules must be one of paper, hf, fairseq, marian"),
     "a word for a length": (["--search", "max_length=many"], "max_length must be an integer: got 'many'"),
     "a field without a value": (["--search", "max_length"], "must be FIELD=VALUE"),

@@ -61,7 +61,7 @@ PAIRS = (
     *("full empty", "less less_equal", "greater greater_equal", "fmin fmax", "relu gelu", "range arange"),
 )
 TWINS = {first: second for pair in PAIRS for first, second in (pair.split(), pair.split()[::-1])}
-NAMES = 4  # replace one of this many variables by a different one, because most of these mutants raise an exception
+NAMES = 4  # replace one of this many variables with a different one, because most of these mutants raise an exception
 TRANSPOSED = ("T", "mT")
 SIMPLE = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)  # expressions that don't need parentheses
 

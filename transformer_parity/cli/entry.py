@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-INCOMPLETE = 3  # must equal INCOMPLETE in main.py, which isn't imported yet at this point
+INCOMPLETE = 3  # must match INCOMPLETE in main.py, which isn't imported yet at this point
 
 
 def main(arguments: list[str] | None = None) -> int:

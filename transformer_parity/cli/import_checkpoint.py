@@ -94,7 +94,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--dtype", choices=FLOAT_DTYPES, help="store the weights in this dtype (default: the dtype of the checkpoint)"
     )
-    ask = parser.add_argument_group("information that some formats do not contain")
+    ask = parser.add_argument_group("information that some formats do not include")
     ask.add_argument(
         "--vocab",
         nargs="+",

@@ -52,7 +52,7 @@ COMMANDS = {
     "source": ("source", "add_parser", "print the same code from all four packages, with the differences highlighted"),
     "show": ("show", "add_parser", "draw positional encodings, masks, and attention weights"),
 }
-# The options of each command that name a result file. Such a file from an earlier run is deleted before anything can
+# The options of each command that specify a result file. Such a file from an earlier run is deleted before anything can
 # fail.
 RESULTS = {
     "check": ("--json", "--html"),
@@ -168,12 +168,12 @@ def _delete_results(given: Sequence[str]) -> None:
     results = [(option, path) for option, path in results if path[:1] not in ("", "-")]
     for option, path in results:
         if any(is_same_file(path, other) for other in others):
-            raise UsageError(f"{option} {path}: another argument names the same file")
+            raise UsageError(f"{option} {path}: another argument refers to the same file")
     twice = [one for one, (_, other) in combinations(results, 2) if is_same_file(one[1], other)]
     for _, path in results:
         delete_result(Path(path))
     for option, path in twice:
-        raise UsageError(f"{option} {path}: another option names the same file")
+        raise UsageError(f"{option} {path}: another option refers to the same file")
 
 
 def _run(given: Sequence[str]) -> int:

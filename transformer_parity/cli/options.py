@@ -232,7 +232,7 @@ def search_options(options: argparse.Namespace, usual: Search, nbest: int | None
     fields = dict(options.search)
     if unknown := [name for name in fields if name not in SEARCH_FIELDS | RULES_FIELDS]:
         known = ", ".join(sorted(SEARCH_FIELDS | RULES_FIELDS))
-        raise UsageError(f"--search must name a field of {known}: got {unknown[0]}")
+        raise UsageError(f"--search must specify a field of {known}: got {unknown[0]}")
     search, rules = usual, usual.rules
     if "rules" in fields:
         search = replace(Search.preset(fields.pop("rules")), start_id=usual.start_id)

@@ -143,7 +143,7 @@ def _check_options(options: argparse.Namespace) -> None:
         )
     fields = dict(options.fields)
     if unknown := [name for name in fields if name not in KNOWN]:
-        raise UsageError(f"--set must name a field of {', '.join(sorted(KNOWN))}: got {unknown[0]}")
+        raise UsageError(f"--set must specify a field of {', '.join(sorted(KNOWN))}: got {unknown[0]}")
     if options.resume:
         given = _given(options, ("preset", "vocab_size", "seed"))
         if given := [*given, *(f"--set {name}" for name in fields if name not in PLAN_FIELDS)]:
