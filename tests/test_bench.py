@@ -292,7 +292,7 @@ def test_unsupported_options_of_a_bench_task_are_rejected(task, options, message
 def test_help_teaches(capsys):
     for arguments, line in (
         (["bench", "--help"], "If a result does not agree with the reference, its time is not\nreported."),
-        (["bench", "decode", "--help"], "columns of the tables:"),
+        (["bench", "decode", "--help"], "table columns:"),
     ):
         with pytest.raises(SystemExit):
             main(arguments)

@@ -150,7 +150,7 @@ def test_missing_framework_error_lists_installed_backends(capsys, only, there, c
 def test_all_missing_frameworks_are_listed_at_once(capsys, only):
     only()
     err = parity(capsys, "check")[2]
-    needed = "torch, jax and tensorflow are not installed: pip install 'transformer-parity[cli,torch,jax,tf]'"
+    needed = "torch, jax, and tensorflow are not installed: pip install 'transformer-parity[cli,torch,jax,tf]'"
     assert err == f"parity check: error: {needed}, or use what is installed: --backends numpy\n"
 
 
@@ -226,8 +226,8 @@ def test_info_rejects_invalid_weight_files(capsys, tmp_path):
         assert (code, out) == (3, "")
         assert err.startswith(f"parity info: error: {said}")
         assert err.count("\n") == 1
-    said = "parity info: error: --vocab and --names cannot be combined with FILE: remove one or the other\n"
-    assert parity(capsys, "info", SHIPPED, "--vocab", "9", "--names")[2] == said
+    said = "--vocab and --names cannot be combined with FILE: remove either FILE or --vocab and --names"
+    assert parity(capsys, "info", SHIPPED, "--vocab", "9", "--names")[2] == f"parity info: error: {said}\n"
 
 
 @pytest.mark.parametrize(

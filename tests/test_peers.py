@@ -212,7 +212,7 @@ def test_training_needs_settings(name):
 @pytest.mark.parametrize(
     ("changes", "training", "message"),
     [
-        ({"norm_order": "pre"}, {}, r"peers support only preset 'marian', with norm_order='post': got 'pre'"),
+        ({"norm_order": "pre"}, {}, r"peers support only the 'marian' preset, with norm_order='post': got 'pre'"),
         ({"d_k": 5}, {}, "d_k=8: got 5"),
         ({"dropout": {"attention": 0.1}}, {}, "peers support dropout only for embeddings and residuals"),
         ({}, {"clip_norm": 1.0}, "peers support training only with clip_norm=None: got 1.0"),

@@ -311,7 +311,7 @@ def test_requested_stages_must_have_been_compared(write, run):
     few = run(FORWARD)
     assert few.ret == pytest.ExitCode.TESTS_FAILED
     assert (
-        f"INCOMPLETE: MyPort: activations: only 1 of {N} cases were compared, and at least half are required (slow)"
+        f"INCOMPLETE: MyPort: activations: only 1 of {N} cases were compared, but at least half are required (slow)"
         in few.stdout.str()
     )
 

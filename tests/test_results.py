@@ -164,10 +164,10 @@ def test_two_options_must_name_different_files(second, stale, capsys):
     (stale / "link.json").symlink_to("result.json")
     (stale / "hard.json").hardlink_to("result.json")
     assert main(["check", "--json", "result.json", "--html", second]) == 3
-    assert "--json result.json: another option names the same file" in capsys.readouterr().err
+    assert "--json result.json: another option refers to the same file" in capsys.readouterr().err
     assert not (stale / "result.json").exists()
     assert main(["compare", second, "x", "--json", second]) == 3
-    assert f"--json {second}: another argument names the same file" in capsys.readouterr().err
+    assert f"--json {second}: another argument refers to the same file" in capsys.readouterr().err
 
 
 def test_file_without_a_result_is_not_deleted(stale, capsys):

@@ -105,7 +105,7 @@ REFUSED = {
     "heads that do not divide": (["--task", "dates", "--set", "num_heads=3"], "num_heads must divide d_model"),
     "no field": (
         ["--task", "dates", "--set", "depth=3"],
-        "--set must name a field of accumulation_steps, activation, ",
+        "--set must specify a field of accumulation_steps, activation, ",
     ),
     "a field of the corpus": (["--task", "dates", "--set", "source_vocab_size=3"], "got source_vocab_size"),
     "a field with an option": (["--task", "dates", "--set", "total_steps=3"], "got total_steps"),

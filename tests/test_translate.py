@@ -169,7 +169,7 @@ def test_overlong_line_is_left_empty_with_a_warning(short, capfd):
     first, third, last = one_by_one(short, [lines[0], lines[2], lines[5]])
     assert found == [first, "", third, "", "", last]
     assert said.splitlines() == [
-        f"parity translate: warning: the translation of line {number} is empty: it has {length} tokens, and at most 6 "
+        f"parity translate: warning: the translation of line {number} is empty: it has {length} tokens, but at most 6 "
         "are supported"
         for number, length in ((2, 7), (4, 10))
     ]
@@ -180,7 +180,7 @@ def test_a_line_of_a_million_characters_is_left_empty_at_once(model, capfd):
     """Though this model has positions without an end."""
     code, found, said = translated(capfd, model, ["abc", 1_000_000 * "a", "de"], "--backend", "numpy")
     assert (code, found) == (3, [*one_by_one(model, ["abc"]), "", *one_by_one(model, ["de"])])
-    lengths = "it has 1,000,001 tokens, and at most 4,096 are supported"
+    lengths = "it has 1,000,001 tokens, but at most 4,096 are supported"
     assert said == f"parity translate: warning: the translation of line 2 is empty: {lengths}\n"
     code, found, said = translated(capfd, model, ["abc"], "--backend", "numpy", "--search", f"max_length={10**9}")
     assert (code, found) == (3, [])
@@ -331,7 +331,7 @@ REFUSED = {
         "two backends: use, for example, --backends numpy,torch, or",
     ),
     "one framework to compare": (["--compare", "--backend", "jax"], "for example, --backends jax,numpy, or"),
-    "compared in bfloat16": (["--compare", "--dtype", "bfloat16"], "remove bfloat16 and fast"),
+    "compared in bfloat16": (["--compare", "--dtype", "bfloat16"], "remove --dtype bfloat16 or --precision fast"),
     "scores of a comparison": (["--compare", "--nbest", "1"], "remove --nbest"),
     "n-best without a beam": (["--nbest", "2"], "--nbest 2 requires a beam of at least that size"),
     "n-best beyond the beam": (["--nbest", "5", "--beam", "4"], "add --beam 5"),
@@ -340,7 +340,7 @@ REFUSED = {
         ["--beam", "2", "--search", "length_penalty=-1"],
         "length_penalty must be at least 0: got -1",
     ),
-    "no field of a search": (["--search", "beam_size=2"], "--search must name a field of at_limit, banned_ids, "),
+    "no field of a search": (["--search", "beam_size=2"], "--search must specify a field of at_limit, banned_ids, "),
     "a program that is not known": (["--search", "rules=ours"], "rules must be one of paper, hf, fairseq, marian"),
     "a word for a length": (["--search", "max_length=many"], "max_length must be an integer: got 'many'"),
     "a field without a value": (["--search", "max_length"], "must be FIELD=VALUE"),

@@ -237,8 +237,8 @@ def test_single_stage_can_be_requested(kind):
 
 def test_a_stage_without_a_case_in_a_dtype_is_missing_if_both_were_named():
     verdict = verdict_of(MyPort, [GRADIENTS], ["float32"])
-    said = "no such cases exist; gradients are compared only in float64: remove --dtype, or run --stage gradients "
-    assert verdict.missing == (f"MyPort: gradients in float32: {said}--dtype float64 separately",)
+    said = "no such cases exist; the gradients stage is compared only in float64: remove --dtype, or run --stage"
+    assert verdict.missing == (f"MyPort: gradients in float32: {said} gradients --dtype float64 separately",)
     assert verdict.exit_code == 3
 
 
@@ -274,7 +274,7 @@ def test_skipped_cases_do_not_count_as_compared():
     author = PADDED.author("it", "float64")
     one = author.compared(TAPS, OUTPUT, 0.0, 1.0)
     missing = Coverage("it", (ACTIVATIONS,), planned=planned).missing([one, author.skipped(TAPS, "hidden")])
-    assert missing == ["it: activations: only 1 of 3 cases were compared, and at least half are required (hidden)"]
+    assert missing == ["it: activations: only 1 of 3 cases were compared, but at least half are required (hidden)"]
 
 
 BEAMS = [
@@ -319,7 +319,7 @@ def test_a_port_without_beam_search_can_be_compared():
 def test_incomplete_verdict_gives_reasons_of_the_missing_cases():
     assert verdict_of(Undeclared, [DECODE]).exit_code == 3
     (missing,) = verdict_of(FirstGreedyOnly, [DECODE]).missing
-    assert missing.startswith("FirstGreedyOnly: decode: only 8 of 20 cases were compared, and at least half are ")
+    assert missing.startswith("FirstGreedyOnly: decode: only 8 of 20 cases were compared, but at least half are ")
     assert "NotImplementedError: only greedy search" in missing
     assert "too many sentences" in missing
     assert "cache" not in missing

@@ -108,7 +108,7 @@ def _work(options: argparse.Namespace) -> Work:
 
 
 def _check(options: argparse.Namespace, setting: Setting, works: Sequence[Work]) -> None:
-    """Raise a UsageError before anything is timed, if the work can't run or a file can't be written."""
+    """Raise a UsageError, before anything is timed, if the work can't run or a file can't be written."""
     check_installed(setting.backends)
     for work in works:
         setting.check(work)
@@ -120,7 +120,7 @@ def _check(options: argparse.Namespace, setting: Setting, works: Sequence[Work])
 @contextmanager
 def show_rounds(entries: Sequence[Entry], rounds: int) -> Iterator[Tell]:
     """Show the progress of each implementation as bars on a terminal, or as lines on standard error otherwise."""
-    names = [entry.name for entry in entries]  # excludes the processes that measure the peak of the machine
+    names = [entry.name for entry in entries]  # excludes the processes that measure the machine's peak
     # The bars are only redrawn between two measurements, so that drawing doesn't disturb them.
     with Progress(names, STEPS + rounds, is_still=True) as progress:
 
@@ -133,7 +133,7 @@ def show_rounds(entries: Sequence[Entry], rounds: int) -> Iterator[Tell]:
 
 
 def _write(options: argparse.Namespace, document: dict[str, Any], draw: Callable[[], Figure] | None = None) -> None:
-    """Write the JSON file and the plot, if they are requested; without ``draw``, write no plot."""
+    """Write the JSON file and, with ``draw``, the plot, if they were requested."""
 
     def write_picture(path: Path, _: object) -> None:
         import matplotlib

@@ -1,4 +1,4 @@
-"""Compute, without measuring, the bytes that each device of a parallelism plan sends per step and stores.
+"""Compute, rather than measure, the bytes that each device in a parallelism plan stores and sends per step.
 
 The computation assumes ring algorithms (Patarasuk and Yuan, 2009), which minimize the bytes that each device sends.
 With W devices, an all-gather or a reduce-scatter sends (W - 1) / W of an array, and an all-reduce sends twice as much.
@@ -22,7 +22,7 @@ PASSES = {ALL_GATHER: 1, REDUCE_SCATTER: 1, ALL_REDUCE: 2}  # number of passes a
 
 @dataclass(frozen=True)
 class Batch:
-    """The sizes of a batch: number of rows, source length, and target length."""
+    """The size of a batch: number of rows, source length, and target length."""
 
     rows: int
     source: int
@@ -80,8 +80,8 @@ def sent(plan: Plan, config: TransformerConfig, batch: Batch, itemsize: int = 4)
 def held(plan: Plan, config: TransformerConfig, batch: Batch, itemsize: int = 4) -> dict[str, int]:
     """Return the number of bytes that a device stores in a step.
 
-    The activations include only the operands of all matmuls, which the backward pass requires. This is a lower bound.
-    Attention weights are excluded, because a fused kernel never stores them.
+    The activations include only the operands of matmuls, which the backward pass requires, so their size is a lower
+    bound. Attention weights are excluded, because a fused kernel never stores them.
     """
     own = sum(
         size // (plan.fsdp if fsdp_axis(name, shape, plan.fsdp) is not None else 1)
@@ -92,7 +92,7 @@ def held(plan: Plan, config: TransformerConfig, batch: Batch, itemsize: int = 4)
 
 
 def _numbers(plan: Plan, config: TransformerConfig) -> Iterator[int]:
-    """Yield the number of elements of each parameter after tensor parallelism has sharded it."""
+    """Yield the number of elements in each parameter after tensor parallelism has sharded it."""
     for name, shape in parameter_shapes(config).items():
         yield math.prod(shape) // (plan.tensor if tensor_axis(name) is not None else 1)
 
@@ -102,7 +102,7 @@ def _share(plan: Plan, batch: Batch) -> Batch:
 
 
 def _sums(config: TransformerConfig, share: Batch) -> Iterator[int]:
-    """Yield the numbers of positions, each with d_model elements, that tensor parallelism all-reduces."""
+    """Yield the number of positions, each with d_model elements, in every all-reduce of tensor parallelism."""
     source, target = share.rows * share.source, share.rows * share.target
     for _ in range(config.num_encoder_layers):
         yield 2 * source  # the outputs of attention and the feed-forward network
@@ -116,11 +116,11 @@ def _sums(config: TransformerConfig, share: Batch) -> Iterator[int]:
 
 
 def _operands(plan: Plan, config: TransformerConfig, share: Batch) -> Iterator[int]:
-    """Yield the numbers of elements of all matmul operands that aren't parameters, and of the logits."""
+    """Yield the number of elements in each matmul operand that isn't a parameter, and in the logits."""
     source, target = share.rows * share.source, share.rows * share.target
 
     def attention(sizes, queries, keys):
-        """Return the number of elements of the query-side input, and of query, key, value, and context."""
+        """Return the number of elements in the query-side input and in query, key, value, and context."""
         heads = sizes.num_heads // plan.tensor
         return heads * (queries * (sizes.d_k + sizes.d_v) + keys * (sizes.d_k + sizes.d_v)) + queries * config.d_model
 

@@ -1,7 +1,7 @@
 """Measure the CPU time and the peak memory of importing a checkpoint with 75 or 600 million parameters.
 
-Usage: ``python -m transformer_bench.import_checkpoint 75 DIRECTORY``. A separate process writes the checkpoint, with
-random weights, to the directory, so that this process measures only reading and saving.
+Usage: ``python -m transformer_bench.import_checkpoint 75 DIRECTORY``. A separate process writes a checkpoint with
+random weights to the directory, so that this process measures only reading and saving.
 """
 
 from __future__ import annotations

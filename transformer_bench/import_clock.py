@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def work(parent: Parent) -> None:
-    """Receive the names of modules, import them, and send the time of the import in seconds."""
+    """Receive module names, import the modules, and send the import time in seconds."""
     names: list[str] = parent.receive()
     start = time.perf_counter()
     for name in names:

@@ -1,4 +1,4 @@
-"""Measure the time to import each package, and the time to import only its framework.
+"""Measure the time required to import each package, and the time required to import only its framework.
 
     python -m transformer_bench.imports --rounds 20 --json import.json
 

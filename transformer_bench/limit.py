@@ -1,4 +1,4 @@
-"""The peak of this machine: the best matmul throughput and memory bandwidth of all libraries in use."""
+"""The machine's peak: the best matmul throughput and memory bandwidth of all libraries in use."""
 
 # ruff: noqa: D102  methods are documented in Participant
 
@@ -26,12 +26,12 @@ LEAST_READ = 2**18  # minimum number of elements of this matrix, which exceeds t
 
 @dataclass(frozen=True)
 class Limit:
-    """The peak of the machine with each library.
+    """The machine's peak with each library.
 
     Attributes:
         rates: The throughput of a large matmul, in operations per second.
-        bandwidths: The bandwidth of reading as much data as the weights of the work, which may be in a cache, in bytes
-            per second.
+        bandwidths: The bandwidth when reading as much data as the work's weights occupy, possibly from a cache, in
+            bytes per second.
         libraries: Descriptions of the matmul libraries.
     """
 
@@ -50,11 +50,11 @@ class Limit:
         return max(self.bandwidths.values())
 
     def seconds(self, work: Work) -> float:
-        """Return the minimum time of some work at this peak (a roofline model).
+        """Return the minimum time that the given work takes at this peak (a roofline model).
 
-        Each matmul takes the time of its operations or the time of reading its right operand (weights, keys, or
-        values), whichever is longer. In training, Adam additionally reads weights, gradients, and two moments in
-        float32, and writes all of them except the gradients.
+        Each matmul takes as long as its operations or as long as reading its right operand (weights, keys, or values),
+        whichever is longer. In training, Adam also reads the weights, gradients, and two moments in float32, and writes
+        all of them except the gradients.
         """
         size = 2 if work.dtype == "bfloat16" else 4
         update = 7 * 4 * ref.count_parameters(work.config) if work.task == "train" else 0
@@ -64,7 +64,7 @@ class Limit:
         return max(product.operations / self.rate, size * math.prod(product.right) / self.bandwidth)
 
     def to_dict(self, work: Work) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the fields as built-in Python types."""
         return {"rate": self.rate, "bandwidth": self.bandwidth, "seconds": self.seconds(work), **asdict(self)}
 
 
@@ -82,7 +82,7 @@ class LibraryEntry(Entry):
 
 @dataclass
 class Library(Participant):
-    """The matmul library of a package, which runs a large matmul and reads as much data as the weights of the work."""
+    """A package's matmul library, which runs a large matmul and reads as much data as the work's weights occupy."""
 
     backend: str
 
@@ -112,7 +112,7 @@ class Library(Participant):
 
 
 def libraries(backends: Collection[str], work: Work, *, peers: bool = False) -> list[Library]:
-    """Return the libraries to measure for some work.
+    """Return the libraries to measure for the given work.
 
     XLA is measured via JAX, and via TensorFlow only if JAX isn't among the backends.
     """

@@ -1,4 +1,4 @@
-"""The matrix multiplications of some work, and a baseline that runs nothing else."""
+"""The matrix multiplications in a benchmark, and a baseline that runs nothing else."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class HasProducts(Protocol):
 
 @dataclass
 class Products(Participant):
-    """A baseline that runs only the matmuls of the work in NumPy, which is a lower bound for ``reference_numpy``."""
+    """A baseline that runs only the matmuls of the work in NumPy, as a lower bound for ``reference_numpy``."""
 
     name: str = "products"
 

@@ -15,7 +15,7 @@ TIMES = ("first_seconds", "seconds", "cores", "loaded_bytes", "peak_bytes")
 
 
 class DisagreementError(Exception):
-    """A result differs from the reference. The message contains the location of the difference."""
+    """A result differs from the reference. The message reports the location of the difference."""
 
 
 @dataclass
@@ -27,8 +27,8 @@ class Entry:
         has_result: Whether there is a result to verify. A baseline has none.
         verdict: AGREES if all results agree so far.
         problem: The reason why a result doesn't agree, or why the implementation couldn't be timed.
-        near_ties: A description of tokens that differ only because of rounding.
-        environment: The versions, devices, and switches in its process.
+        near_ties: A description of the tokens that differ only because of rounding.
+        environment: The versions, devices, and switches in the implementation's process.
         first_seconds: The time of the first call in seconds, including compilation.
         seconds: The time of the call in each round in seconds.
         cores: The average number of busy cores in each round.
@@ -68,11 +68,11 @@ class Entry:
 
     @property
     def is_timed(self) -> bool:
-        """Whether there are times and all results agree."""
+        """Whether there are times, and all results agree."""
         return self.verdict == AGREES and bool(self.seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry as plain values. If a result doesn't agree, the times are omitted (None)."""
+        """Return the entry as built-in Python types. If a result doesn't agree, the times are omitted (None)."""
         times = {name: getattr(self, name) for name in TIMES}
         return {
             **{name: value for name, value in vars(self).items() if name not in times},
@@ -124,13 +124,13 @@ def work_bytes(entry: Entry) -> int | None:
 def at_sizes(
     name: str, races: Sequence[Sequence[Entry]], measure: Callable[[Entry], float | None]
 ) -> list[float | None]:
-    """Return a measurement of one implementation at each size; None for sizes at which it wasn't measured."""
+    """Return one implementation's measurement at each size; None for sizes without a measurement."""
     found = ([entry for entry in entries if entry.name == name] for entries in races)
     return [measure(entries[0]) if entries else None for entries in found]
 
 
 def exponent(sizes: Sequence[int], measured: Sequence[float | None]) -> float | None:
-    """Return the exponent with which a measurement grows, fitted to the largest sizes; None for fewer than two sizes.
+    """Return the growth exponent of a measurement, fitted to the largest sizes; None for fewer than two sizes.
 
     The exponent is the slope of a least-squares line through the logarithms: 1 is linear growth, and 2 is quadratic.
     """
@@ -139,7 +139,7 @@ def exponent(sizes: Sequence[int], measured: Sequence[float | None]) -> float | 
 
 
 def exponents(sizes: Sequence[int], races: Sequence[Sequence[Entry]]) -> dict[str, dict[str, float | None]]:
-    """Return the exponents of the time and the memory of each implementation."""
+    """Return the growth exponents of each implementation's time and memory."""
     return {
         name: {
             "seconds": exponent(sizes, at_sizes(name, races, median_seconds)),

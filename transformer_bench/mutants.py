@@ -1,7 +1,7 @@
-"""Mutants of this project's packages: small changes of the code that computes, generated from its syntax tree.
+"""Mutants of this project's packages: small changes to the code that computes, generated from its syntax tree.
 
-Mutants never change docstrings, annotations, messages, or checks that only raise exceptions. They also don't change
-code that `parity check` deliberately doesn't run, such as dropout, device handling, and distributed training.
+Mutants never change docstrings, annotations, messages, or checks that only raise exceptions. They also don't
+change code that `parity check` deliberately doesn't run, such as dropout, device handling, and distributed training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODULES = (  # a package may contain only some of these modules
     *("functional", "layers", "masks", "optimizer", "part", "search", "search_loop", "search_rules", "training"),
     "transformer",
 )
-# Code that contains one of these words handles devices, dropout, or the initial values of weights.
+# Code that contains one of these words handles devices, dropout, or weight initialization.
 NOT_COMPARED = re.compile(
     r"(?i)dropout|keep\b|\brngs?\b|seed|mesh|device|shard|replica|autocast|compil|export|annotate"
 )
@@ -61,7 +61,7 @@ PAIRS = (
     *("full empty", "less less_equal", "greater greater_equal", "fmin fmax", "relu gelu", "range arange"),
 )
 TWINS = {first: second for pair in PAIRS for first, second in (pair.split(), pair.split()[::-1])}
-NAMES = 4  # replace one of this many variables by a different one, because most of these mutants raise an exception
+NAMES = 4  # replace one of this many variables with a different one, because most of these mutants raise an exception
 TRANSPOSED = ("T", "mT")
 SIMPLE = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)  # expressions that don't need parentheses
 
@@ -104,7 +104,7 @@ class Mutant:
         return f"{self.package}/{self.module}.py:{self.line} {self.where}"
 
     def edits(self) -> tuple[tuple[str, str, str], ...]:
-        """Return the change as an argument of ``edited_package``, which replaces the entire text of the module."""
+        """Return the change as an argument for ``edited_package``, which replaces the entire text of the module."""
         text = source(self.package, self.module)
         data, old = text.encode(), self.old.encode()
         changed = data[: self.start] + self.new.encode() + data[self.start + len(old) :]
@@ -125,7 +125,7 @@ def mutants_of(package: str) -> Sequence[Mutant]:
 
 
 def sample(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Return a random sample in the order of the source, which depends only on the arguments."""
+    """Return a random sample in source order. The sample depends only on the arguments."""
     if count >= len(mutants):
         return list(mutants)
     chosen = sorted(random.Random(seed).sample(range(len(mutants)), count))
@@ -151,7 +151,7 @@ Change = tuple[str, str, Any, str]  # where, kind, node to replace, replacement 
 
 
 class _Changes:
-    """A generator of the changes of a module."""
+    """A generator of changes to a module."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
@@ -259,7 +259,7 @@ class _Changes:
             yield from self._of_expression(child, where, names)
 
     def _instead_of(self, node: Any, names: list[str]) -> Iterator[tuple[str, Any]]:
-        """Yield (kind, replacement) for each change of a node."""
+        """Yield (kind, replacement) for each change to a node."""
         match node:
             case ast.BinOp():
                 for operator in BINARY.get(type(node.op), ()):
@@ -338,7 +338,7 @@ def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr | None]]
 
 
 def _next(others: list[str], node: Any) -> str:
-    """Return one of some names, which depends on the position of the node."""
+    """Return one of the given names, selected by the position of the node."""
     return others[(node.lineno + node.col_offset) % len(others)]
 
 

@@ -1,4 +1,4 @@
-"""Mutation testing: measure how many small changes of this project's packages the cases of `parity check` detect.
+"""Mutation testing: measure how many small changes to this project's packages `parity check` detects.
 
     python -m transformer_bench.mutation --backends numpy,torch --results mutation.jsonl
 
@@ -36,18 +36,20 @@ from transformer_parity.transformer.ports.registry import PORTS
 WORK = "transformer_bench.mutation_work:work"  # the function that each process runs
 # Maximum number of mutants per process, because the modified copies of a package stay in memory.
 MOST = {"numpy": 400, "torch": 400, "jax": 40, "tf": 60}
-PATIENCE = 30.0  # maximum seconds for a case or an import, after which a mutant is considered to hang
+PATIENCE = 30.0  # maximum seconds for a case or an import; a mutant that takes longer is considered to hang
 START = 300.0  # the same for the unmodified package, which also compiles the operations that mutants reuse
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the mutants without results, and print how many mutants are caught."""
+    """Run the mutants that don't have results yet, and print how many are caught."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_backends(parser, list(PORTS))
     parser.add_argument(
         "--results", type=Path, required=True, metavar="FILE", help="append results to this file, as JSON lines"
     )
-    parser.add_argument("--sample", type=positive, metavar="N", help="run N mutants of each package (default: all)")
+    parser.add_argument(
+        "--sample", type=positive, metavar="N", help="run N randomly chosen mutants of each package (default: all)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="set the seed of the sample (default: %(default)s)")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write a summary of all results and the machine as JSON"
@@ -85,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def summary(by_backend: Mapping[str, Sequence[Mutant]], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the numbers of mutants that each column catches, and the surviving mutants, as plain values."""
+    """Return the number of mutants that each column catches, and the surviving mutants, as built-in Python types."""
     found = {(row["key"], row["column"]): row for row in rows}
     packages: dict[str, Any] = {}
     for backend, mutants in by_backend.items():

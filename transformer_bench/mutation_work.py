@@ -47,7 +47,7 @@ CONVENTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("bart", {"norm_order": "pre"}),
     ("fairseq", {"decoder_num_heads": 2, "decoder_d_k": 12, "decoder_d_v": 15, "decoder_d_ff": 56}),
 )
-SLOW = ("jax", "tf")  # slow because they run one operation at a time: fewer conventions and bfloat16 cases
+SLOW = ("jax", "tf")  # slow because they run one operation at a time, so they run fewer conventions and bfloat16 cases
 PORT, CHECK = "cases for ports", "check of the packages"
 COLUMNS = (PORT, CHECK)
 ROOM = 4 * 2**30  # maximum bytes that a mutant may allocate in addition to the memory of the process at its start
@@ -99,7 +99,7 @@ class PackageAsPort(Port):
 
 @dataclass(frozen=True)
 class ColumnResult:
-    """The result of a mutant in one column.
+    """The result for a mutant in one column.
 
     Attributes:
         key: The key of the mutant.
@@ -125,7 +125,7 @@ Lines = Mapping[str, Sequence[str]]  # the lines that each trial executes, as mo
 
 @dataclass
 class ColumnTrials:
-    """All trials of a package in one column. A trial runs a case with one variant of the port in one dtype.
+    """All trials for a package in one column. A trial runs a case with one variant of the port in one dtype.
 
     Attributes:
         column: ``PORT`` or ``CHECK``.
@@ -203,7 +203,7 @@ class ColumnTrials:
 
 
 def _by_way(cases: Sequence[Case]) -> list[list[Case]]:
-    """Return two lists of cases: all except optimizer steps, and optimizer steps, which may run in a different way."""
+    """Return two lists: all cases except optimizer steps, and the optimizer steps, which may run in a different way."""
     return [[case for case in cases if (case.stage == STEPS) == steps] for steps in (False, True)]
 
 
@@ -257,7 +257,7 @@ class Worker:
         return {trial: [] if trial in wrong else sorted(lines) for trial, lines in found.items()}
 
     def results(self, mutant: Mutant) -> Iterator[ColumnResult]:
-        """Yield the result of a mutant in each column."""
+        """Yield the result for a mutant in each column."""
         first, last = mutant.lines or (0, -1)
         changed = [f"{mutant.module}:{line}" for line in range(first, last + 1)]
         for trials in self.columns:

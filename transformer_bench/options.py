@@ -24,12 +24,12 @@ GROWTH = {  # the axes of --scale, with their default sizes
 }
 
 DESCRIPTION = """\
-Time the packages on the same work, each in the way its users run it.
+Time the packages on the same work, running each the way its users do.
 
 Each implementation runs in a separate process with the same number of threads.
 After all of them are loaded and warmed up, the rounds start. In each round, every
-implementation runs once while all others wait, so that changes of the machine's
-speed affect all of them equally. The reported ratios are medians of the ratios
+implementation runs once while all others wait, so that changes in the machine's
+speed affect all implementations equally. The reported ratios are medians of the ratios
 within each round. If a result does not agree with the reference, its time is not
 reported. Do not run anything else on the machine during a benchmark.
 
@@ -39,7 +39,7 @@ tasks:
   train    Repeat training steps on one batch of sentences: forward pass, backward
            pass, and Adam update. The loss of every step must agree with the
            reference, so dropout is disabled by default. With --dropout, each
-           implementation drops different elements, and the losses only have to agree
+           implementation drops different elements, and the losses have to agree only
            within a wide tolerance.
   decode   Translate a batch of random sentences using a random model. The model never
            generates EOS, so that all implementations generate the same number of
@@ -49,13 +49,13 @@ With --parallel, the packages also train on multiple devices of this machine. On
 each device is a process with an equal number of threads. NumPy simulates the
 devices in one process. If the devices share the same cores, the result shows the
 overhead of parallelism rather than the speedup. A second table lists the bytes that
-each device sends per step and stores. These are computed from the plan, not measured.
---rounds 0 prints only this table, and also supports plans with more devices than this
-machine has.
+each device stores and sends per step. These values are computed from the plan, not measured.
+--rounds 0 prints only the second table, and also supports plans that require more
+devices than this machine has.
 """
 
 SIZES_HELP = """\
-sizes of --config (all use the conventions of the preset marian):
+sizes for --config (all use the conventions of the `marian` preset):
   tiny   d_model 128,   2+2 layers, vocabulary 1,000
   small  d_model 256,   3+3 layers, vocabulary 8,000
   base   d_model 512,   6+6 layers, vocabulary 37,000 (the paper's base model)
@@ -64,14 +64,14 @@ sizes of --config (all use the conventions of the preset marian):
 
 EXAMPLES = """\
 examples:
-  parity bench forward                                  time all four packages at size small
+  parity bench forward                                  time all four packages with a small model
   parity bench forward --peers --plot forward.png       also time torch.nn.Transformer, Marian, Flax NNX, Keras hub,
                                                         and only the matrix multiplications
-  parity bench forward --config base --json base.json   use the paper's base size, and write all numbers to a file
+  parity bench forward --config base --json base.json   use the paper's base size, and write all results to a file
   parity bench forward --scale source --batch 1 --plot growth.png    increase the source length from 64 to 8,192 tokens
   parity bench forward --scale depth=1,2,4,8            increase the number of layers from 1+1 to 8+8
   parity bench forward --dtype bfloat16 --device gpu --backends torch,jax
-  parity bench train --peers --threads 2                also time torch.nn.Transformer, Marian, Flax NNX, Keras hub
+  parity bench train --peers --threads 2                also time torch.nn.Transformer, Marian, Flax NNX, and Keras hub
   parity bench train --dropout 0.1                      use the paper's dropout
   parity bench train --scale length --activation-checkpointing --backends torch
   parity bench train --backends torch --parallel data=2 --parallel fsdp=2 --parallel data=4
@@ -82,20 +82,20 @@ examples:
   parity bench decode --dtype bfloat16 --backends torch  use bfloat16 weights with float32 accumulation
   parity bench decode --scale vocabulary --batch 1      increase the vocabulary from 1,000 to 256,000
 
-To time the import of each package and its framework, run `python -m transformer_bench.imports`.
+To measure the import time of each package and its framework, run `python -m transformer_bench.imports`.
 """
 
 READING = """
-columns of the tables:
+table columns:
   tokens/s     target tokens per second, including padding
   times NAME   median, lowest, and highest ratio to the fastest implementation within a round
-  GFLOP/s      throughput, including only matrix multiplications
-  of the peak  minimum time of the work on this machine, divided by the measured time. The minimum follows from the
-               best matmul throughput and memory bandwidth of all libraries in use, which are measured in each round.
+  GFLOP/s      throughput, counting only matrix multiplications
+  of the peak  minimum possible time for the work on this machine, divided by the measured time. The minimum follows
+               from the best matmul throughput and memory bandwidth of all libraries, which are measured in each round.
   cores        average number of busy CPU cores
   first call   time of the first call, including compilation
-  memory       peak memory of the process in a round, and its increase since before the first call (for multiple
-               processes, the maximum)
+  memory       peak memory of the process during a round, and its increase since the start of the first call (for
+               multiple processes, the maximum)
 """
 
 EXIT = """
@@ -124,7 +124,7 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--peers",
         action="store_true",
-        help="also time implementations outside this project, and only the matrix multiplications",
+        help="also time implementations outside this project, and a run of only the matrix multiplications",
     )
     _add_work(parser)
     _add_measurement(parser)
@@ -143,7 +143,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     for name, what in (
         ("batch", "use batches of N sentences"),
         ("source", "set the length of the longest source sentence to N tokens"),
-        ("target", "set the length of the longest target sentence (in decode, of all of them) to N tokens"),
+        ("target", "set the length of the longest target sentence (in decode, of every target sentence) to N tokens"),
     ):
         usual, decoding = getattr(Work, name), getattr(DecodeWork, name)
         usual = f"{usual}" if usual == decoding else f"{usual}, or {decoding} in decode"
@@ -195,14 +195,14 @@ def _add_measurement(parser: argparse.ArgumentParser) -> None:
         type=rounds,
         default=7,
         metavar="N",
-        help="measure N rounds; 0 is allowed for train with --parallel (default: %(default)s)",
+        help="measure N rounds; 0 is allowed only for train with --parallel (default: %(default)s)",
     )
     measurement.add_argument(
         "--scale",
         type=growth,
         metavar="AXIS[=N,N,...]",
-        help=f"measure multiple sizes along one axis ({', '.join(GROWTH)}), and fit exponents to the growth of time "
-        "and memory",
+        help=f"measure multiple sizes along one axis ({', '.join(GROWTH)}), and fit growth exponents to time and "
+        "memory",
     )
     measurement.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
     measurement.add_argument(

@@ -1,4 +1,4 @@
-"""The implementations that ``parity bench`` times. Each runs in a separate process and imports its packages there."""
+"""The implementations that ``parity bench`` times. Each runs in a separate process, which imports its packages."""
 
 # ruff: noqa: D102  methods are documented in Participant
 
@@ -146,7 +146,7 @@ class DecodePackage(Package):
 
 
 def compiled(name: str, model: Any) -> Callable[[Any, Any], Any]:
-    """Return a function that computes logits in the way that users call the model, and waits for the result."""
+    """Return a function that calls the model the way users do, and waits for the logits."""
     if name == "torch":
         import torch
 
@@ -247,7 +247,7 @@ class DecodeOther(Other):
 
 @dataclass
 class DecodeMarian(Other):
-    """Run greedy or beam search, using the ``generate`` method of Hugging Face."""
+    """Run greedy or beam search, using Hugging Face's ``generate`` method."""
 
     def load(self, work: DecodeWork, weights: Path) -> None:  # type: ignore[override]
         import torch
@@ -258,7 +258,9 @@ class DecodeMarian(Other):
             max_new_tokens=work.target,
             num_beams=work.beam_size or 1,
             length_penalty=work.search.length_penalty,
-            early_stopping="never" if work.beam_size else False,  # stops as early as is exact, like this project
+            early_stopping="never"
+            if work.beam_size
+            else False,  # stops as early as possible without changing the result, like this project
             decoder_start_token_id=config.bos_id,
             pad_token_id=config.pad_id,
             eos_token_id=config.eos_id,
@@ -316,7 +318,7 @@ OTHERS: dict[str, dict[str, Participant]] = {
 
 
 def others(work: Work) -> list[Participant]:
-    """Return the peers that support some work. Only Marian supports beam search."""
+    """Return the peers that support the given work. Only Marian supports beam search."""
     if isinstance(work, DecodeWork) and work.beam_size is not None:
         return [OTHERS["decode"]["marian"]]
     return list(OTHERS[work.task].values())

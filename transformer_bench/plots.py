@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MEBI = 2**20
-OURS = {*PORTS, *(port.package for port in PORTS.values())}  # first words of the names of this project's packages
+OURS = {
+    *PORTS,
+    *(port.package for port in PORTS.values()),
+}  # first words of the display names of this project's packages
 
 
 def place_of(machine: Mapping[str, Any]) -> str:
@@ -75,7 +78,7 @@ def draw_times(title: str, details: str, entries: Sequence[Entry], machine: str)
 def draw_growth(
     title: str, details: str, axis: str, values: Sequence[int], results: Sequence[Sequence[Entry]], machine: str
 ) -> Figure:
-    """Draw time and memory over a size, with one line per implementation and two logarithmic axes.
+    """Draw time and memory as a function of a size, with one line per implementation and two logarithmic axes.
 
     Args:
         title: The title of the work.

@@ -4,7 +4,7 @@ Usage: ``python -m transformer_bench.profile_steps train torch --config base``. 
 ``parity bench``. Two warm-up calls are excluded.
 
 - NumPy is profiled by CPU time, using Python's ``cProfile``. Some functions have a kind (such as ``Linear`` and
-  ``LayerNorm``). The time of other functions is added to their callers.
+  ``LayerNorm``). The time of any other function is added to its callers.
 - PyTorch is profiled by operation, using ``torch.profiler``.
 - JAX and TensorFlow are profiled by XLA instruction, using their own profilers, and TensorFlow's training step by graph
   operation. The profiles don't distinguish the matmuls of attention from others. XLA uses its library YNN for both
@@ -47,7 +47,7 @@ XLA = {
     r"^(\w*_)?(copy|transpose)(_bitcast)?_fusion|^copy|^transpose": "copies and transposes",
     r"_fusion$|^wrapped_|reduce|broadcast": LOOPS,
 }
-KINDS = {  # patterns of names with their kinds; the first matching pattern applies
+KINDS = {  # name patterns with their kinds; the first matching pattern applies
     "numpy": {  # qualified names
         r"Linear\.|OutputProjection\.": "linear layers",
         r"scaled_dot_product|^attend|KeyValueCache\.": "attention",
@@ -184,7 +184,7 @@ def traced(trace: Callable[[str], AbstractContextManager[Any]], run: Callable[[]
 
 
 def products(programs: Path) -> dict[tuple[str, str], bool]:
-    """Return whether each YNN call contains a matmul, by the names of the program and the instruction."""
+    """Return, for each YNN call (program name, instruction name), whether the call contains a matmul."""
     found: dict[tuple[str, str], bool] = {}
     for file in programs.glob("*cpu_after_optimizations.txt"):
         text = file.read_text()
@@ -234,7 +234,11 @@ def main() -> None:
     parser.add_argument("--form", choices=("compiled",), help="use the compiled mode (default: the default mode)")
     parser.add_argument("--calls", type=int, default=3, help="profile this many calls (default: %(default)s)")
     parser.add_argument(
-        "--largest", type=int, default=0, metavar="N", help="also print the N functions or operations with most time"
+        "--largest",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also print the N functions or operations that take the most time",
     )
     options = parser.parse_args()
     os.environ.update(dict.fromkeys(THREADS, "1"))

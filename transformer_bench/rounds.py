@@ -1,4 +1,4 @@
-"""Start the processes of each implementation, and run interleaved rounds in which each runs once while others wait."""
+"""Start each implementation's processes, and run interleaved rounds: each runs once per round while the others wait."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Participant:
         raise NotImplementedError
 
     def load(self, work: Any, weights: Path) -> None:
-        """Load a weight file and prepare to run some work."""
+        """Load a weight file and prepare to run the given work."""
         raise NotImplementedError
 
     def run(self) -> Any:
@@ -60,7 +60,7 @@ class Participant:
         return found
 
     def show(self) -> Any:
-        """Rerun the work and return every step, if the result is not sufficient to explain a difference."""
+        """Rerun the work and return every step. Called if the result doesn't suffice to explain a difference."""
         raise NotImplementedError(f"{self.name} does not show its steps, so a difference cannot be explained")
 
 
@@ -173,8 +173,8 @@ def run_rounds(
 ) -> None:
     """Load and warm up all implementations, one after another, then run them in interleaved rounds.
 
-    Measurements are stored immediately, so an interruption only loses the current one. An implementation that fails or
-    returns a wrong result is excluded from later rounds.
+    Measurements are stored immediately, so an interruption loses only the current measurement. An implementation that
+    fails or returns a wrong result is excluded from later rounds.
 
     Args:
         processes: The implementations, whose ``prepare`` method has been called.

@@ -44,7 +44,7 @@ class Setting:
     plans: Sequence[Plan] = ()
 
     def participants(self, work: Work) -> list[Participant]:
-        """Return the implementations that support some work, in the order of the first round."""
+        """Return the implementations that support the given work, in the order of the first round."""
         ours: list[Participant] = []
         for name in self.backends:
             ours += [OURS[work.task][name], *(TrainOnDevices(name, plan, work.device) for plan in self.plans)]
@@ -83,7 +83,7 @@ class Setting:
         if self.peers and work.dtype != "float32":
             raise UsageError("--peers supports only float32: remove --peers or --dtype bfloat16")
         if self.peers and getattr(work, "activation_checkpointing", False):
-            raise UsageError("--peers does not support --activation-checkpointing: remove one of the two")
+            raise UsageError("--peers does not support --activation-checkpointing: remove one of these options")
         if "numpy" in self.backends and work.dtype == "bfloat16":
             raise UsageError("numpy does not support bfloat16 in benchmarks: add --backends torch,jax,tf")
         if "numpy" in self.backends and work.device == "gpu":
@@ -99,7 +99,7 @@ class Timing:
         machine: A description of the machine, as returned by ``tables.describe``.
         works: The works that were timed.
         races: The entries of each work.
-        limits: The peak of the machine, measured during each work.
+        limits: The machine's peak, measured during each work.
         interrupted: Whether Ctrl-C interrupted the benchmark.
     """
 
@@ -116,7 +116,7 @@ class Timing:
         return cls(setting, describe(setting.threads))
 
     def add(self, work: Work, progress: Progress) -> list[Entry]:
-        """Time some work and return its entries; empty if there are no rounds."""
+        """Time the given work and return its entries; empty if there are no rounds."""
         entries: list[Entry] = []
         limit: Limit | None = None
         if self.setting.rounds:
@@ -137,7 +137,7 @@ class Timing:
         return EXIT_CODES[verdict(self.entries)] or EXIT_CODES[FAILED if self.interrupted else AGREES]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the results as plain values."""
+        """Return the results as built-in Python types."""
         races = [
             {**times_for_machines(*one), "plans": costs_for_machines(one[0], self.setting.plans)}
             for one in zip(self.works, self.races, self.limits, strict=True)
@@ -161,17 +161,17 @@ def grown(work: Work, axis: str, value: int) -> Work:
 
 
 def work_title(work: Work, axis: str) -> str:
-    """Return the title of some work without the size that increases."""
+    """Return the title of the given work without the size that increases."""
     sizes = {"batch": f"batch {work.batch}", "source": f"source {work.source}", "target": f"target {work.target}"}
     grown = ("source", "target") if axis == "length" else (axis,)
     return f"{work.task}, {work.size}: {', '.join(text for name, text in sizes.items() if name not in grown)}"
 
 
 def time_work(work: Work, setting: Setting, progress: Progress) -> tuple[list[Entry], Limit | None, bool]:
-    """Run some work with every implementation.
+    """Run the given work with every implementation.
 
     Returns:
-        The entries, the peak of the machine, and whether Ctrl-C interrupted the run.
+        The entries, the machine's peak, and whether Ctrl-C interrupted the run.
     """
     participants = setting.participants(work)
     entries = [Entry(participant.name, participant.has_result) for participant in participants]

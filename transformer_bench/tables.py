@@ -1,4 +1,4 @@
-"""The output of ``parity bench``: tables, notes, the machine, and plain values for JSON."""
+"""The output of ``parity bench``: tables, notes, a description of the machine, and results for JSON."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def print_remarks(console: Console, work: Work, entries: Sequence[Entry], thread
 
 
 def print_limit(console: Console, work: Work, limit: Limit | None) -> None:
-    """Print the peak of the machine and the matmul libraries."""
+    """Print the machine's peak and the matmul libraries."""
     if limit is None:
         return
     rates = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in limit.rates.items())
@@ -133,7 +133,7 @@ def print_limit(console: Console, work: Work, limit: Limit | None) -> None:
 
 
 def print_growth(console: Console, axis: str, values: Sequence[int], results: Sequence[Sequence[Entry]]) -> None:
-    """Print the median times and the memory at each size, and the exponents of their growth."""
+    """Print the median time and the memory at each size, and their growth exponents."""
     for heading, kind, measure, unit in (
         ("milliseconds", "seconds", median_seconds, 1e3),
         ("MiB of additional memory since the first call", "work_bytes", work_bytes, 1 / MEBI),
@@ -153,7 +153,7 @@ def print_growth(console: Console, axis: str, values: Sequence[int], results: Se
 
 
 def print_costs(console: Console, work: Work, plans: Sequence[Plan]) -> None:
-    """Print the number of bytes that each device of a plan sends per step and stores."""
+    """Print the number of bytes that each device in a plan stores and sends per step."""
     first, *others = HELD
     rows = table(*(f"sends\n{axis}" for axis in AXES), f"stores\n{first}", *others, "total")
     for cost in costs_for_machines(work, [Plan(), *plans]):
@@ -169,7 +169,7 @@ def print_costs(console: Console, work: Work, plans: Sequence[Plan]) -> None:
 
 
 def costs_for_machines(work: Work, plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Return the costs of each plan in bytes as plain values."""
+    """Return the costs of each plan in bytes, as built-in Python types."""
     batch = Batch(work.batch, work.source, work.target)
     return [
         {"plan": str(plan), "sent": sent(plan, work.config, batch), "held": held(plan, work.config, batch)}
@@ -200,7 +200,7 @@ def describe(threads: int) -> dict[str, Any]:
 
 
 def times_for_machines(work: Work, entries: Sequence[Entry], limit: Limit | None) -> dict[str, Any]:
-    """Return the entries of some work as plain values."""
+    """Return the entries for the given work as built-in Python types."""
     timed = [entry for entry in entries if entry.is_timed]
     return {
         "verdict": verdict(entries),

@@ -1,11 +1,11 @@
 """Measure sentences per second on lines of text: the packages, Hugging Face's Marian, and CTranslate2.
 
 Usage: ``python -m transformer_bench.translate_lines TEXT --config base --beam 4``. All translators use the same random
-weights with one of the sizes of ``parity bench``, because the speed depends only on lengths. Each word of the text is
-one token, and every translation has exactly ``--tokens`` tokens. Each translator runs in a separate process, on batches
-of up to 64 sentences sorted by length. The first run compiles and warms up, and the second one is timed. CTranslate2
-(``pip install ctranslate2``), in float32 and int8, sorts and batches internally, and loads a directory written by
-``parity export``.
+weights, with one of the model sizes of ``parity bench``. The weights can be random because the speed depends only on
+the model size and the lengths of the sentences. Each word of the text is one token, and every translation has exactly
+``--tokens`` tokens. Each translator runs in a separate process, on batches of up to 64 sentences sorted by length. The
+first run compiles and warms up, and the second one is timed. CTranslate2 (``pip install ctranslate2``), in float32 and
+int8, sorts and batches internally, and loads a directory written by ``parity export``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read(options: argparse.Namespace) -> list[list[int]]:
 
 
 def in_batches(lines: Sequence[list[int]], pad_id: int, search: Callable[[ndarray], ndarray]) -> list[list[int]]:
-    """Translate the lines in batches of similar length, and return the translations in the original order."""
+    """Translate the lines in batches of lines of similar length, and return the translations in the original order."""
     order = sorted(range(len(lines)), key=lambda number: len(lines[number]))
     found: list[list[int]] = [[] for _ in lines]
     for start in range(0, len(order), BATCH):
@@ -184,7 +184,7 @@ def main() -> None:
         type=lambda text: text.split(","),
         default=list(TRANSLATORS),
         metavar="A,B",
-        help=f"measure these translators, a comma-separated list of {', '.join(TRANSLATORS)} (default: all)",
+        help=f"select the translators to time, as a comma-separated list from {', '.join(TRANSLATORS)} (default: all)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results and the machine as JSON")
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)  # only used in the process of a translator

@@ -1,4 +1,4 @@
-"""Verify the results of ``parity bench`` with the float64 reference. Times of wrong results are not reported."""
+"""Verify the results of ``parity bench`` against the float64 reference. Times of wrong results aren't reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformer_spec.search import SearchResult
 
 
 class Verifier(Protocol):
-    """The reference's results for some work, and the comparison of other results with them."""
+    """The reference's results, with which the results of other implementations are compared."""
 
     def verify(self, result: Any, show: Callable[[], Any]) -> str:
         """Return a description of the near-ties in which a result differs; empty if there are none.
@@ -102,7 +102,7 @@ class TrainVerifier:
 class DecodeVerifier:
     """Compare tokens and scores with the reference's search in float64.
 
-    For bfloat16, the weights of the reference are first rounded to bfloat16. A result agrees if its tokens are equal
+    For bfloat16, the weights of the reference are first rounded to bfloat16. A result agrees if its tokens match
     or differ only by near-ties, and if its scores match its tokens within the tolerance of
     ``parity check --stage decode``.
     """
@@ -169,5 +169,5 @@ VERIFIERS: dict[str, Callable[[Any, Mapping[str, ndarray]], Verifier]] = {
 
 
 def verifier_of(work: Work, weights: Mapping[str, ndarray]) -> Verifier:
-    """Return the verifier for the results of some work."""
+    """Return the verifier for the results of the given work."""
     return VERIFIERS[work.task](work, weights)

@@ -41,15 +41,15 @@ NEVER = -1e4  # a bias that prevents a token from being generated
 class Work:
     """A batch of sentences for a model of a given size.
 
-    The model uses the conventions of the preset ``marian``, so that peers can do exactly the same work.
+    The model uses the conventions of the ``marian`` preset, so that peers can do exactly the same work.
 
     Attributes:
         size: One of ``SIZES``.
         batch: The number of sentences, B.
         source: The length of the longest source sentence in tokens, S. Shorter ones are padded.
         target: The length of the longest target sentence in tokens, T.
-        layers: The number of encoder layers and of decoder layers; None to use the number for the size.
-        vocabulary: The size of the source and target vocabularies, V; None to use the number for the size.
+        layers: The number of encoder layers and of decoder layers; None to use the default for ``size``.
+        vocabulary: The size of the source and target vocabularies, V; None to use the default for ``size``.
         dtype: The dtype of parameters and computation.
         device: ``cpu`` or ``gpu``.
     """
@@ -83,7 +83,7 @@ class Work:
 
     @property
     def agreement(self) -> str:
-        """The criterion of agreement, as the end of a sentence."""
+        """The criterion for agreement, as the end of a sentence."""
         return "agree with the float64 reference"
 
     @property
@@ -121,7 +121,7 @@ class Work:
             elif name.endswith(".bias"):
                 weights[name] = rng.normal(0.0, 0.1, array.shape).astype(np.float32)
             elif name.endswith("_attention.output_proj.kernel"):
-                weights[name] = array / 2.0  # otherwise, all sentences would repeat the tokens they attend to
+                weights[name] = array / 2.0  # otherwise, every sentence would repeat the tokens that it attends to
         return weights
 
     def products(self) -> Iterator[Product]:
@@ -235,7 +235,7 @@ class TrainWork(Work):
 
     @property
     def agreement(self) -> str:
-        """The criterion of agreement, as the end of a sentence."""
+        """The criterion for agreement, as the end of a sentence."""
         if self.dropout:
             return (
                 f"are within {POLICY['bench']['loss_with_dropout']:.0%} of the reference, which drops different "
@@ -260,7 +260,7 @@ class TrainWork(Work):
 
     @property
     def settings(self) -> TrainingConfig:
-        """The training settings, with a learning rate so high that a wrong update changes the next loss visibly."""
+        """The training settings, with a learning rate so high that a wrong update noticeably changes the next loss."""
         return TrainingConfig(
             learning_rate_factor=0.01,
             warmup_steps=1,

@@ -1,4 +1,4 @@
-"""The interface of all peers: the methods that ``parity bench`` calls, and a check of the work that they support."""
+"""The interface for all peers: the methods that ``parity bench`` calls, and a check of the work that they support."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Peer:
         """Build the model and, if it will be trained, the optimizer.
 
         Args:
-            config: The config, which must use the conventions of the preset ``marian``.
-            weights: The weights by canonical name. They are copied.
+            config: The config, which must use the conventions of the ``marian`` preset.
+            weights: The weights by canonical name, which are copied.
             dtype: float32, or float64 if the library supports it.
-            training: The settings of the learning rate and Adam; None for inference.
+            training: The learning rate and Adam settings; None for inference.
 
         Raises:
             ValueError: If not all peers support the work, or if their results would differ.
@@ -86,18 +86,18 @@ class Peer:
 
 
 def check_work(config: TransformerConfig, training: TrainingConfig | None) -> None:
-    """Check that all peers support some work and produce the same results.
+    """Check that all peers support the given work and produce the same results.
 
     Raises:
-        ValueError: If the conventions differ from the preset ``marian``, if dropout applies to attention weights or the
-            feed-forward network, or if training uses clipping, accumulation, or mixed precision.
+        ValueError: If the config doesn't use the conventions of the ``marian`` preset, if dropout applies to attention
+            weights or the feed-forward network, or if training uses clipping, accumulation, or mixed precision.
     """
     sizes = {name: getattr(config, name) for name in (*SIZES, *DEPTHS) if name not in ("d_k", "d_v")}
     marian = TransformerConfig.preset("marian", **sizes)
     for field in fields(config):
         got, needed = getattr(config, field.name), getattr(marian, field.name)
         if got != needed and (field.name in ("d_k", "d_v") or field.name not in FREE):
-            raise ValueError(f"peers support only preset 'marian', with {field.name}={needed!r}: got {got!r}")
+            raise ValueError(f"peers support only the 'marian' preset, with {field.name}={needed!r}: got {got!r}")
     allowed = DropoutRates(embedding=config.dropout.embedding, residual=config.dropout.residual)
     if config.dropout != allowed:
         raise ValueError(f"peers support dropout only for embeddings and residuals: got {config.dropout}")

@@ -54,7 +54,7 @@ class Marian(TorchPeer):
         import torch
 
         if config.dropout.embedding != config.dropout.residual:
-            raise ValueError(f"the dropout rates of embeddings and residuals must be equal: got {config.dropout}")
+            raise ValueError(f"embeddings and residuals must have the same dropout rate: got {config.dropout}")
         self._model = marian_model(config, weights, dtype)
         if training is not None:
             bias = self._model.final_logits_bias

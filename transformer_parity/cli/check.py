@@ -58,12 +58,12 @@ examples:
   parity check --preset marian,fairseq               check only the conventions of Marian and fairseq
   parity check --text train.en.gz train.de.gz        use your own sentences
   parity check --weights model.safetensors           use your own weights
-  parity check --device gpu --precision fast         measure the precision that TF32 loses
+  parity check --device gpu --precision fast         measure how much precision TF32 loses
   pytest --parity-port mine:Port --junitxml x.xml    run the same comparisons as tests, for a CI server
 
-The file written by --json also contains the CPU time of each port, broken down by activity.
+The file written by --json also includes each port's CPU time, broken down by activity.
 
-exit code: 0 agree, 1 different math, 2 only precision lost, 3 nothing or not everything was compared
+exit code: 0 all results agree, 1 the math differs, 2 only precision was lost, 3 not everything was compared
 """
 
 
@@ -75,7 +75,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Run ports on the same weights and inputs as the NumPy reference, and compare every intermediate "
         "value, gradient, optimizer step, and decoded token. The cases cover single components, the encoder and "
         "decoder stacks, the full model, edge cases, all presets, and a base-sized model on real sentences. If a "
-        "port differs, the report shows the first wrong block and, if possible, names the bug.",
+        "port differs, the report shows the first wrong block and, if possible, identifies the bug.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -86,7 +86,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--dtype",
         action=one_or_more(EPS),
         metavar=",".join(EPS),
-        help="compare in these dtypes; float64 shows different math, float32 shows lost precision (default: all)",
+        help="compare in these dtypes; float64 reveals different math, and float32 reveals lost precision "
+        "(default: all)",
     )
     add_machine(parser)
     parser.add_argument(
@@ -246,14 +247,14 @@ def print_result(console: Console, result: CheckResult) -> None:
 
 
 def interpreters(isolate: Sequence[str], asked: Sequence[str]) -> dict[str, str]:
-    """Return the interpreter of each port that ``--isolate`` assigns one to.
+    """Return the interpreters that ``--isolate`` assigns to ports, by port.
 
     Args:
         isolate: The values of ``--isolate``.
-        asked: The ports and backends that are checked.
+        asked: The ports and backends to check.
 
     Raises:
-        ValueError: If a value has the wrong form, or names a port that is not checked.
+        ValueError: If a value isn't of the form ``PORT=PYTHON``, or if its port isn't in ``asked``.
     """
     found = {}
     for text in isolate:
@@ -268,7 +269,7 @@ def watch(messages: Iterator[tuple[CheckedPort, Any]], ports: Sequence[CheckedPo
     """Show a progress bar for each port until all of them finish or the user interrupts the run.
 
     After an interruption, the completed comparisons are kept. Each port that did not finish gets a finding about the
-    interruption, which prevents the verdict AGREE.
+    interruption, which prevents an ``AGREE`` verdict.
     """
     with Progress(port.job.backend for port in ports) as progress:
         titles = ", ".join(port.job.title for port in ports)

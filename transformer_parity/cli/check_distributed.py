@@ -26,7 +26,7 @@ from transformer_parity.transformer.report.result import CheckResult
 
 DESCRIPTION = (
     "Train small models on multiple devices of this machine, and compare every gradient, weight, and optimizer moment "
-    "with training on one device. Each run also resumes a checkpoint that was saved under the previous plan or by the "
+    "with training on one device. Each run also resumes from a checkpoint saved under the previous plan or by the "
     "previous framework."
 )
 EXAMPLES = """
@@ -36,7 +36,7 @@ examples:
   parity check-distributed --backends jax --parallel data=2 --processes 2
   parity check-distributed --port my_package.my_module:MyPort     check your trainer in two processes
 
-exit code: 0 agree, 1 different math, 2 only precision lost, 3 nothing or not everything was compared
+exit code: 0 all results agree, 1 the math differs, 2 only precision was lost, 3 not everything was compared
 """
 
 
@@ -68,7 +68,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--processes",
         type=positive,
         metavar="N",
-        help="divide the devices of a plan among N processes (default: one process per device for torch, otherwise "
+        help="divide each plan's devices among N processes (default: one process per device for torch, otherwise "
         "one process)",
     )
     add_outputs(parser)

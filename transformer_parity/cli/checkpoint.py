@@ -20,16 +20,16 @@ examples:
   parity checkpoint run/checkpoint-0004000.safetensors --backend torch --out run/step-4000
 
 `parity train` writes single-file checkpoints, from which every backend can resume with any parallelism plan. If your
-own training script has a model too large to gather in one process, use save_sharded and load_sharded instead. All
-processes write one directory, which the same framework can load with any plan. The functions are in:
+own training script trains a model that is too large for one process, use save_sharded and load_sharded instead. All
+processes write to one directory, which the same framework can load with any plan. The functions are in:
   transformer_torch.parallel_checkpoint (uses torch.distributed.checkpoint)
   transformer_jax.parallel_checkpoint (uses Orbax)
   transformer_tf.parallel_checkpoint (uses tf.train.Checkpoint)
-Do not load sharded checkpoints from untrusted sources, because those of torch contain a pickle.
+Do not load sharded checkpoints from untrusted sources, because torch stores a pickle in them.
 
 exit code: 0 written, 3 not written
 """
-WRITTEN = {"torch": ".metadata", "tf": "tensors.index"}  # a file that identifies the framework; JAX writes neither
+WRITTEN = {"torch": ".metadata", "tf": "tensors.index"}  # a file that only this framework writes; JAX writes neither
 
 
 def add_parser(commands: Any) -> None:
@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
         type=Path,
         required=True,
         metavar="PATH",
-        help="write the result here: a file if the input is a directory, a directory if it is a file",
+        help="write the result here: a file if the input is a directory, or a directory if the input is a file",
     )
     parser.add_argument(
         "--backend",
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"no such file or directory: {options.path}")
     if options.path.is_dir():
         if options.backend is not None:
-            raise UsageError(f"--backend applies only if PATH is a file, and {options.path} is a directory: remove it")
+            raise UsageError(f"--backend requires PATH to be a file: {options.path} is a directory; remove --backend")
         return _join(options.path, options.out)
     if options.backend is None:
         raise UsageError(f"{options.path} is a file: select the framework to convert it for, such as --backend torch")

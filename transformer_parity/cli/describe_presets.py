@@ -1,4 +1,4 @@
-"""The table of presets with their numbers of parameters and their differences from the paper's base model."""
+"""The table of presets, with their parameter counts and their differences from the paper's base model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_spec.presets import IMPLEMENTATIONS
 PAPER_VOCABULARY = 37_000  # section 5.1: "about 37000 tokens"
 BEST_VOCABULARY = 41_096  # one of the vocabulary sizes that reproduce the most parameter counts of Table 3
 
-# Numbers of parameters in Table 3 of the paper, in millions. Its other rows omit the number.
+# Parameter counts in Table 3 of the paper, in millions. The table's other rows leave this column empty.
 PRINTED_MILLIONS = {
     "paper_base": 65,
     "paper_dk16": 58,
@@ -32,9 +32,9 @@ PRINTED_MILLIONS = {
 
 
 def describe_presets(vocab_size: int) -> dict[str, dict[str, Any]]:
-    """Return each preset's number of parameters, the number in the paper, and the differences from the base model.
+    """Return each preset's size in parameters, its size in the paper, and the differences from the base model.
 
-    If Table 3 doesn't contain the number, ``printed_millions`` stays empty (None).
+    ``printed_millions`` is empty (None) if Table 3 omits the size.
 
     Raises:
         ValueError: If no model can have a vocabulary of this size.
@@ -50,14 +50,14 @@ def describe_presets(vocab_size: int) -> dict[str, dict[str, Any]]:
 
 
 def count(preset: str, vocab_size: int) -> int:
-    """Return the number of parameters of a preset with a vocabulary that source and target share."""
+    """Return a preset's parameter count if the source and target share a vocabulary of the given size."""
     return count_parameters(
         TransformerConfig.preset(preset, source_vocab_size=vocab_size, target_vocab_size=vocab_size)
     )
 
 
 def reproduced(vocab_size: int) -> int:
-    """Return how many parameter counts in Table 3 a vocabulary size reproduces, after rounding to millions."""
+    """Return the number of counts in Table 3 that a vocabulary size reproduces when rounded to millions."""
     return sum(round(count(name, vocab_size) / 1e6) == printed for name, printed in PRINTED_MILLIONS.items())
 
 
@@ -86,7 +86,7 @@ def differences(preset: str) -> dict[str, Any]:
 
 
 def print_presets(console: Console, presets: dict[str, dict[str, Any]], vocab_size: int) -> None:
-    """Print the table of presets with their numbers of parameters and their differences from the base model."""
+    """Print the table of presets, with their parameter counts and their differences from the base model."""
     console.print()
     title = f"Presets with a vocabulary of {vocab_size:,}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)

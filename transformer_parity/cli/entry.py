@@ -10,14 +10,14 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-INCOMPLETE = 3  # must equal INCOMPLETE in main.py, which isn't imported yet at this point
+INCOMPLETE = 3  # must match INCOMPLETE in main.py, which isn't imported yet at this point
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Import the command line, run a command, and return its exit code.
 
     If an error or a signal occurs outside the command, the exit code is 3. Without ``arguments``, the function uses the
-    arguments of the process and also prevents C libraries from changing the exit code.
+    process's arguments and also prevents C libraries from changing the exit code.
     """
     code = INCOMPLETE
     if arguments is None and os.name == "posix":

@@ -35,7 +35,7 @@ EXAMPLES = """\
 examples:
   parity evaluate runs/dates-jax/model.safetensors --task dates --sentences 5000 --backend numpy,torch,jax,tf
   parity evaluate runs/text-torch/checkpoint-*.safetensors --text test.en test.de
-  parity evaluate model.safetensors --text test.en test.de --beam 4    use the beam size of the paper
+  parity evaluate model.safetensors --text test.en test.de --beam 4    use the paper's beam size
 
 exit code: 0 evaluated, 3 not evaluated
 """
@@ -45,7 +45,7 @@ def add_parser(commands: Any) -> None:
     """Describe the options."""
     parser = commands.add_parser(
         "evaluate",
-        description="Translate held-out sentences with weights that `parity train` or `parity import` wrote. Report "
+        description="Translate held-out sentences with weights written by `parity train` or `parity import`. Report "
         "the loss per target token and BLEU (sacrebleu, cased, detokenized) or, for dates, the percentage of exact "
         "matches. If a sentence is longer than the model supports, its translation is empty.",
         epilog=EXAMPLES,
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print(results: list[dict[str, Any]]) -> None:
-    """Print one row for each model in each backend."""
+    """Print one row per model and backend."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     metric = "BLEU" if "BLEU" in results[0] else "exact match"
     search = f"beam {results[0]['beam']}" if results[0]["beam"] else "greedy"

@@ -33,16 +33,16 @@ examples:
   parity explore --port mine:MyPort "3 May 2024"            compare your port with the reference
 
 The page is a single file that works offline. The left side lists all taps (named intermediate values) in the order of
-computation, with the error of each port on a logarithmic scale and the tolerance. "introduced here" marks the taps at
+computation, with each port's error on a logarithmic scale and the tolerance. "introduced here" marks the taps at
 which a difference starts; later taps only inherit it. The right side shows the reference, the port, and the difference.
-It shows attention scores, attention weights, the first tap over tolerance, and the inputs of that tap in full. For all
-other taps, it shows the norm at each position.
+Attention scores, attention weights, the first tap over tolerance, and that tap's inputs are shown in full. For all
+other taps, the page shows the norm at each position.
 
 keys on the page: F first tap over tolerance, W largest difference, N/P next or previous tap, H next head, B next port,
 arrow keys select a cell
 
-exit code: 0 every tap is within tolerance; 1 a tap is over tolerance; 3 nothing was compared, or the errors are over
-tolerance but were only compared in float32, where a wrong formula looks like lost precision (use --dtype float64)
+exit code: 0 every tap is within tolerance; 1 a tap is over tolerance; 3 nothing was compared, or a tap is over
+tolerance in float32, in which a wrong formula looks like lost precision (use --dtype float64)
 """
 
 
@@ -88,7 +88,7 @@ def add_parser(commands: Any) -> None:
         help="write the page to this file (default: %(default)s)",
     )
     add_languages(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the errors of all taps as JSON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the errors at all taps as JSON")
     parser.set_defaults(run=run)
 
 
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def verdict(recording: Recording) -> str:
-    """Return a sentence that names the first tap of each port that is over its tolerance."""
+    """Return a sentence that identifies the first tap over tolerance in each port."""
     wrong = {port.name: port.first_over for port in recording.ports if port.first_over}
     if not wrong:
         return f"All {len(recording.expected)} taps of {_all(recording)} are within tolerance."
@@ -148,8 +148,8 @@ def verdict(recording: Recording) -> str:
 
 
 def _all(recording: Recording) -> str:
-    names = [port.name for port in recording.ports]
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    *most, last = (port.name for port in recording.ports)
+    return f"{', '.join(most)}{',' * (len(most) > 1)} and {last}" if most else last
 
 
 def _ports(options: argparse.Namespace, console: PlainConsole) -> list[Any]:

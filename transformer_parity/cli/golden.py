@@ -1,6 +1,7 @@
 """``parity golden`` and ``parity compare``: write and compare the results of a model as files ("golden vectors").
 
-Files connect implementations that cannot run in one process, because they use a different language or machine.
+Use these files to compare implementations that can't run in one process, because they use different languages or run on
+different machines.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from transformer_spec.config import TransformerConfig
 EXAMPLES = """
 examples:
   parity golden --out truth                          run the reference with the conventions of the paper
-  parity golden --preset marian,fairseq --out truth  write one subdirectory for each of two published conventions
+  parity golden --preset marian,fairseq --out truth  write one subdirectory for each of these two presets
   parity golden --backend torch --device gpu --out mine
   parity golden --for mymodel:Port --out truth       run the reference with the conventions of your port
   parity golden --port mymodel:Port --out mine       run your port
@@ -140,7 +141,7 @@ def _write(
     configs: Mapping[str, TransformerConfig],
     terminal: TextIO,
 ) -> list[str]:
-    """Write all directories, or none if one fails, and return the lines to print about them."""
+    """Write all directories, or none if one fails, and return a summary as a list of lines."""
     said = []
     chosen = {name: in_stages(golden_cases(config), options.stage) for name, config in configs.items()}
     with writer.replaced(options.out, force=options.force) as folder:
@@ -172,11 +173,13 @@ examples:
   parity compare truth mine --stage activations  compare, and require, only the activations
   parity compare truth mine --json result.json
 
-The command reruns the NumPy reference on A's weights and inputs, and compares both directories with its results. If a
-result is missing from B, it is reported as skipped if B's manifest declares the omission, otherwise as a failure. B
-must contain at least half of the cases of every stage. docs/reference/golden-vectors.md describes the file format.
+The command reruns the NumPy reference on A's weights and inputs and compares both directories with the reference's
+results. A result that is missing from B is reported as skipped if B's manifest declares the omission, and as a failure
+otherwise. B must contain at least half of the cases in every stage.
 
-exit code: 0 agree, 1 different math, 2 only precision lost, 3 nothing or not everything was compared
+docs/reference/golden-vectors.md describes the file format.
+
+exit code: 0 all results agree, 1 the math differs, 2 only precision was lost, 3 not everything was compared
 """
 
 

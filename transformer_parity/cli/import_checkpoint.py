@@ -52,15 +52,15 @@ examples:
 formats:
   {FORMATS_LISTED}
 
-The command never executes code from a checkpoint, never reads files outside its directory, and never downloads
-anything. If flags and tensors contradict each other, it uses the tensors and prints a note. If a checkpoint uses a
-feature that is not supported, the command stops with an error that names the feature.
+The command never executes code from a checkpoint, never reads files outside the checkpoint's directory, and never
+downloads anything. If a checkpoint's flags contradict its tensors, the command uses the tensors and prints a note. If a
+checkpoint uses an unsupported feature, the command stops with an error that identifies the feature.
 
 After writing the file, the command computes a few logits from it, in float64 and float32 in every installed backend,
-and compares them with the reference. This verifies that all backends compute the same model. For a Hugging Face
+and compares them with the reference. This verifies that the model works the same in all backends. For a Hugging Face
 checkpoint, --check also compares logits and translations with transformers, which must be installed.
 
-exit code: 0 imported, and every comparison agrees; 1 a comparison differs; 2 only float32 differs, and float64 agrees;
+exit code: 0 imported, and every comparison agrees; 1 a comparison differs; 2 float32 differs, but float64 agrees;
 3 not imported, or not compared
 """
 EXPORT_EXAMPLES = f"""\
@@ -69,7 +69,7 @@ examples:
 
 formats: {", ".join(EXPORTS)}
 
-If the target software does not support the model, the command stops with the reason before it writes anything.
+If the target software does not support the model, the command reports the reason and does not write anything.
 
 exit code: 0 written, 3 not written
 """
@@ -94,7 +94,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--dtype", choices=FLOAT_DTYPES, help="store the weights in this dtype (default: the dtype of the checkpoint)"
     )
-    ask = parser.add_argument_group("information that some formats do not contain")
+    ask = parser.add_argument_group("information that some formats do not include")
     ask.add_argument(
         "--vocab",
         nargs="+",
@@ -103,7 +103,7 @@ def add_parser(commands: Any) -> None:
         metavar="FILE",
         help="read the vocabulary from these files, source before target",
     )
-    ask.add_argument("--names", type=Path, metavar="FILE", help="read the names of the tensors from this TOML file")
+    ask.add_argument("--names", type=Path, metavar="FILE", help="read the tensor names from this TOML file")
     ask.add_argument(
         "--set",
         dest="fields",
@@ -128,13 +128,13 @@ def add_parser_export(commands: Any) -> None:
     """Describe the options of ``parity export``."""
     parser = commands.add_parser(
         "export",
-        description="Convert a weight file, which `parity train` or `parity import` wrote, to a format that other "
+        description="Convert a weight file written by `parity train` or `parity import` to a format that other "
         "software can load.",
         epilog=EXPORT_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("weights", type=Path, metavar="FILE", help="export this weight file or training checkpoint")
-    parser.add_argument("--format", choices=EXPORTS, required=True, help="write the format of this software")
+    parser.add_argument("--format", choices=EXPORTS, required=True, help="convert to this format")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="write to this directory, which must be new or empty"
     )
@@ -181,10 +181,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_out(out: Path | None) -> None:
-    """Check that the output path doesn't name an existing file that isn't a weight file.
+    """Ensure that ``--out`` overwrites only weight files.
 
     Raises:
-        UsageError: If such a file exists.
+        UsageError: If ``--out`` already exists and isn't a weight file.
     """
     if out is None or not out.is_file() or not out.stat().st_size:
         return
@@ -242,7 +242,7 @@ def _saying(console: PlainConsole, text: str) -> Iterator[Any]:
 
 
 def _print_proof(proof: list[Agreement]) -> None:
-    """Print one row for each comparison."""
+    """Print one row per comparison."""
     if not proof:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

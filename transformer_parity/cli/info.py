@@ -32,11 +32,11 @@ from transformer_parity.transformer.ports.registry import PORTS
 from transformer_spec.names import parameter_shapes, tap_shapes
 
 DESCRIPTION = """\
-Describe this machine, the installed backends with the matmul throughput of each on
-the CPU, and all presets with their parameter counts and their differences from the
+Describe this machine, the installed backends with their matmul throughput on the
+CPU, and all presets with their parameter counts and their differences from the
 paper's base model.
 
-If you specify FILE, describe a weight file or a training checkpoint instead: the
+If FILE is given, describe this weight file or training checkpoint instead: the
 closest preset and the differences from it, the size, dtype, vocabulary, languages,
 search settings, training step, and origin. For checkpoints from other software,
 use `parity import`.
@@ -91,7 +91,8 @@ def run(options: argparse.Namespace) -> int:
     """Print the requested description and return the exit code."""
     if options.file is not None:
         if given := [f"--{name}" for name in ("vocab", "names") if getattr(options, name) is not None]:
-            raise UsageError(f"{' and '.join(given)} cannot be combined with FILE: remove one or the other")
+            flags = " and ".join(given)
+            raise UsageError(f"{flags} cannot be combined with FILE: remove either FILE or {flags}")
         print_file(options.file, as_json=options.json)
     elif options.names is not None:
         print_names(options.names, as_json=options.json)
@@ -148,7 +149,7 @@ def print_installation(vocab_size: int, *, as_json: bool) -> None:
 
 
 def print_names(preset: str, *, as_json: bool) -> None:
-    """Print every parameter and every tap of a preset with its shape, for B = 4, S = 9, T = 7 and two layers."""
+    """Print a preset's parameters and taps with their shapes for B = 4, S = 9, T = 7, and two layers."""
     started = time.monotonic()
     config = tiny(preset, d_k=None, d_v=None)
     names = {"parameters": parameter_shapes(config), "taps": tap_shapes(config, BATCH, SOURCE, TARGET)}
@@ -171,7 +172,7 @@ def _print_json(result: dict[str, Any], started: float) -> None:
 
 
 def describe_backend(port: PackagePort) -> dict[str, Any]:
-    """Return the versions, devices, and switches of a backend, or the install command if it isn't installed."""
+    """Return a backend's versions, devices, and switches if it is installed, otherwise the install command."""
     if missing := port.missing():
         return {"installed": False, "missing": missing, "install": port.install}
     try:
@@ -188,7 +189,7 @@ def describe_backend(port: PackagePort) -> dict[str, Any]:
 
 
 def multiplying(backend: str, package: Any) -> dict[str, Any]:
-    """Return the library that a package uses for matrix multiplication on the CPU, and its throughput."""
+    """Return the library that a package uses for matrix multiplication on the CPU, and the library's throughput."""
     rate = quick_rate(backend) / 1e9
     products = library(package.describe(), backend)
     found: dict[str, Any] = {LIBRARY: products, RATE: round(rate, 1)}

@@ -1,4 +1,4 @@
-"""``parity init-port``: write the template of a port, which already agrees with the reference."""
+"""``parity init-port``: write a port template that already agrees with the reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMPORTED = (*OURS, "transformer_tf", "torch", "jax", "flax", "optax", "tensorflo
 EXAMPLES = """
 examples:
   parity init-port --framework torch                     write my_port.py
-  parity init-port --framework other --out marian.py     use a different framework; exchange NumPy arrays with it
+  parity init-port --framework other --out marian.py     use a different framework and exchange NumPy arrays with it
 
 exit code: 0 written, 3 not written
 """
@@ -30,9 +30,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Describe the options."""
     parser = commands.add_parser(
         "init-port",
-        description="Write the template of a port, a class that connects your model to `parity`. The template contains "
-        "a small model that already agrees with the reference. Replace this model with your own, one method at a "
-        "time, and rerun `parity check` after each change.",
+        description="Write a template for a port, a class that wraps your model so that `parity` can compare it with "
+        "the reference. The template contains a small model that already agrees. Replace this model with your own, one "
+        "method at a time, and rerun `parity check` after each change.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

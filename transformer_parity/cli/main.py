@@ -32,7 +32,7 @@ COMMANDS = {
         "add_parser",
         "compare training on multiple devices with training on one",
     ),
-    "init-port": ("init_port", "add_parser", "write a template of a port that already agrees with the reference"),
+    "init-port": ("init_port", "add_parser", "write a port template that already agrees with the reference"),
     "golden": ("golden", "add_parser", "write golden vectors: the inputs, weights, and results of a model, as files"),
     "compare": ("golden", "add_parser_compare", "compare two directories of golden vectors, from any language"),
     "selftest": ("selftest", "add_parser", "inject known bugs into the ports and check that each is detected"),
@@ -52,7 +52,7 @@ COMMANDS = {
     "source": ("source", "add_parser", "print the same code from all four packages, with the differences highlighted"),
     "show": ("show", "add_parser", "draw positional encodings, masks, and attention weights"),
 }
-# The options of each command that name a result file. Such a file from an earlier run is deleted before anything can
+# The options of each command that specify a result file. Such a file from an earlier run is deleted before anything can
 # fail.
 RESULTS = {
     "check": ("--json", "--html"),
@@ -71,7 +71,7 @@ Check that a Transformer computes what "Attention Is All You Need" defines.
 The NumPy implementation is the reference. `parity` runs a port of it (the PyTorch,
 JAX, or TensorFlow package, or your own model) on the same weights and inputs, and
 compares every named intermediate value (a "tap"), gradient, optimizer step, and
-decoded token. If they differ, it shows the first block that is wrong.
+decoded token. If any of them differ, `parity` shows the first wrong block.
 
 start here:
   parity translate --text "Freitag, 3. Mai 2024"   translate a date with the included model
@@ -151,7 +151,7 @@ def _delete_results(given: Sequence[str]) -> None:
     """Delete the result files of an earlier run, so that they can't be mistaken for the results of this run.
 
     Raises:
-        UsageError: If two arguments name the same file, or if a file can't be deleted.
+        UsageError: If two arguments refer to the same file, or if a file can't be deleted.
     """
     options = RESULTS.get(given[0], ()) if given else ()
     if not options or "--help" in given or "-h" in given:
@@ -168,12 +168,12 @@ def _delete_results(given: Sequence[str]) -> None:
     results = [(option, path) for option, path in results if path[:1] not in ("", "-")]
     for option, path in results:
         if any(is_same_file(path, other) for other in others):
-            raise UsageError(f"{option} {path}: another argument names the same file")
+            raise UsageError(f"{option} {path}: another argument refers to the same file")
     twice = [one for one, (_, other) in combinations(results, 2) if is_same_file(one[1], other)]
     for _, path in results:
         delete_result(Path(path))
     for option, path in twice:
-        raise UsageError(f"{option} {path}: another option names the same file")
+        raise UsageError(f"{option} {path}: another option refers to the same file")
 
 
 def _run(given: Sequence[str]) -> int:

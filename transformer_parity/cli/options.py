@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # this import loads all checkpoint readers, which most comman
 
 
 class OneOrMore(argparse.Action):
-    """Parse a comma-separated list of known names, and return them in the order of the known names.
+    """Parse a comma-separated list of names, and return the names in the order in which ``known`` lists them.
 
     If the option is repeated, the names are added to the earlier ones.
     """
@@ -36,7 +36,7 @@ class OneOrMore(argparse.Action):
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
-        """Add the names to the names from earlier uses of the option."""
+        """Add the names to those from earlier uses of the option."""
         chosen = [name.strip() for name in values.split(",") if name.strip()]
         if unknown := [name for name in chosen if name not in self.known]:
             raise argparse.ArgumentError(self, f"unknown {', '.join(unknown)}: choose from {', '.join(self.known)}")
@@ -88,12 +88,12 @@ def add_backends(parser: argparse.ArgumentParser, default: list[str] | None, oth
         action=one_or_more(PORTS),
         default=default,
         metavar="NAME[,NAME]",
-        help=f"run these packages, a comma-separated list of {', '.join(PORTS)} (default: {usual})",
+        help=f"select the packages to run, as a comma-separated list from {', '.join(PORTS)} (default: {usual})",
     )
 
 
 def add_ports(parser: argparse.ArgumentParser) -> None:
-    """Add the option that names the user's ports."""
+    """Add the option that specifies the user's ports."""
     parser.add_argument(
         "--port",
         action="append",
@@ -104,7 +104,7 @@ def add_ports(parser: argparse.ArgumentParser) -> None:
     )
 
 
-FALLBACK = ("torch", "jax", "tf", "numpy")  # the first installed backend is used if the user names none
+FALLBACK = ("torch", "jax", "tf", "numpy")  # the first installed backend is used if the user doesn't specify one
 FALLBACK_HELP = f"the first of {', '.join(FALLBACK)} that is installed"
 NUMPY_ALONE = (
     "These commands require only NumPy:",
@@ -115,7 +115,7 @@ NUMPY_ALONE = (
 
 
 def installed_backend(command: str) -> str:
-    """Return the backend to use if the user names none, and print a note if only NumPy is available."""
+    """Return the backend to use if the user doesn't specify one, and print a note if only NumPy is available."""
     name = next(name for name in FALLBACK if PORTS[name].missing() is None)
     if name == FALLBACK[-1]:
         print(f"{command}: no framework is installed: using {name}, which is slower", file=sys.stderr)
@@ -138,7 +138,7 @@ def check_installed(backends: Sequence[str], least: int = 1) -> None:
         return
     *most, last = modules.values()
     extras = ",".join(("cli", *modules))
-    message = f"{', '.join(most)} and {last} are" if most else f"{last} is"
+    message = f"{', '.join(most)}{',' * (len(most) > 1)} and {last} are" if most else f"{last} is"
     message += f" not installed: pip install '{DISTRIBUTION}[{extras}]'"
     others = [name for name in backends if name not in modules]
     if len(others) < least:  # too few of the requested backends are installed
@@ -170,9 +170,10 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FIELD=VALUE",
         help="set a field of Search or SearchRules, such as max_length=90, or length_penalty=1 for beam search (0 "
-        f"disables the penalty). rules={'|'.join(SEARCH_PRESETS)} uses the search rules of that program, including its "
-        "length penalty and length limits; later fields override them. Can be repeated (default: the settings in the "
-        "weight file, otherwise the paper's: length_penalty=0.6 and at most 50 tokens more than the source)",
+        f"disables the penalty). rules={'|'.join(SEARCH_PRESETS)} uses that program's search rules, including the "
+        "length penalty and length limits; fields given later override these rules. Can be repeated (default: the "
+        "settings in the weight file, otherwise the paper's: length_penalty=0.6 and at most 50 tokens more than the "
+        "source)",
     )
 
 
@@ -231,7 +232,7 @@ def search_options(options: argparse.Namespace, usual: Search, nbest: int | None
     fields = dict(options.search)
     if unknown := [name for name in fields if name not in SEARCH_FIELDS | RULES_FIELDS]:
         known = ", ".join(sorted(SEARCH_FIELDS | RULES_FIELDS))
-        raise UsageError(f"--search must name a field of {known}: got {unknown[0]}")
+        raise UsageError(f"--search must specify a field of {known}: got {unknown[0]}")
     search, rules = usual, usual.rules
     if "rules" in fields:
         search = replace(Search.preset(fields.pop("rules")), start_id=usual.start_id)

@@ -28,9 +28,9 @@ from transformer_parity.transformer.selftest.trials import Trial, all_trials
 NAMED = 0.9  # required fraction of the nameable bugs that the diagnosis names
 DESCRIPTION = """\
 Inject the bugs of the bug catalog into a copy of each port, one at a time, and compare the copy with the reference
-(mutation testing). A bug is caught if the comparison fails. It is located if the first failure and the replay of single
-blocks both point to the block with the bug. It is named if the diagnosis selects this bug from all its candidates. Bugs
-whose failure is self-explanatory, such as a wrong shape, have no name.
+(mutation testing). A bug is caught if the comparison fails. It is located if the first failure and the replay of
+individual blocks both point to the block with the bug. It is named if the diagnosis selects this bug from all
+candidates. A bug whose failure is self-explanatory, such as a wrong shape, doesn't need to be named.
 """
 
 
@@ -60,7 +60,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         action=one_or_more(ALL),
         default=list(ALL),
         metavar="NAME[,NAME]",
-        help=f"inject bugs into these ports, a comma-separated list of {', '.join(ALL)} (default: all)",
+        help=f"select the ports to inject bugs into, as a comma-separated list from {', '.join(ALL)} (default: all)",
     )
     names = [name.replace(" ", "-") for name in parts()]
     parser.add_argument(

@@ -70,7 +70,8 @@ def add_parser(commands: Any) -> None:
     masks = pictures.add_parser(
         "masks",
         help="draw the attention masks of a padded sentence pair",
-        description="Draw the attention masks of a padded sentence pair: which query may attend to which key.",
+        description="Draw the attention masks of a padded sentence pair. They show the keys that each query may attend "
+        "to.",
     )
     masks.set_defaults(run=run, picture="masks", draw=lambda options: draw_masks())
 
@@ -78,7 +79,7 @@ def add_parser(commands: Any) -> None:
         "attention",
         help="draw the attention weights of every head in each backend",
         description="Draw the attention weights of every head for one sentence pair, one row per backend, followed by "
-        "the difference of each backend from the first one.",
+        "the difference between each backend and the first one.",
     )
     add_backends(attention, None, "all that are installed")
     attention.add_argument(

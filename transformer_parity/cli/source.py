@@ -36,8 +36,8 @@ In a port, tokens are highlighted if the NumPy reference doesn't contain them
 ("missing"). Lines with highlighted tokens start with ">". If the output is not a
 terminal, a comment below each line marks these tokens with ^. The comparison
 ignores comments and annotations, and treats forward, __call__, and call as the
-same name. A sequence of at least four tokens also matches elsewhere in the same
-function.
+same name. A sequence of at least four tokens also matches if it appears
+elsewhere in the same function.
 
 Without NAME, list all available names. No framework is imported or required.
 """
@@ -64,7 +64,7 @@ class Shown(NamedTuple):
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The positions of the marks, except marks of multi-line strings."""
+        """The positions of the marks, except those in multi-line strings."""
         return [(start, stop) for start, stop in self.marks.spans if "\n" not in self.piece.code[start:stop]]
 
 
@@ -177,7 +177,7 @@ def _print_panels(console: PlainConsole, name: str, summary: str, shown: Sequenc
 
 
 def _highlight(shown: Shown, width: int) -> Text:
-    """Color the code, highlight the differences, and wrap lines that are too long with a deeper indent."""
+    """Color the code, highlight the differences, and wrap long lines with a deeper indent."""
     colored = Syntax("", "python", theme="ansi_dark", background_color="default").highlight(shown.piece.code)
     for start, stop in shown.spans:
         colored.stylize(MARKED, start, stop)

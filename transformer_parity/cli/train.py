@@ -134,7 +134,7 @@ def _start_processes(options: argparse.Namespace, job: TrainingJob) -> int:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Raise a UsageError if one of the options would have no effect."""
+    """Raise a UsageError if any of the options would have no effect."""
     what = _given(options, ("task", "text", "resume"))
     if what not in (["--task"], ["--text"], ["--resume"], ["--text", "--resume"]):
         raise UsageError(
@@ -143,7 +143,7 @@ def _check_options(options: argparse.Namespace) -> None:
         )
     fields = dict(options.fields)
     if unknown := [name for name in fields if name not in KNOWN]:
-        raise UsageError(f"--set must name a field of {', '.join(sorted(KNOWN))}: got {unknown[0]}")
+        raise UsageError(f"--set must specify a field of {', '.join(sorted(KNOWN))}: got {unknown[0]}")
     if options.resume:
         given = _given(options, ("preset", "vocab_size", "seed"))
         if given := [*given, *(f"--set {name}" for name in fields if name not in PLAN_FIELDS)]:
@@ -155,7 +155,7 @@ def _check_options(options: argparse.Namespace) -> None:
     if options.parallel is not None and len(options.backends) > 1:
         raise UsageError("--parallel requires exactly one backend, because runs in lockstep use one device per backend")
     if options.task and (options.held_out or options.vocab_size):
-        raise UsageError("--held-out and --vocab-size require --text: remove them, or replace --task by --text")
+        raise UsageError("--held-out and --vocab-size require --text: remove them, or replace --task with --text")
     unused = [f"--set {name}" for name in fields if name in ("dropout", "save_every", "keep", "average")]
     if len(options.backends) > 1 and unused:
         raise UsageError(f"runs in lockstep use no dropout and are not saved: remove {', '.join(unused)}")

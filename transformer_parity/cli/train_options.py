@@ -32,11 +32,11 @@ WITH_DEFAULTS = {
     "num_heads": "number of attention heads",
     "num_encoder_layers": "number of encoder layers",
     "num_decoder_layers": "number of decoder layers",
-    "dropout": "rate at the preset's sites, or an object of rates",
+    "dropout": "rate at the preset's sites, or an object with one rate per site",
     "tokens_per_batch": "batch size in tokens, including padding",
-    "learning_rate_factor": "factor of the learning rate in equation (3)",
-    "warmup_steps": "steps in which the learning rate increases",
-    "cooldown_steps": "final steps in which the learning rate decreases to 0",
+    "learning_rate_factor": "factor by which the learning rate in equation (3) is multiplied",
+    "warmup_steps": "number of steps during which the learning rate increases",
+    "cooldown_steps": "number of final steps during which the learning rate decreases to 0",
     "average": "number of final checkpoints to average",
 }
 OTHER_FIELDS = {
@@ -44,7 +44,7 @@ OTHER_FIELDS = {
     "save_every": "number of steps between checkpoints (default: 10% of the run)",
     "validate_every": "number of steps between validations (default: 10% of the run)",
     "clip_norm": "clip the gradient to this norm (default: null, no clipping)",
-    "accumulation_steps": "number of micro-batches per batch; more of them use less memory (default: 1)",
+    "accumulation_steps": "number of micro-batches per batch; a higher number uses less memory (default: 1)",
     "mixed_bfloat16": "compute in bfloat16 with float32 weights (default: false)",
     "activation_checkpointing": "recompute activations in the backward pass to use less memory (default: false)",
 }
@@ -98,22 +98,24 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
     """Add the command and its options, and return its parser."""
     parser = commands.add_parser(
         "train",
-        description="Train a Transformer on generated dates or on your own parallel text, using batches of similar "
-        "length, the paper's learning rate schedule, label smoothing, and Adam. The command validates the model "
-        "regularly and saves checkpoints, from which every backend can resume.",
+        description="Train a Transformer on generated dates or on your own parallel text, using batches of "
+        "sentences of similar length, the paper's learning rate schedule, label smoothing, and Adam. The command "
+        "regularly validates the model and saves checkpoints, from which every backend can resume.",
         epilog=EXAMPLES + SETTINGS + _fields() + FOLDER,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("data (one of --task, --text, and --resume is required)")
     what.add_argument(
-        "--task", choices=["dates"], help="train on generated dates: from human-readable forms to ISO 8601"
+        "--task",
+        choices=["dates"],
+        help="train on generated dates (task: convert human-readable dates to ISO 8601)",
     )
     what.add_argument(
         "--text",
         nargs=2,
         type=Path,
         metavar=("SOURCE", "TARGET"),
-        help="train on two line-aligned text files; with --resume, the new location of these files",
+        help="train on two line-aligned text files; with --resume, specify the new location of these files",
     )
     what.add_argument(
         "--held-out", nargs=2, type=Path, metavar=("SOURCE", "TARGET"), help="validate on these two text files"
@@ -128,7 +130,7 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
 
     length = parser.add_argument_group("length")
     length.add_argument(
-        "--steps", type=positive, metavar="N", help=_default("set the number of steps of the entire run", "steps")
+        "--steps", type=positive, metavar="N", help=_default("set the total number of steps in the run", "steps")
     )
     length.add_argument(
         "--stop-at", type=positive, metavar="N", help="save and stop after this step, so that you can resume later"
@@ -155,7 +157,7 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
         help="set fields of the model, the training, or the run, such as d_model=512 warmup_steps=4000; see below",
     )
     model.add_argument(
-        "--seed", type=int, metavar="N", help="set the seed of weights, batches, and dropout (default: 0)"
+        "--seed", type=int, metavar="N", help="set the seed for the weights, batches, and dropout (default: 0)"
     )
 
     machine = parser.add_argument_group("machine")

@@ -54,7 +54,7 @@ examples:
   parity translate --text "Freitag, 3. Mai 2024"                              use the included date model
   parity translate --weights model.safetensors test.en > test.de
   echo "A dog runs." | parity translate --weights model.safetensors --backend jax
-  parity translate --weights model.safetensors --beam 4 test.en               use the beam size of the paper
+  parity translate --weights model.safetensors --beam 4 test.en               use the paper's beam size
   parity translate --weights model.safetensors --beam 4 --nbest 4 test.en     print all four hypotheses
   parity translate --weights model.safetensors --search rules=fairseq --search max_length=90 --beam 5 test.en
   parity translate --weights nllb.safetensors --from eng_Latn --to deu_Latn test.en
@@ -70,14 +70,15 @@ output: one line per input line, in the same order
   --json       one JSON object per input line, with the keys line, source, and hypotheses (each with text, score,
                pieces, and ids), followed by one line with the result of the command (see docs/result.schema.json)
 The score is the log-probability in nats, divided by the length penalty if --beam is used. If there is no hypothesis,
-the score is -inf. The translation of a blank line is an empty line. The translation of a line that is too long (for
-learned positions, or longer than 4,096 tokens) is also empty; in this case, a warning names the line, and the exit code
-is 3. If you press Ctrl-C, the output contains only complete lines, and standard error shows how many input lines were
-translated. If the reader of the output closes it early, such as `head`, the command stops and exits with 3.
+the score is -inf. The translation of a blank line is an empty line. If a line is longer than the model's learned
+positional encodings allow, or longer than 4,096 tokens, its translation is also empty; in this case, a warning
+identifies the line, and the exit code is 3. If you press Ctrl-C, the output contains only complete lines, and standard
+error shows how many input lines were translated. If a program that reads the output, such as `head`, exits early, the
+command stops and exits with 3.
 
-With --compare, the command prints only the lines that the backends translate differently. For each of them, it rates
-the difference using the float64 reference: a near-tie (rounding may change the decision) or a divergence. The last line
-contains the totals.
+With --compare, the command prints only the lines that the backends translate differently. For each of these lines,
+it uses the float64 reference to classify the difference as a near-tie (rounding may change the decision) or a
+divergence. The last line shows the totals.
 
 exit code: 0 everything translated, or no differences except near-ties; 1 a divergence; 3 not everything translated or
 compared
@@ -88,7 +89,7 @@ def add_parser(commands: Any) -> None:
     """Describe the options."""
     parser = commands.add_parser(
         "translate",
-        description="Translate text with a weight file that `parity train` or `parity import` wrote, using the "
+        description="Translate text with a weight file written by `parity train` or `parity import`, using the "
         "vocabulary and search settings in the file. If the file contains no search settings, use greedy search.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -119,7 +120,9 @@ def add_parser(commands: Any) -> None:
         "--json", action="store_true", help="print one JSON object per line, followed by one with the result"
     )
     what.add_argument(
-        "--compare", action="store_true", help="print only the lines for which backends differ, with the reason"
+        "--compare",
+        action="store_true",
+        help="print only the lines that the backends translate differently, with the reason for each difference",
     )
     machine = parser.add_argument_group("machine")
     machine.add_argument(
@@ -169,7 +172,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Raise a UsageError if one of the options would have no effect, or if the input file doesn't exist."""
+    """Raise a UsageError if any of the options would have no effect, or if the input file doesn't exist."""
     if options.text is not None and options.file is not None:
         raise UsageError(f"--text cannot be combined with a file: remove either --text or {options.file}")
     if options.file is not None and not os.path.exists(options.file):
@@ -190,7 +193,8 @@ def _check_options(options: argparse.Namespace) -> None:
         raise UsageError("--compare prints only differences: remove --nbest")
     if options.dtype == "bfloat16" or options.precision == "fast":
         raise UsageError(
-            "--compare supports only float64 and float32 with --precision highest: remove bfloat16 and fast"
+            "--compare supports only float64 and float32 with --precision highest: remove --dtype bfloat16 or "
+            "--precision fast"
         )
 
 
@@ -268,7 +272,7 @@ class _TranslationLog:
             self.advance(backend, 1)
         if line.is_too_long:
             self.left_empty += 1
-            lengths = f"it has {len(line.ids):,} tokens, and at most {line.most:,} are supported"
+            lengths = f"it has {len(line.ids):,} tokens, but at most {line.most:,} are supported"
             self.say(f"{COMMAND}: warning: the translation of line {line.number} is empty: {lengths}")
 
 

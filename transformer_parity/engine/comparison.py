@@ -12,7 +12,7 @@ from transformer_parity.engine.tensors import name_problem, relative_error, stru
 from transformer_parity.engine.tolerances import tolerance
 from transformer_parity.engine.verdict import Author
 
-NAMES = "names"  # the tap name of findings about names and order
+NAMES = "names"  # the tap name used for findings about names and order
 Arrays = Mapping[str, ndarray]
 
 
@@ -20,7 +20,7 @@ class Measure:
     """The rule that compares two tensors with the same name. Subclasses can override it."""
 
     def problem(self, name: str, actual: ndarray, expected: ndarray, dtype: str) -> str:
-        """Return a description of a wrong shape, dtype, or non-finite value, or an empty string."""
+        """Return a description of a wrong shape, dtype, or non-finite value, or an empty string if there is none."""
         return structure_problem(actual, expected, dtype)
 
     def error(self, name: str, actual: Arrays, expected: Arrays) -> float:
@@ -31,7 +31,7 @@ class Measure:
 def tolerances(
     truth: Arrays, baseline: Arrays, dtype: str, device: str = "cpu", precision: str = "highest"
 ) -> dict[str, float]:
-    """Return the tolerance of each tensor. In float32, it depends on the reference's own error at this tensor.
+    """Return the tolerance for each tensor. In float32, it depends on the reference's own error in this tensor.
 
     Args:
         truth: The tensors of the reference in float64.
@@ -66,10 +66,10 @@ def compare_tensors(
     Args:
         author: The object that creates the findings.
         path: The path that produced the actual tensors, one of those in ``outputs``.
-        names: Names of tensors that both sides contain.
+        names: The names of the tensors to compare, which both sides have.
         actual: The tensors of the implementation under test.
         expected: The correct tensors.
-        tolerances: The largest error that agrees, by name.
+        tolerances: The largest accepted error, by name.
         measure: The rule that compares two tensors.
     """
     for name in names:

@@ -1,4 +1,4 @@
-"""Describe an exception that an implementation raised, for the author of the implementation."""
+"""Describe an exception that an implementation raised, so that its author can find the cause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def described(error: Exception, hidden: Sequence[Path]) -> str:
 
     Args:
         error: The exception.
-        hidden: Directories that contain code of the checker, which is omitted.
+        hidden: The directories with the checker's code, which is omitted.
     """
     message = f"{type(error).__name__}: {error}".removesuffix(": ")
     if isinstance(error, SyntaxError):  # its message already contains the line

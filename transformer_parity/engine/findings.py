@@ -26,7 +26,7 @@ class Finding:
         path: How the model was run (see ``outputs``); ``run`` if it failed before that.
         tap: The name of the tensor.
         error: The relative error; infinite if the tensor has a problem, such as a wrong shape.
-        tolerance: The largest error that agrees.
+        tolerance: The largest accepted error.
         verdict: One of the verdicts above; see ``verdict.decide``.
         detail: A description of the problem or near-tie, or the reason why the tensor was not compared.
         stage: The stage of the case; empty for findings about the port as a whole.
@@ -51,9 +51,9 @@ class Finding:
 
     @property
     def is_numeric(self) -> bool:
-        """Whether numbers that a model computed were compared.
+        """Whether this finding compares values that a model computed.
 
-        This excludes skipped comparisons, and the round trip of the weights, which doesn't run the model.
+        This excludes skipped comparisons and the round trip of the weights, which doesn't run the model.
         """
         return self.verdict != SKIPPED and bool(self.stage) and self.tap != ROUND_TRIP and math.isfinite(self.error)
 
@@ -72,7 +72,7 @@ class Finding:
         return self.verdict == AGREES and bool(self.detail)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
+        """Return the fields as built-in Python types."""
         return {**asdict(self), "share": self.share}
 
 
@@ -81,5 +81,5 @@ Kept = dict[tuple[str, str], dict[str, ndarray]]
 
 
 def failure(backend: str, problem: str) -> Finding:
-    """Return the finding that the comparison of a port failed or was interrupted."""
+    """Return a finding for a port whose comparison failed or was interrupted."""
     return Finding(backend, "", "process", "", "run", "", math.inf, 0.0, FAILED, problem)

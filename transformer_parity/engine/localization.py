@@ -3,8 +3,8 @@
 All tensors after the first bug are wrong, so comparing them with the reference's tensors doesn't show which blocks are
 wrong. Each block is therefore rerun, either from the correct input or from the port's input:
 
-- If the port continues with the value that each tap returns, the port runs a second time, and every tap returns the
-  reference's value. Each tensor then shows how the port computes one block from correct inputs.
+- If the port uses the value that each tap returns in the rest of the computation, the port runs a second time, and
+  every tap returns the reference's value. Each tensor then shows how the port computes one block from correct inputs.
 - If the port ignores the values that taps return, or if only files are available, the reference runs a second time, and
   every tap returns the port's value. If the reference then computes the same tensor as the port, that block is correct,
   but its input is wrong.
@@ -38,7 +38,7 @@ class Mark:
             gradient of a parameter.
         free: The error in the port's normal run.
         alone: The error that this block introduces if its inputs are correct; infinite if unknown.
-        tolerance: The largest error that agrees.
+        tolerance: The largest accepted error.
         verdict: ``introduced`` here, ``inherited`` from an earlier tensor, or ``fine``.
     """
 
@@ -51,14 +51,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class Blame:
-    """The places where the differences of one case start.
+    """The tensors at which the differences in one case start.
 
     Attributes:
         backend: The port.
         dtype: The working dtype.
         case: The name of the case.
         stage: The stage of the case.
-        replayed: The side whose blocks were rerun: ``port``, ``reference``, or ``nothing`` if the port shows no taps.
+        replayed: The side whose blocks were rerun: ``port`` or ``reference``; ``nothing`` if the port has no taps.
         marks: The errors of all tensors, in the order of computation.
     """
 
@@ -74,18 +74,18 @@ class Blame:
         """The names of the tensors at which a difference was introduced, in the order of computation."""
         return [mark.name for mark in self.marks if mark.verdict == INTRODUCED]
 
-    to_dict = asdict  # the fields as plain values
+    to_dict = asdict  # the fields as built-in Python types
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The tensors that a blame is computed from.
+    """The tensors from which a blame is computed.
 
     Attributes:
         blame: The result so far.
         actual: The tensors of the port's normal run.
         expected: The tensors of the reference's normal run.
-        alone: The port's tensors from given inputs; from its own inputs if only the reference was rerun.
+        alone: The port's tensors, computed from given inputs or, if only the reference was rerun, from its own inputs.
         wanted: The correct tensors for the same inputs as ``alone``.
     """
 
@@ -97,12 +97,12 @@ class Evidence:
 
 
 def distance(name: str, actual: Arrays, expected: Arrays) -> float:
-    """Return the relative error between two tensors; infinite if their shapes or non-finite positions differ."""
+    """Return the relative error between two tensors; infinite if their shapes or their non-finite values differ."""
     return apart(name, actual, expected, lambda name, mine, theirs: relative_error(mine[name], theirs[name]))
 
 
 def apart(name: str, actual: Arrays, expected: Arrays, error: Callable[[str, Arrays, Arrays], float]) -> float:
-    """Return the error of a tensor under a given measure; infinite if shapes or non-finite positions differ.
+    """Return the error of a tensor under a given measure; infinite if the shapes or the non-finite values differ.
 
     Args:
         name: The name of the tensor.
@@ -126,7 +126,7 @@ class Replay:
     """Two implementations that can be rerun on the same input from given intermediate values.
 
     Attributes:
-        about: A blame without marks, which names the port, dtype, case, and stage.
+        about: A blame without marks, which specifies the port, dtype, case, and stage.
         truth: A function that runs the reference in float64.
         rounded: A function that runs the reference in the working dtype to measure its own error; None for float64.
         tolerance: A function that returns the tolerance for the name of a tensor and the reference's own error.
@@ -140,13 +140,13 @@ class Replay:
     distance: Callable[[str, Arrays, Arrays], float] = distance
 
     def blocks_of_port(self, port: Rerun, goes_on: Callable[[Arrays, Arrays], bool] | None = None) -> Evidence:
-        """Rerun the port on the reference's values, or the reference on the port's values if the port ignores them.
+        """Rerun the port on the reference's values or, if the port ignores them, the reference on the port's values.
 
         Args:
             port: A function that runs the port.
-            goes_on: A function that returns, from the port's own tensors and the given ones, whether the port continues
-                with the value that each tap returns. If it doesn't, later blocks get wrong inputs. None if the port is
-                known to continue with these values.
+            goes_on: A function that takes the port's own tensors and the given ones, and returns whether the port uses
+                the value that each tap returns in the rest of the computation. If it doesn't, later blocks get wrong
+                inputs. None if the port is known to use these values.
         """
         actual = port({})
         expected = {name: value for name, value in self.truth({}).items() if name in actual}
@@ -170,7 +170,7 @@ class Replay:
 
         Args:
             actual: The tensors of the port's normal run.
-            expected: The tensors of the reference's normal run, for the same names.
+            expected: The tensors of the reference's normal run, with the same names.
         """
         given = {
             name: np.asarray(value, np.float64)
@@ -187,7 +187,7 @@ class Replay:
     def baseline(self, given: Arrays, wanted: Arrays) -> dict[str, float]:
         """Return the reference's own error in the working dtype at each tap, starting from the given values.
 
-        If a given NaN or infinity makes this error non-finite, it is replaced by 0.
+        An error that is non-finite because of a given NaN or infinity is replaced with 0.
         """
         if self.rounded is None:
             return {}
@@ -217,15 +217,15 @@ class Replay:
 def without_consequences(
     evidence: Evidence, variants: Iterable[Rerun], distance: Callable[[str, Arrays, Arrays], float] = distance
 ) -> Evidence:
-    """Return the evidence without the introduced differences that a variant of the reference explains as inherited.
+    """Return the evidence without introduced differences that, according to a variant of the reference, are inherited.
 
     If a tap of the port shows a different value than its name implies, the next block is rerun on a wrong input and
-    seems to introduce a second difference. The second difference is inherited if there is a variant that computes the
-    same tensor as the port there, but introduces no difference there.
+    seems to introduce a second difference. This second difference is inherited if a variant of the reference computes
+    the same tensor as the port at this block without introducing a difference.
 
     Args:
         evidence: The evidence about the port.
-        variants: References with a known bug that reproduces the output of the port.
+        variants: Variants of the reference, each with a known bug that reproduces the port's output.
         distance: A function that returns the error between two tensors with the same name.
     """
     given = {name: value for name, value in evidence.expected.items() if name != OUTPUT}
@@ -247,5 +247,5 @@ def without_consequences(
 
 
 def same_bits(first: ndarray, second: ndarray) -> bool:
-    """Return whether two arrays are bitwise equal."""
+    """Return whether two arrays are bitwise identical."""
     return first.shape == second.shape and first.tobytes() == second.tobytes()

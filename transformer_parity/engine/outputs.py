@@ -9,14 +9,14 @@ from numpy import ndarray
 
 from transformer_parity.engine.tensors import Digest, Tensors, plain
 
-# Paths, that is, ways to run a model: with all taps, the way a user runs it, position by position with a cache, loading
-# and exporting the weights only, or outside this process with the results read from files.
+# Paths are ways to run a model: with all taps, the way a user runs it, position by position with a cache, only to load
+# and export the weights, or outside this process, so that the results are read from files.
 TAPS, FAST, CACHED, LOAD, FILES = ("taps", "fast", "cached", "load", "files")
 OUTPUT = "output"  # the name of the value that a block returns
 
 
 class MissingAbilityError(Exception):
-    """An implementation doesn't support something. The comparison is skipped and reported, and never passes."""
+    """An implementation doesn't support something. The comparison is then reported as skipped and never passes."""
 
 
 @dataclass
@@ -32,8 +32,8 @@ class Outputs:
         weights: The digests of the exported weights; None if the model was not loaded for this case.
         skipped: The unsupported paths, with the reasons.
         problems: Problems that no tolerance excuses, as (path, name, problem).
-        failures: The paths that raised an exception, with its description.
-        absent: Patterns of names that the files declare as omitted, with the reasons.
+        failures: The paths that raised an exception, with a description of each exception.
+        absent: Patterns for the names that the files declare as omitted, with the reasons.
     """
 
     case: str
@@ -50,7 +50,7 @@ class Outputs:
     def attempt(
         self, path: str, run: Callable[[], Mapping[str, ndarray]], describe: Callable[[Exception], str]
     ) -> None:
-        """Run the model and store its tensors, or the reason why it could not run.
+        """Run the model, and store its tensors or, if it can't run, the reason.
 
         Args:
             path: The path under which to store the tensors.

@@ -20,7 +20,7 @@ DPI = 150
 
 # The palette of Okabe and Ito (2008), whose colors are distinct for people with color blindness and in print.
 BLUE, VERMILION = "#0072b2", "#d55e00"
-GREEN = "#008a5f"  # darker than in the palette, whose green only has a contrast of 3.4 to 1 on white
+GREEN = "#008a5f"  # darker than in the palette, whose green has a contrast of only 3.4 to 1 on white
 GRAY = "#767676"
 GOOD, BAD = BLUE, VERMILION
 BACKENDS = {"numpy": GRAY, "torch": VERMILION, "jax": BLUE, "tf": GREEN}
@@ -49,13 +49,13 @@ PAGE = {
     "other": ("#b0568f", "#dd8fc2"),
 }
 
-# The same data must give the same file on every machine: text is drawn as shapes, and SVG IDs use a fixed salt.
+# The same data must produce the same file on every machine: text is drawn as shapes, and SVG IDs use a fixed salt.
 STYLE: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 9, "axes.titlesize": 10, "svg.hashsalt": "parity"}
 OPEN_STYLE = {**STYLE, "axes.spines.top": False, "axes.spines.right": False}  # style of plots with curves or bars
 
 
 def page_colors() -> str:
-    """Return the colors of a page in light and dark mode as CSS variables."""
+    """Return a page's colors in light and dark mode as CSS variables."""
     light, dark = ("".join(f"--{name}:{pair[i]};" for name, pair in PAGE.items()) for i in range(2))
     return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
@@ -87,7 +87,7 @@ def write(figure: Figure, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = path.suffix.lower().removeprefix(".")
-    metadata = {"Date": None} if kind == "svg" else None  # without a date, the same figure gives the same file
+    metadata = {"Date": None} if kind == "svg" else None  # without a date, the same figure produces the same file
     picture = io.BytesIO()  # drawing takes a while, and a kill during this time must not leave a partial file
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -16,7 +16,7 @@ CHUNK = 1 << 13  # number of values compared at a time, so that all temporary co
 
 
 def plain(values: Mapping[str, ndarray]) -> Tensors:
-    """Return the values as plain arrays. A subclass of ndarray could fake its shape and its comparisons.
+    """Return the values as plain arrays, because a subclass of ndarray could fake its shape and comparisons.
 
     Raises:
         TypeError: If an array contains objects. Unpickling them in the parent process would import a port's module.
@@ -34,7 +34,7 @@ def _plain(name: str, value: ndarray) -> ndarray:
 def given(arrays: Mapping[str, ndarray], dtype: str) -> Tensors:
     """Return read-only copies of the inputs of an implementation, rounded to bfloat16 if that is the dtype.
 
-    Rounding them first ensures that both sides use the same numbers. The copies are read-only to detect ports that
+    Rounding them first ensures that both sides use the same values. The copies are read-only to detect ports that
     modify their arguments.
     """
     found = {}
@@ -46,7 +46,7 @@ def given(arrays: Mapping[str, ndarray], dtype: str) -> Tensors:
 
 
 def digest(array: ndarray, dtype: str = "") -> Digest:
-    """Return a digest, which is equal for two arrays if and only if their dtype, shape, and bits are equal."""
+    """Return a digest, which is the same for two arrays if and only if they have the same dtype, shape, and bits."""
     if _holds_bfloat16(array, dtype):
         array = array.astype("bfloat16")
     # The array is viewed as bytes rather than copied, because the weights of a model may take gigabytes.
@@ -57,7 +57,7 @@ def digest(array: ndarray, dtype: str = "") -> Digest:
 def relative_error(actual: ndarray, expected: ndarray) -> float:
     """Return the L2 norm of the difference divided by the L2 norm of the expected tensor, in float64.
 
-    If the expected tensor contains only zeros, the error is 0 if the actual tensor is equal, and infinite otherwise.
+    If the expected tensor contains only zeros, the error is 0 if the actual tensor does too, and infinite otherwise.
 
     Raises:
         ValueError: If the shapes differ.
@@ -82,7 +82,7 @@ def relative_error(actual: ndarray, expected: ndarray) -> float:
 
 
 def structure_problem(actual: ndarray, truth: ndarray, dtype: str) -> str:
-    """Return a description of a wrong shape, dtype, or non-finite value, or an empty string."""
+    """Return a description of a wrong shape, dtype, or non-finite value, or an empty string if there is none."""
     if actual.shape != truth.shape:
         return f"shape must be {list(truth.shape)}: got {list(actual.shape)}"
     if actual.dtype.name != dtype and not _holds_bfloat16(actual, dtype):
@@ -114,7 +114,7 @@ def name_problem(actual: Iterable[str], expected: Iterable[str]) -> str:
 
 
 def digest_problem(actual: Mapping[str, Digest], expected: Mapping[str, Digest]) -> str:
-    """Return a description of the first exported weight that differs from the loaded one, or an empty string."""
+    """Return a description of the first exported weight that differs from the loaded one, otherwise an empty string."""
     if sorted(actual) != sorted(expected):
         return name_problem(actual, expected)
     for name, wanted in expected.items():

@@ -1,4 +1,4 @@
-"""Tolerances: the largest errors that agree, computed from ``tolerances.toml`` and the reference's own error."""
+"""Tolerances: the largest accepted errors, computed from ``tolerances.toml`` and the reference's own error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALL_DTYPES = tuple(EPS)
 
 
 class NotFiniteError(ArithmeticError):
-    """The reference itself overflows, so no port can be compared with it."""
+    """The reference itself overflows, so no port can be compared with it in this case."""
 
 
 def finite(baseline: float, name: str) -> float:
@@ -42,7 +42,7 @@ def by_baseline(rule: Mapping[str, float], baseline: float, eps: float) -> float
 
 
 def tolerance(name: str, dtype: str, baseline: float, precision: str = "highest", device: str = "cpu") -> float:
-    """Return the largest relative error of a tensor that agrees.
+    """Return the largest accepted relative error of a tensor.
 
     Args:
         name: The name of the tensor; its last part may have a separate tolerance in bfloat16.

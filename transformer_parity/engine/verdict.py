@@ -1,7 +1,7 @@
-"""Verdicts on single tensors and on entire runs.
+"""Verdicts on individual tensors and on entire runs.
 
 Only ``decide`` converts an error to a verdict, and only ``Verdict.of`` converts findings to the final verdict of a run.
-docs/agreement.md describes the guarantees of AGREE.
+docs/agreement.md describes what an ``AGREE`` verdict guarantees.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def decide(error: float, tolerance: float, dtype: str, problem: str = "") -> str
 
     Args:
         error: The relative error; NaN never agrees.
-        tolerance: The largest error that agrees.
+        tolerance: The largest accepted error.
         dtype: The working dtype. In float32 and bfloat16, an error over the tolerance may be caused by lost precision.
         problem: A problem that no tolerance excuses, such as a wrong name, shape, or dtype, or a non-finite value.
 
@@ -51,7 +51,7 @@ def decide(error: float, tolerance: float, dtype: str, problem: str = "") -> str
 
 @dataclass(frozen=True)
 class Author:
-    """An object that creates the findings of one case of one port in one dtype, using verdicts from ``decide``.
+    """An object that creates the findings for one port in one case and dtype, with verdicts from ``decide``.
 
     Attributes:
         backend: The port.
@@ -76,17 +76,17 @@ class Author:
         return self._finding(path, tap, error, tolerance, verdict, problem or detail)
 
     def round_trip(self, problem: str) -> Finding:
-        """Return the finding about the exported weights, which must be bitwise equal to the loaded weights."""
+        """Return the finding about the exported weights, which must be bitwise identical to the loaded weights."""
         error = math.inf if problem else 0.0
         found = self._finding(LOAD, ROUND_TRIP, error, 0.0, decide(error, 0.0, "float64", problem), problem)
         return replace(found, component="weights")
 
     def failed(self, path: str, why: str) -> Finding:
-        """Return the finding that a case could not be compared."""
+        """Return a finding for a case that could not be compared."""
         return self._finding(path, "", math.inf, 0.0, FAILED, why)
 
     def skipped(self, path: str, why: str) -> Finding:
-        """Return the finding that a comparison was skipped because the port doesn't support it."""
+        """Return a finding for a comparison that was skipped because the port doesn't support it."""
         return self._finding(path, "", 0.0, 0.0, SKIPPED, why)
 
     def _finding(self, path: str, tap: str, error: float, tolerance: float, verdict: str, why: str) -> Finding:
@@ -107,16 +107,16 @@ class Author:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The comparisons that a run must make of one port.
+    """The comparisons that a run must make for one port.
 
     Attributes:
-        port: Its name.
+        port: The name of the port.
         stages: The stages requested explicitly or by default. Each must be compared in at least one dtype.
-        dtypes: The dtypes requested explicitly. Each must be compared in at least one stage.
+        dtypes: The dtypes requested explicitly. Each must be used in at least one compared stage.
         pairs: Whether both stages and dtypes were requested explicitly. Each stage must then be compared in each dtype.
         planned: The number of cases by stage and dtype.
         elsewhere: The dtypes that were not requested but in which a stage has cases, by stage.
-        unproven: The reasons why an agreement of this port would be meaningless.
+        unproven: The reasons why this port's agreement with the reference would be meaningless.
     """
 
     port: str
@@ -156,13 +156,13 @@ class Coverage:
         why = f" ({'; '.join(list(reasons)[:2])})" if reasons else ""
         if not compared:
             return f"nothing was compared{why}"
-        return f"only {len(compared)} of {planned} cases were compared, and at least half are required{why}"
+        return f"only {len(compared)} of {planned} cases were compared, but at least half are required{why}"
 
     def _instead(self, stages: set[str]) -> str:
-        """Return a hint how to compare the stages in the dtypes that they support; empty if there are none."""
+        """Return a hint on how to compare the stages in the dtypes that they support; empty if there are none."""
         ways = [(stage, dtypes) for stage, dtypes in self.elsewhere.items() if stage in stages and dtypes]
         return "".join(
-            f"; {stage} are compared only in {' and '.join(dtypes)}: remove --dtype, or run "
+            f"; the {stage} stage is compared only in {' and '.join(dtypes)}: remove --dtype, or run "
             f"--stage {stage} --dtype {','.join(dtypes)} separately"
             for stage, dtypes in ways
         )
@@ -216,7 +216,7 @@ class Verdict:
 
 
 def _of_port(findings: Sequence[Finding]) -> str:
-    """Return the worst verdict on a port. If no numbers were compared, the port has failed."""
+    """Return the worst verdict on a port. If no computed values were compared, the port has failed."""
     verdict = max((finding.verdict for finding in findings), key=SEVERITY.index, default=FAILED)
     compared = any(finding.is_numeric for finding in findings)
     return FAILED if verdict in (SKIPPED, AGREES, IMPRECISE) and not compared else verdict

@@ -26,14 +26,14 @@ GRACE = 0.5  # seconds to wait for the descendants of a process to exit and remo
 # Seconds to wait for more messages after a process has exited. A different process may still hold its pipe open, and
 # reading takes longer on a busy machine.
 READ = 5.0
-MOST_UNREAD = 16  # maximum number of unread messages of a child, which limits their memory; then the child has to wait
+MOST_UNREAD = 16  # maximum number of unread messages per child, which limits their memory; beyond it, the child waits
 PIPE = 2**20  # size of the pipe in bytes: 16 times the default, and the maximum on Linux without privileges
 WAKE = 0.5  # seconds; Ctrl-C doesn't interrupt a wait without timeout on Windows
 
 
 def _widen(pipe: Any) -> None:
-    """Increase the buffer of a pipe, which halves the time to read hundreds of megabytes."""
-    with suppress(ImportError, AttributeError, OSError):  # a different operating system, or a limit of the user
+    """Increase a pipe's buffer, which halves the time needed to read hundreds of megabytes."""
+    with suppress(ImportError, AttributeError, OSError):  # a different operating system or a user limit
         import fcntl
 
         fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE)
@@ -155,7 +155,7 @@ class Child:
                     self._news.wait_for(self._has_room)
 
     def _skip_to_start(self, stream: IO[bytes]) -> None:
-        """Skip the text that a wrapper of the interpreter may print before the first message."""
+        """Skip the text that a wrapper around the interpreter may print before the first message."""
         try:
             messages.skip_to_start(stream)
         except messages.NoStartError as error:

@@ -1,7 +1,8 @@
 """The child processes of a ``with`` block: start, supervise, and stop them.
 
-They are stopped at the end of the block, and also if this process is killed. ``Children.listen`` is the only loop that
-supervises processes. It waits for messages, detects processes that exit or are silent for too long, and stops them.
+The processes are stopped at the end of the block, and also if this process is killed. ``Children.listen`` is the only
+loop that supervises processes. It waits for messages, and it detects and stops processes that exit or are silent for
+too long.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ THREAD_SWITCHES = (
 
 @contextmanager
 def removed_afterwards(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Remove a directory at the end of the block, or when this process exits, even if it is killed.
+    """Remove a directory at the end of the block or when this process exits, even if the process is killed.
 
     Yields:
         The process that waits for this process to exit and then removes the directory.
@@ -173,7 +174,7 @@ class Children:
             return error
 
     def _tell(self, line: str) -> None:
-        """Tell the watching process about a started or stopped child, which it kills if this process exits."""
+        """Notify the watching process of a started or stopped child, so that it can kill orphaned children."""
         if self._watch.stdin is None:
             raise ValueError("the process has no standard input")
         with suppress(OSError):

@@ -4,7 +4,7 @@ A message consists of the number of its parts, their lengths, and the parts. The
 each further part is the memory of an array. If the arrays were pickled with the object, the values of a base-sized
 model would be copied five times.
 
-Every child process imports this module, so it may only import the standard library: a child may run in a different
+Every child process imports this module, so it may import only the standard library: a child may run in a different
 interpreter without any packages.
 """
 
@@ -90,7 +90,7 @@ class Broken:
     """The last message of a process that can't continue.
 
     Args:
-        why: A description of the exception.
+        why: A description of the exception that was raised.
         is_usage: Whether the input is at fault. In this case, most processes of a team send the same message.
 
     Attributes:

@@ -1,7 +1,7 @@
 """A watching process, which kills the child processes of its parent process after the parent has exited or was killed.
 
 A thread in each child couldn't do this reliably, because compiled code may hold the global interpreter lock. On Linux,
-``PR_SET_PDEATHSIG`` would kill a child, but neither kill the descendants of the child nor remove its directory.
+``PR_SET_PDEATHSIG`` would kill a child, but it would neither kill the child's descendants nor remove the directory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def end_all(leader: int) -> None:
 
 
 def watch(folder: str) -> None:
-    """Track the children that standard input announces. At its end, kill the remaining ones and remove a directory.
+    """Track the children that standard input announces. When it ends, kill the remaining ones and remove a directory.
 
     Args:
         folder: The directory to remove.

@@ -4,7 +4,7 @@
   ``PYTHONPATH``. This includes the model packages of this project, which a user may have copied and edited.
 - A port is compiled from its source. Python identifies cached bytecode only by the size and time of the source file, so
   the bytecode may belong to an earlier version of the source. Installed packages still use cached bytecode, because
-  importing a framework would take twice the time without it.
+  importing a framework would take twice as long without it.
 - The checker and the reference are loaded from the directory that contains this package. A process can't load two
   packages with the same name, so a directory with a different reference is rejected.
 """
@@ -136,9 +136,9 @@ def other_reference(first: Sequence[str] = ()) -> str:
 
 
 def files_elsewhere() -> dict[str, str]:
-    """Return the files of loaded modules that have the name of a module of this project, but a different location.
+    """Return the files of loaded modules that share a name with a module of this project but have a different location.
 
-    The keys are ``file of <module>``, as in the environment of a port.
+    The keys are ``file of <module>``, as in a port's environment.
     """
     found = {}
     for name, module in sorted(sys.modules.items()):
@@ -190,7 +190,7 @@ def _is_same(place: str, ours: str) -> bool:
 
 
 def _sources(place: str) -> Mapping[str, bytes]:
-    """Return the source of each module in a directory by relative path."""
+    """Return the source of each module in a directory, by relative path."""
     return dict(_read(place)) if os.path.isdir(place) else {}
 
 

@@ -11,11 +11,11 @@ import psutil
 
 
 class Silence:
-    """The number of seconds since the last message of a process in which it computed or slept.
+    """The number of seconds during which a process has computed or slept since its last message.
 
     The time that a process waits for a CPU core is excluded. Not every operating system reports this time, but it is at
-    most the time in which none of the allowed cores is idle, and at most the time in which the process doesn't compute.
-    If a process doesn't compute at all, it sleeps, and the full time is included.
+    most the time during which none of the allowed cores is idle, and at most the time during which the process doesn't
+    compute. If a process doesn't compute at all, it is assumed to sleep, and the full time is included.
     """
 
     def __init__(self, pid: int) -> None:
@@ -33,7 +33,7 @@ class Silence:
 
         Args:
             interval: Minimum seconds between two measurements, which must be much longer than a tick of the CPU time
-                clock. A measurement adds at most twice this time, because more time passes if this process itself is
+                clock. A measurement adds at most twice this time. If more time has passed, this process itself was
                 suspended.
         """
         if time.monotonic() - self._last[0] < interval:

@@ -21,7 +21,7 @@ class TeamError(Exception):
 
     Attributes:
         where: A description of the process, such as ``process 1 of 2``.
-        cause: The error message that it sent, or the way it exited.
+        cause: The error message that the process sent, or a description of how the process exited.
     """
 
     def __init__(self, where: str, cause: Broken | ChildEndedError) -> None:
@@ -97,7 +97,8 @@ class Team:
     def _failure(self, first: Child, cause: Broken | ChildEndedError) -> TeamError:
         """Stop all processes and return the error to report.
 
-        An error caused by the input has priority, followed by a process that was killed, and by the earliest failure.
+        An error caused by the input has the highest priority, then a process that exited without sending its error,
+        then the earliest failure.
         """
         found = {self._members.index(first): cause}
         others = [member for member in self._members if member is not first]

@@ -1,1 +1,1 @@
-"""Report the result of a comparison as tables, as trees, and as plain values for JSON."""
+"""Report the result of a comparison as tables, as trees, and as JSON."""

@@ -27,7 +27,7 @@ def envelope(
     environment: Mapping[str, Mapping[str, Any]] | None = None,
     seconds: float,
 ) -> dict[str, Any]:
-    """Return the result of a command as plain values that can be written as JSON.
+    """Return the result of a command as built-in Python types that can be written as JSON.
 
     Args:
         command: The name of the command, without ``parity``.

@@ -22,7 +22,7 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 34  # margins of the plot in pixels
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of the matrix."""
+    """One value in the matrix."""
 
     error: str
     share: str
@@ -47,7 +47,7 @@ class TapRow:
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of the plot, for one backend in one dtype."""
+    """A curve in the plot, for one backend in one dtype."""
 
     color: str
     dtype: str
@@ -58,7 +58,7 @@ class Curve:
 
 @dataclass
 class Plot:
-    """The plot of errors over the depth of the model."""
+    """The plot of errors against the depth of the model."""
 
     lines: list[Curve]
     decades: list[tuple[float, str]]  # y, label
@@ -85,7 +85,7 @@ def matrices(result: Result, main: str) -> list[Matrix]:
     """Return the matrices of all cases whose taps are in the result, starting with the main case.
 
     Args:
-        result: The result of a comparison as plain values.
+        result: The result of a comparison as built-in Python types.
         main: The name of the main case.
     """
     blames = {
@@ -115,7 +115,7 @@ def _matrix(case: str, entries: Sequence[Result], blames: Mapping[tuple[str, str
 
 
 def _step(value: float | str) -> int:
-    """Return the step of a fraction of the tolerance on the color scale; NaN gets the last step."""
+    """Return the step on the color scale for a fraction of the tolerance; NaN gets the last step."""
     return next((i for i, end in enumerate(STEPS) if float(value) <= end), len(STEPS) - 1)
 
 
@@ -126,7 +126,7 @@ def _plot(
     taps: Sequence[str],
     blames: Mapping[tuple[str, str, str, str], str],
 ) -> Plot:
-    """Return the plot of the errors over the taps. The y-axis is logarithmic, with 0 and infinity at its ends."""
+    """Return the plot of the errors at the taps. The y-axis is logarithmic, with 0 and infinity at its ends."""
     positive = [float(entry[key]) for entry in entries for key in ("error", "tolerance")]
     exponents = [math.log10(value) for value in positive if 0.0 < value < math.inf]
     low, high = math.floor(min(exponents, default=-16.0)) - 1, math.ceil(max(exponents, default=0.0)) + 1

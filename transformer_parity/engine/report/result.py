@@ -1,4 +1,4 @@
-"""Convert findings to plain values, with the same keys in the result of every command."""
+"""Convert findings to built-in Python types, with the same keys in every command's result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TAP_KEYS = ("backend", "dtype", "case", "path", "tap", "error", "tolerance", "sh
 
 
 def compared(findings: Sequence[Finding], verdict: Verdict) -> dict[str, Any]:
-    """Return the numbers of comparisons, and all failures, skips, and near-ties."""
+    """Return the number of comparisons and skips, and lists of all failures, skips, and near-ties."""
     skips = [finding for finding in findings if finding.verdict == SKIPPED]
     failures = [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]
     return {
@@ -31,7 +31,7 @@ def compared(findings: Sequence[Finding], verdict: Verdict) -> dict[str, Any]:
 
 
 def summarize(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """Return the worst finding of each backend, dtype and component."""
+    """Return the worst finding for each backend, dtype, and component."""
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.backend, finding.dtype, finding.component), []).append(finding)
@@ -82,7 +82,7 @@ def by_case(findings: Iterable[Finding], usual: str) -> list[dict[str, Any]]:
 
 
 def tap_row(finding: Finding) -> dict[str, Any]:
-    """Return the numbers of one finding, without its texts."""
+    """Return the numeric fields of one finding, without its texts."""
     return {key: value for key, value in finding.to_dict().items() if key in TAP_KEYS}
 
 

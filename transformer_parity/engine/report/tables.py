@@ -29,7 +29,7 @@ class Compiled(Protocol):
 def print_line(console: Console, word: str, style: str, said: str) -> None:
     """Print a label and a text from a port or a file as one line.
 
-    The text can't contain line breaks, so a port can't print lines that look like lines of the report.
+    Line breaks in the text are escaped, so that a port can't print lines that look like lines of the report.
     """
     console.print(Text(word, style) + Text(printable(said), "default"), soft_wrap=True)
 
@@ -96,7 +96,7 @@ def print_skips(console: Console, findings: Sequence[Finding]) -> None:
             why.setdefault((finding.backend, finding.detail), []).append(finding)
     for (backend, detail), group in why.items():
         cases = list(dict.fromkeys(finding.case for finding in group))
-        where = ", ".join(cases) if len(cases) <= 3 else f"{cases[0]}, {cases[1]} and {len(cases) - 2} more cases"
+        where = ", ".join(cases) if len(cases) <= 3 else f"{cases[0]}, {cases[1]}, and {len(cases) - 2} more cases"
         said = detail if detail.startswith(f"{backend} ") else f"{backend}: {detail}"
         print_line(console, "SKIPPED  ", STYLES[SKIPPED], f" {said} ({where})")
 
@@ -116,7 +116,7 @@ def verdict_line(
     seconds: float,
     spent: Mapping[str, Compiled] | None = None,
 ) -> Text:
-    """Return the last line of a report, which contains the verdict, the numbers of comparisons, and the time."""
+    """Return the last line of a report, which shows the verdict, the number of comparisons, and the time."""
     skipped = [finding for finding in findings if finding.verdict == SKIPPED]
     cases = len({finding.case for finding in findings if finding.case})
     counted = ", ".join(

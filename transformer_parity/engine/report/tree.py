@@ -30,7 +30,7 @@ class Node:
     parts: list[Node] = field(default_factory=list)
 
     def marks(self) -> Iterator[Mark]:
-        """Yield the marks of all leaves below, in the order of computation."""
+        """Yield the marks of all leaves below this node, in the order of computation."""
         if self.mark is not None:
             yield self.mark
         for part in self.parts:
@@ -80,7 +80,7 @@ def block_of(name: str) -> str:
 
 
 def first_places(marks: Iterable[Mark]) -> dict[str, int]:
-    """Return the first tensor for each kind of introduced difference, and the number of other tensors of this kind."""
+    """Return the first tensor for each kind of introduced difference, and the number of other tensors of that kind."""
     places: dict[str, list[str]] = {}
     for mark in marks:
         if mark.verdict == INTRODUCED:
@@ -113,7 +113,7 @@ def print_blame(console: Console, blame: Blame) -> None:
 
 
 def _shortened(node: Node) -> Node:
-    """Merge a node with its part if it has only one, such as a norm with its output."""
+    """Merge a node with its part if the node has only one, such as a norm with its output."""
     node.parts = [_shortened(part) for part in node.parts]
     if len(node.parts) == 1 and node.parts[0].mark is not None:
         return Node(f"{node.name}.{node.parts[0].name}", node.parts[0].mark)

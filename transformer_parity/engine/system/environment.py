@@ -28,7 +28,7 @@ def keep_freed_memory() -> None:
     """Configure glibc to keep freed memory for later allocations, unless environment variables configure malloc.
 
     By default, glibc returns the memory of each large array to Linux, which then maps the next array page by page. This
-    takes 25% of the time of a training step at base size, and 50% at smaller sizes (docs/how-to/train.md). The function
+    takes 25% of the time per training step at base size, and 50% at smaller sizes (docs/how-to/train.md). The function
     has no effect with other C libraries.
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
@@ -44,8 +44,8 @@ def quiet_frameworks() -> Iterator[TextIO]:
     """Suppress the text that compiled code prints to standard error, and yield a stream that still prints.
 
     TensorFlow prints the CPU's instruction sets regardless of its settings. If an exception is raised, the suppressed
-    text is printed, because it may contain the reason. This doesn't apply to KeyboardInterrupt and UsageError, whose
-    reasons are known.
+    text is printed, because it may contain the reason. After a KeyboardInterrupt or a UsageError, it isn't
+    printed, because the reason is known.
     """
     sys.stderr.flush()
     with Stream(os.fdopen(os.dup(2), "wb")) as terminal, tempfile.TemporaryFile("w+", errors="replace") as held_back:
@@ -111,7 +111,7 @@ class Stream(io.TextIOWrapper):
 
 @contextmanager
 def lasting_streams() -> Iterator[None]:
-    """Replace standard output and standard error by streams that ignore write errors, even if they are closed.
+    """Replace standard output and standard error, even if they are closed, with streams that ignore write errors.
 
     A stream that other code has replaced is left unchanged.
     """

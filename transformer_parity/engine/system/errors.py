@@ -10,7 +10,7 @@ from contextlib import contextmanager
 class UsageError(Exception):
     """The input can't be used. ``parity`` prints the message and exits with 3.
 
-    The first argument is the message, which names the requirement and the given value. It is printed as one line, even
+    The first argument is the message, which states the requirement and the given value. It is printed as one line, even
     if it quotes text with line breaks. Further arguments are printed below it, one per line.
     """
 

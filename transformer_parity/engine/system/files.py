@@ -20,8 +20,8 @@ from transformer_parity.engine.system.errors import UsageError, refusals
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file, which replaces a file at the end of the block unless an exception is raised.
 
-    If the path is a symbolic link, its target is replaced. If the path names a pipe, a device, or standard output, the
-    content of the temporary file is written to it instead.
+    If the path is a symbolic link, its target is replaced. If the path refers to a pipe, a device, or standard output,
+    the content of the temporary file is written there instead.
 
     Raises:
         OSError: If the file can't be written. The exception contains the path.
@@ -42,7 +42,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """Yield a temporary file in the same directory, which then replaces a regular file durably, despite power loss."""
+    """Yield a temporary file in the same directory, which then replaces a regular file, even if the power fails."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # unique for each writer
     try:
         yield temporary
@@ -63,12 +63,12 @@ def _sync(path: Path, mode: int) -> None:
 
 
 def _is_replaced(path: Path) -> bool:
-    """Return whether a path names a new or regular file that is not standard output or error of this process."""
+    """Return whether a path refers to a new or regular file that isn't this process's standard output or error."""
     return not path.exists() or (path.is_file() and _stream_at(path) is None)
 
 
 def _stream_at(path: Path) -> int | None:
-    """Return 1 or 2 if a path names standard output or standard error of this process, otherwise None."""
+    """Return 1 or 2 if a path refers to this process's standard output or standard error, otherwise None."""
     return next((number for number in (1, 2) if os.path.samestat(path.stat(), os.fstat(number))), None)
 
 
@@ -91,7 +91,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any] | list[Any]) -> None:
-    """Write plain values as a JSON file atomically.
+    """Write a value that consists of built-in Python types as a JSON file atomically.
 
     Raises:
         OSError: If the file can't be written.
@@ -121,7 +121,7 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def is_same_file(path: str, other: str) -> bool:
-    """Return whether two paths name the same regular file, which may not exist yet.
+    """Return whether two paths refer to the same regular file, which may not exist yet.
 
     Args:
         path: A path.

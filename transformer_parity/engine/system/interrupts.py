@@ -20,7 +20,7 @@ def ctrl_c_waits() -> Iterator[None]:
         came.append(number)
 
     before = {number: _signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handlers = {number: handler for number, handler in before.items() if callable(handler)}  # ignored signals need none
+    handlers = {number: handler for number, handler in before.items() if callable(handler)}  # omits ignored signals
     if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         handlers = {}
     for number in handlers:

@@ -20,13 +20,13 @@ INSTRUCTIONS = {"AVX2": "avx2", "AVX-512": "avx512f", "AMX": "amx_tile"}  # valu
 
 
 def needs() -> str:
-    """Return a message with the required packages that aren't installed; empty if all of them are installed."""
+    """Return a message that lists the required packages that aren't installed; empty if all are installed."""
     missing = ", ".join(name for name in LIBRARIES if find_spec(name) is None)
     return missing and f"requires packages that are not installed ({missing}): pip install '{DISTRIBUTION}[cli]'"
 
 
 def processor() -> str:
-    """Return the name of the CPU, and the instruction sets that affect its matmul throughput."""
+    """Return the name of the CPU, and the instruction sets that affect the CPU's matmul throughput."""
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text("utf-8", "replace")
