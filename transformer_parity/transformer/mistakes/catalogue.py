@@ -1,4 +1,4 @@
-"""The complete bug catalog by part of the model, and the cases that expose the bugs."""
+"""The complete bug catalog, grouped by part of the model, and the cases that expose the bugs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Parts = Mapping[str, list[Mistake]]
 
 
 def merged(*catalogues: Parts) -> Parts:
-    """Merge several catalogs. Bugs in the same part are adjacent in the result."""
+    """Merge multiple catalogs. In the result, bugs in the same part are adjacent."""
     names = dict.fromkeys(name for catalogue in catalogues for name in catalogue)
     return {name: [mistake for catalogue in catalogues for mistake in catalogue.get(name, [])] for name in names}
 
@@ -46,7 +46,7 @@ STRUCTURE = merged(
 )
 TRAINING = merged(training.CATALOGUE, optimizer.CATALOGUE, reported_training.CATALOGUE, other_optimizers.CATALOGUE)
 SEARCH = [*search.CATALOGUE, *reported_training.SEARCH]
-# Candidates for the diagnosis only, which are not injected into ports:
+# Bugs that are only candidates for the diagnosis and are not injected into ports:
 EVERYWHERE = [*layers.EVERYWHERE, *reported.EVERYWHERE]
 UNPLANTED = forward.UNPLANTED
 STEP_VARIANTS = step_variants.STEP_VARIANTS
@@ -56,7 +56,7 @@ BACKWARD_BLOCKS, BACKWARD_PATHS, LOSSES = by_hand.BLOCKS, by_hand.PATHS, by_hand
 
 @cache
 def parts() -> Parts:
-    """Return the complete catalog by part of the model."""
+    """Return the complete catalog, grouped by part of the model."""
     return {**FORWARD, **STRUCTURE, **TRAINING, "decoding": SEARCH}
 
 
