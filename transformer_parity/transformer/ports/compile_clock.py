@@ -1,4 +1,4 @@
-"""A clock for compilation: the seconds that a framework has spent compiling in this process."""
+"""A clock for compilation, which counts the seconds that a framework has spent compiling in this process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Clock:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._spans: list[tuple[float, float]] = []  # sorted and disjoint
+        self._spans: list[tuple[float, float]] = []  # sorted and without overlaps
 
     @property
     def seconds(self) -> float:
