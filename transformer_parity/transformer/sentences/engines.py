@@ -1,4 +1,4 @@
-"""Tokenizers, which convert a line to token IDs and back: sentencepiece with a separate ID table, or `tokenizers`."""
+"""Tokenizers that convert a line to token IDs and back, based on sentencepiece or `tokenizers`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read_model(model: bytes, name: str = "") -> sentencepiece.SentencePieceProce
 
 
 class Pieces:
-    """A tokenizer that uses sentencepiece pieces, but a separate table of IDs.
+    """A tokenizer that uses sentencepiece pieces but assigns IDs using a separate table.
 
     Args:
         processor: The sentencepiece processor; None to split lines at spaces.
@@ -139,7 +139,7 @@ class TokenizerFile:
         self.size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def _check_growth(self) -> None:
-        """Raise an error if a chain of replacements could lengthen a text so much that it exhausts the memory."""
+        """Raise an error if a chain of replacements could lengthen a text so much that it exhausts memory."""
         growth = 1.0
         for part in ("normalizer", "pre_tokenizer", "decoder"):
             if (component := getattr(self._tokenizer, part)) is not None:
