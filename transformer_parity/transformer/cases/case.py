@@ -41,7 +41,7 @@ class Case:
     snapshots: tuple[int, ...] = ()  # steps after which weights are compared; if empty, the default steps
     compares_padding: bool = True  # also compare unused positions (see ``stages.padding``)
     rows: tuple[int, ...] = ()  # batch sizes of the steps, repeated cyclically; if empty, each step uses the full batch
-    calls: tuple[int, ...] = ()  # steps after which forward, gradients and generate are called
+    calls: tuple[int, ...] = ()  # steps after which forward, gradients, and generate are called
     restart: int = 0  # step after which training restarts with a new optimizer; 0 for never
     unlabeled: int = 0  # step whose batch has no labels; 0 for none
     rewind: int = 0  # step after which the other trainer methods run and the state after step 1 is loaded; 0 for never

@@ -65,7 +65,7 @@ def model_batches(config: TransformerConfig) -> dict[str, dict[str, ndarray]]:
 
 
 def with_labels(ids: Mapping[str, ndarray], config: TransformerConfig) -> dict[str, ndarray]:
-    """Add labels to a batch: the target shifted by one position, followed by EOS and padding."""
+    """Add labels to a batch: the target is shifted by one position and followed by EOS and padding."""
     target_ids = ids["target_ids"]
     labels = np.full_like(target_ids, config.pad_id)
     labels[:, :-1] = target_ids[:, 1:]

@@ -59,7 +59,7 @@ class PortTest:
 
     @property
     def stage(self) -> str:
-        """Stage of the test; empty if the test compares the weights."""
+        """Stage of the test, or an empty string if the test compares the weights."""
         return "" if self.of_weights else self.case.stage
 
     def findings(self) -> list[Finding]:

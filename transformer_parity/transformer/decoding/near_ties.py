@@ -289,7 +289,7 @@ class _BeamFollower:
                 self._doubt(n, closest, "the search continues although its results may be final")
 
     def _worst_of_pool(self, least: float) -> float:
-        """Return the worst score in the pool, counting hypotheses with at least this margin; -inf if it isn't full."""
+        """Return the worst score in the pool, counting only hypotheses with at least this margin (-inf if not full)."""
         scores = [score for tokens, score in self.finished.items() if self.inside[tokens] >= least]
         size = self.plan.pool_size
         return sorted(scores, reverse=True)[size - 1] if len(scores) >= size else -math.inf

@@ -142,7 +142,7 @@ def searched_log_probabilities(logits: ndarray, ids: ndarray, plan: SearchPlan) 
     Args:
         logits: Logits [R, n, V].
         ids: Token IDs of each row [R, n - 1] or [R, n], without the BOS token.
-        plan: Plan of the search for the sentences of the rows, or for a single sentence that all rows share.
+        plan: Plan of the search, either with one sentence per row or with one sentence that all rows share.
     """
     plan = plan.of(np.broadcast_to(np.arange(len(plan.limits)), len(logits)))
     ids = np.pad(ids, ((0, 0), (0, logits.shape[1] - ids.shape[1])))[:, None]

@@ -362,7 +362,7 @@ def _exact(
 
 
 def _convention(hypothesis: Hypothesis) -> dict[str, Any]:
-    """Return the config fields that declare the port's convention; empty if the hypothesis is a bug."""
+    """Return the config fields that declare the port's convention, or an empty dict if the hypothesis is a bug."""
     if hypothesis.place is not None or not all(map(is_convention, hypothesis.parts)):
         return {}
     return {name: value for part in hypothesis.parts for name, value in part.config.items()}

@@ -300,7 +300,7 @@ class Investigation:
         return ""
 
     def _randomness(self, case: Case, dtype: str) -> str:
-        """Report how two calls on the same input differ; empty if they don't or if this can't be determined."""
+        """Report how two calls on the same input differ, if they do and this can be determined."""
         with suppress(Exception):
             if case.is_forward:
                 return is_random(self._loaded(case, dtype), case)
@@ -309,7 +309,7 @@ class Investigation:
         return ""
 
     def _kept_state(self, case: Case, shown: Arrays, dtype: str) -> str:
-        """Report that a case agrees if the model is loaded again; empty if it doesn't agree or can't be run."""
+        """Report that a case agrees if the model is loaded again, if that is the case."""
         if dtype != "float64" or STAGES[case.stage].trains:
             return ""
         with suppress(Exception):

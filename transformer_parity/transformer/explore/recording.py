@@ -41,7 +41,7 @@ class Recorded:
 
     @property
     def first_over(self) -> str | None:
-        """The first tap whose error exceeds its tolerance; None if all taps are within tolerance."""
+        """The first tap whose error exceeds its tolerance, or None if all taps are within tolerance."""
         return next((mark.name for mark in self.marks if not mark.free <= mark.tolerance), None)
 
 

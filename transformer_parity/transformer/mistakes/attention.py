@@ -206,7 +206,7 @@ FULLY_MASKED = [
     )
 ]
 
-# No standard case with a fast path has dropout in attention, or equal d_k and d_v, which JAX's function requires.
+# No standard case with a fast path uses attention dropout or has the same d_k and d_v, which JAX's function requires.
 FUSED_CASE = replace(preset_case("torch"), name="preset/torch, fast", fast=True)
 FUSED = "F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)"
 D_K = "    d_k = query.shape[-1]\n"

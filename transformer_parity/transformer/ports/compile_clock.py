@@ -67,7 +67,7 @@ COMPILING = Clock()
 
 
 def listen_to_jax() -> None:
-    """Add the time that JAX spends on tracing, lowering and compiling to ``COMPILING``."""
+    """Add the time that JAX spends on tracing, lowering, and compiling to ``COMPILING``."""
     import jax
 
     def hear(event: str, duration_secs: float, **about: Any) -> None:

@@ -78,8 +78,8 @@ class Port:
         """Return the logits [B, T, V] for source IDs [B, S] and target IDs [B, T], without dropout.
 
         Report each intermediate value with ``value = tap(name, value)``, and use the return value in the rest of the
-        forward pass. ``parity`` can then rerun a single block on the reference's input. If ``taps`` is empty, ignore
-        the argument.
+        forward pass. ``parity`` can then rerun an individual block on the reference's input. If ``taps`` is empty,
+        ignore the argument.
         """
         raise NotImplementedError
 
@@ -92,7 +92,7 @@ class Port:
 
         Return ``Gradients(loss, parameters)``, with one gradient per canonical name, or
         ``Gradients(loss, parameters, taps)``, which adds the gradient at every tap that you report. A tied embedding
-        matrix has a single gradient. Labels are padded with ``config.pad_id``. A sequence may consist of padding only,
+        matrix has a single gradient. Labels are padded with ``config.pad_id``. A sequence may consist only of padding,
         but every batch contains at least one label.
         """
         raise NotImplementedError

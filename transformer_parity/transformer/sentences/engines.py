@@ -34,7 +34,7 @@ class Engine(Protocol):
         """Return the token with an ID."""
 
     def find(self, piece: str) -> int | None:
-        """Return the ID of a token; None if it doesn't exist."""
+        """Return the ID of a token, or None if it doesn't exist."""
 
 
 def read_model(model: bytes, name: str = "") -> sentencepiece.SentencePieceProcessor:
@@ -111,7 +111,7 @@ class Pieces:
         return self._names.get(int(token), UNKNOWN)
 
     def find(self, piece: str) -> int | None:
-        """Return the ID of a token; None if it doesn't exist."""
+        """Return the ID of a token, or None if it doesn't exist."""
         return self._ids.get(piece)
 
 
@@ -167,7 +167,7 @@ class TokenizerFile:
         return self._tokenizer.id_to_token(int(token)) or UNKNOWN
 
     def find(self, piece: str) -> int | None:
-        """Return the ID of a token; None if it doesn't exist."""
+        """Return the ID of a token, or None if it doesn't exist."""
         return self._tokenizer.token_to_id(piece)
 
     def special(self) -> list[str]:

@@ -36,7 +36,7 @@ class ActivationStage(Stage):
         return tolerances(truth, baseline, *placement)
 
     def problem(self, name: str, actual: ndarray, expected: ndarray, dtype: str) -> str:
-        """Return an error message if a tensor is invalid, or an empty string.
+        """Return an error message if a tensor is invalid, else an empty string.
 
         Ports must report scores before the mask sets some of them to -inf.
         """

@@ -157,7 +157,7 @@ def _compare_search(shown: PathTensors) -> Iterator[Finding]:
 
 
 def _steps_problem(shown: Sequence[ndarray], expected: ndarray) -> str:
-    """Return an error message if the hypotheses passed to ``on_step`` are wrong, or an empty string."""
+    """Return an error message if the hypotheses passed to ``on_step`` are wrong, else an empty string."""
     if len(shown) != len(expected):
         return f"on_step must be called {len(expected)} times: got {len(shown)}"
     for n, (ids, truth) in enumerate(zip(shown, expected, strict=True), 1):
@@ -167,7 +167,7 @@ def _steps_problem(shown: Sequence[ndarray], expected: ndarray) -> str:
 
 
 def _tokens_problem(case: Case, ids: ndarray, truth: ndarray) -> str:
-    """Return an error message if the dtype, shape or range of the tokens is invalid, or an empty string."""
+    """Return an error message if the dtype, shape, or range of the tokens is invalid, else an empty string."""
     limit = case.options.limit(case.inputs["source_ids"].shape[1], case.config)
     shape, size = list(truth.shape[:2]), case.config.target_vocab_size
     if ids.dtype.kind not in "iu":

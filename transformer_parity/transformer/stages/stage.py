@@ -129,7 +129,7 @@ class Stage(Measure, ABC):
         """
 
     def problem(self, name: str, actual: ndarray, expected: ndarray, dtype: str) -> str:
-        """Return an error message if a tensor is invalid, or an empty string. Scalars are float64 in every dtype."""
+        """Return an error message if a tensor is invalid, else an empty string. Scalars are float64 in every dtype."""
         return super().problem(name, actual, expected, dtype if expected.ndim else "float64")
 
     def compare(self, shown: PathTensors) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ EXACTLY = ("a batch size", "a beam_size", "a length_penalty")  # sizes for which
 
 
 def circumstances(differ: Sequence[Case], agree: Sequence[Case]) -> str:
-    """Return the conditions under which cases differ; empty if no condition distinguishes them from cases that agree.
+    """Return the conditions, if any, that distinguish cases that differ from cases that agree.
 
     Args:
         differ: Cases of one stage that differ.

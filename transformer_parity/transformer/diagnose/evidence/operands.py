@@ -22,7 +22,7 @@ SUBLAYERS = ("self_attention", "cross_attention", "feed_forward")
 def of_operands(
     name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
 ) -> str:
-    """Describe the wrong kernel, input, term, axis, or mask of a block; empty if none explains the block's error.
+    """Describe the wrong kernel, input, term, axis, or mask that explains a block's error, if any.
 
     Args:
         name: Name of the first wrong tap.

@@ -60,7 +60,7 @@ def measured_rates(case: Case, shown: Arrays) -> list[float]:
 
 
 def _fitted(case: Case, shown: Arrays, usual: Sequence[float], guess: Callable[[list[float]], float]) -> list[float]:
-    """Return the rate at each step, found near a guess based on earlier rates; empty if no rates are consistent."""
+    """Return the rate at each step, found near a guess based on earlier rates, or [] if no rates are consistent."""
     weights = case.load_weights()
     model = Transformer.from_weights(case.config, weights, "float64")
     trainer, parameters = Trainer(model, case.training), {name: find(model, name) for name in weights}

@@ -44,7 +44,7 @@ DIGITS = 12  # significant digits of a measured factor; rounding affects later d
 
 
 def rate_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
-    """Return the schedules that yield the first step's rate; empty if it is correct or can't be measured."""
+    """Return the schedules that yield the first step's rate, or an empty list if it is correct or can't be measured."""
     factor = _move_factors(case, shown)[0]
     if not math.isfinite(factor) or factor <= 0.0 or abs(factor - 1.0) <= ROUNDED:
         return []
@@ -63,7 +63,7 @@ def rate_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
 
 
 def first_step_in_words(case: Case, shown: Arrays) -> str:
-    """Report by which factor the first step is too long; empty if its length is correct or can't be measured."""
+    """Report by which factor the first step is too long, if it is and this can be measured."""
     first, *later = _move_factors(case, shown)
     if not math.isfinite(first) or abs(first - 1.0) <= ROUNDED or first <= 0.0 or _losses_agree(case, shown):
         return ""
