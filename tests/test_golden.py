@@ -234,14 +234,14 @@ def other_weights(folder):
             lambda f: edit(f, PADDED, "float32", lambda tensors: tensors.pop("logits"), describe=False),
             ["full/padded/float32.safetensors", "missing logits"],
         ),
-        (other_weights, ["must have the same task, but differ in weights: source_embedding.table"]),
+        (other_weights, ["must define the same task, but they differ in weights: source_embedding.table"]),
         (
             lambda f: edit(f, PADDED, "inputs", spoiled("source_ids", 5)),
-            ["must have the same task, but differ in inputs of full/padded: source_ids"],
+            ["must define the same task, but they differ in inputs of full/padded: source_ids"],
         ),
         (
             set_field("cases", "decode/port_beam", "search", "beam_size", value=5),
-            ["must have the same task, but differ in search of decode/port_beam", "beam_size=4", "beam_size=5"],
+            ["must define the same task, but they differ in search of decode/port_beam", "beam_size=4", "beam_size=5"],
         ),
     ],
 )

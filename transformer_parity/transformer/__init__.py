@@ -1,1 +1,1 @@
-"""Compare implementations of the Transformer: cases, ports, comparison, diagnosis and the bug catalog."""
+"""Compare implementations of the Transformer: cases, ports, comparison, diagnosis, and the bug catalog."""

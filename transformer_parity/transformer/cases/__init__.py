@@ -1,1 +1,1 @@
-"""The cases for comparing ports: configs, weights and inputs that expose bugs."""
+"""The cases for comparing ports: configs, weights, and inputs that expose bugs."""

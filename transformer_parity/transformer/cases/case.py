@@ -1,4 +1,4 @@
-"""A case: config, weights, inputs, the block and stage to run, and earlier calls."""
+"""A case: one model with one batch of inputs, the block to run, the stage, and any earlier calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ACTIVATIONS, GRADIENTS, STEPS, DECODE = "activations", "gradients", "steps", "de
 
 @dataclass(frozen=True)
 class Case:
-    """A block of a model, and its inputs."""
+    """A block of a model and the inputs of the block."""
 
     name: str
     component: str
@@ -32,19 +32,19 @@ class Case:
     weights_file: Path | None = None  # weights to load; None uses the hard weights for the config
     seed: int = 0  # seed of the hard weights
     magnitude: str = "usual"  # kind of hard weights: a key of ``inputs.WEIGHTS``
-    fast: bool = True  # also run the fast path; False saves compile time if the fast attention is covered elsewhere
+    fast: bool = True  # also run the fast path; False saves compile time if another case covers fast attention
     dtypes: tuple[str, ...] = ALL_DTYPES  # working dtypes; bfloat16 is too coarse to distinguish presets
     formulas: bool = False  # load packages with fast=False
     stage: str = ACTIVATIONS
     settings: TrainingConfig | None = None  # training settings for the steps stage
     search: Search | None = None  # search options for the decode stage
-    snapshots: tuple[int, ...] = ()  # steps after which weights are compared; empty for the default
-    compares_padding: bool = True  # compare unused positions as well, see ``stages.padding``
-    rows: tuple[int, ...] = ()  # batch sizes of the steps, repeated cyclically; empty uses the full batch in each step
-    calls: tuple[int, ...] = ()  # steps after which forward, gradients and generate are called
+    snapshots: tuple[int, ...] = ()  # steps after which weights are compared; if empty, the default steps
+    compares_padding: bool = True  # also compare unused positions (see ``stages.padding``)
+    rows: tuple[int, ...] = ()  # batch sizes of the steps, repeated cyclically; if empty, each step uses the full batch
+    calls: tuple[int, ...] = ()  # steps after which forward, gradients, and generate are called
     restart: int = 0  # step after which training restarts with a new optimizer; 0 for never
     unlabeled: int = 0  # step whose batch has no labels; 0 for none
-    rewind: int = 0  # step after which trainer methods are called and the state after step 1 is loaded; 0 for never
+    rewind: int = 0  # step after which the other trainer methods run and the state after step 1 is loaded; 0 for never
     before: tuple[Case, ...] = ()  # cases to run first, on the same model or, if the weights differ, on a second model
 
     @property
@@ -76,7 +76,7 @@ class Case:
 
     @property
     def model(self) -> tuple[object, ...]:
-        """Key of the model. Cases with the same key use the same config and weights, loaded in the same way."""
+        """Key that identifies the model. Cases with the same key load the same config and weights in the same way."""
         return self.config, self.weights_file, self.seed, self.magnitude, self.formulas
 
     @property
@@ -96,7 +96,7 @@ class Case:
 
 
 def in_stages(cases: Iterable[Case], stages: Container[str]) -> list[Case]:
-    """Return the cases in the given stages. Remove earlier calls in other stages from them."""
+    """Return the cases in the given stages, without their earlier calls in other stages."""
     return [
         replace(case, before=tuple(earlier for earlier in case.before if earlier.stage in stages))
         for case in cases
@@ -105,7 +105,7 @@ def in_stages(cases: Iterable[Case], stages: Container[str]) -> list[Case]:
 
 
 def tiny(preset: str = "paper_base", **overrides: object) -> TransformerConfig:
-    """Return a config with a preset's conventions and the sizes of the standard cases."""
+    """Return a config that combines a preset's conventions with the sizes of the standard cases."""
     sizes = {
         "source_vocab_size": TOKENS,
         "target_vocab_size": TOKENS,
@@ -122,7 +122,7 @@ def tiny(preset: str = "paper_base", **overrides: object) -> TransformerConfig:
 
 
 def shrunk(preset: str) -> TransformerConfig:
-    """Return a small version of a row of Table 3, with its widths divided by 16 and its depths divided by 3."""
+    """Return a small version of a model in Table 3: all widths divided by 16 and all depths divided by 3."""
     full = TransformerConfig.preset(preset, source_vocab_size=TOKENS, target_vocab_size=TOKENS)
     return full.replace(
         d_model=full.d_model // 16,

@@ -1,7 +1,7 @@
-"""A test that a model is suitable for comparisons: its logits must depend on the inputs and on most weights.
+"""Check that a model is suitable for comparisons: its logits must depend on the inputs and on most weights.
 
-If a model returns the same logits for all inputs, even a wrong port agrees on it. Some configs and weights have this
-effect.
+Some configs and weights lead to the same logits for all inputs. With such a model, even a wrong port agrees with the
+reference.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from reference_numpy.transformer import Transformer
 from transformer_parity.transformer.cases.inputs import token_ids, with_labels
 from transformer_spec.config import TransformerConfig
 
-LENGTHS = 5, 4  # source and target lengths; short, because large vocabularies are slow
+LENGTHS = 5, 4  # source and target lengths; kept short because large vocabularies are slow
 VISIBLE = 1e-6  # minimum relative change of the logits; our own cases reach at least 0.1
 FELT = 1e-9  # minimum effect of a weight on the loss, relative to the weight with the largest effect
 
 
 def why_nothing_shows(config: TransformerConfig, weights: Mapping[str, ndarray]) -> str:
-    """Return the reason why comparing a model would be meaningless.
+    """Return the reason why a comparison with this model would be meaningless.
 
     The result is empty if the logits depend on the inputs and on most weights.
 

@@ -1,4 +1,4 @@
-"""The cases for user ports. They run the full model with the port's conventions, in all stages."""
+"""The cases for user ports, which run the full model with the port's conventions in all stages."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ from transformer_spec.search import Search
 from transformer_spec.taps import matches
 from transformer_spec.training_config import TrainingConfig
 
-MANY = 33  # number of sentences in searches that test rarely used rules
+MANY = 33  # number of sentences in searches that test rules that rarely apply
 TIMES = 4  # number of copies of these sentences in the largest batch
 SMALL_PENALTY = 1.5
 LONG = 1030  # tokens; exceeds the common limits 512 and 1024
-SEEDS = 32  # number of seeds to try; the one with the most varied searches is used
+SEEDS = 32  # number of seeds to try; the seed with the most varied searches is used
 LIKELY, ENOUGH = 18, (3, 5, 5)  # the first seed to try (the best for the paper's config), and sufficient variety
-CLIP, FAR = 0.45, 1e6  # norms that the gradient exceeds at every step, and at none; float32 can't represent the first
-STILL = 1e-30  # learning rate factor that is too small to change any weight
+CLIP, FAR = 0.45, 1e6  # norms that the gradient always and never exceeds; the first isn't exact in float32
+STILL = 1e-30  # learning rate factor so small that no weight changes
 RESTART = 7  # step after which training restarts
 UNLABELED = 1  # row without labels in some of the training cases
 PENALTY = 4.0  # length penalty that often makes long hypotheses better than short ones
-WIDEST, WIDE, NARROW = 20, 4, 3  # beam sizes; twice the widest exceeds the vocabulary
+WIDEST, WIDE, NARROW = 20, 4, 3  # beam sizes; twice the largest exceeds the vocabulary size
 # Beam sizes with length penalties. Consecutive penalties must prefer different hypotheses. The last two penalties are
-# as close as the effective penalties with and without EOS in the length.
+# as close to each other as the effective penalties when the length does or doesn't include EOS.
 PREFERENCES = ((WIDE, (0.0, 0.6, SMALL_PENALTY, PENALTY)), (NARROW, (SMALL_PENALTY, 1.1 * SMALL_PENALTY)))
-LIKELY_TO_END, ENDING_SEEDS = 18, 20  # the first seed of ending weights to try, and the number of other seeds
+LIKELY_TO_END, ENDING_SEEDS = 18, 20  # the first seed to try for ending weights, and the number of other seeds
 
 
 def model_cases(config: TransformerConfig) -> list[Case]:
     """Return the basic cases for a user port in all stages.
 
-    No source consists only of padding, because not every implementation defines fully masked rows. A target only
-    starts with padding if the BOS token is the padding token.
+    No source consists only of padding, because some implementations don't define fully masked rows. A target starts
+    with padding only if the BOS token is the padding token.
     """
     seed = _varied_seed(config)
     starts = ("starts_with_padding",) if config.bos_id == config.pad_id else ()
@@ -81,13 +81,13 @@ def model_cases(config: TransformerConfig) -> list[Case]:
 
 
 def _steps(config: TransformerConfig) -> Iterator[Case]:
-    """Yield training runs of 20 steps. If the name starts with ``port_clipped``, the gradient is clipped."""
+    """Yield training runs of 20 steps. Runs whose names start with ``port_clipped`` clip the gradient."""
     usual, unlabeled = with_labels(token_ids(config), config), np.arange(BATCH)[:, None] == UNLABELED
     some_rows = {"inputs": {**usual, "labels": np.where(unlabeled, config.pad_id, usual["labels"])}}
     cooldown: dict[str, Any] = {"cooldown_steps": 10}
     slices, clipped, far_below = {"accumulation_steps": 2}, {"clip_norm": CLIP}, {"clip_norm": FAR}
-    noticed = {**clipped, "epsilon": 1e-3}  # with the usual epsilon, Adam's step barely depends on the gradient's norm
-    below = {"clip_norm": _limit_above(config)}  # exceeds the norm of the mean gradient, but not of the summed gradient
+    noticed = {**clipped, "epsilon": 1e-3}  # with the usual epsilon, Adam's step barely depends on the gradient norm
+    below = {"clip_norm": _limit_above(config)}  # lies between the norms of the mean and the summed gradient
     unlike_the_paper = {"learning_rate_factor": 0.03, "warmup_steps": 5, "beta1": 0.8, "beta2": 0.95, "epsilon": 1e-6}
     between: dict[str, Any] = {"calls": CALLS}
     at_the_end: dict[str, Any] = {"snapshots": (20,)}  # any earlier difference also affects the final weights
@@ -106,9 +106,9 @@ def _steps(config: TransformerConfig) -> Iterator[Case]:
 
 @cache
 def _limit_above(config: TransformerConfig) -> float:
-    """Return a clipping norm between 2 and 4 times the initial gradient norm of the full batch.
+    """Return a clip norm that is 2 to 4 times the initial gradient norm of the full batch.
 
-    The result is a power of 2, so it doesn't depend on the rounding of a specific machine.
+    The result is a power of 2, so it doesn't depend on how a specific machine rounds.
     """
     model = Transformer.from_weights(config, hard_weights(config, _varied_seed(config)), "float64", fast=False)
     batch = with_labels(token_ids(config), config)
@@ -118,9 +118,9 @@ def _limit_above(config: TransformerConfig) -> float:
 
 @cache
 def _varied_seed(config: TransformerConfig) -> int:
-    """Return a seed for weights with which hypotheses have different lengths.
+    """Return a seed for weights that lead to hypotheses of different lengths.
 
-    Most models with random weights repeat a single token, so bugs in a search would have no effect.
+    Most models with random weights repeat a single token, so a bug in a search would have no effect.
     """
     ids = token_ids(config)["source_ids"]
     variety = {}
@@ -130,7 +130,7 @@ def _varied_seed(config: TransformerConfig) -> int:
         beam, unpenalized = (beam_search(model, ids, 4, alpha, LONGEST).ids for alpha in (PENALTY, 0.0))
         lengths = [(found != config.pad_id).sum(1).tolist() for found in (greedy, beam, unpenalized)]
         ends = sum(int((found == config.eos_id).any(1).sum()) for found in (greedy, beam))
-        # Effects of the length penalty, the beam and EOS, followed by the variety of the results.
+        # The effects of the length penalty, the beam size, and EOS come first, followed by the variety of the results.
         decisions = (lengths[1] != lengths[2]) + (lengths[0] != lengths[1]) + (ends > 0)
         variety[seed] = (decisions, len(set(lengths[0])) + len(set(lengths[1])), ends)
         if variety[seed] >= ENOUGH:
@@ -142,7 +142,7 @@ def _varied_seed(config: TransformerConfig) -> int:
 def _ending_seed(config: TransformerConfig) -> int:
     """Return the first seed of ending weights for which every penalty prefers different hypotheses.
 
-    If there is no such seed, return the one for which most penalties do.
+    If there is no such seed, return the seed for which the largest number of penalties do.
     """
     ids, variety = _many_sources(config), {}
     for seed in (LIKELY_TO_END, *range(ENDING_SEEDS)):
@@ -158,7 +158,7 @@ def _ending_seed(config: TransformerConfig) -> int:
 
 
 def _many_sources(config: TransformerConfig) -> ndarray:
-    """Return source ids [MANY, SOURCE] of which the first half is padded."""
+    """Return source ids [MANY, SOURCE]. The first half of the rows is padded."""
     lengths = [SOURCE] * (MANY // 2) + [1 + i % (SOURCE - 1) for i in range(MANY - MANY // 2)]
     ids = padded_ids(generator("searches"), config.source_vocab_size, config.pad_id, lengths, SOURCE)
     return np.roll(ids, MANY // 2, axis=0)
@@ -220,7 +220,7 @@ def port_config(port: PluginPort) -> TransformerConfig:
 
 
 def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
-    """Yield searches for many sentences, so that a small change of a rule affects the tokens of some of them."""
+    """Yield searches for many sentences, so that a small change to a rule affects the tokens of some of them."""
     source_ids, ending, most = _many_sources(config), _ending_seed(config), longest(config)
     inputs = {"source_ids": source_ids, "target_ids": np.full((MANY, 1), config.bos_id)}
     turned = {**inputs, "source_ids": np.roll(source_ids, 1, axis=0)}
@@ -244,11 +244,11 @@ def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
 
 
 def _unlike_the_first(config: TransformerConfig) -> Iterator[Case]:
-    """Yield forward passes that differ from the first case in padding, weights, earlier calls or shapes.
+    """Yield forward passes that differ from the first case in padding, weights, earlier calls, or shapes.
 
-    The cases with different padding and weights detect ports that cache a mask, a position table, a result or weights.
-    The case after training detects dropout that remains enabled. The others detect tables and masks that are too short,
-    and axes that are identified by their size.
+    The cases with different padding and weights detect ports that cache a mask, positional encodings, a result, or
+    weights. The case after training detects dropout that remains enabled. The other cases detect tables and masks that
+    are too short and code that identifies an axis by its size.
     """
     seed, ids = _varied_seed(config), token_ids(config)
     turned = {name: np.roll(array, 1, axis=0) for name, array in ids.items()}

@@ -1,8 +1,8 @@
 """Weights and inputs that expose bugs.
 
-With newly initialized weights and no padding, seven real bugs don't change the logits. For example, a missing bias has
-no effect if all biases are 0, a scale that isn't loaded has no effect if all scales are 1, and a missing mask has no
-effect without padding.
+With newly initialized weights and no padding, seven bugs from real code don't change the logits. For example, a missing
+bias has no effect if all biases are 0, a scale that isn't loaded has no effect if all scales are 1, and a missing mask
+has no effect without padding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def normal_floats(name: str, *shape: int) -> ndarray:
 
 
 def token_ids(config: TransformerConfig, source: int = SOURCE, target: int = TARGET) -> dict[str, ndarray]:
-    """Return a batch in which both the source and the target have full rows, shorter rows and a row with one token."""
+    """Return a batch in which both the source and the target have full rows, shorter rows, and a row with one token."""
     rng = generator("ids")
     return {
         "source_ids": padded_ids(
@@ -48,7 +48,7 @@ def padding_mask(length: int, *lengths: int) -> ndarray:
 
 
 def model_batches(config: TransformerConfig) -> dict[str, dict[str, ndarray]]:
-    """Return the batches for full models by name, the hardest one first."""
+    """Return the batches for full models by name, starting with the hardest one."""
     ids = token_ids(config)
     empty_source = ids["source_ids"].copy()
     empty_source[1] = config.pad_id
@@ -65,7 +65,7 @@ def model_batches(config: TransformerConfig) -> dict[str, dict[str, ndarray]]:
 
 
 def with_labels(ids: Mapping[str, ndarray], config: TransformerConfig) -> dict[str, ndarray]:
-    """Add labels to a batch: the target shifted by one position, followed by EOS and padding."""
+    """Add labels to a batch: the target is shifted by one position and followed by EOS and padding."""
     target_ids = ids["target_ids"]
     labels = np.full_like(target_ids, config.pad_id)
     labels[:, :-1] = target_ids[:, 1:]
@@ -78,7 +78,7 @@ TINY = 3e-3  # factor that makes the variance of the next norm's input comparabl
 
 
 def hard_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
-    """Return float32 weights with which every known bug changes the results.
+    """Return float32 weights for which every known bug changes the results.
 
     Biases and scales are random. Query and key kernels are doubled to sharpen attention. In a post-norm model, one norm
     in the first encoder layer and one in the last decoder layer are scaled down, together with the following
@@ -106,7 +106,7 @@ def hard_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]
     return {name: array.astype(np.float32) for name, array in weights.items()}
 
 
-# Factors for larger weights. With them, a naive exp overflows for scores in float32 and for logits in float64. The
+# Factors that enlarge weights so much that a naive exp overflows for scores in float32 and for logits in float64. The
 # inner activations of the feed-forward networks exceed 20, which exposes ReLU6.
 SHARPER, INNER_WIDER, WIDER, LOUDER = 12, 10, 5, 500
 
@@ -117,7 +117,7 @@ def sharp_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray
 
 
 def loud_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
-    """Return hard weights with a larger last norm in the decoder, so that logits exceed 709."""
+    """Return hard weights in which the decoder's last norm is scaled up, so that logits exceed 709."""
     weights = hard_weights(config, seed)
     last = _last_norm(config, weights)
     louder = {f"{last}.*": LOUDER} if last else {}
@@ -125,7 +125,7 @@ def loud_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]
 
 
 def large_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
-    """Return hard weights with both larger queries and a larger last norm."""
+    """Return hard weights in which both the queries and the last norm are scaled up."""
     return _scaled(loud_weights(config, seed), SHARP)
 
 
@@ -161,10 +161,10 @@ SHARP = {"*.layers.0.*_attention.query_proj.kernel": SHARPER}
 
 
 def _wide(config: TransformerConfig) -> dict[str, int]:
-    """Return weight factors with which activations exceed 100.
+    """Return factors that scale up weights so that activations exceed 100.
 
-    If the encoder doesn't end with a norm, its weights keep their size, because otherwise all cross-attention scores
-    would be large.
+    If the encoder doesn't end with a norm, its weights are not scaled, because all cross-attention scores would become
+    large.
     """
     is_normalized = config.norm_order == "post" or config.final_norm
     feed_forward = f"{'' if is_normalized else 'decoder'}*.feed_forward"
@@ -181,7 +181,7 @@ WEIGHTS = {
 
 
 def _scaled(weights: Mapping[str, ndarray], factors: Mapping[str, int]) -> dict[str, ndarray]:
-    """Return weights in which each factor is applied to all names that match its pattern."""
+    """Return the weights after multiplying each weight whose name matches a pattern by the factor of that pattern."""
     found = dict(weights)
     for pattern, factor in factors.items():
         found |= {name: np.float32(factor) * weights[name] for name in fnmatch.filter(weights, pattern)}

@@ -1,4 +1,4 @@
-"""The standard cases: single components, the stacks, the full model, all edge cases and all presets.
+"""The standard cases: individual components, the stacks, the full model, all edge cases, and all presets.
 
 All axes of a tensor have different sizes, so that swapped axes cause errors: B 4, S 9, T 7, H 3, d_k 8, d_v 10,
 d_model 24, d_ff 40.
@@ -34,9 +34,9 @@ from transformer_spec.search_rules import SearchRules
 from transformer_spec.training_config import TrainingConfig
 
 EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)  # must have no effect
-LONGEST, MOST = 12, 32  # maximum lengths of hypotheses in tokens; the second is the maximum length of the models
+LONGEST, MOST = 12, 32  # maximum lengths of hypotheses in tokens; the second is the models' own maximum length
 STEPWISE = 4  # number of positions that are decoded one at a time
-LONG = 5001  # number of positions; at the last ones, float32 angles have an error in the fourth digit
+LONG = 5001  # number of positions; at the last ones, float32 angles are wrong in the fourth digit
 QUERIES = 300  # queries per head; more than a package processes at a time
 CHANNELS = 260  # channels per head; larger than the packages' blocks of queries
 OTHER_DECODER: dict[str, Any] = {  # decoder sizes that don't change the shapes of the attention parameters
@@ -50,12 +50,12 @@ SEVERAL_BLOCKS = 2400  # tokens; a beam of 3 has 225 blocks of 32 continuations,
 
 
 def standard_cases() -> list[Case]:
-    """Return all cases, starting with single components. Cases with the same config are adjacent."""
+    """Return all cases, starting with individual components. Cases with the same config are adjacent."""
     return [*_components(), *_full_models(), *map(preset_case, PRESETS), *_gradients(), *_steps(), *_searches()]
 
 
 def preset_case(preset: str, *, thorough: bool = False) -> Case:
-    """Return a small full-model case for a preset. ``thorough`` adds all dtypes and the fast path."""
+    """Return a case that runs a preset's full model at a small size. ``thorough`` adds all dtypes and the fast path."""
     # The presets of implementations differ in conventions, not in sizes, so they all use the same small sizes.
     config = tiny(preset, d_v=8) if preset in IMPLEMENTATIONS else shrunk(preset)
     dtypes = ALL_DTYPES if thorough else ("float64", "float32")
@@ -137,7 +137,7 @@ def _components() -> Iterator[Case]:
 
 
 def _many_queries(config: TransformerConfig) -> Iterator[Case]:
-    """Yield attention with more queries than a package processes at a time, with few and with many channels.
+    """Yield attention cases with more queries than a package processes at a time, with few and with many channels.
 
     The mask has one row per query, or a single row for all queries. All heads use the same mask.
     """
@@ -191,7 +191,7 @@ def _full_models() -> Iterator[Case]:
 
 
 def _again(config: TransformerConfig) -> Iterator[Case]:
-    """Yield different batches, weights and array types in shapes from earlier cases, which need no recompilation."""
+    """Yield cases with new batches, weights, and array types in shapes from earlier cases, to avoid recompilation."""
     first = Case("full/padded", "full model", config, "", token_ids(config), dtypes=("float64",))
     other = {name: np.roll(array, 1, axis=0) for name, array in first.inputs.items()}
     one_token = {name: array[:, :1] for name, array in first.inputs.items()}
@@ -284,7 +284,7 @@ def step_case(name: str, config: TransformerConfig, settings: TrainingConfig) ->
 
 
 def search_cases(preset: str) -> Iterator[Case]:
-    """Yield greedy and beam search with a preset's full model at a small size."""
+    """Yield greedy and beam search using a preset's full model at a small size."""
     yield from searches(preset, preset_case(preset).config, dtypes=("float64",))
 
 

@@ -1,8 +1,8 @@
-"""A table of cases that vary batch sizes, lengths, magnitudes and earlier calls.
+"""A table of cases that vary batch sizes, lengths, magnitudes, and earlier calls.
 
 Together with the cases in ``for_ports``, they cover all pairs of the dimensions in ``tests/variety.py``. If a port is
-only wrong for single sentences, long limits, large values or after a different call, it diverges in one of them. A
-greedy search for small sets selected the combinations.
+wrong only for batches of one sentence, long limits, large values, or after a different call, it diverges in one of
+these cases. A greedy search for a small set selected the combinations.
 
 The name of a variant starts with the name of the original case. If a port lists ``full/one_token`` in ``left_out``, its
 variants are skipped as well.
@@ -21,13 +21,13 @@ from transformer_parity.transformer.cases.inputs import generator, padded_ids, w
 from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 
-ONE, ODD, SEVERAL, MANY = 1, 3, 4, 8  # numbers of sentences
+ONE, ODD, SEVERAL, MANY = 1, 3, 4, 8  # sentences per batch
 LONGEST = None  # stands for the maximum number of positions of the model
 LENGTHY = 32  # number of positions to use if the model has no limit
 FEW, SOME = 1, 12  # maximum lengths of hypotheses in tokens
 BATCH, MODEL = "batch", "model"  # earlier calls: a different batch of the same shape, or a second model
 
-Padding = tuple[int, ...]  # numbers of padding tokens at the end of the rows, repeated cyclically
+Padding = tuple[int, ...]  # number of padding tokens at the end of each row, repeated cyclically
 NONE: Padding = (0,)
 MIXED: Padding = (0, 4, 8, 1)
 
@@ -43,7 +43,7 @@ class Variant(NamedTuple):
         before: The earlier call: ``BATCH``, ``MODEL``, the name of a different stage, or empty for none.
         large: True to use large weights.
         unlabeled: True to remove the labels from all rows except the first.
-        search: Beam size, length penalty and maximum length of a search. ``LONGEST`` allows one token per position.
+        search: Beam size, length penalty, and maximum length of a search. ``LONGEST`` allows one token per position.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Variant(NamedTuple):
 
     @property
     def has_one_key(self) -> bool:
-        """True if every attention has a single key, so that rounding of large float32 scores has no effect."""
+        """True if every attention block has a single key, so that rounding of large float32 scores has no effect."""
         return self.source[0] == self.target[0] == 1
 
 
@@ -136,13 +136,13 @@ SEARCHES = (
 
 
 # Large weights for each stage. Gradients through saturated attention are rounding noise, and with large logits, the
-# scores of likely hypotheses are small differences of large numbers. Neither would stay within its tolerance.
+# scores of likely hypotheses are small differences between large numbers. Neither would stay within the tolerance.
 LARGE = {ACTIVATIONS: "large", GRADIENTS: "loud", DECODE: "sharp"}
 STAGES = {"full": (ACTIVATIONS, "full model"), "gradients": (GRADIENTS, "gradients"), "decode": (DECODE, "decoding")}
 
 
 def variants(config: TransformerConfig, seed: int) -> Iterator[Case]:
-    """Yield a case for each variant, with hard or large weights from a seed."""
+    """Yield a case for each variant, with hard or large weights generated from a seed."""
     for variant in (*FORWARD, *BACKWARD, *SEARCHES):
         stage, component = STAGES[variant.name.partition("/")[0]]
         ids = _ids(variant, config)
@@ -178,7 +178,7 @@ def longest(config: TransformerConfig) -> int:
 
 
 def _ids(variant: Variant, config: TransformerConfig, turn: int = 0) -> dict[str, ndarray]:
-    """Return the ids of a variant. A ``turn`` of 1 returns different tokens and padding with the same shape."""
+    """Return the ids of a variant. If ``turn`` is 1, return different tokens and padding with the same shape."""
     rng, found = generator(f"{variant.name} {turn}"), {}
     for side, (width, padding) in (("source", variant.source), ("target", variant.target)):
         width = width or longest(config)

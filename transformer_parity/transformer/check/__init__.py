@@ -1,1 +1,1 @@
-"""Compare ports with the reference, each in a separate process, for ``parity check`` and ``parity selftest``."""
+"""Compare ports with the reference for ``parity check`` and ``parity selftest``, with each port in its own process."""

@@ -1,4 +1,4 @@
-"""The state of a port during a check, including all results. Reports are generated from it."""
+"""The state of a port during a check, including all results, from which reports are generated."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from transformer_parity.transformer.stages.registry import STAGES
 
 @dataclass
 class CheckedPort:
-    """A port in a check, and the results so far.
+    """A port in a check and its results so far.
 
     Attributes:
         job: The port and how to run it.
         given: Cases to run. None runs the cases that ``port_cases`` creates from the port's config.
         stages: Stages of the cases that ``port_cases`` creates.
         label: Name of the port in findings and reports.
-        cases: Cases that the port runs; empty until the port has been imported.
-        dtypes: Dtypes that the port supports; empty until the port has been imported.
+        cases: Cases that the port runs; empty before the port is imported.
+        dtypes: Dtypes that the port supports; empty before the port is imported.
         doing: Current task of the port's process.
         findings: Findings from all comparisons so far.
-        audit: Fate of each weight.
+        audit: Result of the weight audit for each weight.
         failure_reports: Blocks that introduced differences, with explanations.
-        environment: Versions and switches.
-        spent: Time that the port's process has used; None until the process has finished.
+        environment: Package versions and settings in the port's process.
+        spent: Time that the port's process used; None until the process finishes.
         is_done: True if the process has ended.
     """
 
@@ -70,14 +70,14 @@ class CheckedPort:
                 self.environment, self.spent, self.is_done = message.environment, message.spent, True
 
     def fail(self, problem: str) -> CaseCompared:
-        """Record and return a finding that the comparison failed or ended early."""
+        """Record that the comparison failed or ended early, and return the finding."""
         failed = CaseCompared([failure(self.label, problem)])
         self.keep(failed)
         return failed
 
 
 def give_labels(ports: Sequence[CheckedPort]) -> None:
-    """Label each port with its class or package name or, if the name is taken, with the text that the user typed."""
+    """Label each port with its class or package name. If that name is taken, use the text that the user typed."""
     for port in ports:
         port.label = free_label(port, port.job.title, ports)
 

@@ -1,7 +1,7 @@
-"""Tests of a port: one for each case and dtype, one for the weights in each dtype, and a known-answer test.
+"""Tests of a port: one for each case and dtype, one for the exported weights in each dtype, and a known-answer test.
 
 The port and the reference run in the same process as the tests. The known-answer test comes last. It verifies that the
-reference still computes the correct values in this process.
+reference still computes correct values in this process.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.user import PluginPort
 from transformer_parity.transformer.stages.registry import STAGES
 
-WEIGHTS = "weights"  # name of the test that the port exports the weights that it loaded
+WEIGHTS = "weights"  # name of the test that checks whether the port exports the weights that it loaded
 KNOWN_ANSWER = "known_answer"  # name of the test of the reference
 
 
 class PortDisagreementError(Exception):
-    """A port doesn't agree with the reference. The message names the first tap that fails."""
+    """A port doesn't agree with the reference. The message identifies the first tap that fails."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PortTest:
         port: The port.
         case: Case that the port runs.
         dtype: Working dtype.
-        reference: Source of the expected values, shared by all comparisons in a process.
+        reference: Object that computes the expected values, shared by all comparisons in a process.
         of_weights: True to compare only the weights that the port exports.
     """
 
@@ -59,7 +59,7 @@ class PortTest:
 
     @property
     def stage(self) -> str:
-        """Stage of the test; empty for the test of the weights."""
+        """Stage of the test, or an empty string if the test compares the weights."""
         return "" if self.of_weights else self.case.stage
 
     def findings(self) -> list[Finding]:
@@ -76,7 +76,7 @@ class PortTest:
 
 @dataclass(frozen=True)
 class KnownAnswer:
-    """A test that the reference computes the same values in this process as in a new process.
+    """Test whether the reference computes the same values in this process as in a new process.
 
     Attributes:
         name: Name of the test.
@@ -162,7 +162,7 @@ def _tests(title: str, port: PluginPort, stages: Sequence[str], known: Reference
 
 
 def _describe(failing: Sequence[Finding], number: int) -> str:
-    """Return a message about the first failing comparison. Later ones may be inherited from it."""
+    """Return a message about the first failing comparison. Later failures may only propagate its difference."""
     first = failing[0]
     where = first.tap + (" without taps" if first.path == "fast" and first.tap == OUTPUT else "")
     place = f"{first.case} {where}".rstrip()

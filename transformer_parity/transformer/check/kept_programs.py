@@ -1,9 +1,9 @@
-"""A compilation cache on disk, from which later runs load the programs that XLA has compiled.
+"""A cache on disk that stores the programs that XLA has compiled, so that later runs can load them.
 
-Both frameworks look up a program by its full text, never by a name. JAX also includes compiler options and its version
-in the key, and recompiles a program if the file is incomplete. TensorFlow ignores its version and fails if it can't
-read a program. Therefore, each TensorFlow version uses a separate directory, and only programs with a matching checksum
-remain in it.
+Both frameworks look up a program by its full text, never by a name. JAX also includes the compiler options and the JAX
+version in the key, and it recompiles a program if the file is incomplete. TensorFlow ignores its own version and fails
+if it can't read a program. Therefore, each TensorFlow version uses its own directory, and programs with the wrong
+checksum are deleted.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-SWITCH = "PARITY_CACHE"  # environment variable: the cache directory, or empty to disable the cache
+SWITCH = "PARITY_CACHE"  # environment variable that sets the cache directory; empty disables the cache
 JAX_SWITCH = "JAX_COMPILATION_CACHE_DIR"
 TENSORFLOW_SWITCH = "TF_XLA_FLAGS"
 TENSORFLOW_FOLDER = "--tf_xla_persistent_cache_directory"  # flag in TF_XLA_FLAGS
 SEAL = ".sha256"  # suffix of the file with a program's checksum
-SPACE = 2**30  # minimum free disk space in bytes. If TensorFlow can't write a program, it also fails to run it.
+SPACE = 2**30  # minimum free disk space in bytes. If TensorFlow can't save a program, it doesn't run it either.
 AGE = 30 * 24 * 3600.0  # seconds after which a program is deleted
 
 
@@ -50,7 +50,7 @@ def keep_programs(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that make JAX cache programs in the user's cache directory.
 
     The result is empty if the environment already configures a cache, or if the directory isn't writable or belongs to
-    a different user. A foreign cache would be unsafe, because its programs are executed.
+    a different user. Using another user's cache would be unsafe, because its programs are executed.
     """
     folder = None if JAX_SWITCH in environment else _folder("jax", environment)
     return {} if folder is None else kept_in(folder)
@@ -58,7 +58,7 @@ def keep_programs(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def kept_by_tensorflow(environment: Mapping[str, str]) -> Iterator[None]:
-    """Make TensorFlow cache its CPU programs within a block of code, and write their checksums at the end.
+    """Make TensorFlow cache its CPU programs within a ``with`` block, and write their checksums at the end.
 
     Enter this context after importing TensorFlow and before running anything. The process continues to use the cache
     after the block.

@@ -1,8 +1,8 @@
 """The known-answer test: the reference must compute the same values in the port's process as in a new process.
 
 A port that replaces a function of NumPy or of the reference changes the expected values. To detect this, the test
-recomputes the same cases in a new process that imports no port. It compares the numbers using Python's own arithmetic,
-because NumPy itself may have been modified, and also tests the function that measures errors.
+recomputes the same cases in a new process that imports no port. It compares the values using Python's own arithmetic,
+because NumPy itself may have been modified. It also tests the function that measures errors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Answers = dict[str, dict[str, ndarray]]
 
 
 def work(parent: Parent) -> None:
-    """Receive cases, and send the values that the reference computes."""
+    """Receive cases and send back the values that the reference computes for them."""
     try:
         parent.send(answers(parent.receive()))
     except Exception as error:
@@ -52,7 +52,7 @@ def answers(cases: Sequence[Case]) -> Answers:
 
 
 def changed(cases: Sequence[Case]) -> str:
-    """Return a description of the first value that differs between this process and a new one, or an empty string.
+    """Describe the first value that differs between this process and a new one, if any.
 
     Args:
         cases: Cases that a port has run. Only the main case of each stage is recomputed.
@@ -77,7 +77,7 @@ def changed(cases: Sequence[Case]) -> str:
 
 
 def _difference(case: str, own: dict[str, ndarray], clean: dict[str, ndarray]) -> str:
-    """Return a description of the first tensor that differs, or an empty string. Tokens must be equal."""
+    """Describe the first tensor that differs, if any. Tokens must be identical."""
     if list(own) != list(clean):
         return f"{case}: the reference returns different tensors in this process than in a new process"
     for name, truth in clean.items():
@@ -104,7 +104,7 @@ def _numbers(array: ndarray) -> list[float]:
 
 
 def _measure_problem() -> str:
-    """Return a description of the problem if ``relative_error`` returns a wrong value, or an empty string."""
+    """Describe the problem if ``relative_error`` returns a wrong value, else return an empty string."""
     expected = [(-1.0) ** i * (1.0 + 0.5 * i) for i in range(20)]
     actual = [number + 0.001 * (i % 3) for i, number in enumerate(expected)]
     known = math.dist(actual, expected) / math.hypot(*expected)

@@ -1,7 +1,7 @@
-"""A test of the reference: it must belong to this installation and compute the numbers in this file.
+"""A test of the reference: it must belong to this installation and compute the values stored in this file.
 
-``PYTHONPATH``, or an old clone in the current directory, can shadow ``reference_numpy`` with a different version. If
-someone edits the installed reference and introduces a bug, every port with the same bug would agree with it.
+``PYTHONPATH`` or an old clone in the current directory can shadow ``reference_numpy`` with a different version. If
+someone introduced a bug into the installed reference, every port with the same bug would agree with it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ TOLERANCE = 1e-10  # maximum relative error, because the libraries on different 
 
 
 def check_reference() -> None:
-    """Check the origin of the reference and the values that it computes.
+    """Check where the reference was imported from and which values it computes.
 
     Raises:
-        UsageError: If a different reference is imported or if it computes different values.
+        UsageError: If a different reference is imported, or if the reference computes different values.
     """
     if why := other_reference([os.getcwd()]):
         raise UsageError(why)

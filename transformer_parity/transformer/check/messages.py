@@ -1,10 +1,10 @@
-"""Messages between the process of a port and its parent.
+"""Messages between the process that runs a port and its parent process.
 
-The process receives a ``PortJob``, imports the port, and sends a ``PortImported``. The parent chooses the name of the
-port and its cases, and replies with an ``Assignment``. The process sends a ``CaseRan`` for each case and dtype, then an
-``AllCasesRan``. It receives an ``AllCasesCompared``, and sends a ``FailureExplained`` for each failure that it can
-explain. It also sends a ``NowDoing`` before each task that may take long, a ``Broken`` if it can't continue, and a
-``PortFinished`` at the end.
+The child process receives a ``PortJob``, imports the port, and sends a ``PortImported``. The parent chooses the port's
+name and cases and replies with an ``Assignment``. The child sends a ``CaseRan`` for each case and dtype, followed by an
+``AllCasesRan``. After it receives an ``AllCasesCompared``, it sends a ``FailureExplained`` for each failure that it can
+explain. It also sends a ``NowDoing`` before each task that may take a long time, a ``Broken`` if it can't continue, and
+a ``PortFinished`` at the end.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from transformer_spec.config import TransformerConfig
 
 @dataclass(frozen=True)
 class PortJob:
-    """The port for a process to import and run.
+    """The port that a process imports and runs.
 
     Attributes:
         backend: A name in ``PORTS`` or, for a user's port, ``module:class`` or the name of an entry point.
-        setting: Dtypes, device and precision.
+        setting: Dtypes, device, and precision.
         failures: Directory in which to save the inputs of the first wrong block; None to save nothing.
         views: True to record views of the differences for an HTML page.
     """
@@ -42,13 +42,13 @@ class PortJob:
 
     @property
     def title(self) -> str:
-        """Name of the port until it has been imported."""
+        """Name of the port before it is imported."""
         return self.backend.rpartition(":")[2]
 
 
 @dataclass(frozen=True)
 class PortImported:
-    """Name and dtypes that a port declares, and its config if it is a user's port."""
+    """The name and dtypes that a port declares and, for a user's port, its config."""
 
     name: str
     config: TransformerConfig | None = None
@@ -57,7 +57,7 @@ class PortImported:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The cases for a port to run, and the name of the port in findings and reports."""
+    """The cases that a port runs, and its name in findings and reports."""
 
     label: str
     cases: Sequence[Case]
@@ -65,7 +65,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class NowDoing:
-    """The next task of a process."""
+    """The task that a process is about to start."""
 
     text: str
 
@@ -91,21 +91,21 @@ class AllCasesCompared:
 
 @dataclass(frozen=True)
 class WeightsAudited:
-    """The fate of each weight in a user's port."""
+    """The result of the weight audit of a user's port."""
 
     fates: tuple[Fate, ...]
 
 
 @dataclass(frozen=True)
 class FailureExplained:
-    """The block that introduced a difference, and the explanation."""
+    """The block that introduced a difference and an explanation of the difference."""
 
     report: FailureReport
 
 
 @dataclass(frozen=True)
 class PortFinished:
-    """The last message of a process: its versions and switches, and the time that it used."""
+    """The last message from a process: its package versions and settings, and the time that it used."""
 
     environment: Mapping[str, str]
     spent: Spent | None = None

@@ -1,7 +1,7 @@
-"""The process of one port: runs the cases, and replays blocks if the results differ.
+"""The process that runs one port: runs its cases, and replays blocks if the results differ.
 
-This process doesn't compare anything. It sends its outputs to the parent process, which runs no port, and receives the
-findings.
+This process doesn't compare anything. It sends its outputs to the parent process, which doesn't run any port, and
+receives the findings.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort
 
-THRESHOLD = 10_000  # garbage collection threshold; the default is too low, because tracing keeps its objects alive
+THRESHOLD = 10_000  # garbage collection threshold; the default is too low because tracing keeps many objects alive
 
 
 class _PortProcess:
-    """The work of one process. It sends messages to its parent as it proceeds."""
+    """Runs one port and reports progress and results to the parent process."""
 
     def __init__(self, parent: Parent, job: PortJob) -> None:
         self.parent = parent
@@ -58,11 +58,11 @@ class _PortProcess:
         self.spent: defaultdict[str, float] = defaultdict(float)  # CPU seconds by task
 
     def spend(self, what: str) -> None:
-        """Add the CPU seconds since the last call to a task."""
+        """Record the CPU time used since the previous call under ``what``."""
         self.spent[what] += time.process_time() - sum(self.spent.values())
 
     def report(self, doing: str) -> None:
-        """Send the next task to the parent process."""
+        """Tell the parent process which task comes next."""
         self.doing = doing
         self.parent.send(NowDoing(doing))
 
@@ -99,7 +99,7 @@ class _PortProcess:
             self.parent.send(FailureExplained(report))
 
     def _import(self) -> tuple[Any, PortImported]:
-        """Import a port, and return it with its declarations."""
+        """Import a port and return it with the name, dtypes, and config that it declares."""
         backend, setting = self.job.backend, self.job.setting
         if backend in PORTS:
             port: Any = PORTS[backend]
@@ -121,7 +121,7 @@ class _PortProcess:
         return port, imported
 
     def _audit(self, port: PluginPort, main: Case) -> Mistake | None:
-        """Audit the weights, send the result, and return the bug that it indicates, if any."""
+        """Audit the weights, send the result, and return the bug that the result indicates, if any."""
         dtypes = (*self.job.setting.dtypes, *port.kind.dtypes)
         dtype = next((dtype for dtype in dtypes if dtype in port.kind.dtypes and dtype in ALL_DTYPES), None)
         if dtype is None:

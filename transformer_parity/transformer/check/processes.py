@@ -1,6 +1,6 @@
 """Run each port in a separate process, so that ports don't affect each other and a crash is reported as a finding.
 
-A process may use a different Python interpreter. Its environment must contain Python 3.11 or later, NumPy 2, ml-dtypes
+A process may use a different Python interpreter. Its environment must include Python 3.11 or later, NumPy 2, ml-dtypes,
 and safetensors, as well as the port and its framework. This package doesn't need to be installed there.
 """
 
@@ -34,21 +34,22 @@ from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.ports.protocol import Placements
 
 WORK = "transformer_parity.transformer.check.one_port:work"  # entry point of a process
-SLOWEST_FIRST = ("jax", "tf", "torch", "numpy")  # sorted by the time to compile and run all cases
+SLOWEST_FIRST = ("jax", "tf", "torch", "numpy")  # sorted by the time that compiling and running all cases takes
 SILENCE = 600.0  # seconds of running time without a message, after which a process is stopped
 
-# Settings of glibc for new processes, like ``system.environment.keep_freed_memory`` for the current one. By default,
-# glibc returns freed memory to Linux and requests it again, which takes 12% of JAX's compile time.
+# glibc settings for new processes, equivalent to ``system.environment.keep_freed_memory`` for the current process. By
+# default, glibc returns freed memory to Linux and soon requests it again, which takes 12% of JAX's compile time.
 MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 
 def run_all(
     ports: Sequence[CheckedPort], *, interpreters: Mapping[str, str] | None = None, timeout: float | None = SILENCE
 ) -> Iterator[tuple[CheckedPort, Any]]:
-    """Compare all ports, one per available processor at a time, and yield each message with its port.
+    """Compare all ports, running one per available processor at a time, and yield each message with its port.
 
-    No port runs in the current process, which compares the outputs. It yields a ``CaseCompared`` for every ``CaseRan``
-    that it receives. Each port stores the content of its messages. Closing the iterator stops the processes.
+    The current process compares the outputs and doesn't run any port. It yields a ``CaseCompared`` for every
+    ``CaseRan`` that it receives. Each ``CheckedPort`` stores the content of its messages. Closing the iterator stops
+    the processes.
 
     Args:
         ports: Ports to compare.
@@ -69,7 +70,7 @@ def run_all(
     with Children({**defaults, **os.environ}) as children:
 
         def begin() -> Iterator[tuple[CheckedPort, CaseCompared]]:
-            """Start processes up to the limit, and yield the ports whose process can't be started."""
+            """Start processes up to the limit, and yield the ports whose processes can't be started."""
             while waiting and len(running) < at_once:
                 port = waiting.pop(0)
                 try:
@@ -96,7 +97,7 @@ def _when(job: PortJob) -> int:
 
 
 class _Comparing:
-    """The parent's side of one process. It assigns the cases and compares the outputs."""
+    """The parent's counterpart of one port process, which assigns the cases and compares the outputs."""
 
     def __init__(self, port: CheckedPort, child: Child, ports: Sequence[CheckedPort], reference: Reference) -> None:
         self.port, self.child, self.ports, self.reference = port, child, ports, reference

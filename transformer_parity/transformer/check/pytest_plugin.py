@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformer_parity.transformer.check.conformance import Test
 
 FOLDER = "parity"  # directory to which pytest's output assigns the tests
-FACTS = "parity_facts"  # attribute that carries our data in test reports and in the output of pytest-xdist workers
+FACTS = "parity_facts"  # attribute that stores our data in test reports and in the output of pytest-xdist workers
 PASSED, FAILED = "passed", "failed"
 MOST = 3  # maximum number of findings in a report and of tests in a message
 
@@ -59,7 +59,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Validate the options, read the expected failures, and register the plugin if a port is specified."""
+    """If a port is specified, validate the options, read the expected failures, and register the plugin."""
     references = list(dict.fromkeys(config.getoption("parity_port")))
     path = config.getoption("parity_expected_failures")
     if path is not None and not references:
@@ -108,7 +108,7 @@ class Conformance:
         self.expected = expected
         self.stages = stages
         self.tests: list[Test] = []
-        # The known-answer test of each port whose other tests have run since the known-answer test.
+        # The known-answer tests of ports whose other tests have run since their last known-answer test.
         self.unchecked: dict[str, TestItem] = {}
         self.facts: dict[str, dict[str, Any]] = {}  # the facts of each test, by test name
         self.failed: set[str] = set()  # names of the tests that pytest reports as failed
@@ -119,7 +119,7 @@ class Conformance:
 
     @pytest.hookimpl(tryfirst=True)  # before -k selects tests
     def pytest_collection_modifyitems(self, session: pytest.Session, items: list[pytest.Item]) -> None:
-        """Add the tests of the ports to the tests that pytest has collected."""
+        """Add the ports' tests to the tests that pytest has collected."""
         collector = Cases.from_parent(session, name=FOLDER, nodeid=FOLDER, conformance=self)
         session.ihook.pytest_collectstart(collector=collector)
         report = session.ihook.pytest_make_collect_report(collector=collector)
@@ -183,7 +183,7 @@ class Conformance:
         self.files = list(dict.fromkeys([*self.files, *files]))
 
     def _incomplete(self) -> Iterator[str]:
-        """Yield the comparisons that didn't run, and the failures that an option, a marker or a hook has hidden."""
+        """Yield the comparisons that didn't run and the failures that an option, a marker, or a hook has hidden."""
         if not self.planned:
             yield "no tests of a port were collected"
         for title in dict.fromkeys(self.planned.values()):
@@ -200,7 +200,7 @@ class Conformance:
             yield from _missing(title, of_stages, list(stages))
 
     def _changed(self) -> Iterator[str]:
-        """Rerun known-answer tests if tests of the port have run in this process since, and yield their failures."""
+        """Rerun the known-answer test of each port whose tests have run since, and yield any failures."""
         from transformer_parity.transformer.check.conformance import KnownAnswer, PortDisagreementError
 
         for item in self.unchecked.values():
@@ -211,7 +211,7 @@ class Conformance:
                     yield str(error)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print the problems, and the commands that investigate the failures."""
+        """Print the problems and the commands that investigate the failures."""
         for line in self.changed:
             terminalreporter.write_line(line, red=True)
         for line in self.files:
@@ -248,7 +248,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _missing(port: str, facts: Sequence[Mapping[str, Any]], stages: Sequence[str]) -> list[str]:
-    """Return messages about the stages of a port that were not compared, based on the facts of the tests that ran."""
+    """Return messages about a port's stages that were not compared, based on the facts from the tests that ran."""
     from transformer_parity.engine.findings import Finding
     from transformer_parity.engine.verdict import Coverage
 
@@ -306,7 +306,7 @@ class TestItem(pytest.Item):
         return not hasattr(self.test, "case")
 
     def runtest(self) -> None:
-        """Run the comparison. Skip the test if the port doesn't support it."""
+        """Run the comparison, or skip the test if the port doesn't support it."""
         from transformer_parity.transformer.check.conformance import KnownAnswer, check
 
         self.outcome, reason = FAILED, ""

@@ -1,4 +1,4 @@
-"""The scope of a run: its ports, dtypes, stages and cases, and everything that it doesn't compare."""
+"""The scope of a run: its ports, dtypes, stages, and cases, and everything that it doesn't compare."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Selection:
         stages: Requested stages; None for all stages that have cases.
         device: ``cpu`` or ``gpu``.
         precision: ``highest`` or ``fast``.
-        presets: Requested presets; if empty, the standard cases.
+        presets: Requested presets. If empty, the standard cases run.
         weights: The user's weight file, which replaces the standard cases; None to use the standard cases.
         text: The user's two line-aligned text files; if empty, the text that ships with the package.
         sentences: Number of sentence pairs to compare; 0 to compare none.
@@ -82,7 +82,7 @@ class Selection:
 
     @property
     def setting(self) -> Placements:
-        """Dtypes, device and precision of the run."""
+        """Dtypes, device, and precision of the run."""
         return Placements(ALL_DTYPES if self.dtypes is None else self.dtypes, self.device, self.precision)
 
     def cases(self) -> list[Case]:
@@ -123,7 +123,7 @@ class Selection:
         ]
 
     def asked(self, port: str, cases: Sequence[Case], offered: Sequence[str] = ALL_DTYPES) -> Coverage:
-        """Return the coverage that a complete comparison of a port must reach.
+        """Return the coverage that is required for a comparison of a port to count as complete.
 
         Args:
             port: Name of the port.
@@ -173,7 +173,7 @@ class Selection:
         yield f"{other} (use --device {other})"
 
     def _without_a_case(self, cases: Sequence[Case]) -> Iterator[str]:
-        """Yield the stages that have no case in a requested dtype."""
+        """Yield one line for each requested dtype in which some stages have no cases."""
         known = {(case.stage, dtype) for case in cases for dtype in case.dtypes}
         present = dict.fromkeys(case.stage for case in cases)
         for dtype in self.setting.dtypes:

@@ -1,1 +1,1 @@
-"""Comparison of a port with the reference in a case, according to the stage of the case."""
+"""Comparison of a port with the reference, case by case, as the stage of each case specifies."""

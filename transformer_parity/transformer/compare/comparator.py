@@ -1,6 +1,6 @@
 """The comparator, which compares the outputs of a case with the reference, tensor by tensor.
 
-All comparisons use it: ports in this process, ports in other processes, and directories of golden vectors.
+It is used for ports in this process, ports in other processes, and directories of golden vectors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def compare(
     progress: Callable[[str], None] = lambda text: None,
     kept: Kept | None = None,
 ) -> Iterator[Finding]:
-    """Run every case on a port in every dtype, in this process, and yield each comparison.
+    """Run every case on a port in every dtype, in this process, and yield the findings.
 
     Args:
         cases: The cases to run.
@@ -59,7 +59,7 @@ class Comparator:
         self.reference = reference
 
     def compare(self, case: Case, outputs: Outputs, kept: Kept | None = None) -> Iterator[Finding]:
-        """Yield every comparison of one case, in the order of computation.
+        """Yield the findings for one case in the order of computation.
 
         Args:
             case: The case that was run.

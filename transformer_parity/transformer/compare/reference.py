@@ -1,7 +1,7 @@
 """The expected tensors of a case, computed by the float64 reference, and their tolerances.
 
 A float32 tolerance is derived from the baseline, which is the reference's own error in float32. The reference runs in
-the process that compares, and no port runs in this process (see docs/agreement.md).
+the process that compares the outputs, in which no port runs (see docs/agreement.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformer_parity.transformer.stages.decode import SCORES
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.stage import Expected
 
-MODELS, TRUTHS = 3, 64  # numbers of models and of expected results that are cached
+MODELS, TRUTHS = 3, 64  # maximum number of cached models and of cached expected results
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Reference:
     """Computes the expected tensors of cases, once for all ports.
 
     Args:
-        ports: Number of ports that request each case. The result is discarded after the last request.
+        ports: Number of ports that request each case. A result is discarded after the last request.
     """
 
     ports: int = 1
@@ -71,14 +71,14 @@ class Reference:
         return self._digests[key]
 
     def _weights(self, case: Case, working: str) -> Mapping[str, ndarray]:
-        """Return the weights that are passed to a port. The weights of the last model are cached."""
+        """Return the weights that ports receive. The weights of the last model are cached."""
         key = _model_key(case, working)
         if self._last is None or self._last[0] != key:
             self._last = (key, given(case.load_weights(), working))
         return self._last[1]
 
     def _compute(self, case: Case, placement: Placement) -> Expected:
-        with np.errstate(all="ignore"):  # values that aren't finite are reported with their names
+        with np.errstate(all="ignore"):  # an error that lists the names reports values that aren't finite
             exact = self._model(case, "float64", placement.dtype)
             rounded = self._model(case, "float32", placement.dtype) if placement.dtype == "float32" else None
             truth = self._truth(case, exact, placement.dtype)
@@ -94,10 +94,10 @@ class Reference:
             return Expected(truth, tolerances, exact, rounded)
 
     def _perturbed_tolerances(self, case: Case, placement: Placement, seed: int) -> dict[str, float]:
-        """Return tolerances derived from weights that are each perturbed to a neighboring float32 number.
+        """Return tolerances derived from a run in which each weight is perturbed to a neighboring float32 number.
 
-        The error of a single float32 run is a random number. If it happens to be small, it isn't representative of the
-        error of other correct implementations.
+        The error of a single float32 run is random. If it happens to be small, it doesn't represent the errors of other
+        correct implementations.
         """
         rng = np.random.default_rng(seed)
         weights = {}
@@ -112,7 +112,7 @@ class Reference:
         return STAGES[case.stage].tolerances(exact, rounded, placement)
 
     def _truth(self, case: Case, exact: LoadedPackage, dtype: str) -> Tensors:
-        """Return the float64 outputs, which are the same for the working dtypes float64 and float32."""
+        """Return the float64 outputs, which are the same whether the working dtype is float64 or float32."""
         key = _key(case, dtype)
         if STAGES[case.stage].trains:  # training takes fewer steps in float32
             key = (key, dtype)
@@ -125,7 +125,7 @@ class Reference:
         return self._truths[key]
 
     def _model(self, case: Case, dtype: str, working: str) -> LoadedPackage:
-        """Return the reference in a dtype. Its weights are rounded beforehand only if the working dtype is bfloat16."""
+        """Return the reference in a dtype. If the working dtype is bfloat16, round the weights to bfloat16 first."""
         key = (*_model_key(case, working), dtype)
         trains = STAGES[case.stage].trains
         if trains or key not in self._models:  # training modifies a model, so it can't be cached

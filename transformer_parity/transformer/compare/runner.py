@@ -74,20 +74,20 @@ def _run_group(
 
 
 def _variant(port: Implementation, case: Case) -> Implementation:
-    """Return the port that loads a case. If the case requires the formulas, the package runs without ``fast.py``."""
+    """Return the variant of a port that runs a case. If the case requires formulas, packages don't use ``fast.py``."""
     return replace(port, fast=False) if case.formulas and isinstance(port, PackagePort) else port
 
 
 def why_left_out(case: Case, port: object) -> str:
-    """Return the reason why a port omits a case, or the case of which it is a variant; empty if it doesn't."""
+    """Return why a port omits a case or the case that it varies, or an empty string if the port doesn't omit it."""
     declared: Mapping[str, str] = getattr(port, "left_out", {})
     return next((str(why) for name, why in declared.items() if f"{case.name}/".startswith(f"{name}/")), "")
 
 
 def call_before(case: Case, loaded: LoadedPort, port: Implementation, placement: Placement) -> None:
-    """Make the calls that precede a case, on the same model, or on a second model if the weights differ.
+    """Make the calls that precede a case, on the same model or, if the weights differ, on a second model.
 
-    Their results are not compared, because each of these calls is also a separate case.
+    The results of these calls are not compared here, because each call is also a separate case.
     """
     for earlier in case.before:
         with suppress(Exception):

@@ -1,1 +1,1 @@
-"""Evaluation of searches: near-ties between continuations, and the reference's scores for the prefixes of a port."""
+"""Evaluation of searches: near-ties between continuations, and the reference's scores for a port's prefixes."""

@@ -1,9 +1,9 @@
-"""Comparison of searches: the same tokens, or a decision in which rounding may choose either token.
+"""Comparison of searches: tokens must match, except after a near-tie, in which rounding may choose either token.
 
-If a search returns a different hypothesis, it has made a different decision at some step. Each step is checked: the
-float64 reference finds the best continuations of the port's own prefixes. If the port kept a worse continuation, but
-the difference is within the rounding noise that the reference shows in the working dtype, the decision is a near-tie.
-Larger differences are divergences.
+If a search returns a different hypothesis, it made a different decision at some step. To find this step, the float64
+reference computes the best continuations of the port's own prefixes. If the port kept a worse continuation, but the
+difference is within the rounding noise that the reference shows in the working dtype, the decision is a near-tie. A
+larger difference is a divergence.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Doubt:
 
     Attributes:
         sentence: Row of the batch.
-        step: Number of the token; 0 if the decision ranks finished hypotheses.
-        margin: Amount by which the reference prefers its own choice, as a log-probability in nats, or as a score if the
-            decision ranks hypotheses.
+        step: Number of the token; 0 if the decision is about the ranking of finished hypotheses.
+        margin: Amount by which the reference prefers its own choice: a log-probability in nats or, if the decision is
+            about a ranking, a score.
         noise: Largest margin that rounding can explain, in the same unit.
         what: The decision in words.
     """
@@ -57,7 +57,7 @@ class Doubt:
 
 
 def score_tolerance(exact: ndarray, rounded: ndarray | None) -> float:
-    """Return the largest relative error allowed for scores, given the reference's scores in two dtypes."""
+    """Return the maximum relative error of scores, given the reference's scores in two dtypes."""
     if rounded is None:
         return POLICY["decode"]["float64"]["score"]
     rule = POLICY["decode"]["float32"]
@@ -65,7 +65,7 @@ def score_tolerance(exact: ndarray, rounded: ndarray | None) -> float:
 
 
 def differing(ids: ndarray, expected: ndarray, pad_id: int) -> list[int]:
-    """Return the sentences for which two searches return different hypotheses or a different order."""
+    """Return the sentences for which two searches return different hypotheses or rank them in a different order."""
     width = max(ids.shape[2], expected.shape[2])
     wide, wanted = (
         np.pad(array, ((0, 0), (0, 0), (0, width - array.shape[2])), constant_values=pad_id)
@@ -75,7 +75,7 @@ def differing(ids: ndarray, expected: ndarray, pad_id: int) -> list[int]:
 
 
 def summary(doubts: Sequence[Doubt]) -> str:
-    """Return the first decision that rounding doesn't explain, or the number of near-ties; empty if there are none."""
+    """Describe the first decision that rounding doesn't explain or, if there is none, the number of near-ties."""
     if wrong := [doubt for doubt in doubts if not doubt.is_near_tie]:
         return str(wrong[0])
     if not doubts:
@@ -95,7 +95,7 @@ def follow(scorer: PrefixScorer, sentence: int, found: Decoded, options: Search)
             return [Doubt(sentence, step, math.inf, 0.0, f"a hypothesis contains padding before ID {tokens[step]}")]
     if options.beam_size is None:
         return _follow_greedy(scorer, sentence, returned[0], plan)
-    if found.result.nbest_scores is None:  # the port returns only the result of its search
+    if found.result.nbest_scores is None:  # the port returns only the final result of its search
         return _weigh(scorer, sentence, returned[0], options, int(plan.limits[0]))
     alive = [[tokens_of(ids, config) for ids in step[sentence]] for step in found.shown]
     alive = [[tokens for tokens in step if tokens] for step in alive]
@@ -110,7 +110,7 @@ def explain(
     expected: ndarray,
     options: Search,
 ) -> list[Doubt]:
-    """Return the decisions that explain why a port's result differs, for each sentence in which it does.
+    """Return the decisions that explain why a port's result differs, for each sentence with a different result.
 
     Args:
         truth: The reference in float64.
@@ -157,7 +157,7 @@ def _follow_greedy(scorer: PrefixScorer, sentence: int, tokens: Tokens, plan: Se
 
 
 def _weigh(scorer: PrefixScorer, sentence: int, tokens: Tokens, options: Search, limit: int) -> list[Doubt]:
-    """Compare the score of a hypothesis with the score of the hypothesis that the reference returns."""
+    """Compare the score of a hypothesis with the score of the reference's own hypothesis."""
     truth, eos_id = scorer.truth, scorer.truth.config.eos_id
     if eos_id in tokens[:-1] or not tokens or (tokens[-1] != eos_id and len(tokens) != limit):
         return [
@@ -187,7 +187,7 @@ def _weigh(scorer: PrefixScorer, sentence: int, tokens: Tokens, options: Search,
 
 
 class _BeamFollower:
-    """Runs a beam search step by step, and continues from the port's own beam after each step."""
+    """Runs a beam search step by step, continuing from the port's own beam after each step."""
 
     def __init__(self, scorer: PrefixScorer, sentence: int, plan: SearchPlan) -> None:
         self.scorer = scorer
@@ -196,12 +196,12 @@ class _BeamFollower:
         self.limit = int(plan.limits[0])
         self.doubts: list[Doubt] = []
         self.finished: dict[Tokens, float] = {}  # scores of the hypotheses that the port may have finished
-        self.inside: dict[Tokens, float] = {}  # margins in nats by which they are in the pool; negative if by rounding
+        self.inside: dict[Tokens, float] = {}  # their margins inside the pool, in nats; negative if within rounding
         self.noise = 0.0  # largest rounding noise so far
 
     def follow(self, alive: Sequence[Sequence[Tokens]], returned: Sequence[Tokens]) -> list[Doubt]:
         beam: Sequence[Tokens] = [()]
-        for n, kept in enumerate([*alive, []], 1):  # after the last step, no hypothesis continues
+        for n, kept in enumerate([*alive, []], 1):  # no hypothesis continues after the last step
             if not beam or not all(doubt.is_near_tie for doubt in self.doubts):
                 break
             ways = self.scorer.continuations(beam, self.plan)
@@ -217,7 +217,7 @@ class _BeamFollower:
                 self._compare_beam(ways, going_on, kept, (last_in, first_out))
             self._compare_stop(going_on, n, stops=not kept)
             beam = kept
-        if all(doubt.is_near_tie for doubt in self.doubts):  # the ranking after a wrong decision is irrelevant
+        if all(doubt.is_near_tie for doubt in self.doubts):  # after a wrong decision, the ranking is irrelevant
             self._compare_ranking(returned)
         return self.doubts
 
@@ -225,22 +225,22 @@ class _BeamFollower:
         return float(self.plan.penalties[length])
 
     def _doubt(self, step: int, margin: float, what: str, length: int = 0) -> None:
-        """Record a decision. It is about scores if the length of the hypothesis is given."""
+        """Record a decision. If the length of a hypothesis is given, the margin is a score."""
         noise = self.noise / (self._penalty(length) if length else 1.0)
         self.doubts.append(Doubt(self.sentence, step, margin, noise, what))
 
     def _going_on(self, ways: Continuations, within: Sequence[tuple[Tokens, float]]) -> dict[Tokens, float]:
-        """Return the hypotheses that continue: the best unfinished ones, limited to the beam if it shrinks."""
+        """Return the hypotheses that continue, which are the best unfinished ones that fit into the beam."""
         if self.plan.rules.beam_shrinks:
             return {tokens: total for tokens, total in within if tokens[-1] != self.plan.eos_id}
         return dict(ways.best(self.plan.beam_size, but=self.plan.eos_id))
 
     def _finish(self, best: Sequence[tuple[Tokens, float]], edges: tuple[float, float], n: int) -> None:
-        """Record the hypotheses that end here if they are in the beam and the pool, for certain or by rounding."""
+        """Record the hypotheses that end here and are in the beam and the pool, with certainty or within rounding."""
         last_in, first_out = edges
         ended = [(tokens, total) for tokens, total in best if tokens[-1] == self.plan.eos_id or n == self.limit]
         places, doubtful = len(ended), 0.0
-        if self.plan.rules.pool == "first":  # the pool may be full, depending on near-ties in earlier steps
+        if self.plan.rules.pool == "first":  # near-ties in earlier steps may determine whether the pool is full
             unsure = [abs(inside) for inside in self.inside.values() if abs(inside) <= self.noise]
             places, doubtful = self.plan.pool_size - len(self.inside), max(unsure, default=0.0)
             left = places + len(unsure)
@@ -281,7 +281,7 @@ class _BeamFollower:
         worst = self._worst_of_pool(-math.inf if stops else self.noise)
         if stops and attainable > worst and not worst > needed:
             self._doubt(n, attainable - worst, "the search stops although it could find a better hypothesis", length)
-        elif not stops and stop != "attainable":  # with this rule, continuing doesn't change the result
+        elif not stops and stop != "attainable":  # under that rule, continuing doesn't change the result
             if worst > needed:
                 self._doubt(n, worst - needed, "the search continues although its results are final", length)
             elif self._worst_of_pool(0.0) > needed:
@@ -289,7 +289,7 @@ class _BeamFollower:
                 self._doubt(n, closest, "the search continues although its results may be final")
 
     def _worst_of_pool(self, least: float) -> float:
-        """Return the worst score in the pool of hypotheses with at least this margin; -inf if the pool isn't full."""
+        """Return the worst score in the pool, counting only hypotheses with at least this margin (-inf if not full)."""
         scores = [score for tokens, score in self.finished.items() if self.inside[tokens] >= least]
         size = self.plan.pool_size
         return sorted(scores, reverse=True)[size - 1] if len(scores) >= size else -math.inf

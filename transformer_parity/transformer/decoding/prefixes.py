@@ -51,7 +51,7 @@ def rounded_to_bfloat16(x: ndarray) -> ndarray:
 
 
 class Continuations:
-    """Prefixes and all of their continuations by one token.
+    """A set of prefixes, and the continuations of each prefix by every possible token.
 
     Args:
         prefixes: P unfinished hypotheses.
@@ -70,7 +70,7 @@ class Continuations:
         self._order = np.argsort(-exact, axis=None, kind="stable")
 
     def best(self, count: int, but: int | None = None) -> list[tuple[Tokens, float]]:
-        """Return the most likely continuations and their log-probabilities, without those that end in ``but``."""
+        """Return the most likely continuations that don't end in ``but``, with their log-probabilities."""
         found: list[tuple[Tokens, float]] = []
         for index in self._order.tolist():
             row, token = divmod(index, self.exact.shape[1])
@@ -81,7 +81,7 @@ class Continuations:
         return found
 
     def total(self, tokens: Tokens) -> float:
-        """Return the log-probability of a continuation; -inf if it doesn't continue any of the prefixes."""
+        """Return the log-probability of a continuation, or -inf if it doesn't continue any of the prefixes."""
         row = self.rows.get(tokens[:-1])
         return -math.inf if row is None else float(self.exact[row, tokens[-1]])
 
@@ -92,7 +92,7 @@ class Continuations:
         largest = np.abs(exact).max(initial=0.0)
         if self.dtype == "float64":
             return POLICY["decode"]["float64"]["tie"] * largest
-        if self.dtype == "bfloat16":  # it is so coarse that a few values may be exact by chance
+        if self.dtype == "bfloat16":  # bfloat16 is so coarse that a few values may be exact by chance
             rows = sorted({row for row, _ in at})
             is_allowed = np.isfinite(self.exact[rows])
             errors = self.rounded[rows][is_allowed] - self.exact[rows][is_allowed]
@@ -119,7 +119,7 @@ class PrefixScorer:
     _memory: dict[int, ndarray] = field(default_factory=dict)
 
     def continuations(self, prefixes: Sequence[Tokens], plan: SearchPlan) -> Continuations:
-        """Return all continuations of prefixes of equal length in a search."""
+        """Return all continuations of prefixes that have the same length."""
         exact = self._totals(self.truth, prefixes, plan)
         rounded = exact if self.rounded is None else self._totals(self.rounded, prefixes, plan)
         dtype = "bfloat16" if isinstance(self.rounded, InBfloat16) else "float32"
@@ -142,7 +142,7 @@ def searched_log_probabilities(logits: ndarray, ids: ndarray, plan: SearchPlan) 
     Args:
         logits: Logits [R, n, V].
         ids: Token IDs of each row [R, n - 1] or [R, n], without the BOS token.
-        plan: Plan of the search for the sentences of the rows, or for a single sentence that all rows share.
+        plan: Plan of the search, either with one sentence per row or with one sentence that all rows share.
     """
     plan = plan.of(np.broadcast_to(np.arange(len(plan.limits)), len(logits)))
     ids = np.pad(ids, ((0, 0), (0, logits.shape[1] - ids.shape[1])))[:, None]
@@ -155,7 +155,7 @@ def searched_log_probabilities(logits: ndarray, ids: ndarray, plan: SearchPlan) 
 
 
 def tokens_of(ids: Iterable[int], config: TransformerConfig) -> Tokens:
-    """Return a hypothesis without trailing padding. Padding inside the hypothesis is an error, and is not removed."""
+    """Return a hypothesis without trailing padding. Padding inside the hypothesis is an error and is not removed."""
     tokens = [int(token) for token in ids]
     while tokens and tokens[-1] == config.pad_id:
         tokens.pop()
@@ -163,7 +163,7 @@ def tokens_of(ids: Iterable[int], config: TransformerConfig) -> Tokens:
 
 
 def score(model: Transformer, source_ids: ndarray, nbest_ids: ndarray, options: Search) -> ndarray:
-    """Return the reference's scores for given hypotheses [B, N]; -inf for missing hypotheses."""
+    """Return the reference's scores for given hypotheses [B, N], with -inf for missing hypotheses."""
     config, (batch, count, length) = model.config, nbest_ids.shape
     plan = options.plan(config, source_ids != config.pad_id)
     labels = nbest_ids.reshape(batch * count, length)

@@ -1,1 +1,1 @@
-"""Diagnosis: where a difference starts, and which known mistake or convention explains it."""
+"""Diagnosis: where a difference starts, and which known bug or convention explains it."""

@@ -1,7 +1,8 @@
-"""Search for a change to the reference that reproduces a port's numbers: a bug, a convention, or a different number.
+"""Search for a change to the reference that reproduces a port's values: a bug, a convention, or a different setting.
 
-``diagnose`` runs the reference with each known bug and convention, with numbers that it measures in the port's
-tensors, and with multiple changes at once. It returns the change that reproduces all numbers of the port, or "unknown".
+``diagnose`` runs the reference with each known bug and convention, with settings that it measures in the port's
+tensors, and with multiple changes at once. It returns the change that reproduces all of the port's values, or
+"unknown".
 The docstring of ``investigate`` lists all steps of a diagnosis.
 """
 
@@ -43,8 +44,8 @@ Arrays = Mapping[str, ndarray]
 EXACT, LIKELY, UNKNOWN = "exact", "likely", "unknown"
 VARIANTS = {mistake.name for mistake in STEP_VARIANTS}
 EXACTLY, CHANGED = "behaves exactly like", "the reference with this change"
-PLACED = 1000  # attempts with one bug in a single place
-# The value that a tap records. Published code often records a different one.
+PLACED = 1000  # maximum number of attempts with one bug in one place
+# The value that a tap must record. Published code often records a different value.
 MEANINGS = {
     "_norm.output": "the output of the norm (with post-norm, of the normalized residual sum)",
     ".scores": "the scores after scaling and before the mask",
@@ -55,14 +56,14 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The best explanation of a port's numbers.
+    """The best explanation of a port's values.
 
     Attributes:
         sentence: The diagnosis in words. If there are multiple statements, the one with the strongest evidence.
-        confidence: ``exact`` if a hypothesis reproduces every number, ``likely`` if a different measurement points to a
+        confidence: ``exact`` if a hypothesis reproduces every value, ``likely`` if a different measurement points to a
             cause, or ``unknown``.
-        hypotheses: Names of the hypotheses that reproduce every number, or every case that differs. There are multiple
-            names if these cases can't distinguish them.
+        hypotheses: Names of the hypotheses that reproduce every value, or every case that differs. There are multiple
+            names if the cases can't distinguish between the hypotheses.
         error: Largest relative error that the first hypothesis leaves; infinite if there is none.
         runner_up: Name of the next best hypothesis.
         next_error: Relative error that the next best hypothesis leaves, at the first tensor that it doesn't reproduce
@@ -80,7 +81,7 @@ class Diagnosis:
     signatures: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
 
-    to_dict = asdict  # returns the fields as plain values
+    to_dict = asdict  # returns the fields as built-in Python types
 
 
 def diagnose(
@@ -93,8 +94,8 @@ def diagnose(
 ) -> Diagnosis:
     """Find the hypothesis that reproduces every tensor of a port.
 
-    If no hypothesis reproduces all activations, the search is repeated without the taps of the kind that differs first,
-    and then with only the output, because a tap may record a different value than its name implies.
+    If no hypothesis reproduces all activations, the search is repeated without taps of the kind that differs first, and
+    then with only the output, because a tap may record a different value than its name implies.
 
     Args:
         case: The case that the port ran.
@@ -103,14 +104,14 @@ def diagnose(
         progress: Callback that receives a description of the next search step.
         known: The bugs and conventions to try; None tries all known ones.
         others: Other cases of the same model, with the port's tensors, or None if the port agrees with the reference.
-            An exact hypothesis must reproduce these cases too.
+            An exact hypothesis must also reproduce these cases.
     """
     known = hypotheses(case.config, case.stage) if known is None else known
     trials = Trials.of(case, actual, others)
     start = trials.run(TRUTH)
     if start is None or start.is_exact:
         return Diagnosis(f"every value that {port} returned here matches the reference", UNKNOWN)
-    # Learning rates or other optimizer numbers that explain this training case.
+    # Learning rates or other optimizer settings that explain this training case.
     deviation = schedule_in_words(case, measured_rates(case, actual))
     rates = rate_hypotheses(case, actual)
     measured = [*rates, *optimizer_hypotheses(case, actual)]
@@ -125,7 +126,7 @@ def diagnose(
     exact, tried = _search(trials, start, [*known, *measured], progress, places, together=False)
     if not exact and not deviation and (number := measured_number(trials)):
         exact, deviation = [number], f"it uses {number.hypothesis.name}"
-    # Each combination requires a training run. If the rate is wrong, combinations would only guess at the schedule.
+    # Each combination requires a training run, and if the learning rate is wrong, they only guess at the schedule.
     if not exact and not (rates or deviation):
         exact, several = _together(trials, start, tried, known, progress)
         tried += several
@@ -138,7 +139,7 @@ def diagnose(
         return found
     if pairs := _and_another(trials, exact, known, progress):
         return _exact(port, pairs, tried)
-    # Combinations can fit a single case by chance. If the port only returned tokens, a single bug can too.
+    # A combination can fit a single case by chance. If the port returned only tokens, so can an individual bug.
     singles = [attempt for attempt in exact if len(attempt.hypothesis.parts) == 1 and trials.names != (TOKENS,)]
     sometimes = [one for one in singles if trials.differing_cases().holds_elsewhere(one.hypothesis)]
     if sometimes:
@@ -158,7 +159,7 @@ def _apart_from_loss(
     progress: Callable[[str], None],
     places: Callable[[], Sequence[tuple[Mistake, Place]]],
 ) -> Diagnosis | None:
-    """Search using only the losses if only they differ, or using only the gradients if the loss is correct.
+    """Search using only the losses if nothing else differs, or using only the gradients if the loss is correct.
 
     Returns:
         None if both the loss and the gradients differ, or if this search finds no explanation.
@@ -186,7 +187,7 @@ def _apart_from_loss(
 def _named_in_search(
     trials: Trials, known: Sequence[Mistake], port: str, progress: Callable[[str], None]
 ) -> Diagnosis | None:
-    """Name one bug or one parameter of a search that explains all searches, or all greedy or all beam searches.
+    """Find one bug or one search parameter that explains all searches, or all greedy or all beam searches.
 
     Returns:
         None if no bug or parameter explains the tokens, or if the case has no search.
@@ -214,7 +215,7 @@ def _named_in_search(
 
 
 def reproducing_output(case: Case, actual: Arrays, known: Sequence[Mistake]) -> list[Hypothesis]:
-    """Return the single hypotheses that reproduce the output of a case, regardless of their taps."""
+    """Return the individual hypotheses that reproduce the output of a case, regardless of the taps."""
     trials = Trials(case, actual, (), (OUTPUT,))
     attempts = [trials.run(Hypothesis((mistake,))) for mistake in known]
     return [attempt.hypothesis for attempt in attempts if attempt and attempt.is_exact]
@@ -231,7 +232,7 @@ def _search(
 ) -> tuple[list[Attempt], list[Attempt]]:
     """Return the hypotheses that reproduce every tensor, and all attempts.
 
-    The search first tries one bug in the whole model, then one bug in a single place, and then combinations.
+    The search first tries each bug in the whole model, then each bug in one place, and then combinations.
     """
     singles = [attempt for mistake in known if (attempt := trials.run(Hypothesis((mistake,))))]
     exact, tried = [attempt for attempt in singles if attempt.is_exact], list(singles)
@@ -267,7 +268,7 @@ def _together(
 
 
 def _first_exact(trials: Trials, places: Sequence[tuple[Mistake, Place]]) -> tuple[list[Attempt], list[Attempt]]:
-    """Return the bugs in the largest places that reproduce every tensor, and all attempts."""
+    """Return the bugs in the largest places that reproduce every tensor, followed by all attempts."""
     tried: list[Attempt] = []
     for _, same_size in itertools.groupby(places, lambda one: len(one[1].parts)):
         attempts = [found for mistake, place in same_size if (found := trials.run(Hypothesis((mistake,), place)))]
@@ -282,7 +283,7 @@ def _first_exact(trials: Trials, places: Sequence[tuple[Mistake, Place]]) -> tup
 def _and_another(
     trials: Trials, exact: Sequence[Attempt], known: Sequence[Mistake], progress: Callable[[str], None]
 ) -> list[Attempt]:
-    """Return pairs of hypotheses that hold in every case, for hypotheses that hold only in this case."""
+    """Return pairs of hypotheses that hold in every case, starting from hypotheses that hold only in this case."""
     failing = [(case, shown) for case, shown in trials.others if shown is not None]
     for attempt in exact[:PROMISING]:
         if len(attempt.hypothesis.parts) > 1:  # combinations can fit a single case by chance
@@ -308,7 +309,7 @@ def _and_another(
 def _by_fewer_tensors(
     trials: Trials, start: Attempt, known: Sequence[Mistake], port: str, progress: Callable[[str], None]
 ) -> Diagnosis | None:
-    """Search without the taps of the kind that differs first, and then for single hypotheses using only the output.
+    """Search without taps of the kind that differs first, and then for individual hypotheses using only the output.
 
     Returns:
         None if these searches find no explanation.
@@ -341,9 +342,9 @@ def _counted(names: Sequence[str]) -> str:
 def _exact(
     port: str, exact: Sequence[Attempt], tried: Sequence[Attempt], note: str = "", alike: str = EXACTLY
 ) -> Diagnosis:
-    """Name the hypotheses that reproduce every number, and the error of the next best hypothesis.
+    """Report the hypotheses that reproduce every value, and the error of the next best hypothesis.
 
-    If a convention reproduces every number, equivalent bugs in single places are omitted because a convention can be
+    If a convention reproduces every value, equivalent bugs in one place are omitted, because a convention can be
     declared in the port.
     """
     runner_up = _best([attempt for attempt in tried if not attempt.is_exact])
@@ -361,14 +362,14 @@ def _exact(
 
 
 def _convention(hypothesis: Hypothesis) -> dict[str, Any]:
-    """Return the config fields that declare the port's convention; empty if the hypothesis is a bug."""
+    """Return the config fields that declare the port's convention, or an empty dict if the hypothesis is a bug."""
     if hypothesis.place is not None or not all(map(is_convention, hypothesis.parts)):
         return {}
     return {name: value for part in hypothesis.parts for name, value in part.config.items()}
 
 
 def _unknown(tried: Sequence[Attempt], start: Attempt, in_order: bool) -> Diagnosis:
-    """Report that nothing reproduces the numbers and, if the tensors are in order, which hypothesis comes closest."""
+    """Report that nothing reproduces the values and, if the tensors are in order, which hypothesis comes closest."""
     runner_up = _best(tried)
     name, left = (runner_up.hypothesis.name, runner_up.worst) if runner_up else ("", math.inf)
     sentence = "unknown: no known bug or convention, and no combination of them, reproduces these numbers"

@@ -77,6 +77,6 @@ def _report_on_files(
 
 
 def _with_rate(found: Diagnosis, case: Case, actual: Arrays) -> Diagnosis:
-    """Add the factor by which the first step is too long, if it is."""
+    """If the first step is too long, add the factor to the diagnosis."""
     rate = first_step_in_words(case, actual)
     return with_first(found, [rate]) if rate else found

@@ -1,15 +1,15 @@
-"""Failure reports: the block that introduces a difference, its cause, and the saved inputs of that block.
+"""Failure reports: the block that introduces a difference, the cause of the difference, and the block's saved inputs.
 
 A diagnosis has the following steps. A step that finds the cause with certainty ends the diagnosis.
 
 1. ``investigate`` (for a port) or ``files`` (for tensors from files) selects the first failure of each stage. It omits
-   stages whose failures only follow from an earlier one.
+   stages whose failures only follow from the failure of an earlier stage.
 2. If there is a port to run, ``investigate`` and ``evidence.properties`` test whether it writes to its inputs, is
    random, keeps state between calls, or differs only without taps. ``evidence.properties`` detects float32 values in
    the tensors of ports and files.
 3. ``diagnosis.diagnose`` searches for a change to the NumPy reference that reproduces every tensor of the case, and of
    the other cases of the model:
-   a. the bug catalog and the conventions (``hypotheses``), with numbers derived from the tensors (``measured.step``);
+   a. the bug catalog and the conventions (``hypotheses``), with settings measured in the tensors (``measured.step``);
    b. for searches, their parameters (``measured.search_parameters``);
    c. a bug in only some blocks (``hypotheses.places``);
    d. for training, the learning rate of each step (``measured.schedule``) or an optimizer setting
@@ -17,8 +17,9 @@ A diagnosis has the following steps. A step that finds the cause with certainty 
    e. two or three bugs together (``hypotheses.several``);
    f. for activations, a bug that reproduces all tensors except taps of one kind, or only the output.
    ``hypotheses.trials`` runs and caches the changed references.
-4. If no change is exact, statements describe the difference, the strongest first: NaN or infinity, exchanged names, the
-   port's own ``forward`` (``own_forward``) and its first step (``measured.step``), and which tensors and cases differ.
+4. If no change reproduces everything, statements describe the difference, the strongest first: NaN or infinity, swapped
+   names, a comparison with the port's own ``forward`` (``own_forward``), its first training step (``measured.step``),
+   and which tensors and cases differ.
    Most statements come from the modules in ``evidence``.
 5. ``evidence.blame`` replays the case and finds the block that introduces the difference. ``statements`` describes the
    error of the block, and ``reproduce`` saves its inputs.
@@ -85,15 +86,15 @@ from transformer_parity.transformer.stages.registry import STAGES
 
 @dataclass(frozen=True)
 class FailureReport:
-    """The report on one failing case.
+    """The report on one case that fails.
 
     Attributes:
         backend: Name of the port.
         dtype: Working dtype.
         case: Name of the case.
-        stage: Name of the stage that the case compares.
+        stage: Name of the stage to which the case belongs.
         blame: The blocks that introduce or inherit the difference; None if nothing can be replayed.
-        diagnosis: The cause of the difference; None if the report only contains the attention of a case that agrees.
+        diagnosis: The cause of the difference; None if the report only shows the attention in a case that agrees.
         view: Data that the HTML page shows about the case; None if it shows nothing.
         folder: Directory with the inputs of the first wrong block; None if they were not saved.
     """
@@ -109,13 +110,13 @@ class FailureReport:
 
     @property
     def relative_folder(self) -> Path | None:
-        """The directory, relative to the working directory if it is inside."""
+        """The directory, relative to the working directory if it is inside the working directory."""
         if self.folder is None or not self.folder.is_relative_to(Path.cwd()):
             return self.folder
         return self.folder.relative_to(Path.cwd())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the diagnosis and the case that it describes as plain values."""
+        """Return the diagnosis and its case as built-in Python types."""
         found = self.diagnosis.to_dict() if self.diagnosis else {}
         return {
             "backend": self.backend,
@@ -138,7 +139,7 @@ class Investigation:
         folder: Directory in which to save the inputs of a wrong block; None saves nothing.
         progress: Callback that receives a description of the next step.
         suspect: A hypothesis to try in addition to the known ones.
-        view: Function that turns the evidence into the data that the HTML page shows.
+        view: Function that converts the evidence to the data that the HTML page shows.
     """
 
     port: Implementation
@@ -152,8 +153,8 @@ class Investigation:
     def failures(self, findings: Sequence[Finding], kept: Kept, cases: Sequence[Case]) -> Iterator[FailureReport]:
         """Yield a report on the first failure of each stage, preferring cases that run the full model.
 
-        Gradients, steps, and searches depend on activations, so their failures are only reported if activations agree.
-        Precision failures are only reported if float64 agrees.
+        Gradients, steps, and searches depend on activations, so their failures are reported only if activations agree.
+        Failures at lower precision are reported only if float64 agrees.
 
         Args:
             findings: All findings about this port.
@@ -163,7 +164,7 @@ class Investigation:
         known = {case.name: case for case in cases}
         compared = {f.case for f in findings if f.verdict in (AGREES, DIVERGES) and f.dtype == "float64"}
         for finding in first_failures(findings, known):
-            if finding.verdict == FAILED:  # the error message of the exception is in the finding
+            if finding.verdict == FAILED:  # the finding contains the exception's error message
                 continue
             case = known[finding.case]
             self.progress(f"diagnosing {finding.dtype} {case.name}")
@@ -172,7 +173,7 @@ class Investigation:
                 for name, other in known.items()
                 if name in compared - {case.name} and shared(other) == shared(case) and not other.is_long
             ]
-            # The known bugs all show in short sequences, so none of them explains a case that needs 1,000 tokens.
+            # All known bugs affect short sequences, so none of them explains a failure that requires 1,000 tokens.
             hypothetical = (
                 [] if case.is_long else hypotheses(case.config, case.stage, forward_agrees=forward_agrees(findings))
             )
@@ -241,7 +242,7 @@ class Investigation:
         known: Sequence[Mistake],
         differing: Differing,
     ) -> Diagnosis:
-        """Return the hypothesis that explains every float64 tensor, or the strongest evidence."""
+        """Return the hypothesis that explains every float64 tensor or, if there is none, the strongest evidence."""
         finding = findings[0]
         found = if_it_is_meant(diagnose(case, shown, self.port.name, self.progress, known, others), IN_PORT)
         if finding.tap != NAMES and not Trials.of(case, shown).differing(TRUTH):
@@ -256,7 +257,7 @@ class Investigation:
         return of_tensors(found, differing, findings, others, beside_forward)
 
     def _beside_forward(self, found: Diagnosis, shown: Sequence[tuple[Case, Arrays | None]]) -> Diagnosis:
-        """Add evidence from the port's own ``forward`` and its first step, if gradients, steps or searches differ."""
+        """If gradients, steps, or searches differ, add evidence from the port's own ``forward`` and its first step."""
         with suppress(Exception):  # if the port can't be rerun, the report is still valid
             if statement := beside_forward(self.port, self.setting.placement("float64"), shown):
                 return with_first(found, [statement])
@@ -273,11 +274,11 @@ class Investigation:
         others: Sequence[tuple[Case, Arrays | None]],
         known: Sequence[Mistake],
     ) -> Diagnosis:
-        """Return the hypothesis that explains the outputs without taps, or that the two paths differ."""
+        """Return the hypothesis that explains the outputs without taps, or a statement that the two paths differ."""
         sentence = of_path(self._loaded(case, finding.dtype), case, finding.tolerance)
         if finding.dtype != "float64":
             return Diagnosis(sentence, LIKELY)
-        with suppress(Exception):  # if a different case raises, the sentence is still valid
+        with suppress(Exception):  # if another case raises an exception, the sentence is still valid
             runs: list[tuple[Case, Arrays]] = []
             for one in (case, *(other for other, _ in others)):
                 inputs = given(one.inputs, "float64")
@@ -290,7 +291,7 @@ class Investigation:
         return Diagnosis(sentence, LIKELY)
 
     def _exported(self, case: Case, dtype: str) -> str:
-        """Return which exported weights have exchanged names, or how they changed; empty if it can't be determined."""
+        """Report which exported weights have swapped names or how they changed, if this can be determined."""
         with suppress(Exception):  # if the port can't be loaded, there are no weights to compare
             right = given(case.load_weights(), dtype)
             back = self._loaded(case, dtype).export()
@@ -299,7 +300,7 @@ class Investigation:
         return ""
 
     def _randomness(self, case: Case, dtype: str) -> str:
-        """Return how two calls on the same input differ; empty if they don't, or if it can't be determined."""
+        """Report how two calls on the same input differ, if they do and this can be determined."""
         with suppress(Exception):
             if case.is_forward:
                 return is_random(self._loaded(case, dtype), case)
@@ -308,7 +309,7 @@ class Investigation:
         return ""
 
     def _kept_state(self, case: Case, shown: Arrays, dtype: str) -> str:
-        """Report that a case agrees on a newly loaded model; empty if it doesn't agree, or can't be run."""
+        """Report that a case agrees if the model is loaded again, if that is the case."""
         if dtype != "float64" or STAGES[case.stage].trains:
             return ""
         with suppress(Exception):
@@ -323,7 +324,7 @@ class Investigation:
         return ""
 
     def _measurements(self, case: Case, evidence: Evidence) -> list[str]:
-        """Return the results of further runs of the port: whether it rounds, and which properties it lacks."""
+        """Return the results of further runs: whether the port only rounds, and which properties it lacks."""
         placement = self.setting.placement(evidence.blame.dtype)
         rounded, noise = "", 0.0
         with suppress(Exception):  # ports may reject modified weights
@@ -351,7 +352,7 @@ class Investigation:
 
 
 def shared(case: Case) -> tuple[object, ...]:
-    """Return the properties that two cases must share for one hypothesis to apply to both, regardless of weights."""
+    """Return the properties that two cases must share, apart from weights, for a hypothesis to apply to both."""
     fields = {name: value for name, value in case.config.to_dict().items() if not name.endswith("vocab_size")}
     return fields, case.block, case.stage
 
@@ -359,8 +360,8 @@ def shared(case: Case) -> tuple[object, ...]:
 def first_failures(findings: Sequence[Finding], cases: Mapping[str, Case]) -> list[Finding]:
     """Return the first failure of each stage in float64, or in float32 if all of float64 agrees.
 
-    If activations fail, it returns only their failure, because all others follow from it. It omits optimizer steps if
-    gradients fail, or if searches fail and the steps differ only in the searches between them.
+    If activations fail, return only that failure, because all others follow from it. Omit optimizer steps if gradients
+    fail, or if searches fail and the steps differ only in the searches between them.
     """
     failures = [f for f in findings if f.verdict in (DIVERGES, IMPRECISE, FAILED) and f.case in cases]
     for dtype in ("float64", "float32"):

@@ -1,8 +1,8 @@
-"""Comparison of a port's gradients, steps, and searches with its own forward pass, to find out which one is wrong.
+"""Comparison of a port's gradients, steps, and searches with its own forward pass, to determine which is wrong.
 
-A search chooses tokens based on the logits of its prefixes, and ``forward`` returns the logits of the same prefixes. If
-``forward`` agrees with the reference but the search chooses different tokens, the search stores incorrect state between
-steps or follows a different rule.
+A search chooses tokens based on the logits for its prefixes, and ``forward`` returns the logits for the same prefixes.
+If ``forward`` agrees with the reference but the search chooses different tokens, the search stores incorrect state
+between steps or follows a different rule.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformer_parity.transformer.ports.protocol import Implementation, Placem
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_spec.config import TransformerConfig
 
-ROUNDING = 1e-9  # difference of logits, in nats and relative, that float64 rounding can cause
+ROUNDING = 1e-9  # difference between logits, absolute (in nats) and relative, that float64 rounding can cause
 FIRST = "compare activations first, using --stage activations"
 EMPTY = "at token 1, no previous token is cached yet, so a wrong cache is not the cause"
 FULL = (
@@ -35,12 +35,12 @@ FULL = (
 def beside_forward(
     port: Implementation, placement: Placement, shown: Iterable[tuple[Case, Mapping[str, ndarray] | None]]
 ) -> str:
-    """Report whether ``forward`` is wrong in failing cases, or whether greedy search chooses different tokens.
+    """Report that ``forward`` is wrong in the failing cases, or that greedy search chooses different tokens.
 
     Args:
         port: The port to rerun.
         placement: The device to run it on, in float64.
-        shown: Cases of one stage with the port's tensors, or None if they agree with the reference's.
+        shown: Cases of one stage, each with the port's tensors, or None if they agree with the reference's.
 
     Returns:
         A sentence with its evidence; empty if there is none.
@@ -74,11 +74,11 @@ def beside_forward(
 
 
 def _departure(case: Case, logits: ndarray, ids: ndarray) -> str:
-    """Return the first token at which a greedy search differs from the given logits; empty if it agrees.
+    """Describe the first token at which a greedy search differs from the given logits, if there is one.
 
     Args:
         case: A case with a greedy search.
-        logits: The logits of the port's own ``forward`` on the returned tokens [B, T, V].
+        logits: The logits that the port's own ``forward`` returns for these tokens [B, T, V].
         ids: The returned tokens [B, T].
     """
     config = case.config

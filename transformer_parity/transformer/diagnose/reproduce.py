@@ -1,8 +1,8 @@
-"""The first wrong block, saved to one directory: its inputs, the values that the port computed, and the correct values.
+"""The first wrong block, saved to a directory: its inputs, the values that the port computed, and the correct values.
 
 ``block.safetensors`` contains the arrays that the block reads (``inputs/...``), the port's result (``actual``), the
 reference's result (``expected``), and the batch (``batch/...``). ``model.safetensors`` contains the config and the
-weights, and ``about.json`` everything else. Any tool can read these files.
+weights, and ``about.json`` contains all other information. Any tool can read these files.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SavedBlock:
         stage: ``activations`` or ``gradients``.
         block: Path of the component that the case runs; empty for the full model.
         name: Name of the wrong tap or gradient.
-        replayed: The implementation that was rerun to locate the block (see ``Blame``).
+        replayed: The implementation whose blocks were rerun to locate the wrong block (see ``Blame``).
         error: Relative error of the tap or gradient.
     """
 
@@ -63,7 +63,7 @@ class SavedBlock:
 
 
 def save(evidence: Evidence, case: Case, port: str, folder: Path) -> Path:
-    """Write the inputs of the first wrong block to a directory, and return its path.
+    """Write the inputs of the first wrong block to a directory, and return the path of the directory.
 
     An existing directory for the same port and case is replaced entirely.
     """
@@ -112,7 +112,7 @@ def load(folder: str | Path) -> dict[str, ndarray]:
 
 
 def rerun(folder: str | Path, show: Callable[[str], None] = print) -> float:
-    """Rerun the saved block of the port on correct inputs, and return its relative error."""
+    """Rerun the port's saved block on correct inputs, and return its relative error."""
     folder = Path(folder)
     saved = _about(folder)
     config, weights = load_weights(folder / MODEL)

@@ -1,4 +1,4 @@
-"""Statements about a difference and its evidence, sorted by the strength of the evidence."""
+"""Statements about a difference, sorted by the strength of their evidence."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ FAR = {"float64": SAME, "float32": 1e-5}  # relative errors that are larger than
 
 
 def within_stage(found: Diagnosis, case: Case) -> Diagnosis:
-    """Limit an exact diagnosis of gradients to gradients, because training may have further differences."""
+    """Limit an exact diagnosis of gradients to the gradients, because training may differ in other ways."""
     if found.confidence != EXACT or case.stage != GRADIENTS:
         return found
     return replace(found, sentence=f"in gradients, {found.sentence}")
 
 
 def of_names(found: Diagnosis, detail: str) -> Diagnosis:
-    """Report first that the port returned different tensors than it declared, if ``detail`` lists them."""
+    """If ``detail`` lists tensors that the port returned but didn't declare, or vice versa, report them first."""
     if not detail:
         return found
     promise = f"the port returned different tensors than it declared: {detail}"
@@ -56,9 +56,9 @@ def of_error(evidence: Evidence, case: Case) -> list[str]:
     config = case.config.in_decoder if "decoder." in name else case.config
     batch = case if name.startswith("of ") else None
     parts = _sentences(case, evidence.alone[name], evidence.wanted[name])
-    for alone, wanted in reversed(parts) if name.endswith(".weights") else parts:  # key counts include all sentences
+    for alone, wanted in reversed(parts) if name.endswith(".weights") else parts:  # key counts need all sentences
         if found := signatures(alone, wanted, config, weights, FAR[dtype], batch):
-            # With padding, gradients can differ in a second way, so this statement only covers sentences without it.
+            # Padding can change gradients in other ways, so this statement covers only sentences without padding.
             is_part = len(alone) < len(evidence.alone[name])
             part = f"{_at(name)}, in sentences without padding"
             is_told = [is_part and (name.startswith("at ") or words[0].isdigit()) for words in found]
@@ -67,7 +67,7 @@ def of_error(evidence: Evidence, case: Case) -> list[str]:
 
 
 def of_operand(evidence: Evidence, case: Case) -> list[str]:
-    """Return a statement about the operand of the first wrong block that explains its error, or an empty list."""
+    """Return a statement about the wrong operand that explains the error of the first wrong block, if any."""
     name = evidence.blame.introduced[0]
     if name not in evidence.alone or name not in evidence.wanted:
         return []
@@ -77,7 +77,7 @@ def of_operand(evidence: Evidence, case: Case) -> list[str]:
 
 
 def of_rounding(evidence: Evidence, case: Case) -> list[str]:
-    """Return a statement that all values of the first wrong block have a narrower dtype, or an empty list."""
+    """Return a statement that the first wrong block computes in a narrower dtype, if it does."""
     name = evidence.blame.introduced[0]
     if name not in evidence.alone or name not in evidence.wanted:
         return []
@@ -87,7 +87,7 @@ def of_rounding(evidence: Evidence, case: Case) -> list[str]:
 
 
 def _sentences(case: Case, alone: ndarray, wanted: ndarray) -> list[tuple[ndarray, ndarray]]:
-    """Return both tensors, first limited to sentences without padding, and then in full. They are equal at padding."""
+    """Return both tensors, first only for sentences without padding, then in full. They match at padding."""
     ids = [array for name, array in case.inputs.items() if name in ("source_ids", "target_ids")]
     whole = np.all([(array != case.config.pad_id).all(1) for array in ids], 0) if ids else np.zeros(0, bool)
     if alone.shape != wanted.shape or wanted.shape[:1] != whole.shape or not whole.any() or whole.all():
@@ -109,8 +109,8 @@ def of_tensors(
         differing: The tensors of the case that differ.
         findings: Findings about the stage of the case.
         others: Other cases of the model, with the port's tensors, or None if they agree with the reference.
-        measured: Function that adds statements measured in gradients, steps, and searches, which are more specific
-            than patterns.
+        measured: Function that adds statements based on measurements in gradients, steps, and searches, which are more
+            specific than patterns.
     """
     if nowhere := not_finite(differing):
         found = replace(found, sentence=nowhere, confidence=LIKELY)
@@ -132,7 +132,7 @@ def of_place(
 ) -> Diagnosis:
     """Add statements about the first wrong block, unless a hypothesis already explains it.
 
-    The function has the same arguments as ``of_tensors``, and ``errors``, the statements about the error of that block.
+    The arguments are those of ``of_tensors``, plus ``errors``: the statements about the error of that block.
     """
     if not evidence.blame.introduced or found.confidence == EXACT or found.hypotheses:
         return found
@@ -144,16 +144,16 @@ def of_place(
 
 
 def with_statements(found: Diagnosis, statements: Sequence[str], evidence: Evidence) -> Diagnosis:
-    """Add statements to a diagnosis, followed by the places that are wrong.
+    """Add statements to a diagnosis, followed by a list of the wrong sentences, heads, and positions.
 
-    If there is no hypothesis, the first statement becomes the diagnosis. A place never does.
+    If there is no hypothesis, the first statement becomes the diagnosis, but this list never does.
     """
     found = with_first(found, statements, evidence.blame.dtype)
     return replace(found, signatures=(*found.signatures, *wrong_places(evidence)))
 
 
 def wrong_places(evidence: Evidence | None) -> list[str]:
-    """Return the sentences, heads, and positions that are wrong in the first wrong block, unless all are wrong."""
+    """Return the sentences, heads, and positions that are wrong in the first wrong block, unless all are."""
     if evidence is None or not evidence.blame.introduced:
         return []
     name, far = evidence.blame.introduced[0], FAR[evidence.blame.dtype]
@@ -168,7 +168,7 @@ def _at(name: str) -> str:
 
 
 def if_it_is_meant(found: Diagnosis, remedy: str) -> Diagnosis:
-    """Add advice on how to declare the port's convention, if the diagnosis is a convention."""
+    """If the diagnosis is a convention, add advice on how to declare it in the port."""
     return replace(found, signatures=(remedy.format(found.config), *found.signatures)) if found.config else found
 
 

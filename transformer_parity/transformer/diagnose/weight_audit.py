@@ -1,6 +1,6 @@
 """The weight audit, which treats a port as a black box and measures how the port uses each weight.
 
-The audit perturbs one weight at a time, and reloads and reruns the port. The first tensor that changes shows where the
+The audit perturbs one weight at a time, then reloads and reruns the port. The first tensor that changes shows where the
 port uses this weight. The audit doesn't depend on names or layouts inside the port.
 """
 
@@ -43,12 +43,13 @@ class Fate:
     """The result of the audit for one weight.
 
     Attributes:
-        name: Canonical name of the weight. If the audit can't measure weights, the name of the input that the port
-            modified, or ``two calls`` if they return different results.
-        verdict: ``used`` if the port uses the weight in the correct place; ``unused``; ``transposed``; ``misplaced`` if
-            the port uses it elsewhere; ``replaced`` by a different weight; left at its ``initial`` value; ``random`` if
-            it differs after every load or call; ``hidden`` if it affects no tensor in the port or in the reference, for
-            example a key bias that affects no logits; or ``overwritten`` for an input that the port modifies.
+        name: Canonical name of the weight. If the audit can't measure weights, this is the name of the input
+            that the port modified, or ``two calls`` if two calls return different results.
+        verdict: ``used`` if the port uses the weight in the correct place, ``misplaced`` if the port uses it elsewhere,
+            ``replaced`` if the port uses a different weight instead, ``initial`` if the weight keeps its initial value,
+            ``random`` if it differs after every load or call, ``hidden`` if it affects no tensor in the port or in the
+            reference (for example, a key bias, which affects no logits), ``overwritten`` for an input that the port
+            modifies, ``unused``, or ``transposed``.
         detail: The tensor that the weight affects, or the value that the port uses instead.
         instead: The replacement: a different weight, ``zero``, or ``one``; the weight's own name if it is transposed.
     """
@@ -58,7 +59,7 @@ class Fate:
     detail: str = ""
     instead: str = ""
 
-    to_dict = asdict  # returns the fields as plain values
+    to_dict = asdict  # returns the fields as built-in Python types
 
 
 class _OverwrittenError(Exception):
@@ -68,7 +69,7 @@ class _OverwrittenError(Exception):
 def audit(
     port: Implementation, case: Case, placement: Placement, progress: Callable[[str], None] = lambda text: None
 ) -> list[Fate]:
-    """Return the place in which a port uses each weight.
+    """Determine where and how a port uses each weight.
 
     Args:
         port: The port to audit.
@@ -89,7 +90,7 @@ def _audit(port: Implementation, case: Case, placement: Placement, progress: Cal
         return _shown(port.load(case.config, changed, placement), case)
 
     def run_reference(changed: Weights) -> dict[str, ndarray]:
-        """Run the reference on the port's value at each tap, so that every block is compared separately."""
+        """Run the reference on the port's value at each tap, so that each block is compared independently."""
         found = _shown(Hypothesis(()).load(case.config, changed), case, taps)
         return {name: value for name, value in found.items() if name in usual}
 
@@ -130,12 +131,12 @@ def _audit(port: Implementation, case: Case, placement: Placement, progress: Cal
 
 
 def first_change(before: Mapping[str, ndarray], after: Mapping[str, ndarray], least: float) -> str:
-    """Return the first tensor that changes by more than ``least``, relative to its size; empty if none does."""
+    """Return the first tensor that changes by more than ``least``, relative to its size, or "" if there is none."""
     return next((name for name in before if not distance(name, after, before) <= least), "")
 
 
 def summary(fates: Iterable[Fate]) -> str:
-    """Return one line with the number of weights, and the number of weights for each verdict."""
+    """Return one line that gives the total number of weights and the number of weights with each verdict."""
     fates = list(fates)
     if fates and fates[0].verdict == OVERWRITTEN:
         return f"{fates[0].name} overwritten, so no weight can be audited"
@@ -146,7 +147,7 @@ def summary(fates: Iterable[Fate]) -> str:
 
 
 def as_mistake(fates: Iterable[Fate]) -> Mistake | None:
-    """Return a hypothesis with all replacements of weights that the audit found; None if it found none."""
+    """Return a hypothesis with all weight replacements that the audit found, or None if it found none."""
     known = [fate for fate in fates if fate.instead]
     if not known:
         return None
@@ -168,7 +169,7 @@ def as_mistake(fates: Iterable[Fate]) -> Mistake | None:
 
 
 def _shown(loaded: LoadedPort, case: Case, taps: Weights | None = None) -> dict[str, ndarray]:
-    """Run on copies of the inputs, because frameworks may share their memory and overwrite them.
+    """Run on copies of the inputs, because frameworks may share memory with the inputs and overwrite them.
 
     Raises:
         _OverwrittenError: If the port modifies an input. The message is the name of the input.

@@ -1,4 +1,4 @@
-"""The training runs for multiple devices. No plan divides their batches evenly, and the gradient is always clipped."""
+"""Test cases for training on multiple devices. No plan divides a batch evenly, and gradients are always clipped."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from transformer_spec.training_config import TrainingConfig
 
 DISTRIBUTED = "distributed"  # name of the stage in reports
 Batch = tuple[ndarray, ndarray, ndarray]  # source_ids, target_ids, labels
-LENGTHS = (7, 7, 7, 6, 2, 1, 1, 0)  # target lengths; with two shards, the first one has most of the tokens
-ON_ONE_SHARE = (7, 0, 0, 0, 5, 0, 0, 0)  # target lengths with which one shard has all tokens of each micro-batch
+LENGTHS = (7, 7, 7, 6, 2, 1, 1, 0)  # target lengths; with two shards, the first shard has most of the tokens
+ON_ONE_SHARE = (7, 0, 0, 0, 5, 0, 0, 0)  # target lengths for which one shard has all tokens in each micro-batch
 SOURCE_LENGTH = 9
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A training run.
+    """A training run that serves as a test case.
 
     Attributes:
         name: Name of the case in reports.
@@ -33,7 +33,7 @@ class Probe:
         steps: Number of steps.
         seed: Seed for dropout.
         dropout: ``global`` or ``local``.
-        dtype: Dtype of weights and moments.
+        dtype: Dtype of the weights and moments.
         lengths: Target lengths in tokens.
         has_empty_rows: True if rows without labels consist only of padding. Otherwise, they contain a source and the
             BOS token.
@@ -51,7 +51,7 @@ class Probe:
 
     @property
     def halfway(self) -> int:
-        """Half the number of steps. A different framework resumes the run from this step."""
+        """Half the number of steps, after which a different framework resumes the run."""
         return self.steps // 2
 
     @property
@@ -88,7 +88,7 @@ class Probe:
 
 
 def config(tokens: int = 40, **fields: Any) -> TransformerConfig:
-    """Return the config of a case: the paper's conventions, sizes that are divisible by 2 and 4, and no dropout."""
+    """Return the config of a case, with the paper's conventions, sizes divisible by 2 and 4, and no dropout."""
     sizes = {"d_model": 32, "num_heads": 4, "d_k": 8, "d_v": 8, "d_ff": 48, "max_length": 16}
     layers = {"num_encoder_layers": 2, "num_decoder_layers": 2}
     dropout = {"embedding": 0.0, "residual": 0.0}
@@ -98,7 +98,7 @@ def config(tokens: int = 40, **fields: Any) -> TransformerConfig:
 
 @cache
 def probes() -> dict[str, Probe]:
-    """Return the float64 cases by name. Each one tests a different feature that distributed training may break."""
+    """Return the float64 cases by name. Each case tests a different feature that distributed training may break."""
     settings: dict[str, Any] = {"clip_norm": 0.5, "warmup_steps": 10, "learning_rate_factor": 0.1}
     sliced: dict[str, Any] = {"accumulation_steps": 2, "activation_checkpointing": True}
     shallow = config(num_encoder_layers=1, num_decoder_layers=1)  # halves the compile time
@@ -136,7 +136,7 @@ def rounded() -> dict[str, Probe]:
 
 @cache
 def port_probes() -> tuple[Probe, ...]:
-    """Return the cases for user ports, before their config is known. No sequence consists only of padding."""
+    """Return the cases for user ports before the port's config is known. No sequence consists only of padding."""
     settings = probes()["plain"].settings
     sliced = replace(settings, accumulation_steps=2)
     return (
@@ -145,7 +145,7 @@ def port_probes() -> tuple[Probe, ...]:
     )
 
 
-# The cases of a check. They cover every feature once and need little compilation.
+# The cases that a check runs, which cover every feature once and require little compilation.
 STAGE = ("plain", "uneven", "dropout", "float32", "mixed bfloat16")
 NOT_OFFERED = {"numpy": ("mixed bfloat16",)}
 PLANS = tuple(map(Plan.parse, ("data=2", "data=3", "data=4", "fsdp=2", "tensor=2", "data=2,fsdp=2,tensor=2")))

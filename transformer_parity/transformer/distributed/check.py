@@ -45,13 +45,13 @@ Start = Callable[[int], AbstractContextManager[TrainingGroup]]  # starts process
 
 @dataclass
 class DistributedCheck:
-    """The runs of all frameworks, one framework at a time. Each framework resumes a run that the previous one started.
+    """The runs of all frameworks, one framework at a time. Each one resumes a run that the previous framework started.
 
     Attributes:
         backends: Backends to check.
         ports: The user's ports, as ``module:class`` or as names of entry points.
         asked: Requested plans; empty for the default plans of each framework.
-        processes: Number of processes that share the devices of a plan; None for the default of each framework.
+        processes: Number of processes that share a plan's devices; None for the default of each framework.
         dtypes: Requested dtypes; None for all.
 
     Raises:
@@ -63,7 +63,9 @@ class DistributedCheck:
     asked: Sequence[Plan] = ()
     processes: int | None = None
     dtypes: Sequence[str] | None = None
-    _left: tuple[Snapshot, str] | None = field(default=None, init=False)  # snapshot in the middle of a run, its origin
+    _left: tuple[Snapshot, str] | None = field(
+        default=None, init=False
+    )  # snapshot halfway through a run, and its origin
 
     def __post_init__(self) -> None:
         for name in self.named if self.processes else ():
@@ -77,7 +79,7 @@ class DistributedCheck:
 
     @property
     def setting(self) -> Placements:
-        """Dtypes, device and precision of the runs."""
+        """Dtypes, device, and precision of the runs."""
         return Placements(DTYPES if self.dtypes is None else self.dtypes)
 
     def plans(self, backend: str) -> Sequence[Plan]:
@@ -93,7 +95,7 @@ class DistributedCheck:
         return [CheckedPort(PortJob(name, self.setting), self.cases(name), [DISTRIBUTED]) for name in self.named]
 
     def asked_of(self, port: CheckedPort) -> Coverage:
-        """Return the coverage that a complete check of a port must reach."""
+        """Return the coverage that is required for a check of a port to count as complete."""
         planned = Counter((DISTRIBUTED, case.dtypes[0]) for case in port.cases)
         return Coverage(port.label, (DISTRIBUTED,), tuple(self.dtypes or ()), self.dtypes is not None, planned)
 
@@ -137,11 +139,11 @@ class DistributedCheck:
             yield port, finished
 
     def steps(self, port: CheckedPort, start: Start) -> Iterator[NowDoing | CaseCompared]:
-        """Train with every plan of a framework in processes created by ``start``, and store their environment."""
+        """Train with each of a framework's plans in processes created by ``start``, and store their environment."""
         backend = port.job.backend
         for devices, plans in devices_needed(backend, self.plans(backend), self.processes):
             waiting = [*plans]
-            while waiting:  # new processes after a failure
+            while waiting:  # start new processes after a failure
                 try:
                     with start(devices) as processes:
                         failed = False
@@ -151,7 +153,7 @@ class DistributedCheck:
                 except StartError as error:  # the other plans would fail in the same way
                     yield CaseCompared([failure(port.label, str(error))])
                     return
-                except GroupError as error:  # a process failed while shutting down
+                except GroupError as error:  # a process failed during shutdown
                     yield CaseCompared([failure(port.label, str(error))])
 
     def _runs(self, backend: str, plan: Plan) -> list[DeviceRun]:
@@ -190,7 +192,7 @@ class DistributedCheck:
         return False
 
     def _resumed(self, run: DeviceRun) -> DeviceRun:
-        """Return a run that resumes from the middle of the last run, or of the reference's run if there is none."""
+        """Return a run that resumes halfway through the previous run or, if there is none, the reference's run."""
         start, origin = self._left or (_in_reference(run.probe).snapshots[run.probe.halfway], "numpy on one device")
         return replace(run, start=start, origin=origin)
 
@@ -200,7 +202,7 @@ def _failed(backend: str, run: DeviceRun, error: GroupError) -> Finding:
 
 
 def _on_one_device(run: DeviceRun, processes: TrainingGroup) -> tuple[Seen, Seen | None]:
-    """Return the expected results of a run, and in lower precision also the results on one device in that precision."""
+    """Return a run's expected results and, in lower precision, the results on one device in that precision."""
     probe = run.probe
     if draws(probe):
         return processes.train(TrainingTask(probe))[0], None

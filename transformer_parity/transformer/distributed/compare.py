@@ -1,4 +1,4 @@
-"""Compare the results of all processes of a run with the same run on one device."""
+"""Compare the results of all processes in a run with the results of the same run on one device."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from transformer_spec.names import parameter_shapes
 from transformer_spec.parallel_plan import Plan, fsdp_axis, tensor_axis
 
 RESUMED = "resumed"  # name of a run that resumes a run from a different framework
-COUNTED = ("tokens", "number of the step")  # exact in any precision
-# Names of findings that aren't about a tensor.
+COUNTED = ("tokens", "number of the step")  # integers, so they must match in every precision
+# Names of findings that are not about a tensor.
 REPLICAS, DIVIDED, NAMES, ROWS = "replicas", "sharding", "names", "rows of each process"
 
 
@@ -35,10 +35,10 @@ class DeviceRun:
     """One run on multiple devices.
 
     Attributes:
-        probe: Model, settings and batches.
+        probe: Model, settings, and batches.
         plan: The parallelism plan.
         start: Snapshot from which the run resumes; None to start at the first step.
-        origin: Framework and plan that created the snapshot, as a phrase.
+        origin: Phrase for the framework and plan that created the snapshot.
         named: True if the user requested the plan, so that the framework must support it.
         resumes: True if the run resumes from a snapshot, even if the snapshot doesn't exist yet.
     """
@@ -52,7 +52,7 @@ class DeviceRun:
 
     @property
     def case(self) -> Case:
-        """Case for the findings about this run."""
+        """Case to which the findings about this run belong."""
         inputs = dict(zip(("source_ids", "target_ids", "labels"), self.probe.batch(0), strict=True))
         name = f"{DISTRIBUTED}/{self.plan}/{RESUMED if self.resumes or self.start else self.probe.name}"
         common: dict[str, Any] = {"dtypes": (self.probe.dtype,), "stage": DISTRIBUTED, "settings": self.probe.settings}
@@ -69,7 +69,7 @@ def findings(
         run: The run.
         seen: Results of each process.
         expected: Results on one device from the reference or, with dropout, from the framework itself.
-        baseline: In lower precision, the results on one device with the same rounding; not used in float64.
+        baseline: Results on one device with the same rounding, used only in lower precision than float64.
     """
     author = run.case.author(backend, run.probe.dtype)
     if refused := next((one.refused for one in seen if one.refused), ""):
@@ -92,19 +92,19 @@ def findings(
 
 
 def _are_of_own_parts(seen: Sequence[Seen], expected: Seen, plan: Plan) -> bool:
-    """Return True if each process uses the norm of its gradient shard, so that the squares add up."""
+    """Return True if each process uses the norm of its own gradient shard, so that the squared norms add up."""
     squares = sum(one.norms[0] ** 2 for one in seen)
     return math.isclose(squares, plan.data * expected.norms[0] ** 2, rel_tol=1e-9)
 
 
 def draws(probe: Probe) -> bool:
-    """Return True if a run uses dropout. Each framework generates its own dropout masks."""
+    """Return True if a run uses dropout, for which each framework generates its own masks."""
     rates = probe.config.dropout
     return any((rates.embedding, rates.residual, rates.attention, rates.feed_forward))
 
 
 def _ways(run: DeviceRun, seen: Seen) -> list[Contributions]:
-    """Return the contributions of the shards to the first gradient, for each way to divide the rows."""
+    """Return the shards' contributions to the first gradient, for each way to divide the rows."""
     probe, start = run.probe, run.start
     if draws(probe):
         return []
@@ -145,7 +145,7 @@ def tensors(seen: Seen) -> dict[str, ndarray]:
 def _tensors(
     author: Author, run: DeviceRun, seen: Sequence[Seen], expected: Seen, one_device: Seen | None
 ) -> Iterator[Finding]:
-    """Compare each tensor with its expected value. The error is the largest one over all processes."""
+    """Compare each tensor with its expected value. Its error is the maximum over all processes."""
     wanted, of_all = tensors(expected), [tensors(one) for one in seen]
     mixed = run.probe.settings.mixed_bfloat16
     rounded = None if one_device is None else tensors(one_device)
@@ -167,13 +167,13 @@ def _tensors(
 
 
 def _tolerance(name: str, mixed: bool, baseline: dict[str, float]) -> float:
-    """Return the maximum allowed error. It is fixed in float64, and depends on the errors on one device otherwise."""
+    """Return the maximum allowed error. It is fixed in float64 and otherwise depends on the errors on one device."""
     if not baseline or name.endswith(COUNTED):
         return _usual_tolerance(name, "float64", 0.0, 0.0)
     if not mixed:
         return _usual_tolerance(name, "float32", baseline[name], baseline[WHOLE])
     rule = POLICY["distributed"]["mixed_bfloat16"]
-    # Tensors that depend linearly on a gradient may have the same error as the gradient, and squares twice as much.
+    # Tensors that depend linearly on a gradient may have the same error as the gradient, and squares twice that error.
     of_gradients = 2.0 if " second moment " in name else float(" moment " in name or name.startswith("of "))
     own = finite(max(baseline[name], of_gradients * baseline[WHOLE]), name)
     return rule["ratio"] * own + rule["floor_in_eps"] * EPS["bfloat16"]
@@ -187,14 +187,14 @@ def _usual_tolerance(name: str, dtype: str, baseline: float, whole: float) -> fl
 
 
 def _distance(name: str, found: dict[str, ndarray], wanted: dict[str, ndarray]) -> float:
-    """Return the error of a tensor. It is infinite if the shape differs or if the tensor contains NaN or infinity."""
+    """Return the error of a tensor, which is infinite if the shape differs or if any value is NaN or infinite."""
     if np.shape(found[name]) != np.shape(wanted[name]) or not np.isfinite(found[name]).all():
         return math.inf
     return training_error(name, found, wanted)
 
 
 def _held(author: Author, run: DeviceRun, seen: Sequence[Seen]) -> Iterator[Finding]:
-    """Check that replicas of a parameter are equal and that the plan's sharded parameters are in fact sharded."""
+    """Check that a parameter's replicas are identical and that the plan's sharded parameters are in fact sharded."""
     held, shapes = Holdings.of(seen), parameter_shapes(run.probe.config)
     problem = ""
     if apart := held.apart():
@@ -210,7 +210,7 @@ def _held(author: Author, run: DeviceRun, seen: Sequence[Seen]) -> Iterator[Find
 
 
 def _sizes_problem(sizes: Sequence[int], plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return an error message if the numbers of parameter elements don't match the plan, or an empty string."""
+    """Return an error message if the parameter counts of the devices don't match the plan, else an empty string."""
     if len(sizes) != plan.devices:
         return f"parameters_per_device must return {plan.devices} numbers over all processes: got {len(sizes)}"
     every = sum(map(math.prod, shapes.values()))
@@ -221,7 +221,7 @@ def _sizes_problem(sizes: Sequence[int], plan: Plan, shapes: Mapping[str, tuple[
 
 
 def _too_many(most: int, plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return an error message if a device stores too many parameter elements for the plan, or an empty string."""
+    """Return an error message if a device stores too many parameter elements for the plan, else an empty string."""
     every = sum(map(math.prod, shapes.values()))
     due = sum(math.prod(shape) / _parts(name, shape, plan) for name, shape in shapes.items())
     if most <= (due + every) / 2:  # a framework may shard fewer parameters than the plan lists, but not much fewer
@@ -231,7 +231,7 @@ def _too_many(most: int, plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> s
 
 @dataclass(frozen=True)
 class Holdings:
-    """The shards of each parameter by name: device, position in the full parameter, and hash."""
+    """The shards of each parameter, by name. A shard has a device, a position in the full parameter, and a hash."""
 
     parts: Mapping[str, list[Held]]
 
@@ -249,7 +249,7 @@ class Holdings:
         return {place for _, place, _ in self.parts[name]}
 
     def apart(self) -> list[str]:
-        """Return the parameters of which two devices store different values for the same shard."""
+        """Return the parameters for which two devices store different values of the same shard."""
         return [
             name
             for name, held in self.parts.items()
@@ -257,7 +257,7 @@ class Holdings:
         ]
 
     def not_divided(self, plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """Return an error message if the shards don't match the plan, or an empty string."""
+        """Return an error message if the shards don't match the plan, else an empty string."""
         devices = {device for held in self.parts.values() for device, _, _ in held}
         if self.parts.keys() != shapes.keys() or len(devices) != plan.devices:
             needed = f"{len(shapes)} parameters on {plan.devices} devices"

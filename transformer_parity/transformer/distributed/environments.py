@@ -1,9 +1,9 @@
 """Environment variables for processes on one machine that train one model together.
 
 This module chooses the network ports before any process listens on them, and reserves them until the run ends. To do
-so, it binds a socket to each port without listening. The operating system then doesn't assign the port to other
-programs. On Linux, the framework's server can still bind to it, because both sockets set SO_REUSEADDR. As a result, the
-parent process doesn't need to be the one that listens, and it doesn't need to import the framework.
+so, it binds a socket to each port without listening, so that the operating system doesn't assign the port to other
+programs. On Linux, the framework's server can still bind to the port, because both sockets set SO_REUSEADDR. As a
+result, the parent process doesn't have to run the server or import the framework.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def number_of_processes(backend: str, plan: Plan, asked: int | None) -> int:
 
 @contextmanager
 def environments(backend: str, devices: int, processes: int) -> Iterator[list[dict[str, str]]]:
-    """Yield the environment variables of each process. The network ports stay reserved until the block ends.
+    """Yield the environment variables for each process, and reserve the network ports until the ``with`` block ends.
 
     Args:
         backend: A name in ``PORTS``, or a user's port, which gets the same variables as with torchrun.
-        devices: Total number of devices of all processes.
-        processes: Number of processes. All have the same number of devices.
+        devices: Total number of devices across all processes.
+        processes: Number of processes, each of which has the same number of devices.
     """
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(processes)]

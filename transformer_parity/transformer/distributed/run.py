@@ -1,4 +1,4 @@
-"""Start and control the processes of a run on multiple devices. Each process has its own environment variables."""
+"""Start and control the processes that perform a run on multiple devices, each with its own environment variables."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from transformer_parity.transformer.distributed.worker import Seen, TrainingTask
 from transformer_spec.parallel_plan import Plan
 
 WORK = "transformer_parity.transformer.distributed.worker:work"  # entry point of a process
-ALL_PLANS = ("numpy", "jax")  # backends that can run plans of all sizes in one process, because a mesh may omit devices
-# float64 runs compare the formulas, so they don't need XLA's optimizations.
+ALL_PLANS = ("numpy", "jax")  # one process can run plans of all sizes, because a mesh may omit devices
+# float64 runs only compare the formulas, so they don't require XLA's optimizations.
 LITTLE_OPTIMIZED = {"jax": {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}}
 
 
 class GroupError(Exception):
-    """A run on multiple devices failed. All of its processes have ended."""
+    """A run on multiple devices failed, and all of its processes have ended."""
 
 
 class TrainingGroup:
-    """The processes of one framework. They perform one run at a time together.
+    """The processes of one framework, which perform one run at a time together.
 
     Attributes:
-        environment: Versions and switches of the first process; None until the processes have been stopped.
+        environment: Package versions and settings in the first process; None until the processes are stopped.
     """
 
     environment: dict[str, str] | None = None
@@ -38,7 +38,7 @@ class TrainingGroup:
         self._patience = math.inf if timeout is None else timeout
 
     def train(self, task: TrainingTask) -> list[Seen]:
-        """Perform a run, and return the results of each process that controls devices.
+        """Perform a run, and return one result for each process that controls devices.
 
         Raises:
             GroupError: If a process ends, fails, or doesn't reply in time.
@@ -68,18 +68,18 @@ def group(
     timeout: float | None = None,
     python: str = sys.executable,
 ) -> Iterator[TrainingGroup]:
-    """Start the processes of a framework, and stop them at the end of the block.
+    """Start the processes of a framework, and stop them at the end of the ``with`` block.
 
     Args:
         backend: A name in ``PORTS``, or a user's port.
-        devices: Total number of devices of all processes.
+        devices: Total number of devices across all processes.
         processes: Number of processes; None for the default of the framework.
         timeout: Seconds without a message, not including waits for a processor, after which all processes are stopped.
             None disables the limit.
         python: Path of the Python interpreter.
 
     Raises:
-        GroupError: If a process fails while shutting down.
+        GroupError: If a process fails during shutdown.
         StartError: If the interpreter can't be started.
     """
     count = processes or number_of_processes(backend, Plan(data=devices), None)
@@ -94,7 +94,7 @@ def group(
 
 
 def devices_needed(backend: str, plans: Sequence[Plan], processes: int | None) -> list[tuple[int, list[Plan]]]:
-    """Group plans that can share processes, and return the number of devices and the plans of each group."""
+    """Group plans that can share processes, and return each group's number of devices and plans."""
     if backend in ALL_PLANS and processes in (None, 1):
         return [(max(plan.devices for plan in plans), list(plans))]
     sizes = dict.fromkeys(plan.devices for plan in plans)

@@ -1,9 +1,9 @@
 """Identify bugs in distributed training from the coefficient of each shard's contribution to the reduced gradient.
 
-The gradient of a batch is the sum of the contributions of its shards, which the reference computes. If a gradient is
-wrong, the coefficients of the contributions are the solution of a linear system, and they identify the bug. For
-example, (1/2, 1/2) is a mean instead of a sum, (1, 0) is a missing reduction, and N / (W n) is a mean of the shards'
-own means. N is the number of target tokens in the batch, n the number in a shard, and W the number of shards.
+The gradient of a batch is the sum of its shards' contributions, which the reference computes. If a gradient is wrong,
+solving a linear system yields the coefficient of each contribution, and the coefficients identify the bug. For example,
+(1/2, 1/2) indicates a mean instead of a sum, (1, 0) a missing reduction, and N / (W n) a mean of the shards' own means,
+where N is the number of target tokens in the batch, n is the number in a shard, and W is the number of shards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformer_parity.transformer.stages.gradients import tolerance
 from transformer_parity.transformer.stages.training_stage import WHOLE, training_error
 from transformer_spec.parallel_plan import Plan, spread, tensor_axis
 
-EXACT = 1e-8  # maximum relative difference between equal numbers
+EXACT = 1e-8  # relative difference below which two numbers count as equal
 ROUNDED = {"float32": 2.0**-23, "bfloat16": 2.0**-7}  # maximum relative rounding error
 MOST = 3  # maximum number of groups of tensors in a message
 # Endings of messages that ``compare`` extends.
@@ -33,7 +33,7 @@ Vectors = Mapping[str, ndarray]
 
 @dataclass(frozen=True)
 class Contributions:
-    """Contributions of all shards of all micro-batches to the gradient.
+    """The contributions of every shard in every micro-batch to the gradient.
 
     Attributes:
         tokens: Number of target tokens [micro-batches, shards].
@@ -51,10 +51,10 @@ class Contributions:
         """Compute the contributions with the reference, without dropout.
 
         Args:
-            probe: Model, settings and batches.
+            probe: Model, settings, and batches.
             weights: Weights of the model.
             step: Number of the step, which selects the batch.
-            rows: Row numbers of each shard of each micro-batch, as returned by ``divisions``.
+            rows: Row numbers of each shard in each micro-batch, as returned by ``divisions``.
         """
         model, pad_id = ref.Transformer.from_weights(probe.config, weights, "float64", fast=False), probe.config.pad_id
         padded = [np.pad(ids, ((0, 1), (0, 0)), constant_values=pad_id) for ids in probe.batch(step)]
@@ -79,8 +79,8 @@ class Contributions:
     def coefficients(self, name: str, gradient: ndarray) -> ndarray | None:
         """Return the coefficient of each contribution in a gradient [micro-batches, shards].
 
-        A coefficient is NaN if its contribution is zero. Return None if the gradient isn't a linear combination of the
-        contributions.
+        A coefficient is NaN if its contribution is zero. If the gradient isn't a linear combination of the
+        contributions, return None.
         """
         basis = np.stack([np.ravel(of_part[name]) for of_part in self.gradients], 1)
         there = np.linalg.norm(basis, axis=0) > EXACT * np.linalg.norm(basis)
@@ -96,10 +96,11 @@ class Contributions:
 
 
 def divisions(rows: int, slices: int, shares: int) -> list[ndarray]:
-    """Return the ways in which trainers divide the rows of a batch, as row numbers [micro-batches, shards, R].
+    """Return the possible ways to divide a batch among micro-batches and shards.
 
-    A trainer may divide the batch into micro-batches and assign adjacent rows, or every ``shares``-th row, to each
-    shard. Alternatively, it may divide the batch into shards of adjacent rows first. Padding rows have the number -1.
+    A trainer may first divide the batch into micro-batches and then assign adjacent rows, or every ``shares``-th row,
+    to each shard. Alternatively, it may first divide the batch into shards of adjacent rows. Each way is an array of
+    row numbers [micro-batches, shards, R], in which padding rows have the number -1.
     """
     numbers = np.arange(rows)[:, None]
     found = [spread(numbers, slices, shares, -1)]
@@ -110,14 +111,14 @@ def divisions(rows: int, slices: int, shares: int) -> list[ndarray]:
 
 
 def explain(seen: Seen, expected: Seen, ways: Sequence[Contributions], plan: Plan) -> str:
-    """Return a message that describes the errors of loss, gradient and norm, and the bug that explains them.
+    """Return a message that describes the errors in the loss, gradient, and norm, and the bug that explains them.
 
-    The result is empty if nothing is known.
+    The message is empty if nothing is known about the errors.
 
     Args:
         seen: Results of the process with the largest error.
         expected: Results on one device.
-        ways: Contributions of the shards to the first gradient for each way to divide the rows; empty with dropout.
+        ways: The shards' contributions to the first gradient for each way to divide the rows; empty with dropout.
         plan: The parallelism plan.
     """
     if not seen.losses or not expected.losses or seen.gradient.keys() != expected.gradient.keys():
@@ -144,7 +145,7 @@ def explain(seen: Seen, expected: Seen, ways: Sequence[Contributions], plan: Pla
 
 
 def _wrong(found: Vectors, wanted: Vectors) -> list[str]:
-    """Return the names of the tensors with a wrong gradient."""
+    """Return the names of the parameters whose gradients are wrong."""
     whole = {f"of {name}": array for name, array in wanted.items()}
     whole[WHOLE] = np.concatenate([np.ravel(array) for array in wanted.values()])
     actual = {f"of {name}": array for name, array in found.items()}
@@ -153,7 +154,7 @@ def _wrong(found: Vectors, wanted: Vectors) -> list[str]:
 
 
 def _rounded(wrong: Sequence[str], seen: Seen, expected: Seen, contributions: Contributions | None) -> str:
-    """Return the dtype in which the contributions were summed, if its rounding explains all errors.
+    """Return the dtype in which the contributions were summed if its rounding explains all errors.
 
     Otherwise, return an empty string.
     """
@@ -171,7 +172,7 @@ def _rounded(wrong: Sequence[str], seen: Seen, expected: Seen, contributions: Co
 
 
 def _of_tensor(name: str, seen: Seen, expected: Seen, contributions: Contributions | None) -> tuple[str, str]:
-    """Return a description of a wrong gradient, and its coefficients in the contributions if they are known."""
+    """Return a description of a wrong gradient and, if known, the coefficients of the contributions."""
     if not np.isfinite(seen.gradient[name]).all():
         return NO_TOKENS, ""
     if contributions is None:
@@ -195,7 +196,7 @@ def _named(shares: ndarray, contributions: Contributions, loss: float, counted: 
     """
     (slices, width), tokens = shares.shape, contributions.tokens
     with np.errstate(divide="ignore", invalid="ignore"):  # a shard may have no tokens
-        own = tokens.sum() / tokens  # factor that turns the sum of a shard into its mean
+        own = tokens.sum() / tokens  # factor that turns a shard's sum into its mean
         of_slices, of_shares = (tokens.sum() / tokens.sum(axis, keepdims=True) for axis in (1, 0))
         clipped = shares.ravel()[0] * contributions.norms.ravel()[0] / contributions.norms
     means = "each shard divided by its own token count, then averaged: a mean of means"
@@ -215,9 +216,9 @@ def _named(shares: ndarray, contributions: Contributions, loss: float, counted: 
     if not present:  # a shard whose contribution is zero
         present = [share for share in range(width) if np.isnan(shares[:, share]).all()][:1]
     of_present = width * tokens[:, present].sum() / tokens.sum() if len(present) == 1 else 1.0
-    if counted is None:  # guess the number of tokens: all devices may have trained on the rows of one shard
+    if counted is None:  # guess the token count: all devices may have trained on one shard's rows
         counted = of_present if _near(shares[:, present] * of_present, width) else 1.0
-    shares = shares * counted  # number of times that the rows of each shard are included
+    shares = shares * counted  # how many times each shard's rows are included
     if len(shares) > 1 and _near(shares[-1], 1.0):
         return "correct only in the last micro-batch: earlier micro-batches are not reduced"
     if len(present) == 1 and width > 1 and _near(shares[:, present[0]], 1.0):
@@ -230,7 +231,7 @@ def _named(shares: ndarray, contributions: Contributions, loss: float, counted: 
 
 
 def _behind_gradient(seen: Seen, expected: Seen, ways: Sequence[Contributions], plan: Plan) -> Iterator[str]:
-    """Yield descriptions of errors in the loss, norm, update or gathered state if the gradient is correct."""
+    """Yield descriptions of errors in the loss, norm, update, or gathered state if the gradient is correct."""
     factor = seen.norms[0] / expected.norms[0] if seen.norms else 1.0
     loss = seen.losses[0] - expected.losses[0]
     if not math.isfinite(loss):
@@ -251,7 +252,7 @@ def _behind_gradient(seen: Seen, expected: Seen, ways: Sequence[Contributions], 
 
 
 def _of_loss(loss: float, expected: Seen, ways: Sequence[Contributions], plan: Plan) -> str:
-    """Return a description of a wrong loss with a leading space, or an empty string if it is unknown."""
+    """Return a description of a wrong loss, with a leading space, or an empty string if the cause is unknown."""
     right, known = expected.losses[0], {}
     if plan.tensor > 1:
         known[" = log(tensor)"] = right + math.log(plan.tensor)
@@ -289,7 +290,7 @@ def _shown(number: float) -> str:
 
 
 def _near(found: ndarray | float, wanted: ndarray | float) -> bool:
-    """Return True if all numbers are equal within rounding. NaN equals any number."""
+    """Return True if all numbers match within rounding. NaN matches any number."""
     return not np.any(np.abs(found - wanted) > EXACT * np.maximum(np.abs(wanted), 1.0))
 
 

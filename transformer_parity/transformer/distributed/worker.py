@@ -1,7 +1,7 @@
-"""A worker process of a run on multiple devices. It receives tasks, trains its part of each run, and sends the results.
+"""A worker process, which receives tasks, performs its part of each training run, and sends back the results.
 
-Environment variables define how the processes find each other. ``make_mesh`` reads them. PyTorch uses the variables
-that torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. JAX uses JAX_NUM_CPU_DEVICES to create
+``make_mesh`` reads environment variables that define how the processes find each other. PyTorch uses the variables
+that torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, and MASTER_PORT. JAX uses JAX_NUM_CPU_DEVICES to create
 multiple devices in one process. TensorFlow needs none, because it divides the CPU of a process itself.
 """
 
@@ -39,10 +39,10 @@ from transformer_spec.parallel_plan import Plan
 from transformer_spec.training_config import TrainingState
 
 Place = tuple[tuple[int, int], ...]  # start and stop along each axis
-Held = tuple[int, Place, str]  # device, position in the full parameter, and hash of a shard
+Held = tuple[int, Place, str]  # a shard's device, position in the full parameter, and hash
 NO_DROPOUT = DropoutRates(embedding=0.0, residual=0.0)
-OWN_LENGTH = 4  # target length in a shard's own batch; equal for all rows, so that all have the same weight
-OWN_STEP = 1000  # step number for a shard's own batch; no run reaches it, so the sentences differ from all others
+OWN_LENGTH = 4  # target length in a shard's own batch; the same for all rows, so that all have the same weight
+OWN_STEP = 1000  # step number for a shard's own batch; no run reaches it, so no other batch has the same sentences
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Snapshot:
 
     Attributes:
         weights: Weights by canonical name.
-        state: State of the optimizer; None for user ports.
+        state: Optimizer state; None for user ports.
     """
 
     weights: Mapping[str, ndarray]
@@ -60,10 +60,10 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """One run for the workers to perform.
+    """One run that the workers perform.
 
     Attributes:
-        probe: Model, settings and batches.
+        probe: Model, settings, and batches.
         plan: The parallelism plan; None for one device without a mesh.
         start: Snapshot from which the run resumes; None to start at the first step.
         edits: Bug to inject into the package.
@@ -80,18 +80,18 @@ class Seen:
     """The results of one process.
 
     Attributes:
-        first: Number of steps before the run, if it resumed from a snapshot.
+        first: Number of steps before the snapshot from which the run resumed; 0 if it didn't resume.
         losses: Loss of each step, per target token.
         tokens: Number of target tokens in each step; empty for user ports.
         norms: Gradient norm of each step before clipping; empty for user ports.
         gradient: Full gradient of the first step before clipping.
         snapshots: Snapshots after half of the steps and after the last step, by step.
-        shards: Shards of each parameter in this process after the last step.
+        shards: This process's shards of each parameter after the last step.
         refused: Error message if the framework doesn't support the plan. All other fields are empty in that case.
         config: Config of the user's port; None for packages.
-        own_gradient: For user ports with multiple processes, the first gradient if every shard has a different batch.
-        own_loss: Loss of an additional step with these batches.
-        sizes: Number of parameter elements on each device, for user ports with a plan that shards parameters.
+        own_gradient: For user ports with multiple processes, the first gradient when every shard has a different batch.
+        own_loss: Loss of an additional step on these batches.
+        sizes: Number of parameter elements on each device, for user ports whose plan shards parameters.
     """
 
     first: int = 0
@@ -114,7 +114,7 @@ def train(package: ModuleType, task: TrainingTask, meshes: dict[Plan, Any] | Non
     Args:
         package: One of the four packages.
         task: The run.
-        meshes: Cache of meshes by plan, because in TensorFlow, two meshes with the same devices interfere.
+        meshes: Cache of meshes by plan. In TensorFlow, two meshes with the same devices interfere with each other.
         fast: False to compute each formula exactly as written.
     """
     probe, plan = task.probe, task.plan
@@ -149,7 +149,7 @@ def train(package: ModuleType, task: TrainingTask, meshes: dict[Plan, Any] | Non
 
 
 def train_port(port: PluginPort, task: TrainingTask) -> Seen | None:
-    """Train a user's port in this process, and return the results, or None if another process controls all devices.
+    """Train a user's port in this process and return the results, or None if another process controls all devices.
 
     Args:
         port: The user's port, whose config replaces the config of the run.
@@ -193,7 +193,7 @@ def train_port(port: PluginPort, task: TrainingTask) -> Seen | None:
 
 
 def own_batch(probe: Probe, share: int) -> Batch:
-    """Return the separate batch of a shard. It has the usual number of rows but different sentences."""
+    """Return a shard's own batch, which has the usual number of rows but different sentences."""
     return replace(probe, lengths=(OWN_LENGTH,) * len(probe.lengths)).batch(OWN_STEP + share)
 
 
@@ -203,7 +203,7 @@ def _named(batch: Batch) -> dict[str, ndarray]:
 
 
 def _described(parts: Iterable[Any]) -> list[Held]:
-    """Return the device, the position and a hash of each shard."""
+    """Return the device, position, and hash of each shard."""
     return [
         (
             int(part.device),
@@ -220,7 +220,7 @@ def digest(array: ndarray) -> str:
 
 
 def work(parent: Parent) -> None:
-    """Receive the name of a port and its environment variables, then perform tasks and send their results."""
+    """Receive the name of a port and the environment variables, then perform tasks and send back the results."""
     backend, environment = parent.receive()
     os.environ.update(environment)  # before the framework is imported
     try:

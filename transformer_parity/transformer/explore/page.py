@@ -1,4 +1,4 @@
-"""Create the page: a self-contained HTML file that doesn't load other files."""
+"""Create the page: a self-contained HTML file that doesn't load any other files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def page(view: View, about: Sequence[str]) -> str:
 
 
 def environment(package: str = "transformer_parity.transformer.explore") -> Environment:
-    """Return a template environment with the templates of a package and of the explorer."""
+    """Return a template environment with the templates in a package and the explorer's templates."""
     return Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader("transformer_parity.transformer.explore")]),
         autoescape=True,

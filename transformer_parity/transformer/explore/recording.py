@@ -22,7 +22,7 @@ from transformer_parity.transformer.ports.protocol import Implementation, Placem
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_spec.config import TransformerConfig
 
-NEAR = 24  # number of preceding layer taps that can be inputs of a tap; a layer has fewer taps
+NEAR = 24  # a tap in a layer can only be an input of this many following taps; a layer has fewer taps
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Recorded:
 
     @property
     def first_over(self) -> str | None:
-        """The first tap over its tolerance; None if all taps are within tolerance."""
+        """The first tap whose error exceeds its tolerance, or None if all taps are within tolerance."""
         return next((mark.name for mark in self.marks if not mark.free <= mark.tolerance), None)
 
 
@@ -51,9 +51,9 @@ class Recording:
 
     Attributes:
         dtype: The dtype in which the ports computed.
-        expected: The values of the reference in float64 by tap, in the order of computation.
+        expected: The reference's float64 values by tap, in the order of computation.
         ports: The taps of each port.
-        feeds: The first wrong taps of the ports, each with the taps from which it is computed.
+        feeds: The first wrong tap of each port, with the taps from which it is computed.
     """
 
     dtype: str
@@ -133,7 +133,7 @@ def record(
 
 
 def recording_of(found: Sequence[Evidence], subject: Subject) -> Recording:
-    """Return the recording that corresponds to the evidence of the localization."""
+    """Return the recording that corresponds to the evidence from the localization."""
     expected = subject.run(subject.truth, {})
     baseline = subject.replay.baseline({}, expected)
     ports = [Recorded(one.blame.backend, _marks(one, baseline, subject.dtype), one.actual) for one in found]
@@ -157,7 +157,7 @@ def _feeds(ports: Sequence[Recorded], subject: Subject, expected: Arrays) -> dic
 
 
 def feeds(name: str, subject: Subject) -> tuple[str, ...]:
-    """Return the inputs of a tap, that is, the taps that change it if they are perturbed while all others are fixed."""
+    """Return the inputs of a tap, which are the taps whose perturbation changes it while all other taps are fixed."""
     expected = subject.run(subject.truth, {})
     names = list(expected)
     before = names[: names.index(name)]

@@ -1,7 +1,7 @@
-"""Convert a recording to the data of the page.
+"""Convert a recording to the data that the page shows.
 
 The page contains the full values of attention scores, attention weights, the first wrong tap, and the inputs of this
-tap. For all other taps, it contains norms over the channels.
+tap. For all other taps, it contains only norms over the channels.
 
 All values are float32 and stored in one buffer. For better compression, each value of a port is XORed with the
 reference value, which leaves few nonzero bits, and bytes of the same significance are stored together.
@@ -23,7 +23,7 @@ from transformer_parity.transformer.diagnose.evidence.blame import Subject
 from transformer_parity.transformer.explore.recording import Recorded, Recording, recording_of
 
 ATTENTION = ("scores", "weights")
-# Maximum number of values in all scores and weights together; enough for 20 source and 20 target tokens at base size.
+# Maximum number of values in all scores and weights; enough for 20 source and 20 target tokens and the base model.
 MOST_WEIGHTS = 150_000
 MOST_CHANNELS = 2048  # maximum number of channels of a tap with full values
 SIDES = ("source", "target")
@@ -56,10 +56,10 @@ def _bits(values: ndarray) -> ndarray:
 
 
 def view(recording: Recording, title: str, tokens: Mapping[str, Sequence[Sequence[str]]]) -> dict[str, Any]:
-    """Return the data of the page as plain values.
+    """Return the data that the page shows as built-in Python types.
 
     Args:
-        recording: The taps of a batch. The page shows one sentence of it.
+        recording: The taps of a batch, of which the page shows one sentence.
         title: The title of the page.
         tokens: The ``source`` and ``target`` tokens of each sentence as text.
     """
@@ -85,7 +85,7 @@ def view(recording: Recording, title: str, tokens: Mapping[str, Sequence[Sequenc
 
 
 def view_of_case(evidence: Evidence, subject: Subject) -> dict[str, Any]:
-    """Return the data that a report shows for a case that differs. Tokens are shown as IDs."""
+    """Return the data that a report shows for a case that differs, with tokens as IDs."""
     config = subject.case.config
     special = {config.pad_id: "<pad>", config.bos_id: "<s>", config.eos_id: "</s>"}
     tokens = {
@@ -109,7 +109,7 @@ def keys_of(tap: str) -> str:
 def _windows(recording: Recording, row: int, tokens: Mapping[str, Sequence[str]]) -> tuple[dict[str, slice], list[str]]:
     """Return the positions to show for each side, and notes about omitted positions.
 
-    If the sentence is too long, only positions around the one with the largest difference are shown.
+    If the sentence is too long, show only positions around the one with the largest difference.
     """
     heads = [value.shape[1] for name, value in recording.expected.items() if name.rpartition(".")[2] in ATTENTION]
     most = max(8, math.isqrt(MOST_WEIGHTS // max(sum(heads), 1)))
@@ -127,7 +127,7 @@ def _windows(recording: Recording, row: int, tokens: Mapping[str, Sequence[str]]
 
 
 def _worst(recording: Recording, row: int, side: str) -> int:
-    """Return the position at which the first wrong tap of a side differs most; 0 if there is no such tap."""
+    """Return the position at which a side's first wrong tap differs most, or 0 if there is no such tap."""
     for port in recording.ports:
         name = port.first_over
         if name is not None and side_of(name) == side and port.actual[name].shape == recording.expected[name].shape:
@@ -146,7 +146,7 @@ class _Tap:
         self.is_full = self.is_attention or name in of_interest
 
     def entry(self, windows: Mapping[str, slice], buffer: Buffer) -> dict[str, Any]:
-        """Return the data of the tap, and append its values to the buffer."""
+        """Return the tap's data, and append its values to the buffer."""
         expected = self._cut(self.recording.expected[self.name], windows)
         found = [self._of_port(port, windows) for port in self.recording.ports]
         entry: dict[str, Any] = {"name": self.name, "full": self.is_full, "rows": side_of(self.name), "note": ""}
@@ -168,13 +168,13 @@ class _Tap:
         return entry
 
     def _cut(self, value: ndarray, windows: Mapping[str, slice]) -> ndarray:
-        """Return the heads [N, L, n] of the shown sentence at the shown positions."""
+        """Return the heads [N, L, n] of a value, limited to the shown sentence and positions."""
         value = value[self.row]
         value = value.reshape(-1, *value.shape[-2:])[:, windows[side_of(self.name)]]
         return value[..., windows[keys_of(self.name)]] if self.is_attention else value
 
     def _of_port(self, port: Recorded, windows: Mapping[str, slice]) -> ndarray | None:
-        """Return the same for a port; None if its value has a different shape."""
+        """Return the same part of a port's value, or None if this value has a different shape."""
         value = port.actual.get(self.name)
         if value is None or value.shape != self.recording.expected[self.name].shape:
             return None
@@ -183,7 +183,7 @@ class _Tap:
     def _port_entry(
         self, port: Recorded, value: ndarray | None, expected: ndarray, buffer: Buffer
     ) -> dict[str, Any] | None:
-        """Return the errors of a port and the offsets of its values; None if the port doesn't show this tap."""
+        """Return a port's errors and the offsets of its values, or None if the port doesn't report this tap."""
         mark = next((mark for mark in port.marks if mark.name == self.name), None)
         if mark is None:
             return None
@@ -214,5 +214,5 @@ def _channels(expected: ndarray, found: Sequence[ndarray | None]) -> ndarray:
 
 
 def _number(value: float) -> float | str:
-    """Return a number, or a string if it is infinite or NaN, because JSON doesn't support these values."""
+    """Return a number, or convert it to a string if it is infinite or NaN, which JSON doesn't support."""
     return value if math.isfinite(value) else str(value)

@@ -1,1 +1,1 @@
-"""Golden vectors: the outputs of a model in files, with functions to write, read, and compare them."""
+"""Golden vectors: files with a model's outputs, and functions that write, read, and compare them."""

@@ -1,7 +1,7 @@
 """Compare two directories of golden vectors.
 
 Directory A defines the task: config, weights, inputs, and cases. The NumPy reference recomputes every case, and both
-directories are compared with its results, so A can't hide its own errors.
+directories are compared with the reference's results, so A can't hide its own errors.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ COPIED = "the bytes are equal to A's, so they were copied, not computed"
 
 
 def outputs(case: Case, dtype: str, folder: GoldenFolder) -> Outputs:
-    """Return the tensors of a case in a directory, in the form in which a port returns its outputs.
+    """Return the tensors that a directory contains for a case, in the form in which a port returns its outputs.
 
     Args:
         case: The case.
         dtype: Working dtype.
-        folder: Golden vectors that contain the case.
+        folder: Golden vectors that include the case.
     """
     found = Outputs(case.name, dtype, {FILES: folder.tensors(case, dtype)})
     if (tokens := found.paths[FILES].get(TOKENS)) is not None and tokens.dtype.name != "int64":
@@ -59,7 +59,7 @@ class FolderPair:
     Attributes:
         name: Name of the model; empty if there is only one model.
         truth: Directory A, which defines the task.
-        candidate: Directory B, which is compared.
+        candidate: Directory B, whose results are compared.
         stages: Names of the requested stages.
     """
 
@@ -80,7 +80,7 @@ class FolderPair:
 
     @cached_property
     def copied(self) -> dict[tuple[str, str], list[str]]:
-        """The names of B's tensors that are copies of A's, by case and dtype."""
+        """The names of B's tensors that are copies of A's tensors, by case and dtype."""
         return find_copies(self.truth, self.candidate, self.cases)
 
     @property
@@ -95,7 +95,7 @@ class FolderPair:
 
     @property
     def not_tested(self) -> list[str]:
-        """The dtypes that only A contains, and the stages that were not requested."""
+        """The dtypes that are only in A, and the stages that were not requested."""
         label = f"{self.backend}: "
         left = [f"{label}{dtype} (not in B)" for dtype in self.truth.dtypes if dtype not in self.candidate.dtypes]
         held = dict.fromkeys(case.stage for case in self.truth.cases)
@@ -103,7 +103,7 @@ class FolderPair:
 
 
 def read_pairs(truth: Path, candidate: Path, stages: Sequence[str] = tuple(STAGES)) -> list[FolderPair]:
-    """Read both sides, which each contain one model or multiple models with the same names.
+    """Read both sides. Each side contains either one model or multiple models, whose names must match.
 
     Raises:
         OSError: If there are no golden vectors, or a file can't be read.
@@ -128,7 +128,9 @@ def compare_folders(pair: FolderPair, progress: Progress = lambda text: None) ->
     """
     truth, candidate = pair.truth, pair.candidate
     if problems := vectors.differences(truth, candidate):
-        raise ValueError(f"{truth.path} and {candidate.path} must have the same task, but differ in {some(problems)}")
+        raise ValueError(
+            f"{truth.path} and {candidate.path} must define the same task, but they differ in {some(problems)}"
+        )
     reference = Reference(ports=2)
     for case in pair.cases:
         for dtype in DTYPES:
@@ -172,13 +174,13 @@ def _compare_case(pair: FolderPair, case: Case, dtype: str, reference: Reference
             return
         of_candidate.paths[FILES] = computed
         of_candidate.absent += [(name, COPIED) for name in copied]
-    if truth.holds(case, dtype):  # B doesn't need to contain the tensors that A omits
+    if truth.holds(case, dtype):  # B doesn't have to contain tensors that A omits
         of_candidate.absent += [(name, f"A omits it: {why}") for name, why in outputs(case, dtype, truth).absent]
     yield from Comparator(pair.backend, setting, reference).compare(case, of_candidate)
 
 
 def investigate(pair: FolderPair, findings: Sequence[Finding]) -> list[FailureReport]:
-    """Return reports on where differences are introduced and their causes, derived only from B's tensors."""
+    """Return reports, based only on B's tensors, on where differences are introduced and what causes them."""
     candidate, prefix = pair.candidate, f"{pair.name}/" if pair.name else ""
 
     def shown(case: Case) -> dict[str, ndarray]:

@@ -1,9 +1,9 @@
-"""Copies: tensors of B that have the same bits as A's.
+"""Copies: tensors in B that are bitwise identical to A's.
 
-Two programs always round differently somewhere, and then all numbers computed from these results differ in their last
-bits. Between any two of our five implementations, 5% of the numbers in a tensor are bit-identical, and never more than
-half. If nearly all bits of a tensor are equal to A's, B did not compute it. Tensors that all programs compute exactly
-are excluded (see ``EXACT``).
+Two programs always round differently somewhere, and all values computed from these results then differ in their last
+bits. Between any two of our five implementations, typically 5% of the values in a tensor are bitwise identical, and
+never more than half. If nearly all values in a tensor are identical to A's, B did not compute the tensor. Tensors that
+all programs compute exactly are excluded (see ``EXACT``).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from numpy import ndarray
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.golden.vectors import DTYPES, Arrays, GoldenFolder
 
-MANY = 32  # smallest size of a tensor that is judged separately
-FEW = 8  # smallest total size of the smaller tensors of a stage, which are judged together
-NEARLY_ALL = 0.9  # fraction of equal numbers above which a tensor is a copy
+MANY = 32  # minimum size of a tensor that is judged by itself
+FEW = 8  # minimum total size of a stage's smaller tensors, which are judged together
+NEARLY_ALL = 0.9  # fraction of identical values above which a tensor is a copy
 # Tensors that different programs compute from the same bits with the same few operations. The first step of Adam moves
 # each weight by the learning rate, regardless of the gradient.
 EXACT = (
@@ -31,14 +31,14 @@ EXACT = (
     "decoder.layers.0.cross_attention.query",
     "step 1 weight *",
 )
-MOVED = 0.1  # relative change of a weight by training, above which rounding shows in its bits
+MOVED = 0.1  # if training changes a weight by more than this, relative to its value, rounding affects its bits
 Place = tuple[str, str]  # name of a case, and a dtype
 
 
 def find_copies(truth: GoldenFolder, candidate: GoldenFolder, cases: Iterable[Case]) -> dict[Place, list[str]]:
-    """Return the names of the tensors of B that are copies of A's, by case and dtype.
+    """Return the names of B's tensors that are copies of A's, by case and dtype.
 
-    If a case contains a copy, every tensor of the case that equals A's is listed, including the tensors in ``EXACT``.
+    If a case contains a copy, list every tensor in the case that is identical to A's, including those in ``EXACT``.
 
     Args:
         truth: Directory A.
@@ -71,7 +71,7 @@ def find_copies(truth: GoldenFolder, candidate: GoldenFolder, cases: Iterable[Ca
 
 
 def _equal_numbers(name: str, ours: Arrays, theirs: Arrays, weights: Arrays) -> ndarray:
-    """Return whether each number equals A's, for all numbers of a tensor that are subject to rounding."""
+    """Return a boolean array: for each number that is subject to rounding, whether it equals A's."""
     mine, nothing = theirs[name], np.zeros(0, bool)
     if mine.dtype.kind != "f" or any(fnmatchcase(name, pattern) for pattern in EXACT):
         return nothing
@@ -80,7 +80,7 @@ def _equal_numbers(name: str, ours: Arrays, theirs: Arrays, weights: Arrays) -> 
         rounded &= np.abs(mine - initial) > MOVED * np.abs(mine)
     if name not in ours or (ours[name].dtype, ours[name].shape) != (mine.dtype, mine.shape):
         return np.zeros(rounded.sum(), bool)
-    numbers, first = np.unique(mine[rounded], return_index=True)  # a mask, or a single key, repeats the same number
+    numbers, first = np.unique(mine[rounded], return_index=True)  # masks and single keys lead to repeated numbers
     return ours[name][rounded][first] == numbers
 
 
@@ -93,7 +93,7 @@ def _equal_tensors(ours: Arrays, theirs: Arrays) -> list[str]:
 
 
 def copies_in_words(copied: Mapping[Place, list[str]]) -> str:
-    """Return a sentence that names some of the copies and explains how to remove them."""
+    """Return a sentence that lists some of the copies and explains how to remove them."""
     (case, dtype), names = next(iter(copied.items()))
     number = sum(map(len, copied.values()))
     return (

@@ -1,4 +1,4 @@
-"""Check that golden vectors can detect errors: A's model and inputs must distinguish a correct program from others."""
+"""Check that golden vectors can detect errors: A's model and inputs must reveal an incorrect program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from transformer_parity.transformer.golden.vectors import DTYPES, GoldenFolder
 from transformer_parity.transformer.stages.decode import TOKENS
 
 IDS = ("source_ids", "target_ids", "labels")
-# Tensors of each stage of which B must contain half. These are results, because all programs may agree in the others.
+# Tensors in each stage of which B must contain at least half. These are results, because all other tensors may agree
+# even if a program is incorrect.
 RESULTS = {ACTIVATIONS: OUTPUT, GRADIENTS: "of *", STEPS: "step * loss", DECODE: TOKENS}
 
 
@@ -23,7 +24,7 @@ def gaps(truth: GoldenFolder, candidate: GoldenFolder, cases: Sequence[Case]) ->
 
     Args:
         truth: Directory A, which defines the model and the inputs.
-        candidate: Directory B. Cases that it omits are not compared.
+        candidate: Directory B. Cases that B omits are not compared.
         cases: The compared cases of all stages.
     """
     if why := why_nothing_shows(truth.config, truth.weights):

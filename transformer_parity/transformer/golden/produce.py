@@ -25,12 +25,12 @@ from transformer_spec.config import DropoutRates, TransformerConfig
 from transformer_spec.presets import IMPLEMENTATIONS
 
 Progress = Callable[[str], None]
-PRESETS = ("paper_base", "paper_learned", *IMPLEMENTATIONS)  # other presets differ from these only in sizes and rates
+PRESETS = ("paper_base", "paper_learned", *IMPLEMENTATIONS)  # the others differ only in sizes and dropout rates
 NO_DROPOUT = DropoutRates(embedding=0.0, residual=0.0)
 
 
 def words(entry: LeftOut) -> str:
-    """Return one line that describes the omitted tensors and the reason."""
+    """Return one line that describes which tensors are omitted and why."""
     what = " ".join(part for part in (entry.dtype, entry.case) if part != "*") or "everything"
     if entry.tensors != ("*",):
         what += f", {entry.tensors[0] if len(entry.tensors) == 1 else f'{len(entry.tensors)} tensors'}"
@@ -38,12 +38,12 @@ def words(entry: LeftOut) -> str:
 
 
 def golden_cases(config: TransformerConfig) -> list[Case]:
-    """Return the cases of ports, without dropout in their config and without inputs that a search doesn't use.
+    """Return the cases for ports, without dropout in their configs and without inputs that a search doesn't use.
 
-    Files have no order of calls. Therefore, a case with preceding calls is treated like any other batch, and is omitted
-    if an earlier case has the same model and shapes. The cases with the large vocabulary and the longest sentence are
-    also omitted because of their size. Gradients of large logits are omitted because the bytes of a saturated softmax
-    are equal in all programs.
+    Files don't record the order of calls. Therefore, a case with preceding calls is treated like any other batch and is
+    omitted if an earlier case has the same model and shapes. The cases with the large vocabulary and the longest
+    sentence are also omitted because of their size. Gradients of large logits are omitted because a saturated softmax
+    is bitwise identical in all programs.
     """
     config = config.replace(dropout=NO_DROPOUT)
     found: dict[object, Case] = {}
@@ -104,4 +104,4 @@ def _tensors(port: str, case: Case, outputs: Outputs) -> Tensors:
         if tensors[TOKENS].dtype.kind not in "iu":
             raise TypeError(f"{port}: tokens must be integers: got {tensors[TOKENS].dtype}")
         tensors = {**tensors, TOKENS: tensors[TOKENS].astype(np.int64)}
-    return {name: value for name, value in tensors.items() if name != WHOLE}  # redundant: all other tensors combined
+    return {name: value for name, value in tensors.items() if name != WHOLE}  # redundant: combines all the others

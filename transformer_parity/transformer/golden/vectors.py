@@ -30,7 +30,7 @@ from transformer_spec.training_config import TrainingConfig
 
 FORMAT = "transformer-parity golden vectors"
 VERSION = 3
-KNOWN_VERSIONS = (2, VERSION)  # version 2 has a single weight file, and every step uses all rows
+KNOWN_VERSIONS = (2, VERSION)  # in version 2, there is one weight file, and every step uses all rows
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
 DTYPES = ("float64", "float32")
@@ -40,7 +40,7 @@ Arrays = Mapping[str, ndarray]
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Tensors that a directory omits, and the reason. In names, ``*`` matches any characters."""
+    """Tensors that a directory omits and the reason. In names, ``*`` matches any characters."""
 
     case: str
     reason: str
@@ -54,14 +54,14 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class GoldenFolder:
-    """Golden vectors that were read and checked.
+    """Golden vectors that have been read and checked.
 
     Attributes:
         path: Directory that contains the files.
         producer: Name of the program that computed the tensors.
         config: Config of the model.
         weights: Parameters of the model, by canonical name.
-        cases: The cases. ``case.dtypes`` contains the dtypes in which the case was computed.
+        cases: The cases. ``case.dtypes`` lists the dtypes in which a case was computed.
         dtypes: All dtypes in the directory.
         left_out: The omitted tensors, with the reasons.
     """
@@ -79,7 +79,7 @@ class GoldenFolder:
         """Return the tensors of a case, in the order of computation.
 
         Raises:
-            ValueError: If the directory doesn't contain the case in this dtype.
+            ValueError: If the directory doesn't include the case in this dtype.
         """
         if (case.name, dtype) not in self._computed:
             raise ValueError(f"{self.path} has no {dtype} tensors of {case.name}")
@@ -90,7 +90,7 @@ class GoldenFolder:
         return (case.name, dtype) in self._computed
 
     def why_not(self, case: Case, dtype: str) -> str | None:
-        """Return the reason why a case is omitted entirely; None if no entry covers it."""
+        """Return the reason why a case is omitted entirely, or None if no entry covers it."""
         whole = (entry for entry in self.left_out if "*" in entry.tensors)
         return next((entry.reason for entry in whole if entry.covers(case.name, dtype)), None)
 
@@ -101,7 +101,7 @@ def sha256(content: bytes) -> str:
 
 
 def find(path: str | Path) -> dict[str, Path]:
-    """Return the golden vectors at a path: the directory itself under the empty name, or its subdirectories by name.
+    """Return the directories of golden vectors at a path by name: the path itself, as "", or its subdirectories.
 
     Raises:
         OSError: If there are no golden vectors.
@@ -123,7 +123,7 @@ def read(path: str | Path) -> GoldenFolder:
     Raises:
         OSError: If there are no golden vectors, or a file is missing or can't be read.
         ValueError: If a file is truncated or modified, contradicts the manifest, or has an unsupported version. The
-            message contains the name of the file.
+            message includes the file name.
     """
     path = Path(path)
     if not (path / MANIFEST).is_file():
@@ -193,7 +193,7 @@ def _read_case(path: Path, fields: dict[str, Any], config: TransformerConfig, we
         raise ValueError(f"stage of case {name} must be one of {', '.join(STAGES)}: got {stage!r}")
     kind = STAGES[stage]
     search = Search.from_dict(_entry(fields, "search", dict)) if kind.searches else None
-    if search is not None and search.num_hypotheses != 1:  # differences in further hypotheses can't be explained
+    if search is not None and search.num_hypotheses != 1:  # differences in additional hypotheses can't be explained
         raise ValueError(f"num_hypotheses of case {name} must be 1: got {search.num_hypotheses}")
     if "weights" in fields:
         weights_file = _read_weights(path, _entry(fields, "weights", dict), config)
@@ -298,7 +298,7 @@ def _differing_case(first: Case, second: Case) -> list[str]:
 
 
 def differing_fields(first: TransformerConfig, second: TransformerConfig) -> str:
-    """Return the fields in which two configs differ, with both values; empty if they are equal."""
+    """Return the fields in which two configs differ, with both values, or an empty string if there are none."""
     ours, theirs = first.to_dict(), second.to_dict()
     return ", ".join(f"{name} {ours[name]} and {theirs[name]}" for name in ours if ours[name] != theirs[name])
 

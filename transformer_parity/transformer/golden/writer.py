@@ -34,15 +34,15 @@ def write(
     dtypes: Sequence[str],
     left_out: Iterable[LeftOut] = (),
 ) -> None:
-    """Write golden vectors into an empty directory. Use ``replaced`` to avoid an incomplete directory after an error.
+    """Write golden vectors into an empty directory. Use ``replaced`` to avoid incomplete directories after errors.
 
     Args:
         path: The directory.
-        producer: Description of the program that computed the tensors: its ``name``, and any other information.
+        producer: Description of the program that computed the tensors: its ``name`` and any other information.
         config: Config of the model.
         weights: Parameters of the model, by canonical name. Cases with different weights have separate files.
         computed: The tensors of each case, by dtype and name, in the order of computation.
-        dtypes: The dtypes of the directory.
+        dtypes: The dtypes to list in the manifest.
         left_out: The omitted tensors, with the reasons.
 
     Raises:
@@ -68,14 +68,14 @@ def write(
 
 
 class _Weights:
-    """The weight files in a directory: one for each model; the first is named ``WEIGHTS``."""
+    """The weight files in a directory, one for each model. The first one is named ``WEIGHTS``."""
 
     def __init__(self, path: Path, config: TransformerConfig) -> None:
         self.path, self.config = path, config
         self.records: list[tuple[Arrays, dict[str, Any]]] = []
 
     def saved(self, weights: Arrays) -> dict[str, Any]:
-        """Return the manifest entry of the file with these weights, and write the file unless it exists."""
+        """Return the manifest entry for the file that contains these weights, and write the file unless it exists."""
         for known, record in self.records:
             if all(np.array_equal(array, known[name]) for name, array in weights.items()):
                 return record
@@ -124,7 +124,7 @@ def _describe(path: Path, file: str, tensors: Arrays) -> dict[str, Any]:
 
 @contextmanager
 def replaced(path: str | Path, *, force: bool = False) -> Iterator[Path]:
-    """Yield a temporary directory that becomes ``path`` at the end, and is deleted if an error occurs.
+    """Yield a temporary directory that becomes ``path`` at the end or is deleted if an error occurs.
 
     Args:
         path: The directory to write. It may exist if it is empty.
@@ -164,7 +164,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _swap(temporary: Path, path: Path) -> None:
-    """Move a finished directory to its path. If an error occurs, the old directory is restored."""
+    """Move a finished directory to its path, and restore the old directory if an error occurs."""
     old = temporary.with_suffix(".old")
     if path.exists():
         path.rename(old)

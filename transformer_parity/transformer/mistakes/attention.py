@@ -1,4 +1,4 @@
-"""Bugs in attention: heads, scores, masks, fully masked rows and fused kernels."""
+"""Bugs in attention: heads, scores, masks, fully masked rows, and fused kernels."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def softmax_over(axis: int) -> Edits:
 
 
 def causal(numpy: str, torch: str, tf: str) -> Edits:
-    """Return edits that replace the lower triangle by a different mask. JAX uses the same expression as NumPy."""
+    """Return edits that replace the lower triangle with a different mask. JAX uses the same expression as NumPy."""
     lines = {
         "numpy": "np.tri(length, dtype=bool)",
         "torch": ".tril()",
@@ -206,7 +206,7 @@ FULLY_MASKED = [
     )
 ]
 
-# No standard case with a fast path has dropout in attention, or equal d_k and d_v, which JAX's function requires.
+# No standard case with a fast path uses attention dropout or has the same d_k and d_v, which JAX's function requires.
 FUSED_CASE = replace(preset_case("torch"), name="preset/torch, fast", fast=True)
 FUSED = "F.scaled_dot_product_attention(query, key, value, mask, dropout_p=rate)"
 D_K = "    d_k = query.shape[-1]\n"
@@ -223,7 +223,7 @@ KERAS_OWN = f"""    if tap is no_tap:
 
 
 def fused(mask: str = "mask", rate: str = "rate") -> Edits:
-    """Return edits of the call to PyTorch's fused kernel."""
+    """Return edits to the call of PyTorch's fused kernel."""
     return changed("fast", torch=(FUSED, FUSED.replace("mask", mask).replace("rate", rate)))
 
 

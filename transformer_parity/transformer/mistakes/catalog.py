@@ -1,4 +1,4 @@
-"""The complete bug catalog by part of the model, and the cases that expose the bugs."""
+"""The complete bug catalog, grouped by part of the model, and the cases that expose the bugs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Parts = Mapping[str, list[Mistake]]
 
 
 def merged(*catalogs: Parts) -> Parts:
-    """Merge several catalogs. Bugs in the same part are adjacent in the result."""
+    """Merge multiple catalogs. In the result, bugs in the same part are adjacent."""
     names = dict.fromkeys(name for catalog in catalogs for name in catalog)
     return {name: [mistake for catalog in catalogs for mistake in catalog.get(name, [])] for name in names}
 
@@ -46,7 +46,7 @@ STRUCTURE = merged(
 )
 TRAINING = merged(training.CATALOG, optimizer.CATALOG, reported_training.CATALOG, other_optimizers.CATALOG)
 SEARCH = [*search.CATALOG, *reported_training.SEARCH]
-# Candidates for the diagnosis only, which are not injected into ports:
+# Bugs that are only candidates for the diagnosis and are not injected into ports:
 EVERYWHERE = [*layers.EVERYWHERE, *reported.EVERYWHERE]
 UNPLANTED = forward.UNPLANTED
 STEP_VARIANTS = step_variants.STEP_VARIANTS
@@ -56,7 +56,7 @@ BACKWARD_BLOCKS, BACKWARD_PATHS, LOSSES = by_hand.BLOCKS, by_hand.PATHS, by_hand
 
 @cache
 def parts() -> Parts:
-    """Return the complete catalog by part of the model."""
+    """Return the complete catalog, grouped by part of the model."""
     return {**FORWARD, **STRUCTURE, **TRAINING, "decoding": SEARCH}
 
 

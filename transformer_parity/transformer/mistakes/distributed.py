@@ -1,7 +1,7 @@
 """Known bugs in distributed training, as data. They are injected into the reference's simulation of multiple devices.
 
-Each entry contains the run that exposes the bug (a plan and a case in ``distributed.cases``), the first comparison that
-fails, and the message about it: the affected tensors and the wrong reduction.
+Each entry specifies the run that exposes the bug (a plan and a case in ``distributed.cases``), the first comparison
+that fails, and the message about this failure, which lists the affected tensors and the wrong reduction.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ POSITION = "self.model.source_position"
 OWN_WIDTH = "ids[:, : max(1, (ids != trainer.model.config.pad_id).any(0).sum())]"
 
 ALONE = "share % self.plan.shares == 0"  # only the first shard
-MEANS = "(batch[2] != self.model.config.pad_id).sum() / max(int(part_tokens), 1)"  # tokens of the batch per shard token
+MEANS = "(batch[2] != self.model.config.pad_id).sum() / max(int(part_tokens), 1)"  # tokens in the batch per shard token
 BIAS = "encoder.layers.1.feed_forward.inner_proj.bias"
-KEPT = '"norm." in name or name.endswith(("table", "output_proj.bias"))'  # parameters that tensor replicates
+KEPT = '"norm." in name or name.endswith(("table", "output_proj.bias"))'  # parameters that the tensor axis replicates
 NOT_REDUCED = "only shard 0 contributes: not reduced (1, 0)"
 OTHER = "not a sum of the shards' gradients: rows, weights, buffers or the backward pass differ"
 MASKS = "dropout masks are not drawn for the full micro-batch"
@@ -71,7 +71,7 @@ def with_loss(factor: str) -> list[Edit]:
 
 
 def run(plan: str, at: str = WHOLE, case: str = "short") -> tuple[str, str]:
-    """Return the comparison that fails and the run in which it fails."""
+    """Return the comparison that must fail and the run in which it must fail."""
     return at, f"distributed/{plan}/{case}"
 
 
@@ -257,7 +257,7 @@ MISTAKES = table(
                 "the first gradient and its norm are correct: later steps differ",
                 ("training", "settings.learning_rate(self.step", "self.plan.shares * settings.learning_rate(self.step"),
             ),
-            # A sampler that isn't informed of the current epoch has this effect.
+            # A sampler that doesn't receive the current epoch has this effect.
             "every step uses the rows of the first step": planted(
                 "later steps differ, as with this bug: every step uses the rows of the first step",
                 (

@@ -1,4 +1,4 @@
-"""Inject bugs by importing a copy of a package with edited source from memory."""
+"""Inject bugs by editing a copy of a package's source and importing the copy from memory."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ def edited_package(package: str, edits: tuple[Edit, ...]) -> ModuleType:
     """Return a copy of a package with the given edits, under a new name. Without edits, return the package itself.
 
     The copy contains only the edited modules and the modules that import them. It shares all other modules, including
-    their compiled functions, with the original. Equal arguments return the same copy, which remains in memory until the
-    process ends.
+    their compiled functions, with the original. Calls with the same arguments return the same copy, which remains in
+    memory until the process ends.
 
     Args:
         package: Name of one of the four packages.
-        edits: Tuples of module, text that occurs exactly once in it, and replacement; applied in this order.
+        edits: Edits in the order in which to apply them. Each one consists of a module, a text that occurs exactly once
+            in it, and a replacement.
 
     Raises:
-        ImportError: If the source of the package is not found.
+        ImportError: If the source of the package can't be found.
         ValueError: If a text doesn't occur exactly once, for example because an earlier edit has changed it.
     """
     original = importlib.import_module(package)
@@ -63,7 +64,7 @@ def edited_package(package: str, edits: tuple[Edit, ...]) -> ModuleType:
 def _sources(package: str) -> Mapping[str, str]:
     spec = find_spec(package)
     if spec is None or spec.origin is None:
-        raise ImportError(f"the source of {package} is not found")
+        raise ImportError(f"could not find the source of {package}")
     return {file.stem: file.read_text("utf-8") for file in Path(spec.origin).parent.glob("*.py")}
 
 
@@ -81,7 +82,7 @@ def _compiled(file: str, text: str) -> CodeType:
 
 
 class _Importer(MetaPathFinder, ExecutionLoader):
-    """Importer for modules in memory. It provides their source for tracebacks, ``inspect`` and TensorFlow's AutoGraph.
+    """Importer for modules in memory, whose source it provides for tracebacks, ``inspect``, and TensorFlow's AutoGraph.
 
     Attributes:
         sources: File name and source text of each module, by full module name.

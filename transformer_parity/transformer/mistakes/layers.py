@@ -1,4 +1,4 @@
-"""Bugs in norms, residual connections, embeddings, positions, feed-forward networks and layer stacks."""
+"""Bugs in norms, residual connections, embeddings, positional encodings, feed-forward networks, and layer stacks."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def norm(usual: str, **others: str) -> Edits:
 
 
 def everywhere(new: str, old: str = "{norm}(x + {y})") -> Edits:
-    """Return edits of all residual connections in the reference.
+    """Return edits to all residual connections in the reference.
 
     Args:
-        new: New code, which may contain the fields ``{norm}``, ``{y}`` (the output of the sub-layer) and ``{name}``.
+        new: New code, which may contain the fields ``{norm}``, ``{y}`` (the sub-layer's output), and ``{name}``.
         old: Code to replace, with the same fields.
     """
     edits = []
@@ -249,7 +249,7 @@ CATALOG = {part: table(entries) for part, entries in ENTRIES.items()}
 
 
 EVERYWHERE = [
-    # The same bugs as above in all sub-layers, as candidates for the diagnosis only.
+    # The same bugs as above, but in all sub-layers. They are only candidates for the diagnosis.
     Mistake("norm before the sum, in every sub-layer", "", everywhere("x + {norm}({y})")),
     Mistake("no residual connections", "", everywhere("{norm}({y})")),
     Mistake("no residual connections in pre-norm", "", everywhere_in_pre_norm(""), case="full/deeper_decoder"),

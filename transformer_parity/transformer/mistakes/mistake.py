@@ -1,8 +1,8 @@
-"""A known bug as data: edits of a package's source, a wrong config, or a wrong conversion of the weights.
+"""A known bug as data: edits to a package's source, a wrong config, or a wrong conversion of the weights.
 
-A bug in the config replaces fields of the given config. A bug in the weights converts them when they are loaded and
-converts them back when they are exported, so the exported weights look correct. Injected into a port, a bug tests the
-comparison. Injected into the reference, it is a candidate for diagnosing a port that differs.
+A bug in the config replaces fields of the given config. A bug in the weights converts the weights when they are loaded
+and converts them back when they are exported, so the exported weights look correct. A bug that is injected into a port
+tests the comparison. A bug that is injected into the reference is a candidate for diagnosing a port that differs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformer_parity.engine.findings import DIVERGES
 ALL = ("torch", "jax", "tf")  # the packages that are compared with the reference
 FOUR = ("numpy", *ALL)
 
-# Blocks and taps at which bugs have their first effect.
+# Blocks and taps at which bugs have their first effects.
 ENCODER, DECODER = "encoder.layers.0", "decoder.layers.0"
 SELF, CAUSAL, CROSS = f"{ENCODER}.self_attention", f"{DECODER}.self_attention", f"{DECODER}.cross_attention"
 SOURCE, TARGET = "source_embedding.output", "target_embedding.output"
@@ -32,10 +32,10 @@ Weights = Mapping[str, ndarray]
 
 @dataclass(frozen=True)
 class Mistake:
-    """A bug and the failure that the comparison must report, or an equivalent formulation that must not fail."""
+    """A bug and the failure that the comparison must report, or an equivalent formulation that must agree."""
 
     name: str
-    at: str  # first tap that must fail; empty if no tap may fail or if the model raises an exception
+    at: str  # first tap that must fail; empty if no tap should fail or if the model raises an exception
     edits: Edits = field(default_factory=lambda: {port: [] for port in FOUR}, repr=False)
     case: str = "full/padded"
     dtype: str = "float64"
@@ -43,7 +43,7 @@ class Mistake:
     path: str = "taps"  # "fast" if only runs without taps are wrong, "run" if the model raises an exception
     announced: str = ""  # failure reported before any tap: wrong names or order of taps, or wrong exported weights
     detail: str = ""  # part of the message about the first tap that fails
-    own_numbers: tuple[str, ...] = ()  # backends whose numbers differ from all others, so the bug can't be identified
+    own_numbers: tuple[str, ...] = ()  # backends whose values differ from all others, so the bug can't be identified
     unseen: tuple[str, ...] = ()  # dtypes and cases in which the bug has no effect
     config: Mapping[str, Any] = field(default_factory=dict)  # config fields that the port replaces
     convert: Callable[[Weights], Weights] = field(default=dict, repr=False)  # conversion that is its own inverse
@@ -54,7 +54,7 @@ Table = Mapping[Any, Mapping[str, Entry]]  # tap that must fail, or pair of tap 
 
 
 def but(edits: Edits | None = None, **more: Any) -> partial[Mistake]:
-    """Return a table entry with further attributes, with or without edits."""
+    """Return a table entry with additional attributes, with or without edits."""
     return partial(Mistake, **more) if edits is None else partial(Mistake, edits=edits, **more)
 
 
@@ -82,13 +82,13 @@ def instead(module: str, old: str | Mapping[str, str], new: str | None = None, *
 
 
 def together(*changes: Edits) -> Edits:
-    """Combine several edits into one bug."""
+    """Combine multiple sets of edits into one bug."""
     common = [port for port in changes[0] if all(port in change for change in changes)]
     return {port: [edit for change in changes for edit in change[port]] for port in common}
 
 
 def in_ports_alone(edits: Edits) -> Edits:
-    """Return edits without the reference, for exceptions, NaN and rounding, which can't be identified by numbers."""
+    """Return the edits without the reference, for bugs that values can't identify: exceptions, NaN, and rounding."""
     return {port: edits[port] for port in ALL if port in edits}
 
 

@@ -1,4 +1,4 @@
-"""Bugs in training steps: gradient accumulation, clipping, the learning rate schedule and Adam."""
+"""Bugs in training steps: gradient accumulation, clipping, the learning rate schedule, and Adam."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from transformer_parity.transformer.mistakes.training import (
 
 
 def rate(new: str) -> Edits:
-    """Return edits that replace the call of the learning rate schedule. ``n`` is the number of the step."""
+    """Return edits that replace the call to the learning rate schedule. ``n`` is the step number."""
     old, new = (text.replace("(n", "(self.step + 1") for text in ("settings.learning_rate(n, config.d_model)", new))
     return instead("training", old, new)
 
@@ -45,12 +45,12 @@ WRITTEN_OUT = """with torch.no_grad():
                 theta -= learning_rate * m_hat / (v_hat.sqrt() + group["eps"])"""
 
 
-# Makes TensorFlow's trainer use the formulas of Adam instead of its kernel, which can't be edited.
+# Makes TensorFlow's trainer use Adam's formulas instead of its kernel, which can't be edited.
 NO_KERNEL = "training", "FastAdam if model.fast or mesh is not None else Adam", "Adam"
 
 
 def in_adam(usual: Change | None = None, **others: Change) -> Edits:
-    """Return edits of the optimizer module, and make the trainer use its Adam."""
+    """Return edits to the optimizer module that also make the trainer use the module's Adam."""
     edits = dict(changed("optimizer", usual, **others))
     if "tf" in edits:
         edits["tf"] = [*edits["tf"], NO_KERNEL]
@@ -58,7 +58,7 @@ def in_adam(usual: Change | None = None, **others: Change) -> Edits:
 
 
 def adam(usual: Change, **others: Change) -> Edits:
-    """Return edits of Adam's formulas."""
+    """Return edits to Adam's formulas."""
     changes = {**dict.fromkeys(FOUR, usual), **others}
     old, _ = changes["torch"]
     if WRITTEN_OUT.count(old) != 1:
@@ -68,7 +68,7 @@ def adam(usual: Change, **others: Change) -> Edits:
 
 
 def clipping(old: str, new: str) -> Edits:
-    """Return edits of the expression for the maximum of the gradient norm and the clipping norm."""
+    """Return edits to the expression for the maximum of the gradient norm and the clip norm."""
     largest = {
         **dict.fromkeys(FOUR, "max(norm, clip_norm)"),
         "torch": "norm.clamp(min=clip_norm)",
@@ -267,7 +267,7 @@ ENTRIES: dict[str, Table] = {
 CATALOG = {part: table(entries) for part, entries in ENTRIES.items()}
 
 CONTROLS = [
-    # Equivalent formulations, which must not be reported.
+    # Equivalent formulations, which must not be reported as bugs.
     Mistake(
         "Adam written out",
         "",

@@ -6,7 +6,7 @@ from transformer_parity.transformer.mistakes.mistake import Edits, Table, change
 from transformer_parity.transformer.mistakes.optimizer import CLIPPED, WRITTEN_OUT
 from transformer_parity.transformer.mistakes.training import FIRST, LOSS, SECOND, WEIGHT
 
-# Adam's formulas by the name of their result. Hyperparameters have the same names for NumPy and PyTorch.
+# Adam's formulas by the names of their results. The hyperparameters have the same names in NumPy and PyTorch.
 ADAM = {
     "g": "g = g",
     "m": "m += (1.0 - beta1) * (g - m)",
@@ -21,7 +21,7 @@ NUMBERS = {
     "torch": '(beta1, beta2), epsilon = group["betas"], group["eps"]',
 }
 INDENT = {"numpy": 12 * " ", "torch": 16 * " "}
-T = "t = round(__import__('math').log(1.0 - correction1) / __import__('math').log(beta1))"  # number of the step
+T = "t = round(__import__('math').log(1.0 - correction1) / __import__('math').log(beta1))"  # step number
 # torch stores the product of the momentum factors in float32.
 MU = (
     "mu = lambda t: beta1 * (1.0 - 0.5 * 0.96 ** (0.004 * t))\nnp = __import__('numpy')\n"
@@ -110,8 +110,8 @@ def skipped(numpy: dict[str, str], torch: dict[str, str]) -> Edits:
     """Return edits that skip the update in the first step.
 
     Args:
-        numpy: Replacements in NumPy's call of the update.
-        torch: Replacements in PyTorch's call of the update.
+        numpy: Replacements in NumPy's call to the update.
+        torch: Replacements in PyTorch's call to the update.
     """
     new = {}
     for port, replaced in (("numpy", numpy), ("torch", torch)):

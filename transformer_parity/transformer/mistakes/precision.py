@@ -1,4 +1,4 @@
-"""Bugs in precision, and equivalent formulations that must not be reported."""
+"""Bugs in precision, and equivalent formulations that must not be reported as bugs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FLOAT32_FREQUENCIES = changed(
     tf=(FREQUENCIES, "[:, None] * tf.cast(tf.cast(frequencies, tf.float32), tf.float64)"),
 )
 FAST_VARIANCE = in_ports_alone(norm("(x - mean(x)) / (mean(x**2) - mean(x) ** 2 + self.epsilon) ** 0.5"))
-TF32 = {  # rounds float32 operands like a GPU, but leaves float64 unchanged
+TF32 = {  # rounds float32 operands as a GPU does, but leaves float64 operands unchanged
     "torch": """def tf32(x):
     import torch
 
@@ -137,7 +137,7 @@ PRECISION = [
 ]
 
 CONTROLS = [
-    # Equivalent formulations, which must not be reported.
+    # Equivalent formulations, which must not be reported as bugs.
     Mistake(
         "query scaled instead of the scores",
         "",

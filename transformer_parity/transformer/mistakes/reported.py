@@ -46,7 +46,7 @@ ALLOWED = {
 MASKED = "masked_softmax(scores, mask"
 CROSS_MASK = "cross_mask = source_mask[:, None, None, :]"
 ADD_AND_NORM = {**dict.fromkeys(ALL, ATTENDED), "numpy": f"{SUM}attended)"}
-LAST_ROW = "None if self_mask is None else self_mask[:, :, -1:]"  # the last row only masks padding
+LAST_ROW = "None if self_mask is None else self_mask[:, :, -1:]"  # the last row masks only padding
 NORM_TAP = ' x = tap("self_attention_norm.output", '
 VECTORS = {
     "numpy": "self.vectors(x.shape[1]).astype",
@@ -116,7 +116,7 @@ def activated(numpy: str, tf: str, of_x: str) -> Edits:
 
 
 def in_numpy(old: str, new: str) -> Edits:
-    """Return an edit of the reference's ``functional`` module only."""
+    """Return an edit that changes only the reference's ``functional`` module."""
     return {"numpy": [("functional", old, new)], **{port: [] for port in ALL}}
 
 
@@ -412,7 +412,7 @@ STRUCTURE_ENTRIES: dict[str, Table] = {
     },
     "edge cases": {
         (SOURCE, "full/large_vocabulary"): {
-            # TensorFlow isn't included, because it rejects ids that become negative.
+            # TensorFlow isn't included because it rejects ids that become negative.
             "ids in int16": but(
                 changed(
                     "embedding",
@@ -432,7 +432,7 @@ STRUCTURE_ENTRIES: dict[str, Table] = {
 STRUCTURE = {part: table(entries) for part, entries in STRUCTURE_ENTRIES.items()}
 
 
-# The same bugs as above in the full model, as candidates for the diagnosis only.
+# The same bugs as above, but in the full model. They are only candidates for the diagnosis.
 EVERYWHERE = [
     Mistake(
         "norm before the sum, in every sub-layer and its tap",
@@ -441,7 +441,7 @@ EVERYWHERE = [
     ),
     Mistake("every sub-layer's output added to itself", "", everywhere("{norm}({y} + {y})")),
     Mistake("normalized twice, in every sub-layer", "", everywhere("{norm}({norm}(x + {y}))")),
-    Mistake(  # edits each layer, so that the diagnosis can limit the bug to some layers
+    Mistake(  # edits every layer, so that the diagnosis can limit the bug to some layers
         "no causal mask",
         "",
         {

@@ -165,7 +165,7 @@ SEARCH = [
     *table(
         {
             LOGITS: {
-                # A causal mask with a single row only allows the first key.
+                # A causal mask with a single row allows only the first key.
                 "only the first position attended to": changed(
                     "decoder",
                     numpy=(SELF_MASK, f"{SELF_MASK} & (np.arange(end) == 0)"),

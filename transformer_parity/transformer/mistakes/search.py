@@ -1,6 +1,6 @@
 """Known bugs in decoding, as data.
 
-A bug in the cache affects the logits of positions that are decoded one at a time. A bug in the search only affects the
+A bug in the cache affects the logits of positions that are decoded one at a time. A bug in the search affects only the
 tokens or the scores.
 """
 
@@ -20,7 +20,7 @@ SCORED_END, SCORED_TOKEN = 'scored=rules.at_limit == "scored"', "scored=rules.sc
 PASTS = "[None] * (len(self.layers) - len(cache.past)) + cache.past"
 OTHERS = "(cache.past + [None])[: len(self.layers)]"
 OTHER = "decode/other_decoder_greedy"  # the first decoder layer has no self-attention
-# Backends whose numbers depend on the lengths to which they pad.
+# Backends whose values depend on the lengths to which they pad.
 OWN = {"own_numbers": ("jax", "tf")}
 
 HOLDS_TOKEN = "(ids != self.config.pad_id) | (n == 0)"
@@ -55,13 +55,13 @@ ANY_PADDING = {
 
 
 def planned(*lines: str) -> Edits:
-    """Return edits that change the plan of a search or its source mask before the search starts."""
+    """Return edits that change a search's plan or source mask before the search starts."""
     more = "".join(f"    {line}\n" for line in lines)
     return instead("search_loop", PLANNED, **{port: f"{text}{more}" for port, text in PLANNED.items()})
 
 
 def penalized(penalties: str) -> Edits:
-    """Return edits of the length penalties in beam search. ``n`` is an array of lengths, ``alpha`` is the exponent."""
+    """Return edits to the length penalties in beam search. ``n`` is an array of lengths; ``alpha`` is the exponent."""
     return planned(
         "n, alpha = __import__('numpy').arange(len(plan.penalties)), search.length_penalty",
         f"plan = plan if search.beam_size is None else plan._replace(penalties={penalties})",
@@ -85,12 +85,12 @@ NGRAMS = {1: "token", 2: "bigram", 3: "trigram", 4: "4-gram"}  # names of n-gram
 
 
 def ruled(rules: str) -> Edits:
-    """Return edits that change rules of every search."""
+    """Return edits that change the rules of every search."""
     return planned("from dataclasses import replace", f"plan = plan._replace(rules=replace(plan.rules, {rules}))")
 
 
 def repetition_penalty(penalty: float, log_probabilities: str) -> Edits:
-    """Return edits of the reference that add a repetition penalty for the tokens of a hypothesis, including BOS.
+    """Return edits to the reference that add a repetition penalty for a hypothesis's tokens, including BOS.
 
     Args:
         penalty: Divisor of positive scores and factor of negative scores.
@@ -108,8 +108,8 @@ def repetition_penalty(penalty: float, log_probabilities: str) -> Edits:
     return changed("search", numpy=(usual, lines))
 
 
-# Candidates for the diagnosis only. The packages' cases can't be used to test them, because they request multiple
-# hypotheses and contain too few sentences that depend on these rules.
+# These bugs are only candidates for the diagnosis. The packages' cases can't test them, because the cases request
+# multiple hypotheses and include too few sentences that depend on these rules.
 ONLY_HYPOTHESES = [
     *(Mistake(f"no repeated {words}s", "", ruled(f"no_repeat_ngram_size={size}")) for size, words in NGRAMS.items()),
     Mistake("EOS forced at the maximum length with probability 1", "", ruled("at_limit='forced'")),
@@ -175,11 +175,11 @@ CATALOG = [
                     ),
                     case=OTHER,
                 ),
-                # JAX and TensorFlow aren't included, because the shape of the mask wouldn't match.
+                # JAX and TensorFlow aren't included because the shape of the mask wouldn't match.
                 "cache of a different layer": but(
                     {
                         "numpy": [("decoder", PASTS, OTHERS)],
-                        "torch": [  # all layers of PyTorch's cache share one length
+                        "torch": [  # all layers in PyTorch's cache share one length
                             ("decoder", PASTS, OTHERS),
                             ("decoder", "past.value, n) if", "past.value, getattr(cache, 'n', 0)) if"),
                             ("decoder", "cache.length = end", "cache.n = getattr(cache, 'n', 0) + 1"),

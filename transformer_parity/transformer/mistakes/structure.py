@@ -1,4 +1,4 @@
-"""Bugs in structure, weights and edge cases: taps, shapes, dtypes, misplaced weights and unusual inputs."""
+"""Bugs in structure, weights, and edge cases: taps, shapes, dtypes, misplaced weights, and unusual inputs."""
 
 from __future__ import annotations
 

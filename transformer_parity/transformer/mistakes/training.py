@@ -1,7 +1,7 @@
 """Known bugs in the loss and the gradients, as data.
 
-A bug is first detected in the loss, the gradient norm, the gradient at a tap (starting with the logits), the gradient
-of a parameter, a moment or a weight.
+Each bug first appears in the loss, the gradient norm, the gradient at a tap (starting with the logits), the gradient
+of a parameter, a moment, or a weight.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformer_parity.transformer.mistakes.layers import ATTENDED
 from transformer_parity.transformer.mistakes.mistake import ALL, Edits, Table, but, changed, instead, table
 from transformer_spec.training_config import TrainingConfig
 
-# The model has one layer per stack and few different sizes, because JAX compiles every operation for every shape.
+# The model has one layer per stack and few different sizes because JAX compiles every operation for every shape.
 _PAPER = gradient_case("paper_base")
 GRADIENTS = replace(
     _PAPER,
@@ -44,7 +44,7 @@ CASES = {
         steps("steps"),
         steps("steps/off_target", "off_target"),
         steps("steps/off_target_and_pad", "off_target_and_pad"),
-        steps("steps/large_epsilon", epsilon=1e-4),  # comparable to the gradient, so that its position matters
+        steps("steps/large_epsilon", epsilon=1e-4),  # comparable to the gradient, so that epsilon's position matters
         steps("steps/clipped", clip_norm=0.5),
         steps("steps/loosely_clipped", clip_norm=1000.0),
         replace(
@@ -68,7 +68,7 @@ Change = tuple[str, str]  # text that occurs exactly once, replacement
 
 
 def in_training(torch: Change | None, jax: Change | None, tf: Change | None, numpy: Change | None = None) -> Edits:
-    """Return one edit of ``training`` per backend. None if a backend can't have the bug."""
+    """Return one edit to ``training`` per backend. Pass None for a backend that can't have the bug."""
     edits = {"numpy": numpy, "torch": torch, "jax": jax, "tf": tf}
     return changed("training", **{port: edit for port, edit in edits.items() if edit})
 
@@ -85,7 +85,7 @@ def assumed(**settings: Any) -> Edits:
 
 
 def by_hand(edits: Edits, *changes: Change, module: str = "backward") -> Edits:
-    """Add the equivalent edits of NumPy's handwritten backward pass. The frameworks derive theirs automatically."""
+    """Add equivalent edits to NumPy's handwritten backward pass. The frameworks derive their own automatically."""
     return {**edits, "numpy": [*edits.get("numpy", []), *((module, old, new) for old, new in changes)]}
 
 
@@ -99,7 +99,7 @@ def stopped(torch: str, jax: str, tf: str) -> dict[str, str]:
 
 
 def disguised(module: str, old: Mapping[str, str], kept: Mapping[str, str]) -> Edits:
-    """Return edits that keep a value but replace its gradient by the gradient of a different value.
+    """Return edits that keep a value but replace its gradient with the gradient of a different value.
 
     For NumPy, use ``by_hand`` instead.
     """

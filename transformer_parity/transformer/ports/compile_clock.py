@@ -1,4 +1,4 @@
-"""A clock for compilation: the seconds that a framework has spent compiling in this process."""
+"""A clock for compilation, which counts the seconds that a framework has spent compiling in this process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Clock:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._spans: list[tuple[float, float]] = []  # sorted and disjoint
+        self._spans: list[tuple[float, float]] = []  # sorted and without overlaps
 
     @property
     def seconds(self) -> float:
@@ -67,7 +67,7 @@ COMPILING = Clock()
 
 
 def listen_to_jax() -> None:
-    """Add the time that JAX spends on tracing, lowering and compiling to ``COMPILING``."""
+    """Add the time that JAX spends on tracing, lowering, and compiling to ``COMPILING``."""
     import jax
 
     def hear(event: str, duration_secs: float, **about: Any) -> None:

@@ -15,7 +15,7 @@ OURS = [ROOT / name for name in ("transformer_spec", "transformer_parity", *(por
 
 
 def described(error: Exception) -> str:
-    """Return an error message, followed by the lines of the port's code that raised it."""
+    """Return an error message, followed by the lines of the port's code that raised the error."""
     return exceptions.described(error, OURS)
 
 

@@ -1,10 +1,11 @@
 """Switch PyTorch's float32 matmuls to oneDNN if a measurement shows that oneDNN is faster.
 
-By default, PyTorch uses its BLAS, usually MKL, which only reaches half of the peak of an AMD processor. The public
-switch for oneDNN is ``torch.set_float32_matmul_precision("medium")``, which permits bfloat16. oneDNN then uses bfloat16
-if the processor multiplies it faster (Intel's AMX), and float32 otherwise. The processor's name doesn't determine which
-one it uses, so this module measures speed and accuracy once per process. The measurement temporarily changes the
-process-wide switch and the number of threads. For this reason, only commands call it, never ``transformer_torch``.
+By default, PyTorch uses its BLAS, usually MKL, which reaches only half of the peak throughput of an AMD processor. The
+public switch for oneDNN is ``torch.set_float32_matmul_precision("medium")``, which permits bfloat16. oneDNN then uses
+bfloat16 if the processor supports fast bfloat16 multiplication (Intel's AMX), and float32 otherwise. Because the
+processor's name doesn't determine which dtype oneDNN uses, this module measures speed and accuracy once per process.
+The measurement temporarily changes the process-wide switch and the number of threads, so only commands run it, never
+``transformer_torch``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 
 ROWS, INNER, COLUMNS = 128, 512, 2048  # sizes of the timed matmul
 ROUNDS = 9  # number of timed matmuls per library; each takes about 2 ms
-# Minimum speedup. Noise doesn't reach 1.5, and a smaller speedup would be lost because small matmuls get slower.
+# Minimum speedup. Noise never reaches 1.5, and a smaller speedup wouldn't pay off because small matmuls get slower.
 GAIN = 1.5
 ERROR = 2.0**-20  # maximum relative error: 8 float32 epsilons. Rounding to bfloat16 causes an error of 2**-9.
 
@@ -30,8 +31,8 @@ class Measured(NamedTuple):
     """Speed and accuracy of oneDNN's matmuls compared with the BLAS.
 
     Attributes:
-        gain: Speedup of oneDNN over the BLAS.
-        error: Largest relative error of several oneDNN matmuls, in the Euclidean norm.
+        gain: Speedup of oneDNN relative to the BLAS.
+        error: Largest relative error of the measured oneDNN matmuls, in the Euclidean norm.
     """
 
     gain: float
@@ -41,7 +42,7 @@ class Measured(NamedTuple):
 def pays(precision: str) -> bool:
     """Return True if oneDNN should compute float32 matmuls on a CPU.
 
-    It must be fast enough and, with precision ``highest``, also accurate enough.
+    oneDNN must be fast enough and, with precision ``highest``, also accurate enough.
     """
     if not torch.backends.mkldnn.is_available():
         return False
@@ -50,7 +51,7 @@ def pays(precision: str) -> bool:
 
 
 def prefer(precision: str) -> None:
-    """Switch the process's float32 matmuls to oneDNN if it is faster.
+    """Switch the process's float32 matmuls to oneDNN if oneDNN is faster.
 
     Processes with a GPU keep the default, because the same switch would allow TF32 on the GPU.
     """
@@ -80,7 +81,7 @@ def measured() -> Measured:
         for _ in range(ROUNDS):
             for switch, times in seconds.items():
                 with _switched(switch):
-                    F.linear(x, weight)  # warm up, so that neither library depends on the other's cache contents
+                    F.linear(x, weight)  # warm up, so that one library doesn't profit from the other's cache contents
                     times.append(_time(lambda: F.linear(x, weight)))
         with _switched("bf16"):
             error = max(map(_error, (x, x[:8], grad, grad.T), (weight.T, weight.T, weight, x)))
@@ -101,7 +102,7 @@ def _switched(switch: str) -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use a single thread, because other load barely affects the CPU time of the calling thread."""
+    """Use a single thread, because other processes barely affect the CPU time of the calling thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,6 +1,6 @@
-"""Base class for the adapters of the four packages: NumPy arrays go in and come out.
+"""Base class for the adapters of the four packages, which take and return NumPy arrays.
 
-An adapter loads canonical weights and runs any block of the model. A block is specified by its path:
+An adapter loads canonical weights and runs any block of the model. The path of a block is one of the following:
 
 - ``""``: the full model
 - ``encode``: a method
@@ -37,9 +37,9 @@ from transformer_spec.search import OnStep, Search, SearchResult
 from transformer_spec.taps import Recorder
 from transformer_spec.training_config import Gradients, TrainingConfig
 
-# The dtype that is compiled with all XLA optimizations, as for users, so that the check covers the optimized program.
-# float64 only compares the formulas, and bfloat16 is a smoke test. In those dtypes, JAX compiles with fewer
-# optimizations, and TensorFlow doesn't use XLA and only traces full models.
+# The dtype that is compiled with all XLA optimizations, as in normal use, so that the check covers the optimized
+# program. float64 runs only compare the formulas, and bfloat16 runs are smoke tests. In those dtypes, JAX compiles with
+# fewer optimizations, and TensorFlow traces only full models and doesn't use XLA.
 COMPILED_IN_FULL = "float32"
 ATTENTION = "scaled_dot_product_attention"  # a block without parameters; fast models use a fused implementation
 CROSS_ENTROPY = "cross_entropy"  # the summed loss of given logits, and the number of target tokens
@@ -50,7 +50,7 @@ PARTS = ("Encoder", "Decoder")  # blocks that load as separate models, with the 
 class LoadedPackage:
     """A model of one of the four packages.
 
-    Subclasses convert arrays to and from the framework, and run blocks the way its users do.
+    Subclasses convert arrays to and from the framework, and run blocks the way the framework's users do.
     """
 
     def __init__(self, package: Any, model: Any, placement: Placement) -> None:
@@ -148,7 +148,7 @@ class LoadedPackage:
         return self.parts[block], ""
 
     def summed(self, mesh: Any, numbers: Sequence[float]) -> Any:
-        """Return the sum of each number over the processes of a mesh. All processes must call this method."""
+        """Return the sum of each number over the processes in a mesh. All processes must call this method."""
         return numbers
 
     def quickly(self) -> AbstractContextManager[Any]:
@@ -169,7 +169,7 @@ class LoadedPackage:
 
 
 def find(model: Any, block: str) -> Any:
-    """Return the module, method or function with the path ``block``."""
+    """Return the module, method, or function with the path ``block``."""
     if block == ATTENTION:
         return model.encoder.layers[0].self_attention.attend
     return names.find(model, block) if block else model
@@ -188,21 +188,21 @@ def call_tapped(
 def start_cache(model: Any, source_ids: Any, capacity: int) -> Any:
     """Return a cache with capacity for ``capacity`` target positions.
 
-    The cache is built from the encoder memory. Searches build theirs from the source IDs instead.
+    The cache is built from the encoder memory. In contrast, searches build their caches from the source IDs.
     """
     source_mask = source_ids != model.config.pad_id
     return model.init_cache(None, capacity, source_mask=source_mask, memory=model.encode(source_ids))
 
 
 def decode_next(model: Any, target_ids: Any, cache: Any) -> tuple[Any, dict[str, Any]]:
-    """Decode one more target position. Return the updated cache, and the taps including the logits [B, 1, V]."""
+    """Decode one more target position, and return the updated cache and the taps, including the logits [B, 1, V]."""
     seen = Recorder()
     logits, cache = model.decode_step(target_ids, cache, seen)
     return cache, {**seen, OUTPUT: logits[:, None]}
 
 
 def _joined(steps: Sequence[ndarray]) -> ndarray:
-    """Concatenate the values of single target positions along the second-to-last axis.
+    """Concatenate the values for individual target positions along the second-to-last axis.
 
     Some packages return attention weights for the decoded positions only. Pad them with zeros, because the weights of
     later positions are zero.
@@ -213,7 +213,7 @@ def _joined(steps: Sequence[ndarray]) -> ndarray:
 
 
 def with_first_step(trainer: Any, compiling: Callable[[], AbstractContextManager[Any]]) -> Any:
-    """Return a trainer that runs its first step in the given context, because the first step compiles the function."""
+    """Return a trainer that runs its first step in the given context, because that step triggers compilation."""
     step = trainer.train_step
 
     def first_step(*batch: Any, **named: Any) -> Any:
@@ -226,7 +226,7 @@ def with_first_step(trainer: Any, compiling: Callable[[], AbstractContextManager
 
 
 def allow_dtype(package: ModuleType, dtype: str) -> ModuleType:
-    """Return the package after enabling a dtype. JAX only supports float64 if it is enabled for the whole process."""
+    """Return the package after enabling a dtype. JAX supports float64 only if it is enabled for the whole process."""
     if dtype == "float64" and package.__name__.startswith("transformer_jax"):
         import jax
 

@@ -1,4 +1,4 @@
-"""The matmul library of each framework: its name and its throughput."""
+"""The name and throughput of each framework's matmul library."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def quick_rate(backend: str) -> float:
 
 
 def multiplied(backend: str, sizes: tuple[int, int, int], dtype: str, device: str) -> Callable[[], Any]:
-    """Return a function that multiplies two random matrices with a backend's matmul library and waits for the result.
+    """Return a function that multiplies two random matrices using a backend's matmul library and waits for the result.
 
     Args:
         backend: Name of the backend. Its package must have been imported.
-        sizes: Rows of the left matrix, rows of the right matrix, columns of the right matrix.
+        sizes: Numbers of rows of the left matrix, rows of the right matrix, and columns of the right matrix.
         dtype: Dtype of both matrices.
         device: ``cpu`` or ``gpu``.
     """

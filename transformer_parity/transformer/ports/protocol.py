@@ -16,7 +16,7 @@ from transformer_spec.training_config import Gradients, TrainingConfig
 
 
 class Placement(NamedTuple):
-    """Dtype, device and matmul precision of a model, as in ``Transformer.from_weights``."""
+    """Dtype, device, and matmul precision of a model, as in ``Transformer.from_weights``."""
 
     dtype: str = "float32"
     device: str = "cpu"
@@ -57,7 +57,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Result:
-    """Output of a block, and the values at its taps in the order in which they fired."""
+    """Output of a block, and the values at the block's taps in the order of computation."""
 
     output: ndarray
     taps: dict[str, ndarray]
@@ -75,15 +75,15 @@ class LoadedPort(Protocol):
         """Run one block in inference mode.
 
         Args:
-            block: Path of the block; empty for the full model.
-            inputs: Arrays by argument name of the block. Floats are float64, IDs are integers.
+            block: Path of the block; an empty path selects the full model.
+            inputs: Arrays by the names of the block's arguments. Floats are float64, and IDs are integers.
             taps: True to record every tap, False to use the fast path and record none.
             given: Replacement values by tap name. The computed value is still recorded, but the rest of the block
                 continues with the replacement.
         """
 
     def shows(self, tap: str) -> bool:
-        """Return True if the port reports the tap whenever the model has it."""
+        """Return True if the port reports this tap for every model that has it."""
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
         """Return the loss of a batch (source_ids, target_ids, labels) and its gradients, in inference mode."""
@@ -95,7 +95,7 @@ class LoadedPort(Protocol):
         """Return the best hypotheses for a batch, and call ``on_step`` with the unfinished ones after each step."""
 
     def trainer(self, settings: TrainingConfig) -> Any:
-        """Return a trainer with the methods ``train_step``, ``evaluate``, ``export_state`` and ``load_state``."""
+        """Return a trainer with the methods ``train_step``, ``evaluate``, ``export_state``, and ``load_state``."""
 
 
 class Implementation(Protocol):
@@ -110,4 +110,4 @@ class Implementation(Protocol):
 
 
 class MissingFrameworkError(UsageError):
-    """A required framework is not installed. The message contains the command that installs it."""
+    """A required framework is not installed. The message includes the command that installs it."""

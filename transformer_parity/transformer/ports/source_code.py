@@ -1,4 +1,4 @@
-"""Source code of the definitions in the four packages, read without importing them."""
+"""Source code of the definitions in the four packages, which is read without importing the packages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Module:
         return [*self.public, *methods]
 
     def find(self, name: str, docstrings: bool) -> Piece | None:
-        """Return the code of a definition or of a ``Class.method``, or None if the file doesn't contain it."""
+        """Return the code of a definition or a ``Class.method``, or None if the file doesn't contain it."""
         owner, _, method = name.partition(".")
         node = self.definitions.get(owner)
         if node is None or not method:
@@ -117,7 +117,7 @@ class SourcePackage:
         self.modules = {name: Module(files[name]) for name in dict.fromkeys(order)}
 
     def find(self, name: str, docstrings: bool = False) -> Piece | None:
-        """Return the code of a module, definition or method, or None if the package doesn't contain the name."""
+        """Return the code of a module, definition, or method, or None if the package doesn't contain the name."""
         if name in self.modules:
             return self.modules[name].cut([self.modules[name].tree], docstrings)
         found = (module.find(name, docstrings) for module in self.modules.values())

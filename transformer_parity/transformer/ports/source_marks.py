@@ -1,6 +1,6 @@
-"""Token-by-token differences between a port's code and the reference's, for ``parity source`` and the site.
+"""Token-by-token differences between a port's code and the reference's code, for ``parity source`` and the site.
 
-The comparison ignores comments, annotations and layout, and treats all names of the forward method as equal.
+The comparison ignores comments, annotations, and layout, and it treats all names of the forward method as the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from transformer_parity.transformer.ports.source_code import FORWARD
 
 LAYOUT = {tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT}
-MOVED = 4  # minimum length in tokens of a run that is matched even if its position in the function has changed
+MOVED = 4  # minimum length, in tokens, of a sequence that is matched even if it has moved within its function
 
 
 class Token(NamedTuple):
@@ -44,7 +44,7 @@ class Marks(NamedTuple):
     Attributes:
         spans: Character ranges of the marked tokens. Adjacent tokens on a line are merged.
         different: Number of marked tokens.
-        missing: Number of the reference's tokens that the piece doesn't contain.
+        missing: Number of tokens in the reference that the piece doesn't contain.
         total: Number of tokens in the piece.
     """
 
@@ -136,7 +136,7 @@ def _matched(reference: list[Token], ours: list[Token]) -> dict[int, int]:
         theirs_here = [i for i, token in enumerate(reference) if token.owner == owner]
         ours_here = [i for i, token in enumerate(ours) if token.owner == owner]
         shortest = 1
-        while True:  # first match tokens in order, then runs that have moved
+        while True:  # first match tokens in order, then sequences that have moved
             left = [_one_name(reference[i].text) if i not in found else ("theirs", i) for i in theirs_here]
             taken = set(found.values())
             right = [_one_name(ours[i].text) if i not in taken else ("ours", i) for i in ours_here]

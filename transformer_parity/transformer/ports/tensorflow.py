@@ -36,7 +36,7 @@ class LoadedTf(LoadedPackage):
     def run(
         self, block: str, inputs: Mapping[str, ndarray], *, taps: bool, given: Mapping[str, ndarray] | None = None
     ) -> Result:
-        """Run one block. Keras layers call the mask argument ``attention_mask``, so rename it."""
+        """Run one block. Rename the mask argument, because Keras layers call it ``attention_mask``."""
         if block != ATTENTION:
             inputs = {"attention_mask" if name == "mask" else name: x for name, x in inputs.items()}
         return super().run(block, inputs, taps=taps, given=given)
@@ -82,7 +82,7 @@ class LoadedTf(LoadedPackage):
             return self._compiled[block](arrays)
 
     def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
-        # Searches with other programs' rules only run in float64. Compile them with XLA, because the check must cover
+        # Searches with other programs' rules run only in float64. Compile them with XLA, because the check must cover
         # the compiled program.
         if self.dtype != COMPILED_IN_FULL and options.rules == SearchRules():
             with self.package.runtime.quick_compilation():

@@ -1,4 +1,4 @@
-"""The base class for users' ports, and the code that loads and runs them."""
+"""The base class for users' ports, and the code that loads and runs ports."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Port:
     """Base class for ports: wraps your model so that ``parity`` can compare it with the reference.
 
     Only ``load`` and ``forward`` are required. If you don't define one of the other methods, ``parity`` skips the
-    comparisons that need it and reports how many it skipped. ``parity init-port`` writes a working subclass to start
+    comparisons that require it and reports how many it skipped. ``parity init-port`` writes a working subclass to start
     from.
 
     IDs are C-contiguous int64 arrays. Don't modify them. Each sequence has at least one token and is padded at the end
     with ``config.pad_id``. A batch contains one or more sequences of up to ``config.max_positions`` tokens. ``parity``
     passes batches of different shapes to the same model and keeps multiple models loaded. Results must not depend on
-    earlier calls, except through the weights that ``train_step`` has updated.
+    earlier calls, except for the weight updates that ``train_step`` performs.
 
     Attributes:
-        name: Display name in reports. If empty, the name of the class.
+        name: Display name in reports. If empty, the class name is used.
         preset: The published conventions that the model follows, one of ``transformer_spec.config.PRESETS``.
         overrides: ``TransformerConfig`` fields, conventions as well as sizes, in which the model differs from the
             preset.
@@ -50,8 +50,8 @@ class Port:
             rounding error.
         taps: Patterns for the taps (named intermediate values) that ``forward`` reports. ``parity info --names`` lists
             the names. ``*`` matches one part of a name, and ``**`` matches any number of parts.
-        left_out: Cases that the model doesn't support: case name to reason. A name also covers the cases whose names
-            start with it and a slash. The report lists these cases as skipped.
+        left_out: Cases that the model doesn't support, as a mapping from case name to reason. An entry also covers
+            cases whose names start with its name and a slash. The report lists these cases as skipped.
         one_process: True if a single process controls all devices, as in JAX and with TensorFlow's
             ``MirroredStrategy``. In that case, only the process with rank 0 trains.
     """
@@ -78,8 +78,8 @@ class Port:
         """Return the logits [B, T, V] for source IDs [B, S] and target IDs [B, T], without dropout.
 
         Report each intermediate value with ``value = tap(name, value)``, and use the return value in the rest of the
-        forward pass. ``parity`` can then rerun a single block on the reference's input. If ``taps`` is empty, ignore
-        the argument.
+        forward pass. ``parity`` can then rerun an individual block on the reference's input. If ``taps`` is empty,
+        ignore the argument.
         """
         raise NotImplementedError
 
@@ -92,7 +92,7 @@ class Port:
 
         Return ``Gradients(loss, parameters)``, with one gradient per canonical name, or
         ``Gradients(loss, parameters, taps)``, which adds the gradient at every tap that you report. A tied embedding
-        matrix has a single gradient. Labels are padded with ``config.pad_id``. A sequence may consist of padding only,
+        matrix has a single gradient. Labels are padded with ``config.pad_id``. A sequence may consist only of padding,
         but every batch contains at least one label.
         """
         raise NotImplementedError
@@ -105,8 +105,8 @@ class Port:
 
         If ``settings.clip_norm`` is not None, scale the full gradient down to that norm. If your model doesn't support
         clipping, add the case ``steps/port_clipped`` to ``left_out``. ``settings.accumulation_steps`` is the number of
-        micro-batches, and divides the number of sequences. The step must equal a step on the full batch, so you may
-        also process the batch at once.
+        micro-batches, by which the number of sequences is divisible. The step must match a step on the full batch, so
+        you may also process the batch all at once.
         """
         raise NotImplementedError
 
@@ -121,14 +121,15 @@ class Port:
     def distribute(self, plan: Plan) -> None:
         """Distribute the training of this model over the devices of ``plan``.
 
-        The default plan is ``data=2``. After this call, all processes call ``gradients``, ``train_step`` and
+        The default plan is ``data=2``. After this call, all processes call ``gradients``, ``train_step``, and
         ``export_weights`` together. Every process receives a full batch but must read only the rows of its shard. Your
-        engine may assign the rows to shards in any order. The remaining rows may differ between processes, unless the
-        processes differ only in their ``tensor`` index. Each process returns the results for the full batch: the loss
-        per target token over all processes, the reduced gradient before clipping, and unsharded parameters.
+        engine may assign the rows to shards in any order. The remaining rows may differ between processes, except
+        between processes that differ only in their ``tensor`` index. Each process returns the results for the full
+        batch: the loss per target token over all processes, the reduced gradient before clipping, and unsharded
+        parameters.
 
-        The environment contains the same variables as with torchrun: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
-        MASTER_PORT. Ranks are numbered in row-major order over the axes ``data``, ``fsdp`` and ``tensor``. A process
+        The environment contains the same variables as with torchrun: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, and
+        MASTER_PORT. Ranks are numbered in row-major order over the axes ``data``, ``fsdp``, and ``tensor``. A process
         may call ``load`` and ``distribute`` more than once. Raise a ValueError if you don't support the plan.
         """
         raise NotImplementedError
@@ -151,7 +152,7 @@ class Port:
         If ``beam_size`` is 1, search greedily. Otherwise, score hypotheses by their log-probability divided by
         ``((5 + length) / 6)**length_penalty``, and follow these rules:
 
-        - At each step, a hypothesis only finishes if its EOS continuation is among the ``beam_size`` most likely
+        - At each step, a hypothesis finishes only if its EOS continuation is among the ``beam_size`` most likely
           continuations. The beam keeps the ``beam_size`` most likely continuations without EOS.
         - Hypotheses that are truncated at ``max_length`` compete with finished ones.
         - The search for a sequence stops when none of its unfinished hypotheses could beat the best finished one, even
@@ -210,7 +211,7 @@ class LoadedPlugin:
     def run(
         self, block: str, inputs: Mapping[str, ndarray], *, taps: bool, given: Mapping[str, ndarray] | None = None
     ) -> Result:
-        """Run the full model. User ports don't run single blocks and don't accept explicit masks."""
+        """Run the full model. User ports can't run individual blocks and don't accept explicit masks."""
         if block or not inputs.keys() <= {"source_ids", "target_ids"}:
             raise MissingAbilityError("user ports run only the full model, with masks derived from the ids")
         names = tap_shapes(self.config, 1, 1, 1)
@@ -265,7 +266,7 @@ class _PluginTrainer:
         return StepResult(float(self.port.train_step(source_ids, target_ids, labels)), None, None)
 
     def export_state(self) -> None:
-        """Return None, because ports don't export Adam's moments. Wrong moments change the weights."""
+        """Return None, because ports don't export Adam's moments. Wrong moments would show in the weights."""
 
 
 class _Shown(Recorder):
@@ -288,7 +289,7 @@ def find(reference: str) -> type[Port]:
     """Import the port class for ``module:class`` or for the name of an entry point.
 
     Raises:
-        ValueError: If the module, class or entry point doesn't exist, or if the class is not a port.
+        ValueError: If the module, class, or entry point doesn't exist, or if the class is not a port.
     """
     module, colon, name = reference.partition(":")
     if not colon:
@@ -329,7 +330,7 @@ def _check_reference(port: str) -> None:
 
 
 def _origin(module: str) -> str:
-    """Return a phrase with the file that a module was imported from, because it may be a namesake; empty if none."""
+    """Return a phrase with the file from which a module was imported, because a different module may have its name."""
     imported = sys.modules.get(module)
     if imported is None:
         return ""
@@ -338,7 +339,7 @@ def _origin(module: str) -> str:
 
 
 def _hint(module: str, name: str) -> str:
-    """Return a hint that writes a path as a module name, or an empty string if the user didn't pass a path."""
+    """Return a hint that converts a path to a module name, or an empty string if the user didn't pass a path."""
     path = module.removesuffix(".py")
     parts = [part for part in re.split(r"[/\\]", path) if part not in ("", ".")]
     if path == module and len(parts) == 1:

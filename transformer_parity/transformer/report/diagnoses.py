@@ -36,7 +36,7 @@ def print_audit(console: Console, backend: str, fates: Sequence[Fate]) -> None:
 
 
 def print_files_elsewhere(console: Console, backend: str, environment: Mapping[str, str]) -> None:
-    """Print the packages of this project that were loaded from a different location than the installed ones."""
+    """Print which of this project's packages were imported from a different location than the installed ones."""
     for line in described_elsewhere(environment):
         print_line(console, "NOT OURS:", "", f" {backend}: {line}")
 
@@ -63,7 +63,7 @@ def print_failure_report(console: Console, report: FailureReport) -> None:
 
 
 def print_undiagnosed(console: Console, findings: Sequence[Finding], reports: Sequence[FailureReport]) -> None:
-    """Print the stages that also differ but are not diagnosed, because the diagnosed stage affects them."""
+    """Print the stages that also differ but are not diagnosed because the diagnosed stage affects them."""
     for backend in dict.fromkeys(report.backend for report in reports):
         about = [one for one in findings if one.backend == backend and one.verdict in (DIVERGES, IMPRECISE)]
         failed = {one.stage for one in about if one.tap != ROUND_TRIP}
@@ -79,7 +79,7 @@ def print_undiagnosed(console: Console, findings: Sequence[Finding], reports: Se
 
 
 def gap(blame: Blame | None) -> str:
-    """Return a hint to show more taps, if the port shows too few taps to locate a difference precisely.
+    """Return a hint to report more taps if the port reports too few to locate a difference precisely.
 
     If the difference is located precisely, return an empty string.
     """

@@ -35,12 +35,12 @@ FOLDED_LENGTH = 3  # number of list entries shown before the rest is collapsed
 
 
 def write_html(path: Path, result: Result) -> None:
-    """Write the page of a result, which ``result.build`` returned, atomically."""
+    """Write the page for a result of ``result.build`` atomically."""
     write_text(path, html(result))
 
 
 def html(document: Result) -> str:
-    """Return the page of a result, including its envelope."""
+    """Return the page for a result, including its envelope."""
     result = {**document, **document["result"]}
     templates = environment("transformer_parity.transformer.report")
     templates.filters |= {"number": number, "share": share, "percent": percent, "breakable": breakable}
@@ -84,7 +84,7 @@ def _counts(result: Result) -> list[tuple[str, str]]:
 
 
 def _ports(result: Result) -> list[dict[str, Any]]:
-    """Return the verdicts, the worst errors, and the diagnoses of each port."""
+    """Return each port's verdicts, worst errors, and diagnoses."""
     names = list(dict.fromkeys([row["backend"] for row in result["summary"]])) or list(result["backends"])
     ports = []
     for name in names:
@@ -105,7 +105,7 @@ def _ports(result: Result) -> list[dict[str, Any]]:
 
 
 def _verdicts(rows: Iterable[Result]) -> list[tuple[str, int]]:
-    """Return the number of cases with each verdict. The verdict on a case is the worst one of all dtypes."""
+    """Return the number of cases with each verdict. The verdict on a case is the worst one across all dtypes."""
     worst: dict[str, int] = {}
     for row in rows:
         worst[row["case"]] = min(worst.get(row["case"], len(SEVERITY)), SEVERITY.index(row["verdict"]))
@@ -128,7 +128,7 @@ def _components(result: Result) -> dict[str, Any]:
 
 
 def _diagnoses(entries: Iterable[Result]) -> list[dict[str, Any]]:
-    """Return the diagnoses, merging those that are the same in multiple cases."""
+    """Return the diagnoses, with identical diagnoses of multiple cases merged into one."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for entry in _main_first(entries):
         key = tuple(entry["hypotheses"]) or (entry["sentence"],)
@@ -143,7 +143,7 @@ def _main_first(entries: Iterable[Result]) -> list[Any]:
 
 
 def _trees(result: Result) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the first tree of each port, and the remaining trees."""
+    """Return each port's first tree, and the remaining trees."""
     first: dict[str, dict[str, Any]] = {}
     others = []
     for blame in _main_first(result["blames"]):
@@ -168,7 +168,7 @@ def _tree(blame: Result) -> dict[str, Any]:
 
 
 def _part(node: Node, first: Mapping[str, int]) -> dict[str, Any]:
-    """Return the content of a tree node. Nodes with the first introduced difference of a kind are expanded."""
+    """Return the content of a tree node. A node is expanded if it shows the first difference of its kind."""
     marks = list(node.marks())
     return {
         "name": node.name,

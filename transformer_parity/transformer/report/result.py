@@ -1,4 +1,4 @@
-"""The result of a check, and its conversion to a plain dict, which is the basis of all reports."""
+"""The result of a check, and its conversion to a dict from which all reports are generated."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class CheckResult:
         setting: The dtypes, device, and precision in which the ports ran.
         ports: The ports with their findings and diagnoses.
         asked: The comparisons that were requested, one entry per port.
-        reference: Versions and switches of the reference.
+        reference: Package versions and settings of the reference.
         machine: A description of the machine.
         cases: The cases, which are part of the fingerprint.
-        weights: The user's weight file; None for generated weights.
-        text: The user's two files of sentences; empty for the included ones.
+        weights: The user's weight file; None if the weights were generated.
+        text: The user's two text files; empty if the included sentences were used.
         not_tested: Descriptions of everything that was not requested, and how to request it.
         seconds: The duration of the check in seconds.
         cpu_seconds: The CPU time of this process in seconds, summed over all cores.
@@ -74,7 +74,7 @@ class CheckResult:
 
     @property
     def environment(self) -> dict[str, Mapping[str, str]]:
-        """Versions and switches, by the name of a port or backend."""
+        """Package versions and settings, by the name of a port or backend."""
         return {"numpy": self.reference, **{port.label: port.environment for port in self.ports if port.environment}}
 
     @property
@@ -89,7 +89,7 @@ class CheckResult:
 
 
 def build(result: CheckResult) -> dict[str, Any]:
-    """Return the full result of a check as plain values, in the envelope that all commands use."""
+    """Return the full result of a check as built-in Python types, in the envelope that all commands use."""
     texts = [str(path) for path in result.text or ("shipped",)]
     content = {
         **compared(result.findings, result.verdict),
@@ -135,7 +135,7 @@ def _taps(findings: Iterable[Finding]) -> list[dict[str, Any]]:
 
 
 def _fingerprint(result: CheckResult, texts: Sequence[str]) -> dict[str, Any]:
-    """Return all configs, versions, and settings that affect the numbers, and a hash of them."""
+    """Return all configs, versions, and settings that affect the results, with a hash of this information."""
     versions = {backend: described.get("version", "") for backend, described in result.environment.items()}
     switches = {
         backend: {name: value for name, value in described.items() if name != "version"}

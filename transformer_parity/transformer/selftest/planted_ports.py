@@ -40,7 +40,7 @@ class PlantedPort:
     mistake: Mistake
 
     def load(self, config: TransformerConfig, weights: Weights, placement: Placement) -> Any:
-        """Build a model, possibly with a different config or with converted weights, depending on the bug."""
+        """Build a model. Depending on the bug, use a different config or convert the weights."""
         loaded = self.port.load(config.replace(**self.mistake.config), self.mistake.convert(weights), placement)
         return ConvertedModel(loaded, self.mistake.convert)
 

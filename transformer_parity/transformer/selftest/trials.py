@@ -1,9 +1,9 @@
-"""Mutation test of the comparison: inject every known bug into a port, and check that it is caught, located, and named.
+"""Mutation test of the comparison: inject every known bug into a port; it must be caught, located, and identified.
 
 - Caught: the comparison fails.
 - Located: the first failing tap is where the bug is, and the replay of every block reports the same tap.
-- Named: the diagnosis chooses the injected bug from all hypotheses. Some bugs can't be named: exceptions, wrong shapes,
-  NaN, missing taps, and rounding.
+- Identified: the diagnosis selects the injected bug from all hypotheses. Bugs that lead to exceptions, wrong shapes,
+  NaN, missing taps, or rounding can't be identified.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Trial:
         mistake: Name of the bug.
         caught: Whether the comparison fails.
         located: Whether the first failure is where the bug is, in the comparison and in the replay.
-        named: Whether the diagnosis names the bug; None if it can't be named.
-        said: The detail of the first failure, or the sentence of the diagnosis.
+        named: Whether the diagnosis identifies the bug; None if the bug can't be identified.
+        said: The detail of the first failure, or the diagnosis in words.
     """
 
     backend: str
@@ -57,7 +57,7 @@ class Trial:
     named: bool | None
     said: str
 
-    to_dict = asdict  # returns the fields as plain values
+    to_dict = asdict  # returns the fields as built-in Python types
 
 
 class PartDone:
@@ -83,7 +83,7 @@ def try_out(backend: str, part: str, mistake: Mistake) -> Trial:
 
 
 def has_a_name(mistake: Mistake, backend: str) -> bool:
-    """Whether numbers identify a bug: it must change them in float64, with taps, and in NumPy."""
+    """Whether values can identify a bug, which must change them in float64, with taps, and in NumPy."""
     if backend in mistake.own_numbers:
         return False
     return mistake.dtype == "float64" and mistake.path != "run" and "numpy" in mistake.edits and bool(mistake.at)
@@ -96,7 +96,7 @@ def where_it_is(failures: list[Finding], mistake: Mistake) -> bool:
         announcement = rest.pop(0)
         if announcement.verdict != DIVERGES or not announcement.detail.startswith(mistake.announced):
             return False
-    if rest and rest[0].tap == WHOLE:  # this combination of all tensors doesn't identify a place
+    if rest and rest[0].tap == WHOLE:  # this tensor combines all others, so it doesn't locate a bug
         del rest[0]
     if not mistake.at and mistake.path != "run":
         return not rest
@@ -138,7 +138,7 @@ def _settled(backend: str, part: str, mistake: Mistake) -> Iterator[None]:
 
 
 def _is_named(found: Diagnosis, case: Case, mistake: Mistake) -> bool:
-    """Whether a diagnosis names a bug, either by its own name or by an equivalent convention."""
+    """Whether a diagnosis identifies a bug, either by its name or by an equivalent convention."""
     known = hypotheses(case.config, case.stage)
     names = {mistake.name, *(other.name for other in known if content(other) == content(mistake))}
     return found.confidence == EXACT and not names.isdisjoint(found.hypotheses)
@@ -156,12 +156,12 @@ EACH = 2.5 * 2**30  # bytes of memory for each process, which imports every fram
 
 
 def number_of_processes(jobs: int) -> int:
-    """Return the number of processes for some jobs, limited by the number of processors and the free memory."""
+    """Return the number of processes for a number of jobs, limited by the number of processors and the free memory."""
     return max(1, min(jobs, processors(), int(free_bytes() / EACH)))
 
 
 def all_trials(backends: Sequence[str], chosen: Sequence[str], timeout: float = SILENCE) -> Iterator[Trial]:
-    """Yield the result of each bug in each backend when it is available.
+    """Yield the result for each bug in each backend as soon as it is available.
 
     Args:
         backends: Names of the ports.
@@ -196,7 +196,7 @@ def all_trials(backends: Sequence[str], chosen: Sequence[str], timeout: float = 
 
 
 def work(parent: Parent) -> None:
-    """Receive the names of the ports, and then repeatedly a port and a part of the bug catalog to test."""
+    """Receive the names of all ports, followed by pairs of a port and a part of the bug catalog to test."""
     backends = parent.receive()
     for name in PORTS:  # this import order avoids conflicts between the frameworks
         if name in backends:

@@ -1,4 +1,4 @@
-"""Tokenizers, which convert a line to token IDs and back: sentencepiece with a separate ID table, or `tokenizers`."""
+"""Tokenizers that convert a line to token IDs and back, based on sentencepiece or `tokenizers`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Engine(Protocol):
         """Return the token with an ID."""
 
     def find(self, piece: str) -> int | None:
-        """Return the ID of a token; None if it doesn't exist."""
+        """Return the ID of a token, or None if it doesn't exist."""
 
 
 def read_model(model: bytes, name: str = "") -> sentencepiece.SentencePieceProcessor:
@@ -56,7 +56,7 @@ def read_model(model: bytes, name: str = "") -> sentencepiece.SentencePieceProce
 
 
 class Pieces:
-    """A tokenizer that uses sentencepiece pieces, but a separate table of IDs.
+    """A tokenizer that uses sentencepiece pieces but assigns IDs using a separate table.
 
     Args:
         processor: The sentencepiece processor; None to split lines at spaces.
@@ -111,7 +111,7 @@ class Pieces:
         return self._names.get(int(token), UNKNOWN)
 
     def find(self, piece: str) -> int | None:
-        """Return the ID of a token; None if it doesn't exist."""
+        """Return the ID of a token, or None if it doesn't exist."""
         return self._ids.get(piece)
 
 
@@ -139,7 +139,7 @@ class TokenizerFile:
         self.size: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def _check_growth(self) -> None:
-        """Raise an error if a chain of replacements could lengthen a text so much that it exhausts the memory."""
+        """Raise an error if a chain of replacements could lengthen a text so much that it exhausts memory."""
         growth = 1.0
         for part in ("normalizer", "pre_tokenizer", "decoder"):
             if (component := getattr(self._tokenizer, part)) is not None:
@@ -167,7 +167,7 @@ class TokenizerFile:
         return self._tokenizer.id_to_token(int(token)) or UNKNOWN
 
     def find(self, piece: str) -> int | None:
-        """Return the ID of a token; None if it doesn't exist."""
+        """Return the ID of a token, or None if it doesn't exist."""
         return self._tokenizer.token_to_id(piece)
 
     def special(self) -> list[str]:

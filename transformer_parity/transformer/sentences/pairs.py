@@ -14,7 +14,7 @@ from transformer_spec.files import POINTER
 
 Pairs = list[tuple[str, str]]
 MIB = 2**20
-MOST_BYTES = 16 * MIB  # maximum length of a line in bytes, because tokenizing takes much more memory than the line
+MOST_BYTES = 16 * MIB  # maximum length of a line in bytes, because tokenizing it takes much more memory than the line
 
 
 def read_pairs(source: str | Path | None = None, target: str | Path | None = None) -> Pairs:
@@ -26,7 +26,7 @@ def read_pairs(source: str | Path | None = None, target: str | Path | None = Non
 
     Raises:
         OSError: If a file can't be read.
-        ValueError: If a file isn't UTF-8, if the numbers of lines differ, or if there are no pairs.
+        ValueError: If a file isn't UTF-8, if the line counts differ, or if there are no pairs.
     """
     shipped = files("transformer_parity") / "data"
     lines = [

@@ -43,7 +43,7 @@ class Subwords:
         Args:
             lines: The lines of the text.
             size: The maximum number of subwords.
-            kind: ``unigram``, or ``char`` to use single characters as subwords.
+            kind: ``unigram``, or ``char`` to use individual characters as subwords.
 
         Raises:
             ValueError: If the size is too small to include every character of the text.

@@ -23,14 +23,14 @@ TIDIED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
 class Vocabulary(ABC):
-    """The vocabulary of a trained model, which uses the token IDs of this model.
+    """The vocabulary of a trained model, with the token IDs that the model uses.
 
     Args:
         files: The content of the files that define the vocabulary, by name.
 
     Attributes:
-        kind: The name of this kind of vocabulary in weight files. `transformer_parity.apps.text.kinds` builds a
-            vocabulary from its kind and files.
+        kind: Name that identifies this kind of vocabulary in weight files. `transformer_parity.apps.text.kinds` builds
+            a vocabulary from its kind and files.
         sizes: The required vocabulary sizes of the model, for source and target.
         source_languages: The codes of the source languages; empty if there is only one.
         target_languages: The codes of the target languages; empty if there is only one.
@@ -74,7 +74,7 @@ class Vocabulary(ABC):
         """Return the token for each ID of a translation or, with ``source``, of a line to translate."""
 
     def pieces(self, line: str, *, source: bool = True) -> list[str]:
-        """Return the tokens of a source or target line. If possible, unknown tokens appear as their text."""
+        """Return the tokens of a source or target line. If possible, show unknown tokens as their text."""
         return self.names(self.ids(line) if source else self.target_ids(line), source=source)
 
     def between(self, source: str | None, target: str | None) -> Self:

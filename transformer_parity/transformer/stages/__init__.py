@@ -1,1 +1,1 @@
-"""The stages of a comparison. Each stage has its own file; base classes and the registry are here as well."""
+"""The stages of a comparison: one file for each stage, the base classes, and the registry."""

@@ -1,4 +1,4 @@
-"""The stage ``activations``: compares all intermediate values of a forward pass in the order of computation."""
+"""The ``activations`` stage: compares all intermediate values of a forward pass in the order of computation."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class ActivationStage(Stage):
         return tolerances(truth, baseline, *placement)
 
     def problem(self, name: str, actual: ndarray, expected: ndarray, dtype: str) -> str:
-        """Return an error message if a tensor is invalid, or an empty string.
+        """Return an error message if a tensor is invalid, else an empty string.
 
-        Scores must be reported before the mask makes some of them infinite.
+        Ports must report scores before the mask sets some of them to -inf.
         """
         if name.endswith("scores") and actual.dtype.kind == "f" and np.isneginf(actual).any():
             return "scores must be finite: report them before the mask is added"
         return super().problem(name, actual, expected, dtype)
 
     def due(self, shown: PathTensors) -> list[str]:
-        """Return the names of the tensors to compare. A run without taps only has the output."""
+        """Return the names of the tensors to compare. A run without taps returns only the output."""
         return [OUTPUT] if shown.path == FAST else super().due(shown)
 
     def not_offered(self, due: list[str], shown: PathTensors) -> tuple[list[str], list[str]]:

@@ -1,4 +1,4 @@
-"""The stage ``decode``: compares the tokens and scores of greedy and beam search, and decoding with a cache."""
+"""The ``decode`` stage: compares the tokens and scores of greedy and beam search, and checks decoding with a cache."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DecodeStage(Stage):
     optional: ClassVar[Mapping[str, str]] = {SCORES: SCORES}
 
     def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Way]:
-        """Yield the run that decodes one position at a time, and the search."""
+        """Yield a run that decodes one position at a time, followed by the search."""
         source_ids = case.inputs["source_ids"]
         if _is_stepwise(case):
             yield CACHED, lambda: _stepwise(loaded.decode_stepwise(source_ids, case.inputs["target_ids"]))
@@ -47,7 +47,7 @@ class DecodeStage(Stage):
     def expected(self, case: Case, reference: LoadedPackage, dtype: str) -> Tensors:
         """Return the expected tensors.
 
-        The logits come from a single forward pass, the taps from decoding one position at a time.
+        The logits are computed in a single forward pass, and the taps by decoding one position at a time.
         """
         found = Decoded.by(partial(reference.search, case.inputs["source_ids"], case.options))
         searched = {TOKENS: found.result.nbest_ids, SCORES: found.result.nbest_scores, STEPS: _padded(found.shown)}
@@ -59,7 +59,7 @@ class DecodeStage(Stage):
     def diagnosed(self, case: Case, tensors: Tensors) -> Tensors:
         """Return the tensors with the tokens in a fixed shape, in which padding is 0 and tokens are positive.
 
-        If a search returned no tokens at all, omit its tokens, because they neither support nor contradict a candidate.
+        If a search returned no tokens at all, omit the tokens, because they neither support nor contradict a candidate.
         """
         if TOKENS not in tensors or tensors[TOKENS].ndim != 3:
             return tensors
@@ -76,7 +76,7 @@ class DecodeStage(Stage):
         return tolerances({name: truth[name] for name in truth if name not in SEARCHED}, baseline, *placement)
 
     def due(self, shown: PathTensors) -> list[str]:
-        """Return the names of the tensors to compare: logits and taps with a cache, or tokens and scores."""
+        """Return the names of the tensors to compare: logits and taps from cached decoding, or tokens and scores."""
         if shown.path != CACHED:
             return [TOKENS, SCORES]
         return [name for name in shown.expected.tensors if name not in SEARCHED]
@@ -88,14 +88,14 @@ class DecodeStage(Stage):
         return [name for name in due if name != SCORES], ["scores are not shown"]
 
     def compare_tensors(self, names: Sequence[str], shown: PathTensors) -> Iterator[Finding]:
-        """Compare logits and taps with a cache, or compare the tokens and then their scores."""
+        """Compare the logits and taps of decoding with a cache, or the tokens and scores of a search."""
         yield from super().compare_tensors([name for name in names if name not in SEARCHED], shown)
         if TOKENS in names:
             yield from _compare_search(shown)
 
 
 def _is_stepwise(case: Case) -> bool:
-    """Return True if the case also decodes one position at a time, which must give the same result as a single pass."""
+    """Return True if the case also decodes one position at a time, which must match a single forward pass."""
     return case.options.beam_size is None and "target_ids" in case.inputs
 
 
@@ -131,7 +131,8 @@ def _compare_search(shown: PathTensors) -> Iterator[Finding]:
     exact = expected.exact.model
     rounded = None if expected.rounded is None else expected.rounded.model
     source_ids, options = case.inputs["source_ids"], case.options
-    # Without scores, or if the tokens come from files, the steps of the search are unknown, so only explain its result.
+    # If there are no scores, or if the tokens come from files, the steps of the search are unknown, so explain only its
+    # final result.
     unknown = None if path == FILES or scores is None else scores
     found = Decoded(SearchResult(ids, unknown), shown.outputs.trace)  # type: ignore[arg-type]
     doubts = explain(exact, rounded, source_ids, found, expected.tensors[TOKENS], options)
@@ -156,7 +157,7 @@ def _compare_search(shown: PathTensors) -> Iterator[Finding]:
 
 
 def _steps_problem(shown: Sequence[ndarray], expected: ndarray) -> str:
-    """Return an error message if the hypotheses passed to ``on_step`` are wrong, or an empty string."""
+    """Return an error message if the hypotheses passed to ``on_step`` are wrong, else an empty string."""
     if len(shown) != len(expected):
         return f"on_step must be called {len(expected)} times: got {len(shown)}"
     for n, (ids, truth) in enumerate(zip(shown, expected, strict=True), 1):
@@ -166,7 +167,7 @@ def _steps_problem(shown: Sequence[ndarray], expected: ndarray) -> str:
 
 
 def _tokens_problem(case: Case, ids: ndarray, truth: ndarray) -> str:
-    """Return an error message if the dtype, shape or range of the tokens is invalid, or an empty string."""
+    """Return an error message if the dtype, shape, or range of the tokens is invalid, else an empty string."""
     limit = case.options.limit(case.inputs["source_ids"].shape[1], case.config)
     shape, size = list(truth.shape[:2]), case.config.target_vocab_size
     if ids.dtype.kind not in "iu":

@@ -1,4 +1,4 @@
-"""The stage ``gradients``: compares the loss for one batch, and its gradients at all taps and for all parameters."""
+"""The ``gradients`` stage: compares the loss for one batch and its gradients at all taps and for all parameters."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ AT = "at "  # prefix of the gradients at taps; gradients of parameters have the 
 
 
 class GradientStage(TrainingStage):
-    """Compares the loss and the gradients in the order of the backward pass, so that a bug shows first at its cause."""
+    """Compares the loss and the gradients in the order of the backward pass, so that a bug shows first where it is."""
 
     name = component = GRADIENTS
-    perturbed_baselines = 4  # with a single run, 10% of correct implementations would exceed their tolerance
+    perturbed_baselines = 4  # with a single run, 10% of correct implementations would exceed the tolerance
     reproduces = 1e-10
     optional: ClassVar[Mapping[str, str]] = {"at *": "gradients at taps"}
 
@@ -101,7 +101,7 @@ def tolerance(name: str, dtype: str, baseline: float, whole: float) -> float:
 
 
 def _with_whole(tensors: Tensors, expected: Tensors) -> Tensors:
-    """Replace the concatenated gradient by the concatenation of the given gradients, or omit it if one is missing."""
+    """Replace the concatenated gradient with one built from the given gradients, or omit it if any are missing."""
     names = sorted(name for name in expected if name.startswith("of "))
     if any(name not in tensors for name in names):
         return {name: value for name, value in tensors.items() if name != WHOLE}

@@ -1,6 +1,6 @@
 """Masks for unused values: activations at padding positions, and scores of keys that a mask excludes.
 
-No loss, token or parameter gradient depends on these values. A correct port may return zeros, garbage or NaN for them.
+No loss, token, or parameter gradient depends on these values. A correct port may return zeros, garbage, or NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, STEPS, 
 
 @dataclass(frozen=True)
 class Read:
-    """The positions of each tensor that the model uses.
+    """The positions in each tensor that the model uses.
 
     Attributes:
         masks: A mask for each tensor name, True for used positions, with a shape that broadcasts to the tensor. If a

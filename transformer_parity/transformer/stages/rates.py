@@ -1,7 +1,7 @@
-"""Float32 learning rates: detects ports that round the learning rate to float32 but compute all else in float64.
+"""Float32 learning rates: detects ports that round the learning rate to float32 but compute everything else in float64.
 
 Several frameworks store the learning rate in float32 or compute the schedule in float32. As a result, the weights
-differ from the reference's by more than their tolerance. The relative errors of the learning rates at the 20 steps
+differ from the reference's by more than their tolerance. The relative errors of the 20 learning rates
 fully describe this difference.
 """
 
@@ -46,8 +46,8 @@ def rounded_rates(
 ) -> Iterator[tuple[float, ...]]:
     """Yield factors between a port's learning rates and the schedule if rounding to float32 can explain them.
 
-    The first tuple rounds the float64 learning rates to float32. The second one is fitted to the port's weights.
-    The factors only explain a port if the reference agrees with it when run with them.
+    The first tuple rounds the float64 learning rates to float32. The second tuple is fitted to the port's weights.
+    The factors explain a port only if the reference, when run with them, agrees with the port.
 
     Args:
         case: The training case.

@@ -8,7 +8,7 @@ To add a stage:
 3. Add the stage to ``STAGES`` and to all texts that list the stages: the help of ``--stage`` in ``cli/check.py``, the
    help of ``--parity-stage`` in ``check/pytest_plugin.py``, and ``docs/result.schema.json``.
 
-If the stage requires a new port method, add the method to ``protocol.py``, ``package.py``, ``user.py`` and the
+If the stage requires a new port method, add the method to ``protocol.py``, ``package.py``, ``user.py``, and the
 templates in ``ports``.
 """
 

@@ -1,4 +1,4 @@
-"""The base class of the stages. A stage runs a port on a case, and defines the expected tensors and tolerances."""
+"""The base class of the stages. A stage runs a port on a case and defines the expected tensors and tolerances."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
 
-Way = tuple[str, Callable[[], Tensors]]  # a path, and the function that runs the port that way
+Way = tuple[str, Callable[[], Tensors]]  # a path, and a function that runs the port on this path
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Expected:
         tolerances: Maximum allowed error by tensor name. Tensors of a search are not included, because their
             tolerances depend on the result of the search.
         exact: The reference in float64, for searches.
-        rounded: The reference in float32, or None unless the dtype is float32.
+        rounded: The float32 reference if the dtype is float32, else None.
     """
 
     tensors: Tensors
@@ -42,7 +42,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class PathTensors:
-    """The tensors that a port returns for a case on one path, and the expected tensors.
+    """The tensors that a port returns for a case on one path, with the expected tensors.
 
     Attributes:
         author: Factory for the findings.
@@ -66,11 +66,11 @@ class Stage(Measure, ABC):
 
     Attributes:
         name: Name of the stage in ``--stage`` and in findings.
-        component: Part of the model that golden-vector cases of this stage test.
-        path: The path whose tensors golden vectors contain.
+        component: Part of the model that this stage's golden-vector cases test.
+        path: The path whose tensors are stored in golden vectors.
         is_ordered: True if the tensors must be in the same order as the reference's.
         searches: True if the stage runs a search.
-        has_baseline: True if float32 tolerances depend on the error of the reference in float32.
+        has_baseline: True if float32 tolerances depend on the reference's own float32 error.
         perturbed_baselines: Number of additional float32 runs of the reference with weights perturbed by one unit in
             the last place. The tolerance depends on the largest error of all runs.
         has_loss: True if the stage requires labels.
@@ -95,7 +95,7 @@ class Stage(Measure, ABC):
 
     @abstractmethod
     def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Way]:
-        """Yield the ways to run a port on a case. The caller runs each one before it requests the next.
+        """Yield the ways to run a port on a case. The caller runs each one before it requests the next one.
 
         Args:
             case: The case, with copies of its inputs for the port.
@@ -125,11 +125,11 @@ class Stage(Measure, ABC):
         Args:
             truth: The reference's tensors in float64.
             baseline: The reference's tensors in float32; empty if the working dtype is not float32.
-            placement: Working dtype, device and precision.
+            placement: Working dtype, device, and precision.
         """
 
     def problem(self, name: str, actual: ndarray, expected: ndarray, dtype: str) -> str:
-        """Return an error message if a tensor is invalid, or an empty string. Scalars are float64 in every dtype."""
+        """Return an error message if a tensor is invalid, else an empty string. Scalars are float64 in every dtype."""
         return super().problem(name, actual, expected, dtype if expected.ndim else "float64")
 
     def compare(self, shown: PathTensors) -> Iterator[Finding]:
@@ -179,7 +179,7 @@ class Stage(Measure, ABC):
     def _due(self, shown: PathTensors) -> tuple[list[str], list[str]]:
         """Return the names of the required tensors, and the reasons for skipping the others.
 
-        Golden files contain their own reasons.
+        Golden files list the reasons for their own omissions.
         """
         due = self.due(shown)
         if shown.path != FILES:

@@ -1,9 +1,9 @@
-"""The stage ``steps``: compares the losses and gradient norms of 20 optimizer steps, and weights and moments.
+"""The ``steps`` stage: compares the loss and gradient norm of each of 20 optimizer steps, the weights, and the moments.
 
-Some cases call ``forward``, ``gradients`` and ``generate`` between two steps. These methods must use the current
+Some cases call ``forward``, ``gradients``, and ``generate`` between two steps. These methods must use the current
 weights and must not affect later steps. The cases call them twice, because the first call may cache something that the
-second call uses. One case starts training a second time, which must reset the moments and the step. In one case for the
-packages, the trainer also evaluates, returns a gradient, and loads the state after step 1.
+second call uses. One case starts training a second time, which must reset the moments and the step number. In one case
+for the packages, the trainer also evaluates a batch, returns a gradient, and loads the state after step 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LIMIT = 12  # maximum number of tokens in searches between two steps
 
 
 class StepStage(TrainingStage):
-    """Compares all losses and gradient norms, and the weights and moments after the steps in ``SNAPSHOTS``."""
+    """Compares the losses and gradient norms of all steps, and the weights and moments after those in ``SNAPSHOTS``."""
 
     name = STEPS
     component = "optimizer steps"
@@ -75,7 +75,7 @@ class StepStage(TrainingStage):
             yield replace(finding, detail=_different_tokens(finding.tap, shown)) if is_wrong else finding
 
     def _with_rounded_rates(self, shown: PathTensors) -> list[Finding]:
-        """Return findings that all agree after rounding the reference's learning rates, or an empty list otherwise."""
+        """Return the findings if they all agree once the reference rounds its learning rates, else an empty list."""
         case, truth = shown.case, shown.expected.tensors
 
         def run(other: Case) -> Tensors:
@@ -110,7 +110,7 @@ class StepStage(TrainingStage):
 
 
 def train(case: Case, loaded: Any, steps: Sequence[int], snapshots: Sequence[int]) -> Tensors:
-    """Train a model, and return all losses, and the weights and moments after the steps in ``snapshots``.
+    """Train a model, and return all losses as well as the weights and moments after the steps in ``snapshots``.
 
     Key biases are excluded. Their gradients are rounding noise (see ``training_error``), which Adam scales up to full
     steps, and their values don't affect any output.
@@ -151,14 +151,14 @@ def train(case: Case, loaded: Any, steps: Sequence[int], snapshots: Sequence[int
 
 
 def _different_tokens(name: str, shown: PathTensors) -> str:
-    """Return a phrase with the number of sentences whose tokens differ and the first differing position."""
+    """Return a phrase that gives the number of sentences whose tokens differ and the first differing position."""
     differ = shown.tensors[name] != shown.expected.tensors[name]  # [B, L]
     first = int(differ.any(0).argmax()) + 1
     return f"{int(differ.any(1).sum())} of {len(differ)} sentences have different tokens, starting at token {first}"
 
 
 def other_calls(case: Case, loaded: Any) -> Iterator[tuple[str, ndarray]]:
-    """Yield the results of ``forward``, ``gradients`` and ``generate``, if the port defines them.
+    """Yield the results of those of ``forward``, ``gradients``, and ``generate`` that the port defines.
 
     The gradients are concatenated into one tensor, without key biases. The tokens are padded to a fixed shape and
     returned as floats.
@@ -176,7 +176,7 @@ def other_calls(case: Case, loaded: Any) -> Iterator[tuple[str, ndarray]]:
 
 
 def _trainer_calls(loaded: Any, trainer: Any, batch: Arrays) -> Iterator[tuple[str, ndarray]]:
-    """Yield the results of the trainer's other methods, which only the packages define."""
+    """Yield the results of the trainer methods that only the packages define."""
     with loaded.quickly():
         loss, tokens = trainer.evaluate(**batch)
         gradient = trainer.gradient(**batch)
@@ -211,5 +211,5 @@ def _weights(loaded: Any) -> Mapping[str, ndarray]:
 
 
 def tolerance(name: str, dtype: str) -> float:
-    """Return the maximum allowed error. It is fixed, because later steps amplify rounding beyond any baseline."""
+    """Return the maximum allowed error. It is fixed because later steps amplify rounding beyond any baseline."""
     return POLICY[STEPS][dtype]["loss" if name.endswith(LOSS) else "tensor"]

@@ -1,4 +1,4 @@
-"""Names and error measures that the stages ``gradients`` and ``steps`` share."""
+"""Names and error measures that the ``gradients`` and ``steps`` stages share."""
 
 from __future__ import annotations
 

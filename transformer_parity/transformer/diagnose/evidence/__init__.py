@@ -1,1 +1,1 @@
-"""Evidence in the tensors that differ: the first wrong block, patterns of tensors and cases, and simple relations."""
+"""Evidence from the tensors that differ: the first wrong block, patterns in tensors and cases, and simple relations."""

@@ -1,7 +1,7 @@
 """Blame: find the tap of the forward pass, or the gradient of the backward pass, that introduces a difference.
 
-For the forward pass, blocks of the port or of the reference are rerun (see ``engine.localization``). For the backward
-pass, only the reference is rerun, starting from the port's gradient at each tap.
+For the forward pass, individual blocks of the port or of the reference are rerun (see ``engine.localization``). For the
+backward pass, only the reference is rerun, starting from the port's gradient at each tap.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE, training_error
 from transformer_spec.taps import Recorder
 
-HIDDEN = 1e-6  # smallest total weight of hidden keys; the weights of a query must add up to one
+HIDDEN = 1e-6  # minimum total weight of hidden keys; a query's weights must add up to one
 REPLAYED = (ACTIVATIONS, GRADIENTS)  # stages whose blocks can be rerun
 
 
@@ -54,15 +54,15 @@ class Subject:
     """A case to rerun, and the reference with the same weights.
 
     Attributes:
-        case: A case of the stage ``activations`` or ``gradients``.
+        case: A case in the ``activations`` or ``gradients`` stage.
         backend: Name of the port.
         dtype: Working dtype.
         inputs: Inputs of the case, in the working dtype.
         truth: The reference in float64.
         same_dtype: The reference in float32, whose rounding error is the baseline; None if the working dtype is
             float64.
-        own: The port's tensors, which are used at positions that nothing reads.
-        unread: Values that a run returns at positions that nothing reads, for tensors that are not given.
+        own: The port's tensors, whose values are used at positions that the model doesn't read.
+        unread: Values that a run returns at positions that the model doesn't read, for tensors that are not given.
     """
 
     case: Case
@@ -96,8 +96,8 @@ class Subject:
     def run(self, loaded: LoadedPort, given: Arrays) -> Tensors:
         """Return the tensors of a run that continues with given values at some taps.
 
-        The run uses the port's values at positions that nothing should read, such as padding, because a wrong port may
-        read them. In the result, the given values replace them.
+        At positions that the model should not read, such as padding, the run uses the port's values, because a wrong
+        port may read them. In the result, the given values replace the port's values.
         """
         fed = Read.of(self.case, given).combine(given, self.own)
         result = loaded.run(self.case.block, self.inputs, taps=True, given=fed)
@@ -105,12 +105,12 @@ class Subject:
         return Read.of(self.case, tensors).combine(tensors, {**self.unread, **given})
 
     def with_own(self, own: Arrays, truth: Arrays) -> Subject:
-        """Return the subject with the port's tensors, and with the reference's tensors for positions nothing reads."""
+        """Return the subject with the port's tensors, and with the reference's tensors for unread positions."""
         return replace(self, own={name: _harmless(name, value) for name, value in own.items()}, unread=truth)
 
 
 def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
-    """Return, for every tap or gradient of a case, whether its difference was introduced there.
+    """Determine, for every tap or gradient of a case, whether a difference was introduced there.
 
     Args:
         loaded: The port.
@@ -125,7 +125,7 @@ def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
         return _replay_backward(gradients(loaded, subject.inputs), subject)
     is_ours = not isinstance(
         loaded, LoadedPlugin
-    )  # our packages continue with the value that a tap returns, which a test verifies
+    )  # our packages continue with the value that a tap returns, as a test verifies
     own, truth = subject.run(loaded, {}), subject.run(subject.truth, {})
     subject, read = subject.with_own(own, truth), Read.of(subject.case, truth)
 
@@ -136,16 +136,16 @@ def blame(loaded: LoadedPort, subject: Subject) -> Evidence:
 
 
 def _harmless(name: str, value: ndarray) -> ndarray:
-    """Return a tensor with zeros instead of NaN and infinity; scores keep -inf because it masks a key."""
+    """Replace NaN and infinity in a tensor with zeros, except -inf in scores, which masks a key."""
     hides = np.isneginf(value) & name.endswith(".scores")
     return np.where(np.isfinite(value) | hides, value, 0.0)
 
 
 def _without_hidden_keys(evidence: Evidence) -> Evidence:
-    """Return the evidence without contexts whose weights don't add up to one.
+    """Return the evidence without contexts whose attention weights don't add up to one.
 
-    Such weights mean that the port pads its keys without recording the added keys. A rerun doesn't have the correct
-    weights for these keys, so the context stays wrong even if it only inherits the difference.
+    Such weights mean that the port pads its keys without recording the added keys. Because a rerun lacks the correct
+    weights for these keys, the context remains wrong even if it only inherits the difference.
     """
     marks = []
     for mark in evidence.blame.marks:
@@ -159,7 +159,7 @@ def _without_hidden_keys(evidence: Evidence) -> Evidence:
 
 
 def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) -> Evidence:
-    """Return the same evidence as ``blame`` for float64 tensors from files."""
+    """Return the same evidence as ``blame``, but for float64 tensors from files."""
     subject = Subject(case, backend, "float64", case.inputs, truth)
     if STAGES[case.stage].has_loss:
         return _replay_backward(actual, subject)
@@ -172,7 +172,7 @@ def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) 
 
 
 def explained_by(evidence: Evidence, variants: Iterable[LoadedPackage], subject: Subject) -> Evidence:
-    """Return the evidence without blocks in which a variant of the reference only inherits a difference."""
+    """Return the evidence without blocks that, compared with a variant of the reference, only inherit a difference."""
     subject = replace(subject, unread=evidence.expected)
     return without_consequences(evidence, (partial(subject.run, variant) for variant in variants), distance)
 
@@ -220,14 +220,14 @@ def _replay_backward(actual: Arrays, subject: Subject) -> Evidence:
     if (given and not starts_at_padding) or len(evidence.blame.introduced) < 2:
         return evidence
     marks = evidence.blame.marks
-    if given:  # at padding, later gradients depend on port values that are unknown, so they can't be judged
+    if given:  # at padding, later gradients depend on unknown port values, so they can't be judged
         first = evidence.blame.introduced[0]
         marks = tuple(mark for mark in marks if mark.verdict == FINE or mark.name == first)
-    else:  # all of them may follow from a single gradient, or from the loss
+    else:  # all gradients may follow from one wrong gradient or from the loss
         marks = tuple(replace(mark, verdict=INHERITED) if mark.verdict == INTRODUCED else mark for mark in marks)
     return replace(evidence, blame=replace(evidence.blame, marks=marks))
 
 
 def distance(name: str, actual: Arrays, expected: Arrays) -> float:
-    """Return the distance between two tensors; infinite if their shapes or their NaNs differ."""
+    """Return the distance between two tensors, which is infinite if their shapes or the positions of NaNs differ."""
     return apart(name, actual, expected, training_error)

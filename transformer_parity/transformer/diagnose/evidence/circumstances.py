@@ -1,4 +1,4 @@
-"""Conditions under which a port differs: cases that differ satisfy them, and cases that agree don't."""
+"""Conditions under which a port differs: all cases that differ satisfy them, and no cases that agree do."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from transformer_parity.transformer.cases.case import DECODE, Case
 
-EVIDENCE = 3  # required number of cases that agree and don't satisfy a condition
-EXACTLY = ("a batch size", "a beam_size", "a length_penalty")  # sizes for which a single value can be a condition
+EVIDENCE = 3  # minimum number of cases that agree and don't satisfy the condition
+EXACTLY = ("a batch size", "a beam_size", "a length_penalty")  # sizes for which a condition may be an exact value
 
 
 def circumstances(differ: Sequence[Case], agree: Sequence[Case]) -> str:
-    """Return the conditions under which cases differ; empty if no condition separates them from cases that agree.
+    """Return the conditions, if any, that distinguish cases that differ from cases that agree.
 
     Args:
         differ: Cases of one stage that differ.
@@ -70,7 +70,7 @@ def _numbers(case: Case) -> Mapping[str, float]:
 
 
 def _facts(case: Case) -> set[str]:
-    """Return the statements that hold for a case."""
+    """Return the statements that are true for a case."""
     inputs, pad_id, trains = case.inputs, case.config.pad_id, case.settings is not None
     found = {
         "padding in the source": (inputs["source_ids"] == pad_id).any(),

@@ -1,4 +1,4 @@
-"""Tests whether float64 tensors are equal up to rounding, and which model or batch size equals their factor."""
+"""Test whether float64 tensors match up to rounding, and which model or batch size matches the factor between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_spec.config import TransformerConfig
 
 SAME = 1e-9  # relative tolerance for float64 rounding errors
-EQUAL = 1e-6  # relative tolerance for comparing a measured factor with a number
+EQUAL = 1e-6  # relative tolerance for comparing a measured factor with a known value
 
 
 def is_close(actual: ndarray, wanted: ndarray, far: float = SAME) -> bool:
@@ -39,7 +39,7 @@ def without_heads(array: ndarray) -> ndarray:
 
 
 def factor_in_words(ratio: float, config: TransformerConfig, case: Case | None = None) -> str:
-    """Return the model or batch sizes that equal a factor, possibly several; empty if there are none.
+    """Return the model or batch sizes that match a factor, or an empty string if there are none.
 
     Args:
         ratio: The factor.

@@ -1,4 +1,4 @@
-"""The tensors of a case that differ, and descriptions of groups of them."""
+"""The tensors of a case that differ, and descriptions of groups of these tensors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Differing:
 
     @classmethod
     def of(cls, case: Case, findings: Sequence[Finding], actual: Arrays, truth: Arrays) -> Differing:
-        """Return a case with the tensors that differ according to the findings of its stage."""
+        """Return a case with the tensors that differ according to the findings for its stage."""
         differs = {f.tap for f in findings if f.case == case.name and f.verdict == DIVERGES}
         comparable = [name for name in truth if name in actual and np.shape(actual[name]) == np.shape(truth[name])]
         return cls(case, tuple(name for name in comparable if name in differs and name != WHOLE), actual, truth)
@@ -76,7 +76,7 @@ class Differing:
         return [name for name in names if np.shape(self.actual[name]) != np.shape(self.truth[name])]
 
     def group(self, names: Sequence[str], prefix: str) -> str:
-        """Describe a group of compared parameters, whose tensor names start with ``prefix``."""
+        """Describe a group of compared parameters. Their tensor names start with ``prefix``."""
         every = [name for name in (*self.wrong, *self.right) if name.startswith(prefix)]
         return described([name.removeprefix(prefix) for name in names], [name.removeprefix(prefix) for name in every])
 
@@ -98,19 +98,19 @@ def described(names: Sequence[str], every: Sequence[str]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first three names, and the number of further names."""
+    """Return the first three names and the number of remaining names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def differ(names: Sequence[str]) -> str:
-    """Return the verb for one or multiple tensors."""
+    """Return the verb form, singular or plural, that matches the number of tensors."""
     return "differs" if len(names) == 1 else "differ"
 
 
 def factor_between(actual: ndarray, truth: ndarray, same: float = SAME) -> float:
-    """Return the factor between two tensors; NaN if there is none."""
+    """Return the factor between two tensors, or NaN if they don't differ by a factor."""
     factor = best_factor(actual, truth)
-    # The error is explained by the factor only if the factor removes nearly all of it.
+    # A factor explains the error only if it removes nearly all of the error.
     left = np.linalg.norm(actual - factor * truth)
     return factor if left <= min(same, 0.01 * abs(factor - 1.0)) * np.linalg.norm(truth) else np.nan
 
@@ -118,14 +118,14 @@ def factor_between(actual: ndarray, truth: ndarray, same: float = SAME) -> float
 def by_factor(
     shown: Differing, factors: dict[str, float], prefix: str, sentence: str, batch: Case | None = None
 ) -> str:
-    """Describe the factors of all wrong tensors, if there are at most three different factors.
+    """Describe the factors by which all wrong tensors differ, if there are at most three different factors.
 
     Args:
         shown: The case.
         factors: The factor of each tensor.
         prefix: Prefix of all tensor names.
         sentence: Template of a sentence about one group of parameters and its factor.
-        batch: The case if a factor can depend on batch sizes, for example due to averaging; otherwise None.
+        batch: The case if a factor can depend on batch sizes, for example because of averaging; otherwise None.
     """
     values = {name: float(written(factor)) for name, factor in factors.items()}
     different = dict.fromkeys(values.values())

@@ -16,17 +16,17 @@ from transformer_spec.config import TransformerConfig
 
 Arrays = Mapping[str, ndarray]
 LISTED = 3  # number of places in a sentence
-ENOUGH = 2  # number of different values that a tensor must contain for equality to be evidence
+ENOUGH = 2  # minimum number of distinct values in a tensor for a match to be evidence
 
 
 def exchanged(actual: Arrays, right: Arrays, what: str, wrong: Callable[[str], bool]) -> str:
-    """Report which tensors have exchanged names; empty if that doesn't explain all wrong tensors.
+    """Report which tensors have swapped names, or return an empty string if that doesn't explain all wrong tensors.
 
     Args:
         actual: The port's tensors, by parameter name.
         right: The reference's tensors, by parameter name.
         what: The kind of tensors, ``gradient`` or ``exported weight``.
-        wrong: Function that returns whether the tensor with a name is wrong.
+        wrong: Function that takes the name of a tensor and returns whether the tensor is wrong.
     """
     if actual.keys() != right.keys():
         return ""
@@ -48,7 +48,7 @@ def exchanged(actual: Arrays, right: Arrays, what: str, wrong: Callable[[str], b
             for turn in turned
             if source != name and is_same(name, source, array.T if turn else array)
         ]
-        # If multiple sources are equal, for example zeros, a parameter of the same block is the most likely.
+        # If multiple sources are identical, for example zeros, a parameter in the same block is the most likely source.
         sources[name] = max(found, key=lambda other: len(_shared(name, other)), default="")
         if not sources[name]:
             return ""
@@ -59,7 +59,7 @@ def exchanged(actual: Arrays, right: Arrays, what: str, wrong: Callable[[str], b
 
 
 def exchanged_gradients(differing: Differing) -> str:
-    """Report which parameter gradients have exchanged names; empty if that doesn't explain all wrong tensors."""
+    """Report which parameter gradients have swapped names, or return "" if that doesn't explain all wrong tensors."""
     if (
         differing.case.stage != GRADIENTS
         or differing.misshapen
@@ -74,7 +74,7 @@ def exchanged_gradients(differing: Differing) -> str:
 
 
 def returned_in_words(back: Arrays, given: Arrays, config: TransformerConfig) -> str:
-    """Report which weights a port exports incorrectly, and how the first one differs; empty if there is no pattern.
+    """Report which weights a port exports incorrectly and how the first one differs, if there is a pattern.
 
     Args:
         back: The exported weights, by parameter name.
@@ -104,7 +104,7 @@ def _shared(name: str, other: str) -> str:
 
 
 def _in_words(sources: Mapping[str, str], what: str) -> str:
-    """Describe the exchanged tensors. An exchange that occurs in multiple places is described once."""
+    """Describe the swapped tensors. A swap that occurs in multiple places is described once."""
     places: dict[str, list[str]] = {}
     done = set()
     for name, source in sources.items():

@@ -22,11 +22,11 @@ SUBLAYERS = ("self_attention", "cross_attention", "feed_forward")
 def of_operands(
     name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
 ) -> str:
-    """Describe the wrong kernel, input, term, axis, or mask of a block; empty if none explains its error.
+    """Describe the wrong kernel, input, term, axis, or mask that explains a block's error, if any.
 
     Args:
         name: Name of the first wrong tap.
-        alone: The port's tensors, each computed from correct inputs.
+        alone: The port's tensors, each of which was computed from correct inputs.
         wanted: The correct tensors for the same inputs.
         weights: The parameters.
         config: Config of the model.
@@ -42,7 +42,7 @@ def of_operands(
 
 
 def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:
-    """Describe the parameter that replaces the kernel of a projection; empty if there is none."""
+    """Describe the parameter that the port uses instead of a projection's kernel, if any."""
     own = f"{name}_proj"
     if f"{own}.kernel" not in weights or np.shape(alone[name]) != wanted[name].shape:
         return ""
@@ -50,7 +50,7 @@ def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str,
     actual, right = without_heads(alone[name]), without_heads(wanted[name])
     states = [state for state in map(without_heads, wanted.values()) if state.shape == (*right.shape[:2], len(kernel))]
     read = next((state for state in states if is_close(state @ kernel + bias, right)), None)
-    wrong = (actual != right).any(-1)  # padding contains the reference's values
+    wrong = (actual != right).any(-1)  # at padding, both have the reference's values
     for other, value in weights.items() if read is not None and wrong.any() else ():
         turned = {other: value, f"the transpose of {other}": value.T}
         for words, matrix in turned.items():
@@ -70,13 +70,13 @@ def other_kernel(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str,
 def other_input(
     name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
 ) -> str:
-    """Describe the tensor that a projection reads instead of its input; empty if there is none."""
+    """Describe the tensor that a projection reads instead of its input, if any."""
     kernel, bias = (weights.get(f"{name}_proj.{kind}", np.zeros(())) for kind in ("kernel", "bias"))
     if not kernel.ndim or np.shape(alone[name]) != wanted[name].shape:
         return ""
     activation = ACTIVATIONS[config.activation] if name.endswith(".inner") else lambda x: x
     actual, right = without_heads(alone[name]), without_heads(wanted[name])
-    wrong = (actual != right).any(-1)  # padding contains the reference's values
+    wrong = (actual != right).any(-1)  # at padding, both have the reference's values
     if wrong.sum() < 2:
         return ""
     layer = re.sub(r"(\w+\.layers\.\d+\.|).*", r"\1", name)
@@ -92,12 +92,12 @@ def other_input(
 
 
 def other_terms(name: str, alone: Arrays, wanted: Arrays) -> str:
-    """Describe wrong factors in a layer's output, which is a sum with pre-norm; empty if they don't explain it."""
+    """Describe wrong factors in a layer's output, which is a sum with pre-norm, if they explain its error."""
     layer = name.removesuffix(".output")
     terms = {one: array for one, array in _terms(layer, wanted) if array.shape == wanted[name].shape}
     if alone[name].shape != wanted[name].shape or not is_close(sum(terms.values(), np.zeros(())), wanted[name]):
         return ""
-    wrong = (alone[name] != wanted[name]).any(-1)  # padding contains the reference's values
+    wrong = (alone[name] != wanted[name]).any(-1)  # at padding, both have the reference's values
     rows = np.stack([array[wrong].ravel() for array in terms.values()], axis=-1)
     if len(rows) <= 2 * len(terms):
         return ""
@@ -113,12 +113,12 @@ def other_terms(name: str, alone: Arrays, wanted: Arrays) -> str:
 
 
 def other_softmax(name: str, alone: Arrays, wanted: Arrays) -> str:
-    """Describe the wrong axis of a softmax, or the scores that it fails to mask; empty if they don't explain it."""
+    """Describe the wrong axis of a softmax or the scores that it fails to mask, if they explain its error."""
     scores = np.asarray(wanted.get(f"{name.removesuffix('.weights')}.scores", ()), np.float64)
     if not name.endswith(".weights") or not np.shape(alone[name]) == wanted[name].shape == scores.shape:
         return ""
     actual, right = (np.asarray(array, np.float64) for array in (alone[name], wanted[name]))
-    whole = (actual != right).any(-1).all((1, 2))  # padding contains the reference's values
+    whole = (actual != right).any(-1).all((1, 2))  # at padding, both have the reference's values
     sums, of_keys = actual[whole].sum(-1), actual[whole].sum(-2)
     if whole.any() and not is_close(sums, np.ones_like(sums)) and is_close(of_keys, np.where(of_keys > 0.5, 1.0, 0.0)):
         return "the weights add up to 1 over the queries instead of the keys: the softmax uses the wrong axis"
@@ -128,7 +128,7 @@ def other_softmax(name: str, alone: Arrays, wanted: Arrays) -> str:
         return ""
     with np.errstate(divide="ignore", invalid="ignore"):  # a weight may be zero, and a query may have no keys
         logs = np.log(actual)
-        shifts = logs - scores  # equal for all keys of a query if the softmax reads these scores
+        shifts = logs - scores  # the same for all keys of a query if the softmax reads these scores
         shift = np.where(allowed, shifts, -np.inf).max(-1, keepdims=True)
         to_add, to_set = shifts - shift, logs - shift
     if np.abs(np.where(allowed, to_add, 0.0)).max() > SAME_SCORE:
@@ -145,11 +145,11 @@ def other_softmax(name: str, alone: Arrays, wanted: Arrays) -> str:
 def other_normed(
     name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray], config: TransformerConfig
 ) -> str:
-    """Describe the tensors that a norm reads instead of its input; empty if there are none."""
+    """Describe the tensors that a norm reads instead of its input, if any."""
     norm, layer = name.removesuffix(".output"), name.rpartition(".")[0].rpartition(".")[0]
     if not name.endswith("_norm.output") or f"{norm}.scale" not in weights or alone[name].shape != wanted[name].shape:
         return ""
-    wrong = (alone[name] != wanted[name]).any(-1)  # padding contains the reference's values
+    wrong = (alone[name] != wanted[name]).any(-1)  # at padding, both have the reference's values
     read = [
         one
         for one in list(wanted)[: list(wanted).index(name)]
@@ -168,12 +168,12 @@ def other_normed(
 
 
 def other_affine(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:
-    """Describe the parameters that a norm uses as its scale and bias; empty if there are none."""
+    """Describe the parameters that a norm uses instead of its own scale and bias, if any."""
     norm = name.removesuffix(".output")
     norm = norm if f"{norm}.scale" in weights else f"{norm}.final_norm"
     if f"{norm}.scale" not in weights or alone[name].shape != wanted[name].shape:
         return ""
-    wrong = (alone[name] != wanted[name]).any(-1)  # padding contains the reference's values
+    wrong = (alone[name] != wanted[name]).any(-1)  # at padding, both have the reference's values
     scale, bias = weights[f"{norm}.scale"], weights[f"{norm}.bias"]
     if wrong.sum() < 3 or not scale.all():
         return ""
@@ -199,7 +199,7 @@ def _normed(norm: str, x: ndarray, weights: Mapping[str, ndarray], config: Trans
 
 
 def _terms(layer: str, tensors: Arrays) -> Iterator[tuple[str, ndarray]]:
-    """Yield the input of a layer, and the outputs of its sub-layers."""
+    """Yield the input of a layer and the outputs of its sub-layers."""
     stack, _, number = layer.rpartition(".")
     side = "source" if layer.startswith("encoder.") else "target"
     before = f"{stack}.{int(number) - 1}.output" if number.isdigit() and int(number) else f"{side}_embedding.output"
@@ -214,7 +214,7 @@ def _rows(array: ndarray) -> ndarray:
 
 
 def _states(name: str, tensors: Arrays) -> Iterator[tuple[str, ndarray]]:
-    """Yield every tensor that is computed before a tap, and the residual sums in its layer."""
+    """Yield every tensor that is computed before a tap, and the residual sums in the tap's layer."""
     before = list(tensors)[: list(tensors).index(name)]
     for other in before:
         array = np.asarray(tensors[other], np.float64)

@@ -1,7 +1,7 @@
-"""Patterns: which tensors of a case differ, how, and from which step on, while other tensors agree.
+"""Patterns: which tensors of a case differ, how they differ, and starting at which step, while other tensors agree.
 
-Each function describes one pattern in a sentence, or returns an empty string. Patterns are derived from the findings
-and from the tensors of the port and the reference. A sentence names a cause only if no other cause leaves the same
+Each function returns a sentence that describes one pattern, or an empty string. Patterns are derived from the findings
+and from the tensors of the port and the reference. A sentence states a cause only if no other cause leads to the same
 pattern.
 """
 
@@ -36,7 +36,7 @@ from transformer_parity.transformer.diagnose.evidence.steps import (
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_parity.transformer.stages.training_stage import LOSS, is_noise
 
-LEAST_OF_FLOAT32, MOST_OF_FLOAT32 = 1e-9, 1e-6  # relative errors of losses and gradients that float32 rounding causes
+LEAST_OF_FLOAT32, MOST_OF_FLOAT32 = 1e-9, 1e-6  # relative errors that float32 rounding causes in losses and gradients
 
 
 def not_finite(shown: Differing) -> str:
@@ -54,7 +54,7 @@ def not_finite(shown: Differing) -> str:
 
 
 def rounded_losses(shown: Differing) -> str:
-    """Report losses with only float32 precision, which float64 losses don't have by chance."""
+    """Report losses that have only float32 precision, which can't happen by chance in float64."""
     losses = [name for name in shown.wrong if name.endswith(LOSS)]
     if not losses or any(float(np.float32(shown.actual[name])) != float(shown.actual[name]) for name in losses):
         return ""
@@ -103,7 +103,7 @@ def targets(shown: Differing) -> str:
     rows = np.stack([np.ones(others.sum()), prediction[others]], axis=-1)
     _, total = np.linalg.lstsq(rows, actual[others], rcond=None)[0]
     found = total * prediction - actual
-    if not 0.5 < total < 1.5:  # the loss is scaled, which is not a matter of the target
+    if not 0.5 < total < 1.5:  # the loss is scaled, which the target probabilities can't explain
         return ""
     if any(np.ptp(found[group]) > SAME for group in groups.values()):
         return ""
@@ -136,7 +136,7 @@ def zero_gradients(shown: Differing) -> str:
 
 
 def transformed_gradients(shown: Differing) -> str:
-    """Report wrong gradients that are all multiples or transposes of the correct gradients."""
+    """Report wrong gradients if all of them are multiples or transposes of the correct gradients."""
     names = _parameters(shown)
     if not names:
         return ""
@@ -154,13 +154,13 @@ def wrong_parameters(shown: Differing) -> str:
         return ""
     which = "gradient" if len(names) == 1 else "gradients"
     sentence = f"the {which} of {shown.group(names, 'of ')} {differ(names)}, and {len(agree)} agree"
-    if shown.case.config.norm_order != "post":  # the tensors are not in the order of the backward pass
+    if shown.case.config.norm_order != "post":  # the tensors are not in backward-pass order
         return sentence
     return f"{sentence}; of these, the backward pass computes {names[0].removeprefix('of ')} first"
 
 
 def as_small_as_rounding(shown: Differing) -> str:
-    """Report that the errors of float64 losses and gradients are not larger than the rounding to float32."""
+    """Report that the errors of float64 losses and gradients are no larger than float32 rounding errors."""
     if shown.case.stage != GRADIENTS or not shown.wrong:
         return ""
     errors = [
@@ -228,7 +228,7 @@ PATTERNS: tuple[Callable[[Differing], str], ...] = (
 
 
 def patterns(shown: Differing) -> list[str]:
-    """Return a sentence for each pattern in a case that differs."""
+    """Return a sentence for each pattern found in a case that differs."""
     return [said for pattern in PATTERNS if (said := pattern(shown))]
 
 
@@ -258,7 +258,7 @@ def _shapes(case: Case) -> list[tuple[int, ...]]:
 
 
 def _parameters(shown: Differing) -> list[str]:
-    """Return the wrong gradients of parameters that have the correct shape, in the order of the backward pass."""
+    """Return the parameter gradients that are wrong but have the correct shape, in the order of the backward pass."""
     names = [name for name in shown.wrong if name.startswith("of ") and name in shown.actual]
     return [name for name in names if shown.actual[name].shape == shown.truth[name].shape]
 

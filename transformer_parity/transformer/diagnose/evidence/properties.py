@@ -1,8 +1,8 @@
 """Properties of every correct model, measured on a port whose error has an unknown cause.
 
-The port is rerun on inputs that don't change the reference's results: on the same input twice, on a single sentence,
-without padding, with a different last token, and with slightly perturbed weights. Each statement describes the result
-of such a run, and is never a guess based on the size of an error.
+The port is rerun with changes whose effect on a correct model is known: on the same input twice, on an individual
+sentence, without padding, with a different last token, and with slightly perturbed weights. Each statement describes
+the result of such a run and is never a guess based on the size of an error.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from transformer_spec.config import TransformerConfig
 SAME = {"float64": 1e-11, "float32": 1e-4}  # relative tolerance; rounding may depend on the batch shape
 SMALL = 2.0**-6  # relative error that no rounding to a dtype exceeds
 LEAST_ROUNDING = {"float64": POLICY["float64"]["tap"], "float32": 0.0}  # smaller relative errors are normal
-NOISE = 30.0  # effects that exceed the rounding error by this factor have a different cause
+NOISE = 30.0  # rounding can't explain effects larger than this multiple of the rounding error
 LEAST = 1e-6  # smallest relative perturbation of weights, which are float32
 MIXED = "for example, due to a wrong mask, length, or position"
-CALLS = 20  # calls that detect, with near certainty, a dropout rate of 0.001 in one place
-REDRAWN = 0.3  # relative change of a rounding error under perturbed weights; other errors change far less
+CALLS = 20  # number of calls that almost certainly detects a dropout rate of 0.001 in one place
+REDRAWN = 0.3  # minimum relative change of a rounding error if the weights are perturbed; other errors change far less
 ROUNDED_LOSS = 1e-6  # relative tolerance for a different order of summation, even after 20 steps
-SINGLE = 2.0**-16  # relative error that only dtypes narrower than float32 exceed
+SINGLE = 2.0**-16  # larger relative errors occur only with dtypes narrower than float32
 REMEDIES = {
     "jax": 'call jax.config.update("jax_enable_x64", True) before any array is created',
     "tensorflow": 'call keras.config.set_floatx("float64"), or pass dtype="float64" to every layer and tensor',
@@ -64,13 +64,13 @@ class _Runs:
 
 
 def lacking(case: Case, port: Implementation, placement: Placement, noise: float = 0.0) -> list[str]:
-    """Return the properties of a correct model that a port lacks, those that explain others first.
+    """Return the properties of a correct model that a port lacks, starting with those that explain others.
 
     Args:
         case: A case that runs the full model on source and target IDs.
         port: The port.
         placement: The dtype and device to run it with.
-        noise: The relative error of the port if it is a rounding error. Effects of this size are ignored.
+        noise: The port's relative error if it is a rounding error. Effects of this size are ignored.
 
     Returns:
         A sentence for each property; empty if the port has all of them, or if this case can't detect them.
@@ -80,7 +80,7 @@ def lacking(case: Case, port: Implementation, placement: Placement, noise: float
     if case.is_long:  # running it once for each token would take minutes
         return []
     found: list[str] = []
-    with suppress(Exception):  # a port may support only the shapes of the case
+    with suppress(Exception):  # a port may support only the case's own shapes
         loaded = _Runs(case, port, placement).load(case.load_weights())
         if random := is_random(loaded, case):
             return [random]
@@ -93,7 +93,7 @@ def lacking(case: Case, port: Implementation, placement: Placement, noise: float
 
 
 def output(loaded: LoadedPort, inputs: Ids, config: TransformerConfig) -> ndarray:
-    """Return the logits, computed from copies of the inputs, with zeros at padding at the end of a target."""
+    """Return the logits, computed from copies of the inputs, with zeros where the end of a target is padded."""
     found = np.asarray(loaded.run("", given(inputs, "float64"), taps=True).output, np.float64)
     read = before_padding(inputs["target_ids"], config.pad_id)
     return np.where(read[:, :, None], found, 0.0)
@@ -114,7 +114,7 @@ def of_path(loaded: LoadedPort, case: Case, tolerance: float) -> str:
 
 
 def is_random(loaded: LoadedPort, case: Case) -> str:
-    """Report that calls on the same input differ; empty if they don't."""
+    """Report that two calls on the same input return different results, if they do."""
     once = output(loaded, case.inputs, case.config)
     calls = (output(loaded, case.inputs, case.config) for _ in range(1 if case.is_long else CALLS))
     again = next((other for other in calls if not np.array_equal(once, other, equal_nan=True)), None)
@@ -125,7 +125,7 @@ def is_random(loaded: LoadedPort, case: Case) -> str:
 
 
 def has_random_loss(runs: Sequence[Mapping[str, ndarray]]) -> str:
-    """Report that the losses of two runs on the same input differ; empty if they don't."""
+    """Report that the losses of two runs on the same input differ, if they do."""
     once, again = runs
     errors = [distance(name, again, once) for name in once if name.endswith(LOSS)]
     if not max(errors, default=0.0) > ROUNDED_LOSS:
@@ -136,13 +136,13 @@ def has_random_loss(runs: Sequence[Mapping[str, ndarray]]) -> str:
 
 
 def remedy() -> str:
-    """Return how to compute in float64, for the frameworks that are imported in this process."""
+    """Return instructions for computing in float64, for the frameworks that this process has imported."""
     ways = [way for module, way in REMEDIES.items() if module in sys.modules]
     return f": {' or '.join(ways)}" if ways else ""
 
 
 def only_float32(case: Case, shown: Mapping[str, ndarray], truth: Mapping[str, ndarray]) -> str:
-    """Report that all outputs have only float32 precision although float64 was requested; empty if they don't."""
+    """Report that all outputs have only float32 precision although float64 was requested, if that is the case."""
     names = [name for name in shown if name in truth and truth[name].size >= ENOUGH and truth[name].dtype == np.float64]
     read = Read.of(case, truth).combine(
         {name: shown[name] for name in names}, {name: 0.0 * truth[name] for name in names}
@@ -155,7 +155,7 @@ def only_float32(case: Case, shown: Mapping[str, ndarray], truth: Mapping[str, n
 
 
 def rounding(case: Case, port: Implementation, placement: Placement) -> tuple[str, float]:
-    """Report whether an error is a rounding error, and its size; empty if it isn't, or if it can't be determined.
+    """Report that an error is a rounding error, and its size; empty if it isn't or if this can't be determined.
 
     The weights are perturbed slightly, which changes a rounding error randomly, but hardly affects any other error.
     """
@@ -186,7 +186,7 @@ def rounding(case: Case, port: Implementation, placement: Placement) -> tuple[st
 
 
 def _of_the_batch(loaded: LoadedPort, inputs: Ids, config: TransformerConfig, same: float) -> Iterator[str]:
-    """Run each sentence in a separate batch."""
+    """Run each sentence in its own batch."""
     whole, alone = output(loaded, inputs, config), []
     for row in range(len(whole)) if len(whole) > 1 else ():
         sentence = {name: ids[row : row + 1] for name, ids in inputs.items()}

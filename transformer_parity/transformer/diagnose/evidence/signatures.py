@@ -1,10 +1,9 @@
-"""Signatures: characteristics of one block's error, for errors that no hypothesis explains.
+"""Signatures: characteristics of a block's error, for errors that no hypothesis explains.
 
-Each signature compares two tensors: the result of a block that was computed from correct inputs, and the correct
-result. It describes an observation that few bugs leave. An error of some size or in some places can have many
-causes, so ``places`` reports places separately. Tensors have the same axes as their taps: the first axis
-contains sentences, the second axis contains heads if there are four axes, and the second to last axis contains
-positions.
+Each signature compares two tensors: the result that a block computed from correct inputs, and the correct result. It
+describes an observation that only a few bugs cause. In contrast, the size or the position of an error can have many
+causes, so ``places`` reports positions separately. Tensors have the same axes as their taps: the first axis is
+the sentence, the second axis is the head if there are four axes, and the second-to-last axis is the position.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from transformer_parity.transformer.diagnose.evidence.closeness import (
 )
 from transformer_spec.config import TransformerConfig
 
-ENOUGH = 8  # smallest number of values in which a pattern is not a coincidence
+ENOUGH = 8  # minimum number of values for which a pattern can't be a coincidence
 NARROW = ("bfloat16", "float16", "float32")
 LEAST_DOUBTFUL = 1e-3  # errors below this fraction of the smallest relevant error are certainly rounding
 SMALLEST_RATE = 0.005  # smallest dropout rate that is recognized
-LEAST = 0.02  # smallest fraction of values or vectors that must be dropped, and that must be kept
+LEAST = 0.02  # minimum fraction of values or vectors that must be dropped and that must be kept
 
 
 def signatures(
@@ -41,7 +40,7 @@ def signatures(
     far: float = SAME,
     case: Case | None = None,
 ) -> list[str]:
-    """Return descriptions of a tensor's error, the most specific first; empty if it has no recognizable pattern.
+    """Return descriptions of a tensor's error, the most specific first, if it has a recognizable pattern.
 
     Args:
         actual: The port's result.
@@ -66,7 +65,7 @@ def signatures(
 
 
 def places(actual: ndarray, wanted: ndarray, far: float = SAME) -> list[str]:
-    """Return the sentences, heads, and positions of a tensor that are wrong, if others are correct."""
+    """Return the sentences, heads, and positions at which a tensor is wrong, if it is correct at others."""
     if actual.shape != wanted.shape or actual.ndim < 3:
         return []
     wrong, doubtful = (
@@ -103,7 +102,7 @@ def _filled(actual: ndarray, wanted: ndarray, far: float) -> str:
 
 
 def _masked(actual: ndarray, wanted: ndarray) -> Iterator[str]:
-    """Report differences in which attention weights [B, H, L, M] are zero."""
+    """Report which attention weights [B, H, L, M] are zero only in one of the tensors."""
     sums = wanted.sum(-1)
     if wanted.ndim != 4 or (wanted < 0.0).any() or not np.all((sums == 0.0) | (np.abs(sums - 1.0) < 1e-6)):
         return
@@ -116,7 +115,7 @@ def _masked(actual: ndarray, wanted: ndarray) -> Iterator[str]:
 
 
 def _offset_of(keys: ndarray) -> str:
-    """Return the distance of keys [B, H, L, L] from their queries in words; empty if distances differ."""
+    """Return a phrase for the distance of keys [B, H, L, L] from their queries, if it is the same everywhere."""
     _, _, query, key = np.nonzero(keys)
     offsets = np.unique(key - query)
     if keys.shape[2] != keys.shape[3] or len(offsets) != 1:
@@ -128,7 +127,7 @@ def _offset_of(keys: ndarray) -> str:
 
 
 def narrowed(actual: ndarray, wanted: ndarray) -> str:
-    """Report a tensor with the precision of a narrower dtype than it should have; empty if it doesn't."""
+    """Report that a tensor has the precision of a narrower dtype than it should have, if that is the case."""
     if actual.shape != wanted.shape:
         return ""
     # Zeros and rounding noise can be represented in any dtype.
@@ -157,7 +156,7 @@ def _shape(actual: ndarray, wanted: ndarray) -> str:
 
 
 def _dropped(actual: ndarray, wanted: ndarray, far: float) -> Iterator[str]:
-    """Report the effects of dropout: zeros, or sums that lack some terms, while all other values are scaled up."""
+    """Report signs of dropout: zeros, or sums with missing terms, while all other values are scaled up."""
     for width, words in ((1, "values"), (actual.shape[-1], "vectors")):
         values, right = actual.reshape(-1, width), wanted.reshape(-1, width)
         size = np.abs(right).max(-1)
@@ -178,7 +177,7 @@ def _dropped(actual: ndarray, wanted: ndarray, far: float) -> Iterator[str]:
 
 
 def _scaled_up(values: ndarray, right: ndarray, noise: float) -> tuple[float, ndarray]:
-    """Return a factor above one that many vectors [N, width] share, and which vectors share it; or 1 and none."""
+    """Return a factor above 1 that many vectors [N, width] share, and which vectors share it, or else 1 and none."""
     size = np.square(right).sum(-1)
     factors = (values * right).sum(-1) / size
     is_multiple = np.abs(values - factors[:, None] * right).max(-1) <= noise
@@ -231,7 +230,7 @@ def _permuted(actual: ndarray, wanted: ndarray, far: float) -> Iterator[str]:
 
 
 def _matching(actual: ndarray, wanted: ndarray, axis: int, far: float) -> list[int]:
-    """Return the permutation along an axis that makes the tensors equal; empty if there is none, or no change."""
+    """Return the permutation along an axis that makes the tensors match, unless it is trivial or doesn't exist."""
     mine, theirs = (np.moveaxis(array, axis, 0).reshape(array.shape[axis], -1) for array in (actual, wanted))
     if len(mine) > 512:
         return []

@@ -1,4 +1,4 @@
-"""Patterns of training: which losses and weights differ, from which step on, and which methods use old weights."""
+"""Patterns in training: which losses and weights differ, starting at which step, and which methods use old weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.steps import SNAPSHOTS, other_calls
 from transformer_parity.transformer.stages.training_stage import LOSS, is_noise
 
-LEAST_OF_A_MOVE = 0.01  # fraction of a step's weight change; a wrong change of this size affects the next loss
+LEAST_OF_A_MOVE = 0.01  # fraction of a step's weight change; an error of this size affects the next loss
 METHODS = {"logits": "`forward`", "tokens": "`generate`"}
 PARTS = {  # prefixes of parameter names, by the description of the parameters
     "all parameters": ("",),
@@ -44,7 +44,7 @@ def rounded_weights(shown: Differing) -> str:
 
 
 def right_losses(shown: Differing) -> str:
-    """Report training with correct losses although no weight after its first step is correct."""
+    """Report training in which the losses are correct although no weight is correct after the first step."""
     prefix = f"step {SNAPSHOTS[0]} weight "
     losses = [name for name in shown.right if name.endswith(f" {LOSS}")]
     if shown.case.stage != STEPS or not losses or any(name.endswith(f" {LOSS}") for name in shown.wrong):
@@ -85,7 +85,7 @@ def first_wrong_step(shown: Differing) -> str:
 
 
 def only_between_steps(shown: Differing) -> str:
-    """Report training that is correct while methods called between two steps return wrong results."""
+    """Report that training is correct but methods called between two steps return wrong results."""
     results = [name for name in shown.wrong if name.endswith((" logits", " gradient between steps", " tokens"))]
     if shown.case.stage != STEPS or not results or len(results) < len(shown.wrong):
         return ""
@@ -96,7 +96,7 @@ def only_between_steps(shown: Differing) -> str:
 
 
 def moved_weights(shown: Differing) -> str:
-    """Report how far weights have moved, after the first snapshot in which weights differ."""
+    """Report how far the weights have moved by the first snapshot in which they differ."""
     if shown.case.stage != STEPS:
         return ""
     start = shown.case.load_weights()
@@ -123,7 +123,7 @@ def moved_weights(shown: Differing) -> str:
 
 
 def stale_weights(case: Case, actual: Arrays, truth: Arrays) -> str:
-    """Report which earlier weights explain the wrong results of a method; empty if none do.
+    """Report which earlier weights explain a method's wrong results, or return an empty string if none do.
 
     Args:
         case: A training case that calls other methods between steps.
@@ -156,7 +156,7 @@ def stale_weights(case: Case, actual: Arrays, truth: Arrays) -> str:
 
 
 def _reproduces(case: Case, step: int, weights: Mapping[str, ndarray], wanted: Arrays) -> bool:
-    """Whether the reference with the given weights has the same results after a step as the port."""
+    """Whether the reference with the given weights returns the same results after a step as the port."""
     loaded = DEFINITION.load(case.config, weights, Placement("float64"))
     found = {f"step {step} {name}": array for name, array in other_calls(case, loaded)}
     return all(relative_error(array, found[name]) <= SAME for name, array in wanted.items())

@@ -1,7 +1,7 @@
 """Hypotheses: candidate explanations of a port's behavior, each of which is a modified reference.
 
 A hypothesis is a set of bugs from the bug catalog, or of published conventions, injected into the NumPy reference. If
-it reproduces all of a port's numbers, it describes what the port does.
+it reproduces all of a port's values, it describes what the port does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from transformer_spec.names import parameter_shapes
 from transformer_spec.presets import IMPLEMENTATIONS
 
 EPSILONS = (1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-12)  # defaults of published layer norms
-# The preset fields that define the math. Hypotheses don't change sizes, dropout rates, IDs, or tied embeddings.
+# The preset fields that define the formulas. Hypotheses don't change sizes, dropout rates, IDs, or tied embeddings.
 MATHEMATICS = (
     "norm_order",
     "final_norm",
@@ -63,27 +63,27 @@ LOSS_FIELDS = ("label_smoothing", "label_smoothing_kind")
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A set of bugs or conventions, in the whole model or in a single place."""
+    """A set of bugs or conventions, in the whole model or in one place."""
 
     parts: tuple[Mistake, ...]
     place: Place | None = None
 
     @property
     def name(self) -> str:
-        """Return the name of the hypothesis in words."""
+        """Return a name that describes the hypothesis."""
         names = " and ".join(part.name for part in self.parts)
         return names if self.place is None else f"{names}, in {self.place.words} only"
 
     @property
     def content(self) -> Any:
-        """Return a key that is equal only for hypotheses with the same effect."""
+        """Return a key that is the same only for hypotheses with the same effect."""
         return (*map(content, self.parts), self.place and self.place.parts)
 
     def load(self, config: TransformerConfig, weights: Mapping[str, ndarray]) -> LoadedPackage:
-        """Return a float64 reference that behaves according to the hypothesis.
+        """Return a float64 reference with all changes of the hypothesis.
 
         Raises:
-            ValueError: If the parts contradict each other, or don't define a model.
+            ValueError: If the changes contradict each other or don't define a model.
         """
         usual = None if self.place is None else DEFINITION.load(config, weights, Placement("float64"))
         for part in self.parts:
@@ -99,13 +99,13 @@ class Hypothesis:
 
 
 def hypotheses(config: TransformerConfig, stage: str, *, forward_agrees: bool = False) -> list[Mistake]:
-    """Return every known bug and every convention that a port of this config may follow instead.
+    """Return every known bug and every convention that may explain a port with this config.
 
     Args:
         config: The config that the port was given.
         stage: Name of the stage. For example, training bugs are omitted for activations.
-        forward_agrees: Whether the port's activations agree with the reference's. This excludes all bugs of the
-            forward pass, except in parts that only a search calls.
+        forward_agrees: Whether the port's activations agree with the reference's. If so, bugs in the forward pass are
+            excluded, except in parts that only a search calls.
     """
     if forward_agrees:
         found = [one for one in conventions(config, stage) if one.config.keys() <= {*LOSS_FIELDS}]
@@ -135,10 +135,10 @@ def hypotheses(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
 
 
 def conventions(config: TransformerConfig, stage: str) -> list[Mistake]:
-    """Return the alternative values of each config field that is a convention, and the full set of every preset."""
+    """Return each alternative value of every config field that is a convention, and all conventions of each preset."""
     fields: list[dict[str, Any]] = []
     for name, choices in CHOICES.items():
-        if name in ("tie_embeddings", "position_encoding"):  # these change which parameters exist
+        if name in ("tie_embeddings", "position_encoding"):  # these fields determine which parameters exist
             continue
         if name in LOSS_FIELDS and not STAGES[stage].has_loss:
             continue
@@ -163,10 +163,10 @@ def conventions(config: TransformerConfig, stage: str) -> list[Mistake]:
 
 @cache
 def mixed_up_weights(as_wide: bool) -> list[Mistake]:
-    """Return typical bugs of weight converters: transposed or permuted kernels in all attention blocks.
+    """Return typical bugs in weight converters: transposed or permuted kernels in all attention blocks.
 
     Args:
-        as_wide: Whether values are as wide as queries and keys, so that their kernels can be permuted.
+        as_wide: Whether values are as wide as queries and keys, so that the three kernels can be permuted.
     """
     every = ("query", "key", "value", "output")
     families = [*((name,) for name in every[:3]), every[:3], every]  # the bug catalog covers the output kernel
@@ -183,7 +183,7 @@ def mixed_up_weights(as_wide: bool) -> list[Mistake]:
 
 @cache
 def misplaced_weights(pad_id: int) -> list[Mistake]:
-    """Return bugs that load the weights of layers, norms, or attention blocks into the wrong place or change them."""
+    """Return bugs that load the weights of layers, norms, or attention blocks into the wrong place or modify them."""
     others: dict[str, Renames] = {
         **{
             f"{what} of the {where} layer": {rf"\.layers\.(\d+)\.(?=.*{end})": partial(_other_layer, step)}
@@ -258,7 +258,7 @@ def _words(fields: Mapping[str, Any]) -> str:
 
 
 def _changes(mistake: Mistake, config: TransformerConfig) -> bool:
-    """Whether a bug has an effect: a bug that only sets config fields must differ from the given config."""
+    """Whether a bug has an effect. A bug that only sets config fields has none if the config already has the values."""
     return bool(
         mistake.edits["numpy"]
         or mistake.convert is not dict
@@ -267,12 +267,12 @@ def _changes(mistake: Mistake, config: TransformerConfig) -> bool:
 
 
 def content(mistake: Mistake) -> Any:
-    """Return the changes that a bug makes to the reference, regardless of its name."""
+    """Return the changes that a bug makes to the reference, without its name."""
     return (repr(sorted(mistake.config.items())), tuple(mistake.edits.get("numpy", ())), mistake.convert)
 
 
 def _fitted(weights: Mapping[str, ndarray], config: TransformerConfig) -> dict[str, ndarray]:
-    """Return weights for a different config: added norms and biases have no effect, and unused weights are dropped."""
+    """Adapt weights to a different config: add norms and biases that have no effect, and drop unused weights."""
     shapes = parameter_shapes(config)
     fitted = {}
     for name, shape in shapes.items():

@@ -1,7 +1,7 @@
 """Places: the parts of the model to which a known bug can be limited, such as one layer or one kind of attention.
 
-A bug edits a class, so it affects every instance of that class. To limit the bug to one place, the parts in that place
-of the unedited model are replaced with the corresponding parts of the edited model.
+A bug edits a class, so it affects every instance of that class. To limit the bug to one place, the corresponding parts
+of the unedited model are replaced with those of the edited model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.names import find, parameter_shapes, tap_shapes
 
 SUBLAYERS = ("self_attention", "cross_attention", "feed_forward")
-# Patterns of the parts that a bug changes, by the module that it edits or the config field that it replaces.
+# Patterns for the parts that a bug changes, by the module that it edits or the config field that it replaces.
 CHANGED = {
     "attention": r"_attention$",
     "feed_forward": r"\.feed_forward$",
@@ -45,17 +45,17 @@ CHANGED = {
     "decoder": r"^decoder\.layers\.\d+$",
     "norm_order": r"\.layers\.\d+$",
 }
-# The part of a bug's name that is removed if the bug is limited to a single place.
+# Text that is removed from a bug's name if the bug is limited to one place.
 WHOLE_MODEL = re.compile(r",? (in every sub-layer.*|of all attention blocks)")
 
 
 @dataclass(frozen=True)
 class Place:
-    """A set of parts of a model.
+    """A named set of model parts.
 
     Attributes:
         words: Name of the place in messages.
-        parts: Attribute paths of the parts.
+        parts: Attribute paths to the parts.
     """
 
     words: str
@@ -84,9 +84,9 @@ class _Atom:
 def at_single_places(
     case: Case, actual: Mapping[str, ndarray], known: Sequence[Mistake]
 ) -> list[tuple[Mistake, Place]]:
-    """Return each known bug at each single place to which it can be limited, larger places first.
+    """Return each known bug at each place to which it can be limited, larger places first.
 
-    If the port returned taps, only places that introduce a difference are included.
+    If the port returned taps, only places that may introduce a difference are included.
 
     Args:
         case: The case that the port ran.
@@ -114,8 +114,8 @@ def placed(
     Args:
         mistake: A bug that changes multiple parts.
         config: Config of the model.
-        weights: Weights of the model, used to find the weights that the bug converts.
-        introduced: Ranges of taps at which a difference is introduced (see ``intervals``); empty if they are unknown.
+        weights: Weights of the model, which show which weights the bug converts.
+        introduced: Ranges of taps at which a difference is introduced (see ``intervals``); empty if unknown.
     """
     atoms = _atoms(mistake, config, weights)
     if len(atoms) < 2:
@@ -134,7 +134,7 @@ def placed(
 
 
 def intervals(introduced: Sequence[str], shown: Sequence[str], config: TransformerConfig) -> list[range]:
-    """Return the range of taps at which each difference may have been introduced, from the preceding recorded tap on.
+    """Return, for each difference, the range of taps that may have introduced it, starting after the last recorded one.
 
     Args:
         introduced: Recorded taps at which a difference was introduced; may include the output.
@@ -151,7 +151,7 @@ def intervals(introduced: Sequence[str], shown: Sequence[str], config: Transform
 
 
 def _atoms(mistake: Mistake, config: TransformerConfig, weights: Mapping[str, ndarray]) -> list[_Atom]:
-    """Return all units to which a bug can be limited; empty if it already affects only one place."""
+    """Return all units to which a bug can be limited, or an empty list if it affects only one place anyway."""
     edits = tuple(mistake.edits.get("numpy", ()))
     parts = list(_parts(config))
     if mistake in EVERYWHERE:  # these bugs have one edit for each sub-layer
@@ -209,7 +209,7 @@ def _parts(config: TransformerConfig) -> Iterator[str]:
 
 
 def _groups(atoms: Sequence[_Atom], possible: Sequence[_Atom]) -> Iterator[tuple[str, tuple[_Atom, ...]]]:
-    """Yield named groups of atoms: encoder and decoder, kinds, single atoms, layers, and then all possible atoms."""
+    """Yield named groups of atoms: encoder and decoder, kinds, individual atoms, layers, and then all atoms."""
     shown = [atom.shown for atom in atoms]
     layers = dict.fromkeys(found[0] for name in shown if (found := re.match(r"\w+\.layers\.\d+(?=\.)", name)))
     patterns = {"the encoder": "(encoder[.]|source_).*", "the decoder": "(decoder[.]|target_).*"}

@@ -1,4 +1,4 @@
-"""Search for combinations of bugs that reproduce a port's numbers if no single bug does."""
+"""Search for combinations of bugs that reproduce a port's values if no individual bug does."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from transformer_parity.transformer.diagnose.hypotheses.trials import Attempt, T
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_spec.config import TransformerConfig
 
-DEPTH = 3  # largest number of bugs in a combination
+DEPTH = 3  # maximum number of bugs in a combination
 PROMISING = 6  # number of hypotheses that are combined with every other one
-BEAM = 4  # number of combinations that are changed further in cases without taps
-ATTEMPTS = 1000  # number of changed combinations to try; 100 take about a second
+BEAM = 4  # number of combinations to which further changes are made in cases without taps
+ATTEMPTS = 1000  # maximum number of such changes to try; 100 of them take about a second
 
 
 def combinations(
@@ -24,9 +24,9 @@ def combinations(
     known: Sequence[Mistake],
     progress: Callable[[str], None],
 ) -> Iterator[list[Attempt]]:
-    """Yield attempts with combined hypotheses, as long as each added hypothesis makes more tensors correct."""
+    """Yield attempts with combined hypotheses as long as each additional hypothesis makes more tensors correct."""
     frontier = _promising(singles, start.matched)
-    if not frontier and start.of <= 2:  # published ports mostly differ in conventions, so try these first
+    if not frontier and start.of <= 2:  # published ports mostly differ in conventions, so try presets first
         for some in ([mistake for mistake in known if is_convention(mistake)], known):
             yield from _closer(trials, singles, some, known, progress)
         return
@@ -56,8 +56,8 @@ def _closer(
 ) -> Iterator[list[Attempt]]:
     """Yield attempts with every change to the closest hypotheses, for cases without taps.
 
-    Even if there is a second bug, a correct hypothesis usually leaves a smaller error than a wrong one. A change adds
-    one bug or sets a convention, which includes setting it back to the value in the config.
+    Even if the port has a second bug, a correct hypothesis usually leaves a smaller error than a wrong one. A change
+    adds one bug or sets one convention, possibly back to the value in the config.
     """
     fields = sorted({name for mistake in known if is_convention(mistake) for name in mistake.config})
     own = [Mistake("", "", config={name: getattr(trials.case.config, name)}) for name in fields]
@@ -100,7 +100,7 @@ def _names(parts: Sequence[Mistake]) -> frozenset[str]:
 def _changed(
     parts: Sequence[Mistake], mistake: Mistake, known: Sequence[Mistake], config: TransformerConfig
 ) -> tuple[Mistake, ...]:
-    """Return the parts plus one more, whose config fields replace theirs."""
+    """Return the parts plus one more, whose config fields override those of the other parts."""
     others = [part for part in parts if not is_convention(part)]
     fields: dict[str, Any] = {}
     for part in (*parts, mistake):
@@ -120,7 +120,7 @@ def _changed(
 
 
 def _promising(attempts: Sequence[Attempt], matched: int) -> list[Attempt]:
-    """Return the attempts that match more than ``matched`` tensors, the best first, and one attempt for each result."""
+    """Return the attempts that match more than ``matched`` tensors, the best first, with one attempt per result."""
     best: dict[tuple[int, float], Attempt] = {}
     for attempt in sorted(attempts, key=lambda attempt: (-attempt.matched, len(attempt.hypothesis.parts))):
         if attempt.matched > matched:
@@ -134,7 +134,7 @@ def clash(parts: Sequence[Mistake], other: Mistake) -> bool:
 
 
 def simplest(exact: Sequence[Attempt]) -> list[Attempt]:
-    """Return the attempts with the fewest parts, and each set of parts only once."""
+    """Return the attempts with the fewest parts, without duplicate sets of parts."""
     fewest = min((len(attempt.hypothesis.parts) for attempt in exact), default=0)
     found: dict[frozenset[str], Attempt] = {}
     for attempt in exact:

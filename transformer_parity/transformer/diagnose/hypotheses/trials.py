@@ -1,4 +1,4 @@
-"""Trials: runs of the reference under a hypothesis, compared with the tensors of a port."""
+"""Trials: runs of the reference under a hypothesis, which are compared with a port's tensors."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from transformer_parity.transformer.stages.training_stage import WHOLE
 
 Arrays = Mapping[str, ndarray]
 OBSERVATIONS = 400  # number of results kept in memory; each takes a few hundred kilobytes
-BEGINNINGS = (1, 3)  # numbers of steps: the second loss depends on the first update, the third on Adam's moments
+BEGINNINGS = (1, 3)  # step counts: the 2nd loss depends on the first update, the 3rd loss on Adam's moments
 TRUTH = Hypothesis(())
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The result of one hypothesis.
+    """The result of trying one hypothesis.
 
     Attributes:
         hypothesis: The hypothesis that was tried.
-        matched: Number of tensors that match before the first one that doesn't.
+        matched: Number of matching tensors before the first mismatch.
         of: Number of tensors that were compared.
-        worst: Largest relative error in all tensors if all match; otherwise, in the first wrong tensor and the last.
+        worst: Largest relative error of all tensors or, after a mismatch, of the tensors so far and the last tensor.
     """
 
     hypothesis: Hypothesis
@@ -73,7 +73,7 @@ class Trials:
         return replace(self, names=tuple(name for name in self.names if name not in names))
 
     def run(self, hypothesis: Hypothesis) -> Attempt | None:
-        """Return the result of a hypothesis; None if it can't be loaded or doesn't define a model."""
+        """Return the result of a hypothesis, or None if it can't be loaded or doesn't define a model."""
         names = self.names
         for case in (*_beginnings(self.case), self.case):
             found = observed(hypothesis, case)
@@ -82,7 +82,7 @@ class Trials:
             compared = names if case is self.case else [name for name in names if name in found]
             attempt = self._compared(hypothesis, found, compared)
             if not attempt.is_exact:
-                # A shorter run lacks the results of calls between steps. They follow from its other tensors.
+                # A shorter run has no results of calls between steps, but they follow from its other tensors.
                 missing = next((number for number, name in enumerate(names) if name not in compared), len(names))
                 return replace(attempt, matched=min(missing, names.index(compared[attempt.matched])), of=len(names))
         return attempt
@@ -98,7 +98,7 @@ class Trials:
         return Attempt(hypothesis, len(names), len(names), worst)
 
     def differing(self, hypothesis: Hypothesis) -> list[str]:
-        """Return the tensors that a hypothesis doesn't reproduce; all of them if it doesn't define a model."""
+        """Return the tensors that a hypothesis doesn't reproduce, or all tensors if it doesn't define a model."""
         found = observed(hypothesis, self.case) or {}
         return [
             name for name in self.names if not distance(name, self.actual, found) <= STAGES[self.case.stage].reproduces
@@ -123,7 +123,7 @@ class Trials:
         return replace(self, others=[(case, shown) for case, shown in self.others if shown is not None])
 
     def for_same_kind_of_search(self) -> Trials | None:
-        """Return trials with only the other cases of this kind of search, or None if both kinds fail."""
+        """Return trials with only the cases of the same kind, greedy or beam search, or None if both kinds fail."""
 
         def is_beam(case: Case) -> bool:
             return case.options.beam_size is not None
@@ -134,7 +134,7 @@ class Trials:
 
 
 def _beginnings(case: Case) -> Iterator[Case]:
-    """Yield shorter runs of a training case, because they refute most hypotheses."""
+    """Yield shorter runs of a training case, which already rule out most hypotheses."""
     last = (case.snapshots or SNAPSHOTS)[-1]
     for steps in BEGINNINGS if STAGES[case.stage].trains else ():
         if steps < last and not case.rewind:
@@ -142,9 +142,9 @@ def _beginnings(case: Case) -> Iterator[Case]:
 
 
 def observed(hypothesis: Hypothesis, case: Case) -> Arrays | None:
-    """Return the tensors of the reference under a hypothesis; None if it can't be loaded or doesn't define a model.
+    """Return the reference's tensors under a hypothesis, or None if it can't be loaded or doesn't define a model.
 
-    Results are cached for the next port that fails in the same case.
+    Results are cached for the next port that fails on the same case.
     """
     task = (case.name, case.compares_padding, repr(case.model), repr(case.settings), repr(case.search), case.snapshots)
     key = (*task, hypothesis.content)
@@ -162,7 +162,7 @@ def observed(hypothesis: Hypothesis, case: Case) -> Arrays | None:
 
 
 def _read(case: Case, arrays: Arrays) -> Arrays:
-    """Return tensors in which positions that the model doesn't read have the reference's values."""
+    """Return the tensors with the reference's values at positions that the model doesn't read."""
     usual = observed(TRUTH, case)
     return arrays if usual is None else Read.of(case, usual).combine(arrays, usual)
 

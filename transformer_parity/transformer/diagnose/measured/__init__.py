@@ -1,1 +1,1 @@
-"""Numbers measured in a port's tensors instead of searched for: rates, optimizer settings, and search parameters."""
+"""Settings that are measured in a port's tensors: learning rates, optimizer settings, and search parameters."""

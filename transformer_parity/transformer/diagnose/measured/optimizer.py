@@ -28,9 +28,9 @@ from transformer_parity.transformer.stages.training_stage import LOSS, is_noise
 Arrays = Mapping[str, ndarray]
 BETAS = {"beta1": (0.9, 0.95, 0.85, 0.5), "beta2": (0.98, 0.99, 0.999, 0.95)}  # from published recipes
 EPSILONS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-9, 1e-10, 1e-12, 1e-16)  # the bug catalog contains 1e-8
-CLOSE = 1e-3  # relative tolerance: above the effect of epsilon, and below the effect of one more step on a correction
-GROUPS = 3  # number of different factors that one sentence can list
-COUNTED = 200  # largest value of a step counter that is recognized
+CLOSE = 1e-3  # relative tolerance: larger than epsilon's effect, smaller than that of one more step on a correction
+GROUPS = 3  # maximum number of different factors in a sentence
+COUNTED = 200  # largest step count that is recognized
 RANGES = {  # logarithms of the value, of 1 - beta, or of the clip norm divided by the first gradient norm
     "beta2": (math.log(1e-4), math.log(0.999)),
     "beta1": (math.log(1e-3), math.log(0.9999)),
@@ -39,18 +39,18 @@ RANGES = {  # logarithms of the value, of 1 - beta, or of the clip norm divided 
 }
 GRID, BISECTIONS, ROOTS = 10, 40, 2
 SOLVED = 1e-15  # relative error of a loss at which the solver stops
-MOST = 12  # significant digits of a measured number
+MOST = 12  # significant digits of a measured value
 
 
 def optimizer_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
-    """Return common settings, and per-tensor steps that explain the first weights that the port returned."""
+    """Return common settings, and per-tensor step lengths that explain the first weights that the port returned."""
     if case.settings is None:
         return []
     return [*_common_settings(case), *_by_tensor(case, shown)]
 
 
 def _common_settings(case: Case) -> Iterator[Mistake]:
-    """Yield settings that ports often hard-code instead of using the given ones."""
+    """Yield values that ports often hard-code instead of using the given settings."""
     given = case.training
     betas = [{"beta1": one, "beta2": two} for one, two in product(*BETAS.values())]
     betas += [{name: value} for name, values in BETAS.items() for value in values]
@@ -60,7 +60,7 @@ def _common_settings(case: Case) -> Iterator[Mistake]:
 
 
 def _by_tensor(case: Case, shown: Arrays) -> Iterator[Mistake]:
-    """Yield hypotheses about tensors that move farther or less far than other tensors, or not at all."""
+    """Yield hypotheses about tensors that move more or less than other tensors, or not at all."""
     usual, start = observed(TRUTH, case) or {}, case.load_weights()
     names = [name for name in start if not is_noise(name)]
     taps = {name: f"step 1 weight {name}" for name in names}
@@ -89,7 +89,7 @@ def _by_tensor(case: Case, shown: Arrays) -> Iterator[Mistake]:
 
 
 def _multiplied(factors: Mapping[str, float], every: list[str]) -> Iterator[Mistake]:
-    """Yield bugs that multiply the steps of some tensors by a factor, which is zero for tensors that never move."""
+    """Yield bugs that multiply some tensors' steps by a factor, which is zero for tensors that never move."""
     rounded = {name: float(f"{factor:.6g}") for name, factor in factors.items()}
     groups = {value: [name for name in rounded if rounded[name] == value] for value in rounded.values()}
     if len(groups) > GROUPS:
@@ -112,7 +112,7 @@ def _median_ratio(moved: ndarray, right: ndarray) -> float:
 
 
 def _counters(case: Case, ratios: Mapping[str, float]) -> Iterator[Mistake]:
-    """Yield bias corrections with a different step for each tensor, as measured in the first step."""
+    """Yield bias corrections in which each tensor has its own step count, as measured in the first step."""
     beta1, beta2 = case.training.beta1, case.training.beta2
     steps = np.arange(1, COUNTED)
     of_steps = (1.0 - beta1) / (1.0 - beta1**steps) * np.sqrt((1.0 - beta2**steps) / (1.0 - beta2))
@@ -141,10 +141,10 @@ def _counters(case: Case, ratios: Mapping[str, float]) -> Iterator[Mistake]:
 
 
 def measured_number(trials: Trials) -> Attempt | None:
-    """Return a single optimizer setting that explains every tensor of a case; None if there is none.
+    """Return a single optimizer setting that explains every tensor of a case, or None if there is none.
 
-    In a single case, a larger epsilon can have the same effect as a smaller clip norm. A setting that holds in all
-    cases is preferred.
+    In an individual case, a larger epsilon can have the same effect as a smaller clip norm. Prefer a setting that
+    explains all cases.
 
     Args:
         trials: A training case with the port's tensors.
@@ -160,7 +160,7 @@ def measured_number(trials: Trials) -> Attempt | None:
 
 
 def _fitted(trials: Trials, name: str, step: int) -> Iterator[Attempt]:
-    """Yield values of a setting that lead to the port's loss in a step, if they also explain all other tensors."""
+    """Yield values of a setting that reproduce the port's loss in a step, if they also explain all other tensors."""
     case, truth, loss = trials.case, observed(TRUTH, trials.case) or {}, f"step {step} {LOSS}"
     norm = float(truth["step 1 norm of the gradient"])
 
@@ -180,9 +180,10 @@ def _fitted(trials: Trials, name: str, step: int) -> Iterator[Attempt]:
 
 
 def _confirmed(trials: Trials, name: str, value: float) -> Attempt | None:
-    """Return a measured number with the fewest digits that explain every tensor; None if it doesn't explain them.
+    """Return a measured setting, rounded to the fewest digits with which it still explains every tensor.
 
-    If multiple hypotheses contain the number, one that holds in all other cases is preferred.
+    Return None if the setting doesn't explain every tensor. If multiple hypotheses use the same value, prefer one that
+    also reproduces all other cases.
     """
     usual = getattr(trials.case.training, name)
 
@@ -205,7 +206,7 @@ def _confirmed(trials: Trials, name: str, value: float) -> Attempt | None:
 
 
 def _of_clipping(name: str, value: float, usual: float) -> Iterator[Hypothesis]:
-    """Yield hypotheses that change the clip norm only if clipping is on: to a constant or to a multiple."""
+    """Yield hypotheses that, if clipping is enabled, change the clip norm to a constant or multiply it by a factor."""
     value, multiple = (float(f"{number:.10g}") for number in (value, value / usual))
     for words, other in (
         {
@@ -221,7 +222,7 @@ def _of_clipping(name: str, value: float, usual: float) -> Iterator[Hypothesis]:
 
 
 def _roots(missed: Callable[[float], float], low: float, high: float, tolerance: float) -> Iterator[float]:
-    """Yield points where a function changes its sign, using regula falsi with the Illinois modification."""
+    """Yield the points at which a function changes sign, found by regula falsi with the Illinois modification."""
     grid = np.linspace(low, high, GRID).tolist()
     values = [missed(u) for u in grid]
     brackets = [i for i in range(GRID - 1) if values[i] * values[i + 1] < 0.0]

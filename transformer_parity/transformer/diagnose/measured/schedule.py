@@ -1,8 +1,8 @@
-"""Measurement of a port's learning rate in each step.
+"""Measurement of a port's learning rate at each step.
 
-The direction of an Adam step doesn't depend on its learning rate, so the weights after a step determine its rate. If
-the port doesn't return these weights, the loss of the next step determines it. The rates explain a port only if the
-reference, trained with these rates, reproduces all of its losses and weights.
+The direction of an Adam step doesn't depend on the learning rate, so the weights after a step determine the rate. If
+the port doesn't return these weights, the loss at the next step determines the rate. The rates explain a port only if
+the reference, trained with these rates, reproduces all of the port's losses and weights.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ Arrays = Mapping[str, ndarray]
 FITTED = 1e-8  # relative tolerance for losses and weights that the measured rates reproduce
 SOLVED = 1e-14  # relative error of a loss at which the solver stops
 TRIES = 40  # iterations of the secant method
-FLOAT32 = 1e-6  # relative difference below which two rates are equal up to rounding
-LISTED = 5  # number of rates or factors in a sentence
+FLOAT32 = 1e-6  # relative difference below which two rates count as equal
+LISTED = 5  # maximum number of rates or factors in a sentence
 
 
 def measured_rates(case: Case, shown: Arrays) -> list[float]:
-    """Return the learning rate of each step; empty if no rates explain every loss and every weight.
+    """Return the learning rate at each step, or an empty list if no rates explain every loss and every weight.
 
-    Two rates can lead to the same loss. The search first tries a rate near the rate of the previous step, then one near
-    the same multiple of the schedule, and then one near the schedule.
+    Two rates can lead to the same loss. The search first tries a rate near that of the previous step, then near the
+    same multiple of the scheduled rate, and then near the scheduled rate.
 
     Args:
         case: A training case.
         shown: The port's tensors.
     """
     later_weights = [name for name in shown if " weight " in name and not name.startswith("step 1 ")]
-    if not later_weights:  # only later weights can refute the rates
+    if not later_weights:  # only later weights can contradict the rates
         return []
     shapes = {name: array.shape for name, array in case.load_weights().items()}
     if any(np.shape(shown[name]) != shapes.get(name.rpartition(" ")[2]) for name in later_weights):
@@ -60,7 +60,7 @@ def measured_rates(case: Case, shown: Arrays) -> list[float]:
 
 
 def _fitted(case: Case, shown: Arrays, usual: Sequence[float], guess: Callable[[list[float]], float]) -> list[float]:
-    """Return the rate of each step, each found near a guess based on earlier rates; empty if none is consistent."""
+    """Return the rate at each step, found near a guess based on earlier rates, or [] if no rates are consistent."""
     weights = case.load_weights()
     model = Transformer.from_weights(case.config, weights, "float64")
     trainer, parameters = Trainer(model, case.training), {name: find(model, name) for name in weights}
@@ -102,7 +102,7 @@ def _fitted(case: Case, shown: Arrays, usual: Sequence[float], guess: Callable[[
 
 
 def _projected(moved: Arrays, moves: Arrays) -> float:
-    """Return the factor by which all weights moved farther than in the given moves."""
+    """Return the ratio between how far all weights moved and the given moves."""
     ours, theirs = (np.concatenate([np.ravel(one[name]) for name in moved]) for one in (moves, moved))
     return best_factor(theirs, ours) if ours.any() and ours.shape == theirs.shape else math.nan
 
@@ -114,7 +114,7 @@ def _loss(model: Transformer, batch: Arrays) -> float:
 
 
 def _solved(missed: Callable[[float], float], start: float, tolerance: float) -> float:
-    """Return a zero of a function, found by the secant method; NaN if it doesn't converge."""
+    """Return a zero of a function, found by the secant method, or NaN if the method doesn't converge."""
     one, other = start, start + 0.01
     at_one, at_other = missed(one), missed(other)
     for _ in range(TRIES):
@@ -128,14 +128,14 @@ def _solved(missed: Callable[[float], float], start: float, tolerance: float) ->
 
 
 def _usual(case: Case, step: int, factor: int = 1, shift: int = 0) -> float:
-    """Return the learning rate of step ``factor * n + shift``, for n = step. After a restart, n counts from 1."""
+    """Return the scheduled learning rate at step ``factor * n + shift`` for n = step. A restart resets n to 1."""
     n = step - case.restart if case.restart and step > case.restart else step
     number = factor * n + shift
     return case.training.learning_rate(number, case.config.d_model) if number > 0 else 0.0
 
 
 def schedule_in_words(case: Case, rates: Sequence[float]) -> str:
-    """Describe measured learning rates with as few numbers as possible; empty without rates.
+    """Describe measured learning rates with as few numbers as possible, or return "" if there are none.
 
     Args:
         case: The training case.
@@ -168,7 +168,7 @@ def schedule_in_words(case: Case, rates: Sequence[float]) -> str:
 
 
 def _runs(values: Sequence[float]) -> list[tuple[str, int, int]]:
-    """Return each value, with as many digits as float32 distinguishes, and its first and last step."""
+    """Return each value, rounded to the digits that float32 distinguishes, with its first and last step."""
     steps = enumerate((f"{value if abs(value) > FLOAT32 * max(values) else 0:.5g}" for value in values), 1)
     runs = [(value, [step for step, _ in some]) for value, some in groupby(steps, key=lambda one: one[1])]
     return [(value, some[0], some[-1]) for value, some in runs]

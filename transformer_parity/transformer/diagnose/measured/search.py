@@ -1,4 +1,4 @@
-"""Search rules measured directly in the returned tokens: a minimum length and a repetition penalty."""
+"""Search rules that are measured directly in the returned tokens: a minimum length and a repetition penalty."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformer_spec.config import TransformerConfig
 
 LISTED = 3  # the bug catalog contains minimum lengths up to this value
 PENALTIES = [round(1.0 + hundredths / 100, 2) for hundredths in range(1, 201)]
-IN_PLACE = {  # expressions for the scores to which a repetition penalty applies, by their name
+IN_PLACE = {  # expressions that select the scores to which a repetition penalty applies, by the name of these scores
     "logits": "False",
     "log-probabilities": "True",
     "logits, or log-probabilities in beam search": "ids.shape[1] > 1",  # as in Hugging Face
@@ -28,7 +28,7 @@ IN_PLACE = {  # expressions for the scores to which a repetition penalty applies
 
 
 def returned(case: Case, shown: Mapping[str, ndarray]) -> ndarray | None:
-    """Return the best hypothesis of each sentence [B, T], padded; None if the port returned no tokens.
+    """Return the best hypothesis for each sentence [B, T], padded, or None if the port returned no tokens.
 
     Args:
         case: A case with a search.
@@ -49,7 +49,7 @@ def read_before(case: Case, ids: ndarray) -> ndarray:
 
 
 def search_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]:
-    """Return the minimum length and the repetition penalties that explain the tokens; empty if there are none.
+    """Return the minimum length and the repetition penalties that explain the tokens, if any.
 
     Args:
         case: A case with a search.
@@ -76,7 +76,7 @@ def search_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]
 
 
 def _fitted_penalty(case: Case, ids: ndarray, scores: ndarray) -> float | None:
-    """Return the shortest decimal number with which a greedy search returns the given tokens; None if there is none.
+    """Return the repetition penalty with the fewest digits that reproduces a greedy search's tokens, or None.
 
     Args:
         case: A case with a greedy search.
@@ -100,13 +100,13 @@ def _fitted_penalty(case: Case, ids: ndarray, scores: ndarray) -> float | None:
 
 
 def before_the_end(ids: ndarray, config: TransformerConfig) -> ndarray:
-    """Return a mask [B, T] of the tokens up to and including the first EOS; later tokens don't matter."""
+    """Return a mask [B, T] of the tokens up to and including the first EOS, because later tokens don't matter."""
     ended = np.isin(ids, (config.pad_id, config.eos_id)).cumsum(1)
     return (ended == 0) | ((ended == 1) & (ids == config.eos_id))
 
 
 def facts(case: Case, ids: ndarray, best: ndarray, departs: ndarray) -> list[str]:
-    """Return known search rules that hold at every token at which a greedy search differs from ``forward``.
+    """Return the known search rules that explain every token at which a greedy search differs from ``forward``.
 
     Args:
         case: A case with a greedy search.

@@ -41,7 +41,7 @@ class Parameter:
     edits: Mapping[Any, Edits]
 
     def named(self, values: Sequence[float]) -> Mistake:
-        """Return a bug named after all values that are equivalent here, with the edits of the shortest value."""
+        """Return a bug whose name lists all values that have the same effect, with the edits for the shortest value."""
         every = list(self.edits)
         first, last = every.index(values[0]), every.index(values[-1])
         is_range = len(values) > 2 and last - first + 1 == len(values)
@@ -50,7 +50,7 @@ class Parameter:
 
 
 def fitting_parameters(trials: Trials, kinds: Sequence[Trials]) -> Iterator[list[Attempt]]:
-    """Yield, for each selection of other cases, the parameters that explain the tokens that the port returned.
+    """Yield, for each selection of other cases, the parameters that explain the port's tokens.
 
     Args:
         trials: A case with a search.
@@ -114,7 +114,7 @@ def _penalties(alpha: float) -> Iterator[Parameter]:
 
 
 def limited(limits: str) -> Edits:
-    """Return edits that replace the maximum lengths of a search with an expression."""
+    """Return edits that replace a search's maximum lengths with an expression."""
     return planned(
         f"limits = __import__('numpy').maximum({limits}, 1)",
         "plan = plan._replace(limits=limits, penalties=search._penalties(int(limits.max())))",

@@ -1,9 +1,9 @@
-"""Numbers measured directly in a port's tensors: learning rate, weight decay, wavelengths, and position encodings.
+"""Settings that are measured in a port's tensors: learning rate, weight decay, wavelengths, and positional encodings.
 
 Adam's first step doesn't depend on the scale of the gradient. If every weight moves in the right direction, but too far
-by the same factor, the learning rate of that step is wrong by this factor. ``schedule`` measures the rate of every step
-without naming a cause. In contrast, this module recognizes a constant rate, a constant factor, and a different warmup.
-It also measures the first step of ports that differ in more than the rates.
+by the same factor, the learning rate at that step is wrong by this factor. ``schedule`` measures the rate at every step
+without identifying a cause. In contrast, this module recognizes a constant rate, a constant factor, and a different
+warmup. It also measures the first step of ports whose learning rates are not the only difference.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DIGITS = 12  # significant digits of a measured factor; rounding affects later d
 
 
 def rate_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
-    """Return the schedules that yield the rate of the first step; empty if it is correct, or can't be measured."""
+    """Return the schedules that yield the first step's rate, or an empty list if it is correct or can't be measured."""
     factor = _move_factors(case, shown)[0]
     if not math.isfinite(factor) or factor <= 0.0 or abs(factor - 1.0) <= ROUNDED:
         return []
@@ -63,7 +63,7 @@ def rate_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
 
 
 def first_step_in_words(case: Case, shown: Arrays) -> str:
-    """Return by which factor the first step is too long; empty if its length is correct or can't be measured."""
+    """Report by which factor the first step is too long, if it is and this can be measured."""
     first, *later = _move_factors(case, shown)
     if not math.isfinite(first) or abs(first - 1.0) <= ROUNDED or first <= 0.0 or _losses_agree(case, shown):
         return ""
@@ -78,16 +78,16 @@ def first_step_in_words(case: Case, shown: Arrays) -> str:
 
 
 def _losses_agree(case: Case, shown: Arrays) -> bool:
-    """Whether all losses are correct. If so, the returned weights are not the weights that are trained."""
+    """Whether all losses are correct. If so, the returned weights are not the weights that the port trains."""
     usual = observed(TRUTH, case) or {}
     names = [name for name in usual if name.endswith(" loss") and name in shown]
     return bool(names) and all(math.isclose(shown[name], usual[name], rel_tol=SAME) for name in names)
 
 
 def _move_factors(case: Case, shown: Arrays) -> list[float]:
-    """Return the factor by which the weights moved too far, after each snapshot step.
+    """Return the factor by which the weights moved too far, for each snapshot step.
 
-    The first factor is NaN if it isn't the same for all weights. Later factors are means over the weights.
+    The first factor is NaN unless it is the same for all weights. Later factors are means over the weights.
     """
     usual, start = observed(TRUTH, case) or {}, case.load_weights() if case.settings is not None else {}
     found = []
@@ -110,7 +110,7 @@ def _move_factors(case: Case, shown: Arrays) -> list[float]:
 
 
 def decay_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]:
-    """Return weight decay with the coefficient measured in the first step; empty if there is none.
+    """Return weight decay with the coefficient measured in the first step, if there is any.
 
     Args:
         case: A case with optimizer steps.
@@ -138,13 +138,13 @@ def decay_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]:
     value = f"{part / case.training.learning_rate(1, case.config.d_model):.6g}"
     per_step = f"weight decay of {part:.6g} per step, regardless of the learning rate{but_which}"
     found = [Mistake(per_step, "", reduced_by(f"{part:.6g}", where))]
-    if value != "0.01":  # the bug catalog contains this value
+    if value != "0.01":  # the bug catalog already contains this value
         found.append(Mistake(f"decoupled weight decay of {value}{but_which}", "", decoupled(value, where)))
     return found
 
 
 def wavelength_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
-    """Return the wavelength base measured at the second source position; empty if there is none."""
+    """Return the wavelength base measured at the second source position, if there is one."""
     tap, usual, m = "source_embedding.output", observed(TRUTH, case) or {}, case.config.d_model // 2
     if case.stage != ACTIVATIONS or tap not in usual or tap not in shown or shown[tap].shape != usual[tap].shape:
         return []
@@ -174,7 +174,7 @@ def _encoding(config: TransformerConfig, length: int) -> ndarray:
 
 
 def float32_positions(trials: Trials, first: str, port: str) -> str:
-    """Report a position encoding with only float32 precision; empty if there is none, or if it can't be determined."""
+    """Report that the positional encoding has only float32 precision, if it does and this can be determined."""
     config, usual = trials.case.config, observed(TRUTH, trials.case)
     if not first.endswith("_embedding.output") or usual is None or not _adds_sines(config):
         return ""
@@ -189,7 +189,7 @@ def float32_positions(trials: Trials, first: str, port: str) -> str:
 
 
 def embedding_factor(trials: Trials, first: str, port: str) -> str:
-    """Report a wrong factor of the embeddings, measured separately from the positions; empty if there is none."""
+    """Report a wrong factor of the embeddings, measured separately from the positional encodings, if there is one."""
     config, usual = trials.case.config, observed(TRUTH, trials.case)
     if not first.endswith("_embedding.output") or usual is None or not _adds_sines(config):
         return ""
@@ -207,7 +207,7 @@ def embedding_factor(trials: Trials, first: str, port: str) -> str:
 
 
 def position_angles(trials: Trials, first: str, port: str) -> str:
-    """Report wrong angles of the position encoding; empty if it doesn't consist of sines and cosines."""
+    """Report wrong angles in the positional encoding, if it consists of sines and cosines."""
     config, usual, case = trials.case.config, observed(TRUTH, trials.case), trials.case
     side = first.partition("_")[0]
     if not first.endswith("_embedding.output") or usual is None or not _adds_sines(config) or config.position_offset:

@@ -1,8 +1,8 @@
-"""Bugs in handwritten backward passes and in losses, as candidates for the diagnosis only.
+"""Bugs in handwritten backward passes and in losses, which are only candidates for the diagnosis.
 
 The frameworks derive the backward pass automatically, so these bugs can't be injected into our ports. ``BLOCKS`` edits
-the functions of single blocks. The diagnosis can limit such bugs to some blocks. ``PATHS`` and ``LOSSES`` edit the full
-backward pass.
+the functions of individual blocks, and the diagnosis can limit such bugs to some blocks. ``PATHS`` and ``LOSSES`` edit
+the full backward pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AVERAGES = {
 
 
 def of_function(old: str, new: str) -> Edits:
-    """Return an edit of a function's backward pass."""
+    """Return an edit to a function's backward pass."""
     return changed("functional", numpy=(old, new))
 
 
@@ -127,12 +127,12 @@ INPUTS = {  # inputs of attention, with the lines that compute their gradients
 
 
 def of_pass(*changes: tuple[str, str]) -> Edits:
-    """Return edits of the model's backward pass."""
+    """Return edits to the model's backward pass."""
     return together(*(changed("backward", numpy=change) for change in changes))
 
 
 def stopped(condition: str, *inputs: str) -> Edits:
-    """Return edits that stop the gradient at inputs of some attention blocks."""
+    """Return edits that stop the gradient at the inputs of some attention blocks."""
     return of_pass(*((INPUTS[name][0], INPUTS[name][1].format(f"(not ({condition}))")) for name in inputs))
 
 
@@ -197,7 +197,7 @@ ENTROPY = """\
         right_share = 1.0 - smoothing + (share if is_uniform else 0.0)
         losses = losses + right_share * np.log(right_share) + (classes - is_uniform) * share * np.log(share)
 """
-# Labels that a loss omits, with a condition on ``labels`` [B, T] for all others.
+# Labels that a loss omits, with a condition on ``labels`` [B, T] that selects all other labels.
 OMITTED = {
     "EOS": "(labels != config.eos_id)",
     "the first label": "(np.arange(labels.shape[1]) > 0)",
@@ -208,7 +208,7 @@ OTHERS = 'others = {"uniform": 0'
 
 
 def of_loss(*changes: tuple[str, str]) -> Edits:
-    """Return edits of the loss and of its backward pass."""
+    """Return edits to the loss and its backward pass."""
     return together(*(changed("training", numpy=change) for change in changes))
 
 

@@ -1,4 +1,4 @@
-"""Bugs in the forward pass that are candidates for the diagnosis only: variants of bugs in the catalog."""
+"""Bugs in the forward pass that are only candidates for the diagnosis: variants of bugs in the catalog."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SOURCE_MASKS = {
 
 
 def in_transformer(*changes: tuple[str, str]) -> Edits:
-    """Return edits of the model."""
+    """Return edits to the model."""
     return {"numpy": [("transformer", *change) for change in changes]}
 
 

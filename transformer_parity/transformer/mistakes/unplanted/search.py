@@ -1,4 +1,4 @@
-"""Bugs in searches and their caches that are candidates for the diagnosis only."""
+"""Bugs in searches and their caches that are only candidates for the diagnosis."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ none = self.finished == -inf
         size = none.shape[1]
         return np.where(none[:, :, None], self.ids[:, :size], self.finished_ids), self.finished"""
 RESULT = "return search_result(ids, scores, plan.pad_id, plan.num_hypotheses)"
-# Ways to expand the tensors of the sentences [B] to the rows of a beam [R], in which a sentence's rows are adjacent.
+# Ways to expand tensors with one row per sentence [B] to the rows of a beam [R], where a sentence's rows are adjacent.
 RIGHT, TILED, FIRST = "x.repeat(copies, 0)", "np.tile(x, (copies, 1, 1, 1))", "x[:1].repeat(copies * len(x), 0)"
 RIGHT_ROWS, TILED_ROWS = "{x}.repeat(beam_size, 0)", "np.concatenate([{x}] * beam_size)"
 KEPT_IN_PLACE = """\
@@ -53,7 +53,7 @@ KEPT_IN_PLACE = """\
 
 
 def in_search(old: str, new: str) -> Edits:
-    """Return an edit of the steps of greedy and beam search."""
+    """Return an edit to the steps of greedy and beam search."""
     return changed("search", numpy=(old, new))
 
 
@@ -84,7 +84,7 @@ def read_by_rows(memory: str, mask: str) -> Edits:
 
 
 def read_without_cache(memory: str, mask: str) -> Edits:
-    """Return edits that make a search decode without a cache, and change its memories or masks."""
+    """Return edits that make a search decode without a cache and change its memories or masks."""
     edits = (
         ("decoder = model if use_cache else _Uncached(model)", "decoder = _Uncached(model)"),
         ("source_mask.repeat(beam_size, 0)", f"{mask.format(x='source_mask')}"),
@@ -105,7 +105,7 @@ def kept_in_place(stop: str, final: str, compared: str = "1.0") -> Edits:
     return in_search(IN_STEP, IN_STEP + KEPT_IN_PLACE.format(stop=stop, final=final, compared=compared))
 
 
-# Allow a sentence without any hypothesis, which would be an error in the reference.
+# Allow sentences without any hypothesis, which would be an error in the reference.
 MAY_BE_EMPTY = changed(
     "search_loop", numpy=(RESULT, "return SearchResult(*(x[:, : plan.num_hypotheses] for x in (ids, scores)))")
 )

@@ -1,11 +1,11 @@
-"""Variants of training steps as candidates for the diagnosis only: Adam, clipping, micro-batches and restarts."""
+"""Variants of training steps, as candidates for the diagnosis only: Adam, clipping, micro-batches, and restarts."""
 
 from __future__ import annotations
 
 from transformer_parity.transformer.mistakes.mistake import Edits, Mistake
 from transformer_parity.transformer.mistakes.other_optimizers import MATRICES, T, formulas
 
-KEPT = "kept = self.__dict__.setdefault('kept', {{}})"  # values that are kept between steps
+KEPT = "kept = self.__dict__.setdefault('kept', {{}})"  # values that persist between steps
 LARGEST = f"{KEPT}\nkept[name] = np.maximum(kept.get(name, 0.0), {{largest}})"
 IN_KERAS = "step = learning_rate * m_hat / (v_hat**0.5 + epsilon / correction2**0.5)"
 MEAN_OF_PARTS = "total, tokens = total + part_total, tokens + part_tokens"
@@ -29,7 +29,7 @@ FUSED = {  # groups of tensors that a port may fuse, with an expression for the 
 
 
 def corrected(first: str, second: str) -> Edits:
-    """Return edits that change the steps in the bias corrections. The arguments are expressions of the step ``t``."""
+    """Return edits that change the step counts in bias corrections. The arguments are expressions in the step ``t``."""
     return formulas(
         m_hat=f"{T}\nm_hat = m / (1.0 - beta1 ** ({first}))", v_hat=f"v_hat = v / (1.0 - beta2 ** ({second}))"
     )
@@ -53,12 +53,12 @@ def reduced_by(value: str, where: str = "1.0") -> Edits:
 
 
 def in_trainer(*changes: tuple[str, str]) -> Edits:
-    """Return edits of the trainer."""
+    """Return edits to the trainer."""
     return {"numpy": [("training", *change) for change in changes]}
 
 
 def clipped_by(norm: str) -> Edits:
-    """Return edits that replace the norm for clipping by a different expression."""
+    """Return edits that replace the norm for clipping with a different expression."""
     return in_trainer((SCALE, SCALE.replace("(norm", f"({norm}")))
 
 
@@ -82,8 +82,8 @@ def clipped_slices(tokens: str, divisor: str = "1.0", *more: tuple[str, str]) ->
 
     Args:
         tokens: Expression for the number of tokens by which the gradient is divided.
-        divisor: Factor of the clipped gradient.
-        *more: Further changes of the trainer.
+        divisor: Expression by which the clipped gradient is multiplied.
+        *more: Additional changes to the trainer.
     """
     lines = (
         f"of_slice = max(int({tokens}), 1)",

@@ -33,7 +33,7 @@ Arrays = dict[str, jax.Array]
 class MyPort(Port):
     """My model."""
 
-    # The preset that your model follows (`parity info` lists the presets), and the config fields in which it differs,
+    # The preset that your model follows (`parity info` lists them), and the config fields in which your model differs,
     # for example {"norm_order": "pre", "layer_norm_epsilon": 1e-5}. The cases use small sizes unless you set them here.
     preset = "paper_base"
     overrides: Mapping[str, Any] = {}
@@ -99,9 +99,9 @@ class MyPort(Port):
         return loss, {names[id(find(self.model, path))]: array for path, array in found.items()}, of_taps
 
     def start_training(self, settings: TrainingConfig) -> None:
-        """Make an Adam optimizer."""
+        """Create an Adam optimizer."""
         # settings.clip_norm is the maximum norm of the full gradient, or None. settings.accumulation_steps is the
-        # number of micro-batches. You may ignore it, because the step must equal a step on the full batch.
+        # number of micro-batches. You may ignore it, because the step must match a step on the full batch.
         self.settings, self.step = settings, 0
         clip = optax.identity() if settings.clip_norm is None else optax.clip_by_global_norm(settings.clip_norm)
         adam = optax.chain(clip, optax.scale_by_adam(settings.beta1, settings.beta2, settings.epsilon))
@@ -127,7 +127,7 @@ class MyPort(Port):
         return {name: parameter[...] for name, parameter in self.parameters.items()}
 
     # `parity check-distributed` compares training on multiple devices. It starts the processes the way torchrun does.
-    # Each process then trains on its own rows of every batch, and returns the loss, the gradient, and the weights of
+    # Each process then trains on its own rows of every batch and returns the loss, the gradient, and the weights of
     # the full run. To support it, define:
     #
     #     one_process = True  # one process controls all devices

@@ -24,7 +24,7 @@ from transformer_parity.plugin import Gradients, Port, Tap, TrainingConfig
 class MyPort(Port):
     """My model."""
 
-    # The preset that your model follows (`parity info` lists the presets), and the config fields in which it differs,
+    # The preset that your model follows (`parity info` lists them), and the config fields in which your model differs,
     # for example {"norm_order": "pre", "layer_norm_epsilon": 1e-5}. The cases use small sizes unless you set them here.
     preset = "paper_base"
     overrides: Mapping[str, Any] = {}
@@ -50,7 +50,7 @@ class MyPort(Port):
         # Derive the masks from the ids. In a mask, True means that a position may be attended to. Some libraries, such
         # as torch.nn, use the opposite convention. If your model has no `tap` argument, call `tap` yourself for the
         # values that you can read, for example tap("encoder.output", memory).
-        # Convert the values of your framework to NumPy. Use np.array(value), because a tap needs a copy.
+        # Convert your framework's values to NumPy using np.array(value), because a tap requires a copy.
         return self.model(source_ids, target_ids, tap=tap)
 
     def export_weights(self) -> Mapping[str, ndarray]:
@@ -60,15 +60,15 @@ class MyPort(Port):
     def gradients(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Gradients:
         """Return the loss for labels [B, T] and its gradient with respect to each parameter."""
         # The loss is the label-smoothed cross-entropy, averaged over the non-padding labels. To report
-        # gradients at taps as well, return Gradients(loss, parameters, taps), with the taps in the order they fire.
+        # gradients at taps as well, return Gradients(loss, parameters, taps), with taps in the order of computation.
         return reference_numpy.gradients(self.model, source_ids, target_ids, labels)
 
     def start_training(self, settings: TrainingConfig) -> None:
-        """Make an Adam optimizer."""
+        """Create an Adam optimizer."""
         # Add epsilon to the square root of the bias-corrected second moment, as in Algorithm 1 of Kingma and Ba. The
         # learning rate of step n is settings.learning_rate(n, self.config.d_model), and the first step is 1.
         # settings.clip_norm is the maximum norm of the full gradient, or None. settings.accumulation_steps is the
-        # number of micro-batches. You may ignore it, because the step must equal a step on the full batch.
+        # number of micro-batches. You may ignore it, because the step must match a step on the full batch.
         self.trainer = reference_numpy.Trainer(self.model, settings)
 
     def train_step(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> float:
@@ -76,7 +76,7 @@ class MyPort(Port):
         return float(self.trainer.train_step(source_ids, target_ids, labels).loss)
 
     # `parity check-distributed` compares training on multiple devices. It starts the processes the way torchrun does.
-    # Each process then trains on its own rows of every batch, and returns the loss, the gradient, and the weights of
+    # Each process then trains on its own rows of every batch and returns the loss, the gradient, and the weights of
     # the full run. To support it, define:
     #
     #     one_process = False  # True if one process controls all devices

@@ -28,7 +28,7 @@ Tensors = dict[str, tf.Tensor]
 class MyPort(Port):
     """My model."""
 
-    # The preset that your model follows (`parity info` lists the presets), and the config fields in which it differs,
+    # The preset that your model follows (`parity info` lists them), and the config fields in which your model differs,
     # for example {"norm_order": "pre", "layer_norm_epsilon": 1e-5}. The cases use small sizes unless you set them here.
     preset = "paper_base"
     overrides: Mapping[str, Any] = {}
@@ -72,7 +72,7 @@ class MyPort(Port):
 
     def gradients(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Gradients:
         """Return the loss for labels [B, T] and its gradient with respect to each parameter."""
-        seen: Tensors = {}  # remove it if you don't report taps
+        seen: Tensors = {}  # remove this if you don't report taps
         loss, of_parameters, of_taps = self._differentiate(source_ids, target_ids, labels, seen, tap=seen.setdefault)
         return Gradients(float(loss), _arrays(of_parameters), _arrays(of_taps))
 
@@ -94,9 +94,9 @@ class MyPort(Port):
         return tf.reduce_mean(losses[labels != self.config.pad_id])
 
     def start_training(self, settings: TrainingConfig) -> None:
-        """Make an Adam optimizer."""
+        """Create an Adam optimizer."""
         # settings.clip_norm is the maximum norm of the full gradient, or None. settings.accumulation_steps is the
-        # number of micro-batches. You may ignore it, because the step must equal a step on the full batch.
+        # number of micro-batches. You may ignore it, because the step must match a step on the full batch.
         # Don't use keras.optimizers.Adam. It computes the bias correction in float32, which causes a visible error
         # after 20 steps in float64.
         self.settings, self.step = settings, 0
@@ -121,7 +121,7 @@ class MyPort(Port):
         return float(loss)
 
     # `parity check-distributed` compares training on multiple devices. It starts the processes the way torchrun does.
-    # Each process then trains on its own rows of every batch, and returns the loss, the gradient, and the weights of
+    # Each process then trains on its own rows of every batch and returns the loss, the gradient, and the weights of
     # the full run. To support it, define:
     #
     #     one_process = True  # one process controls all devices

@@ -28,7 +28,7 @@ from transformer_torch.weights import parameters
 class MyPort(Port):
     """My model."""
 
-    # The preset that your model follows (`parity info` lists the presets), and the config fields in which it differs,
+    # The preset that your model follows (`parity info` lists them), and the config fields in which your model differs,
     # for example {"norm_order": "pre", "layer_norm_epsilon": 1e-5}. The cases use small sizes unless you set them here.
     preset = "paper_base"
     overrides: Mapping[str, Any] = {}
@@ -80,7 +80,7 @@ class MyPort(Port):
 
     def gradients(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Gradients:
         """Return the loss for labels [B, T] and its gradient with respect to each parameter."""
-        seen: dict[str, Tensor] = {}  # if you don't report taps, remove it and the third argument of Gradients
+        seen: dict[str, Tensor] = {}  # if you don't report taps, remove this and the third argument to Gradients
         loss = self._loss(source_ids, target_ids, labels, tap=seen.setdefault)
         found = torch.autograd.grad(loss, [*self.parameters.values(), *seen.values()])
         arrays = {name: gradient.numpy() for name, gradient in zip([*self.parameters, *seen], found, strict=True)}
@@ -98,9 +98,9 @@ class MyPort(Port):
         )
 
     def start_training(self, settings: TrainingConfig) -> None:
-        """Make an Adam optimizer."""
+        """Create an Adam optimizer."""
         # settings.clip_norm is the maximum norm of the full gradient, or None. settings.accumulation_steps is the
-        # number of micro-batches. You may ignore it, because the step must equal a step on the full batch.
+        # number of micro-batches. You may ignore it, because the step must match a step on the full batch.
         self.settings, self.step = settings, 0
         self.optimizer = torch.optim.Adam(
             self.model.parameters(), betas=(settings.beta1, settings.beta2), eps=settings.epsilon
@@ -122,7 +122,7 @@ class MyPort(Port):
         return loss.item()
 
     # `parity check-distributed` compares training on multiple devices. It starts the processes the way torchrun does.
-    # Each process then trains on its own rows of every batch, and returns the loss, the gradient, and the weights of
+    # Each process then trains on its own rows of every batch and returns the loss, the gradient, and the weights of
     # the full run. To support it, define:
     #
     #     one_process = False  # True if one process controls all devices
