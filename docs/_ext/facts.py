@@ -51,7 +51,7 @@ MEANINGS = {  # descriptions of fields whose definitions have no comment
     "beta1": "decay rate of Adam's first moment, section 5.3",
     "beta2": "decay rate of Adam's second moment, section 5.3",
     "epsilon": "Adam's epsilon, section 5.3",
-    "activation_checkpointing": "whether the backward pass recomputes each layer from the layer's inputs, to save memory",
+    "activation_checkpointing": "whether the backward pass recomputes each layer from its inputs, to save memory",
 }
 # All sizes are different, so each number in a shape identifies one size.
 SIZES = {"d_model": 110, "d_ff": 170, "source_vocab_size": 190, "max_length": 230}
