@@ -32,7 +32,7 @@ extensions = [
     "formulas",
     "panes",
     "example_numbers",
-    "catalogue",
+    "catalog",
     "facts",
 ]
 

@@ -1,6 +1,6 @@
 """The Annotated Transformer (Harvard NLP, 2022) as its file has it, so that its own code names the tensors.
 
-From harvardnlp/annotated-transformer, the_annotated_transformer.py (MIT licence); dropout, which has no parameters, and
+From harvardnlp/annotated-transformer, the_annotated_transformer.py (MIT license); dropout, which has no parameters, and
 masks that only training needs are left out.
 """
 

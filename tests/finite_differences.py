@@ -16,14 +16,14 @@ def tiny_model(preset="paper_base", dtype="float64", **overrides):
     return ref.Transformer.from_weights(config, random_weights(config), dtype)
 
 
-def tiny_batch(config, seed=0, labelled=True):
+def tiny_batch(config, seed=0, labeled=True):
     """Return ids with padding on all sides, a source that is nothing but padding, and uneven numbers of labels."""
     rng = np.random.default_rng(seed)
     source, target, labels = (rng.integers(3, 37, shape) for shape in ((4, 7), (4, 5), (4, 5)))
     target[:, 0] = config.bos_id
     source[1, 4:] = source[2] = config.pad_id
     target[1, 3:] = labels[1, 3:] = labels[3, 1:] = config.pad_id
-    return source, target, labels if labelled else np.full_like(labels, config.pad_id)
+    return source, target, labels if labeled else np.full_like(labels, config.pad_id)
 
 
 def everything(gradients):

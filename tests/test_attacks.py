@@ -24,7 +24,7 @@ def _attacks_can_be_imported(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])))
 
 
-def test_no_attack_fails_because_it_cannot_be_imported():
+def test_attack_modules_can_be_imported():
     (outcome,) = table.trials([attack for attack in table.table() if attack.name == "CrashesAtTheEnd"])
     assert "No module named" not in outcome.said
 
@@ -45,12 +45,12 @@ def _every_attack() -> list:
 
 
 @pytest.mark.parametrize("attack", _every_attack())
-def test_an_attack_comes_to_what_is_expected(attack):
+def test_attack_produces_the_expected_outcome(attack):
     (outcome,) = table.trials([attack])
     assert outcome.is_as_expected, outcome
 
 
-def test_every_attack_has_a_name_of_its_own_and_says_what_it_does():
+def test_attacks_have_unique_names_and_descriptions():
     attacks = table.table()
     assert len(attacks) > 60
     assert max(Counter(map(_title, attacks)).values()) == 1
@@ -62,14 +62,14 @@ def test_some_attacks_of_each_family_are_expected_to_fail_and_some_to_be_tolerat
     assert expected >= {(family, word) for family in table.FAMILIES for word in (FAILS, TOLERATED)}
 
 
-def test_trials_run_what_they_are_given():
+def test_trials_run_only_the_given_attacks():
     chosen = [attack for attack in table.table() if attack.name in ("OneNan", "ReadOnly", "CallsExit", "NoManifest")]
     outcomes = list(table.trials(chosen))
     assert [outcome.name for outcome in outcomes] == ["OneNan", "ReadOnly", "OneNan", "NoManifest", "CallsExit"]
     assert all(outcome.is_as_expected for outcome in outcomes)
 
 
-def test_attacks_at_once_leave_one_another_what_becomes_of_warnings(monkeypatch):
+def test_concurrent_trials_restore_warning_filters(monkeypatch):
     before, both, seen = list(warnings.filters), Barrier(2, timeout=20.0), []
 
     def run_all(jobs, timeout):
@@ -85,7 +85,7 @@ def test_attacks_at_once_leave_one_another_what_becomes_of_warnings(monkeypatch)
     assert warnings.filters == before
 
 
-def test_as_many_at_a_time_as_there_are_processors_that_are_allowed(monkeypatch):
+def test_trial_pool_size_matches_cpu_affinity(monkeypatch):
     pool, sizes = table.ThreadPoolExecutor, []
     monkeypatch.setattr(table, "ThreadPoolExecutor", lambda size: sizes.append(size) or pool(size))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
@@ -94,14 +94,14 @@ def test_as_many_at_a_time_as_there_are_processors_that_are_allowed(monkeypatch)
     assert sizes == [3]
 
 
-def test_an_attack_that_comes_to_something_else_is_told():
+def test_unexpected_attack_outcome_is_reported():
     sound = next(attack for attack in table.table() if attack.name == "ReadOnly")
     wrong = Attack(sound.name, sound.what, FAILS, sound.family, sound.plant, stages=sound.stages)
     (outcome,) = table.trials([wrong])
     assert (outcome.expected, outcome.got, outcome.is_as_expected) == (FAILS, TOLERATED, False)
 
 
-def test_the_table_for_the_documentation_holds_every_attack():
+def test_documented_attack_table_is_complete():
     text = table.markdown()
     assert all(f"| `{attack.name}` | {attack.what} | {attack.expected} |" in text for attack in table.table())
     assert text.strip() in DOCUMENT.read_text("utf-8")

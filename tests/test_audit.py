@@ -25,7 +25,7 @@ from transformer_parity.transformer.diagnose.weight_audit import (
     audit,
     summary,
 )
-from transformer_parity.transformer.mistakes.catalogue import FORWARD, STRUCTURE
+from transformer_parity.transformer.mistakes.catalog import FORWARD, STRUCTURE
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort, Port, find
@@ -65,16 +65,16 @@ def fates(mistake: str) -> dict[str, tuple[str, str]]:
         ),
     ],
 )
-def test_what_is_wrong_with_a_weight(mistake, name, verdict, detail):
+def test_weight_verdict_matches_the_injected_bug(mistake, name, verdict, detail):
     assert fates(mistake)[name] == (verdict, detail)
 
 
-def test_of_swapped_weights_both_are_misplaced_and_no_other():
+def test_swapped_weights_are_both_reported_as_misplaced():
     found = fates("W_q and W_k of cross-attention swapped")
     assert found.keys() == {f"{CROSS}.query_proj.kernel", f"{CROSS}.key_proj.kernel"}
 
 
-def test_a_mistake_that_is_not_in_the_weights_leaves_them_used():
+def test_bug_outside_the_weights_leaves_all_weights_used():
     assert fates("epsilon 1e-3") == {}
 
 
@@ -98,7 +98,7 @@ class Blind(Port):
         return self.model(source_ids, target_ids)
 
 
-def test_without_taps_a_key_bias_stays_hidden_and_what_is_unused_is_found():
+def test_audit_without_taps_finds_unused_weights_and_hidden_key_biases():
     port = PluginPort(f"{__name__}:Blind")
     found = {fate.name: fate for fate in audit(port, port_cases(port_config(port))[0], Placement("float64"))}
     hidden = {name for name, fate in found.items() if fate.verdict == HIDDEN}
@@ -135,7 +135,7 @@ class Dropping(Forgetful):
         return super().forward(source_ids, target_ids, tap) * np.random.default_rng().random()
 
 
-def test_a_weight_that_is_not_given_and_dropout_that_is_on_are_random():
+def test_uninitialized_weights_and_active_dropout_are_reported_as_random():
     port = PluginPort(f"{__name__}:Forgetful")
     found = audit(port, port_cases(port_config(port))[0], Placement("float64"))
     assert {fate.verdict for fate in found} == {RANDOM}
@@ -147,7 +147,7 @@ def test_a_weight_that_is_not_given_and_dropout_that_is_on_are_random():
     assert str(fate.detail) == said
 
 
-def test_what_is_in_the_place_of_a_weight_is_a_hypothesis():
+def test_replaced_weight_becomes_a_hypothesis():
     planned = next(known for known in MISTAKES if known.name == "first layer used for all layers")
     suspect = as_mistake(audit(planted(planned, "numpy"), CASES[planned.case], Placement("float64")))
     weights = CASES[planned.case].load_weights()
@@ -179,7 +179,7 @@ class OverwritingUnseen(Overwriting):
 @pytest.mark.parametrize(
     ("kind", "name"), [(Overwriting, "source_ids or target_ids"), (OverwritingUnseen, "source_ids")]
 )
-def test_a_port_that_writes_to_its_inputs_is_named(kind, name):
+def test_port_that_overwrites_its_inputs_is_reported(kind, name):
     port = PluginPort(f"{__name__}:{kind.__name__}")
     case = port_cases(port_config(port))[0]
     before = {name: array.copy() for name, array in case.inputs.items()}
@@ -200,6 +200,6 @@ def test_a_port_that_writes_to_its_inputs_is_named(kind, name):
         ("json:X", f"module 'json' has no 'X'; 'json' was imported from {json.__file__}"),
     ],
 )
-def test_what_cannot_be_imported_is_hinted_at(reference, hint):
+def test_failed_port_import_gives_a_hint(reference, hint):
     with pytest.raises(ValueError, match=f"port {reference!r} cannot be imported: .*{re.escape(hint)}"):
         find(reference)

@@ -238,7 +238,7 @@ def test_every_gradient_through_dropout(norm_order):
 
 
 @pytest.mark.parametrize("site", [field.name for field in dataclasses.fields(ref.DropoutRates)])
-def test_dropout_shows_what_it_keeps(site):
+def test_taps_record_the_dropout_keep_masks(site):
     rates = ref.DropoutRates(**{**dict.fromkeys(dataclasses.asdict(RATES), 0.0), site: 0.4})
     model = tiny_model(dropout=rates)
     source, target, _ = tiny_batch(model.config)
@@ -261,9 +261,9 @@ def test_dropout_shows_what_it_keeps(site):
 
 
 @pytest.mark.parametrize("case", ["paper_base", "annotated"])
-def test_no_label_at_all(case):
+def test_loss_and_gradients_are_zero_without_labels(case):
     model = tiny_model(case)
-    result = ref.gradients(model, *tiny_batch(model.config, labelled=False))
+    result = ref.gradients(model, *tiny_batch(model.config, labeled=False))
     assert result.loss == 0.0
     assert not any(gradient.any() for gradient in everything(result).values())
 
@@ -280,7 +280,7 @@ def test_a_source_of_padding_only(case):
     assert result.taps["decoder.layers.0.cross_attention.output"].any()
 
 
-def test_only_what_is_attended_to_matters():
+def test_padding_positions_receive_no_gradient():
     model = tiny_model("marian")
     source, target, labels = tiny_batch(model.config)
     result = ref.gradients(model, source, target, labels)

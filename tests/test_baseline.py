@@ -40,7 +40,7 @@ def test_correct_gradients_stay_well_below_their_tolerance(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_further_runs_widen_tolerances_that_one_run_makes_too_strict(monkeypatch, name):
+def test_perturbed_baselines_widen_too_strict_tolerances(monkeypatch, name):
     tolerances = {}
     for runs in (GradientStage.perturbed_baselines, 0):
         monkeypatch.setattr(GradientStage, "perturbed_baselines", runs)

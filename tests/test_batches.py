@@ -82,7 +82,7 @@ def test_shapes_are_a_small_closed_set(tokens, multiple):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_labels_are_what_comes_next(preset):
+def test_labels_are_the_shifted_targets(preset):
     config = tiny_config(preset)
     special = {config.pad_id, config.bos_id, config.eos_id}
     free = [token for token in range(37) if token not in special]
@@ -105,7 +105,7 @@ def test_labels_are_what_comes_next(preset):
                 assert read == padding
 
 
-def test_a_batch_that_is_not_full_is_filled_up_with_padding():
+def test_incomplete_batch_is_filled_with_padding_rows():
     batches = Batches(corpus(7, longest=4), CONFIG, 1000, multiple=4)
     assert batches.shapes[0][0] == 8
     (batch,) = batches.once()
@@ -114,7 +114,7 @@ def test_a_batch_that_is_not_full_is_filled_up_with_padding():
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_a_long_sentence_takes_shorter_ones_along(multiple):
+def test_batches_of_long_sentences_are_filled_with_shorter_sentences(multiple):
     batches = Batches([*corpus(2000, longest=12), ([5] * 40 + [2], [6, 2])], CONFIG, 410, multiple=multiple)
     assert batches.shapes[-1] == (10 // multiple * multiple, 41, 12)
     *_, last = batches.once()
@@ -126,7 +126,7 @@ def test_a_long_sentence_takes_shorter_ones_along(multiple):
 
 
 @pytest.mark.parametrize(("tokens", "multiple"), [(60, 1), (200, 1), (200, 4), (1000, 1)])
-def test_no_other_buckets_would_compute_less(tokens, multiple, monkeypatch):
+def test_chosen_buckets_minimize_computation(tokens, multiple, monkeypatch):
     monkeypatch.setattr(batches, "MAX_SHAPES", 3)
     monkeypatch.setattr(batches, "WORTH_A_SHAPE", 0.0)
     lengths = np.array([[len(source), len(target)] for source, target in corpus(400, longest=12)])
@@ -193,7 +193,7 @@ def test_seek_resumes_exactly():
     assert same(next(batches), made[0])
 
 
-def test_one_pass_leaves_the_position_alone():
+def test_once_does_not_advance_the_position():
     batches = Batches(corpus(), CONFIG, 60)
     next(batches)
     before = batches.position
@@ -209,7 +209,7 @@ def test_one_pass_leaves_the_position_alone():
         assert places == sorted(places)
 
 
-def test_a_batch_of_yours_changes_no_later_one():
+def test_modifying_a_batch_does_not_change_later_batches():
     batches = Batches(corpus(20), CONFIG, 10_000)
     (batch,) = batches.once()
     expected = batch.labels.copy()
@@ -285,7 +285,7 @@ def test_long_pairs_are_dropped_and_counted():
         ({"max_length": True}, TypeError, "max_length must be an integer"),
     ],
 )
-def test_what_cannot_be_batched(change, error, message):
+def test_invalid_batch_arguments_are_rejected(change, error, message):
     with pytest.raises(error, match=message):
         Batches(**{"pairs": corpus(20), "config": CONFIG, "tokens_per_batch": 100, **change})
 
@@ -294,7 +294,7 @@ def test_what_cannot_be_batched(change, error, message):
     ("position", "error"),
     [((0, 10**6), ValueError), ((-1, 0), ValueError), ((0, -1), ValueError), ((0.0, 0), TypeError), ((0,), TypeError)],
 )
-def test_no_such_position(position, error):
+def test_seeking_an_invalid_position_raises(position, error):
     batches = Batches(corpus(), CONFIG, 60)
     next(batches)
     with pytest.raises(error):

@@ -74,7 +74,7 @@ def test_all_are_warm_before_the_rounds_and_each_is_first_in_turn():
     assert (b.entry.verdict, b.entry.problem, b.entry.is_timed) == (FAILED, "enough", False)
 
 
-def test_times_of_two_that_agree(capsys, tmp_path, monkeypatch):
+def test_agreeing_implementations_are_timed(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("transformer_bench.run.libraries", libraries)
     environment = dict(os.environ)
     code, printed, progress = bench(
@@ -169,7 +169,7 @@ class Raising(DecodePackage):
     ],
     ids=["wrong", "dying", "raising"],
 )
-def test_who_is_wrong_or_fails_gets_no_time(participant, code, reason, capsys, tmp_path, monkeypatch):
+def test_wrong_or_failing_implementations_are_not_timed(participant, code, reason, capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(OURS["decode"], "torch", participant)
     options = ["--backends", "numpy,torch", "--rounds", 3, "--json", tmp_path / "a.json"]
     found, printed, _ = bench(capsys, *options)
@@ -188,7 +188,7 @@ def test_who_is_wrong_or_fails_gets_no_time(participant, code, reason, capsys, t
 @pytest.mark.parametrize(
     "number", tiers.first_alone([signal.SIGINT, signal.SIGTERM], "signals"), ids=["SIGINT", "SIGTERM"]
 )
-def test_an_interruption_prints_what_is_there_and_leaves_no_process_and_no_file(number, tmp_path):
+def test_interrupted_benchmark_prints_partial_results_and_cleans_up(number, tmp_path):
     arguments = ["bench", "decode", *QUICK, "--backends", "numpy", "--rounds", "100000", "--json", tmp_path / "a.json"]
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -249,7 +249,7 @@ def test_ctrl_c_before_anything_is_timed(capsys, monkeypatch):
         (["--device", "gpu"], "numpy supports only the CPU: add --backends torch,jax,tf"),
     ],
 )
-def test_what_cannot_be_done_is_refused_at_once(options, message, capsys, monkeypatch):
+def test_invalid_bench_options_are_rejected_before_measuring(options, message, capsys, monkeypatch):
     monkeypatch.setattr("transformer_bench.run.started", None)
     code, printed, errors = bench(capsys, *options)
     assert code == 3
@@ -282,7 +282,7 @@ GROWING_REFUSED = [
 
 
 @pytest.mark.parametrize(("task", "options", "message"), GROWING_REFUSED)
-def test_what_cannot_be_done_is_refused_for_each_task(task, options, message, capsys, monkeypatch):
+def test_unsupported_options_of_a_bench_task_are_rejected(task, options, message, capsys, monkeypatch):
     monkeypatch.setattr("transformer_bench.run.started", None)
     code, printed, errors = bench(capsys, *options, task=task)
     assert (code, printed) == (3, "")

@@ -31,7 +31,7 @@ def test_ratios_are_taken_within_a_round():
     assert fastest([wrong, baseline]) is None
 
 
-def test_no_time_without_agreement():
+def test_diverging_entries_report_no_times():
     times = {"first_seconds": 1.0, "seconds": [2.0, 4.0], "cores": [1.0, 1.0], "loaded_bytes": 3, "peak_bytes": 5}
     right = Entry("right", **times).to_dict()
     assert {name: right[name] for name in times} == times
@@ -41,7 +41,7 @@ def test_no_time_without_agreement():
     assert wrong["problem"] == "why"
 
 
-def test_the_worst_verdict_counts():
+def test_overall_verdict_is_the_worst_verdict():
     entries = {word: Entry(word, verdict=word) for word in (AGREES, FAILED, DIVERGES)}
     assert verdict([entries[AGREES]]) == AGREES
     assert verdict([entries[AGREES], entries[FAILED]]) == FAILED
@@ -49,7 +49,7 @@ def test_the_worst_verdict_counts():
 
 
 @pytest.mark.parametrize("beam_size", [None, 3])
-def test_operations_are_those_of_the_formula(beam_size):
+def test_decode_operation_count_matches_the_formula(beam_size):
     work = DecodeWork("small", 2, 5, 4, beam_size=beam_size)
     batch, source, tokens, rows = 2, 5, 4, 2 * (beam_size or 1)
     d_model, d_ff, layers, vocabulary = 256, 1024, 3, 8000
@@ -61,7 +61,7 @@ def test_operations_are_those_of_the_formula(beam_size):
     assert work.operations == 2 * multiply_adds
 
 
-def test_operations_of_a_step_are_three_times_those_of_the_forward_pass():
+def test_training_step_has_three_times_the_forward_operations():
     forward, train = (kind("small", 2, 5, 4) for kind in (ForwardWork, TrainWork))
     d_model, d_ff, layers, vocabulary = 256, 1024, 3, 8000
     multiply_adds = layers * 2 * 5 * (4 * d_model**2 + 2 * 5 * d_model + 2 * d_model * d_ff)  # encoder
@@ -99,7 +99,7 @@ def test_all_products_can_be_taken(work):
         assert (product.left, product.right) in taken
 
 
-def test_products_lie_where_those_of_the_search_lie():
+def test_products_use_the_memory_layout_of_the_search():
     products = Products()
     products.load(SMALL, Path())
     products.run()
@@ -135,7 +135,7 @@ def test_an_update_reads_and_writes_every_weight():
     assert without.seconds(TRAIN) == pytest.approx(read + 7 * 4 * weights)
 
 
-def test_the_limit_is_that_of_the_best_library():
+def test_limit_uses_the_best_library():
     entries = [
         LibraryEntry("a", seconds=[1.0] * 3, found=[(1.0, 9.0), (5.0, 8.0), (2.0, 1.0)], environment={}),
         LibraryEntry("b", seconds=[1.0], found=[(3.0, 4.0)], environment={"products on a CPU": "MKL"}),
@@ -147,7 +147,7 @@ def test_the_limit_is_that_of_the_best_library():
     assert limit_of(["numpy"], entries[2:]) is None
 
 
-def test_libraries_are_those_that_take_part():
+def test_measured_libraries_match_the_benchmarked_backends():
     names = lambda *given, **options: [library.backend for library in libraries(*given, **options)]  # noqa: E731
     assert names(["numpy"], FORWARD) == ["numpy"]
     assert names(["tf"], FORWARD) == ["numpy", "tf"]
@@ -164,7 +164,7 @@ def test_each_library_multiplies(name, dtype):
         multiplied(name, sizes, dtype, "cpu")()
 
 
-def test_the_title_leaves_out_what_grows():
+def test_title_omits_the_scaled_size():
     assert work_title(FORWARD, "source") == "forward, tiny: batch 3, target 5"
     assert work_title(FORWARD, "length") == "forward, tiny: batch 3"
     assert work_title(TRAIN, "depth") == "train, tiny: batch 3, source 6, target 5"
@@ -191,7 +191,7 @@ def test_exponents_of_time_and_memory():
 
 @pytest.mark.parametrize("axis", ["source", "target", "length", "batch", "depth", "vocabulary"])
 @pytest.mark.parametrize("work", [FORWARD, TRAIN, SMALL], ids=lambda work: work.task)
-def test_each_size_grows_alone(work, axis):
+def test_scaling_changes_only_the_chosen_size(work, axis):
     large = grown(work, axis, 40)
     config = large.config
     sizes = {

@@ -40,7 +40,7 @@ def no_pause(monkeypatch):
 # --- Participants of several processes ---
 
 
-def test_a_reply_of_several_is_that_of_the_slowest_and_of_the_largest():
+def test_combined_reply_uses_slowest_time_and_largest_memory():
     replies = [Reply((1, 2.0), 3.0, 1.0, 70, 60), Reply((1, 2.5), 2.0, 2.0, 90, 50)]
     assert Reply.of(replies) == Reply((1, 2.0), 3.0, 3.0, 90, 60, others=((1, 2.5),))
     assert Reply.of(replies[:1]) == replies[0]
@@ -77,7 +77,7 @@ class Two(Participant):
         return number
 
 
-def test_all_processes_are_asked_and_share_the_threads():
+def test_requests_reach_all_processes_and_threads_are_divided():
     entry = rounds.Entry("two")
     with rounds.started([Two()], [entry], threads=6) as ((process,), folder):
         assert process.receive("prepare").others == ({"version": "1"},)
@@ -96,7 +96,7 @@ def refuse_the_second(answer, show):
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs"])
-def test_the_process_that_ends_is_the_reason_and_all_end(how, monkeypatch):
+def test_exit_of_one_process_is_reported_and_ends_the_others(how, monkeypatch):
     monkeypatch.setattr(team, "CAUSE", 0.5)
     with rounds.started([Two(fails=how)], [rounds.Entry("two")], threads=2) as ((process,), _):
         process.receive("prepare")
@@ -145,7 +145,7 @@ def test_each_framework_trains_in_processes(name, capsys, tmp_path):
         assert "TensorFlow's strategies support only the axis 'data': got plan fsdp=2" in printed
 
 
-def test_what_plans_cost_without_a_time(capsys, monkeypatch, tmp_path):
+def test_zero_rounds_print_plan_costs_without_timing(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(run, "started", None)
     options = ["--rounds", 0, "--config", "big", "--parallel", "data=8", "--json", tmp_path / "a.json"]
     code, printed, errors = parity(capsys, "bench", "train", *QUICK, *options)
@@ -157,7 +157,7 @@ def test_what_plans_cost_without_a_time(capsys, monkeypatch, tmp_path):
     assert (race["participants"], race["plans"][0]["plan"]) == ([], "data=8")
 
 
-def test_the_page_has_what_the_command_prints(capsys):
+def test_documented_plan_costs_match_the_command_output(capsys):
     page = (Path(__file__).parents[1] / "docs" / "results" / "devices-memory.md").read_text("utf-8")
     commands = [line.split()[4:] for line in page.splitlines() if re.match(r"\$ parity bench train .*--rounds 0", line)]
     assert [command[1] for command in commands] == ["base", "big"]
@@ -183,7 +183,7 @@ def test_the_page_has_what_the_command_prints(capsys):
         (["--rounds", "-1", "--parallel", "data=2"], "must be a positive integer: got '-1'"),
     ],
 )
-def test_what_cannot_be_done_is_refused_at_once(options, message, capsys, monkeypatch):
+def test_invalid_bench_options_are_rejected_before_measuring(options, message, capsys, monkeypatch):
     monkeypatch.setattr(run, "started", None)
     code, printed, errors = parity(capsys, "bench", "train", *QUICK, *options)
     assert (code, printed) == (3, "")

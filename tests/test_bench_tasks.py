@@ -65,7 +65,7 @@ class Lazy(TrainPackage):
     ],
     ids=["forward", "train"],
 )
-def test_who_computes_something_else_gets_no_time(task, participant, reason, capsys, monkeypatch):
+def test_wrong_results_are_not_timed(task, participant, reason, capsys, monkeypatch):
     monkeypatch.setitem(OURS[task], "torch", participant)
     code, printed, _ = bench(capsys, "--backends", "numpy,torch", task=task)
     assert code == 1
@@ -99,7 +99,7 @@ def test_imports_are_compared_with_their_frameworks(capsys, tmp_path):
     assert all(len(entry["seconds"]) == 2 for entry in found["imports"])
 
 
-def test_an_import_that_fails_is_said(monkeypatch):
+def test_failed_framework_import_is_reported(monkeypatch):
     monkeypatch.setitem(imports.FRAMEWORKS, "numpy", "no_such_module")
     with pytest.raises(ImportError, match=r"^import no_such_module: ModuleNotFoundError"):
         imports.main(["--backends", "numpy", "--rounds", "1"])
@@ -114,7 +114,7 @@ def test_only_marian_has_a_beam():
 
 
 @pytest.mark.parametrize("work", [FORWARD, TRAIN, SMALL], ids=lambda work: work.task)
-def test_our_compiled_form_takes_part_beside_the_peers(work):
+def test_compiled_variant_is_timed_with_peers(work):
     names = lambda *ours, **how: [one.name for one in Setting(ours, **how).participants(work)]  # noqa: E731
     forms = [] if work.task == "decode" else ["torch compiled"]
     assert names("torch", peers=True)[: len(forms) + 2] == ["torch", *forms, others(work)[0].name]
@@ -171,12 +171,12 @@ def test_our_compiled_form_in_tensorflow_is_compiled(tmp_path, monkeypatch):
 def test_a_bar_of_ours_is_known_by_the_first_word_of_its_name():
     entries = [Entry(name, seconds=[1.0]) for name in ("torch compiled", "torch data=2", "torch.nn compiled")]
     (axes,) = draw_times("title", "details", entries, "machine").axes
-    colours = [bar.get_facecolor() for bar in axes.patches]
-    assert colours[0] == colours[1] != colours[2]
+    colors = [bar.get_facecolor() for bar in axes.patches]
+    assert colors[0] == colors[1] != colors[2]
 
 
 @pytest.mark.extended("timed steps")
-def test_a_picture_compares_with_nobody_who_is_wrong(capsys, tmp_path, monkeypatch):
+def test_plot_excludes_diverging_implementations(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(OURS["decode"], "torch", Wrong("torch"))
     seen = []
     monkeypatch.setattr("transformer_bench.command.write", lambda figure, path: None)
@@ -189,7 +189,7 @@ def test_a_picture_compares_with_nobody_who_is_wrong(capsys, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("memory", [None, 2**20])
-def test_growth_is_drawn_where_memory_is_unknown(memory, tmp_path):
+def test_growth_plot_supports_unknown_memory(memory, tmp_path):
     peak = memory and memory + 2**20
     races = [[Entry("numpy", seconds=[float(size)], loaded_bytes=memory, peak_bytes=peak)] for size in (1, 2)]
     figure = draw_growth("title", "details", "batch", (1, 2), races, "machine")

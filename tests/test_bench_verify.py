@@ -41,7 +41,7 @@ def test_the_reference_agrees_with_itself(beam_size):
     assert DecodeVerifier(work, work.weights()).verify(found, no_steps) == ""
 
 
-def test_truths_come_from_the_formulas(monkeypatch):
+def test_verifiers_use_the_unaccelerated_reference(monkeypatch):
     def refuse(model):
         raise AssertionError("the truth is computed by the code that is to be verified")
 
@@ -112,7 +112,7 @@ def test_a_wrong_result_is_refused(mistake):
         assert reference.verify(right, no_steps) == ""
 
 
-def test_a_near_tie_is_no_mistake():
+def test_near_tie_is_accepted():
     weights = SMALL.weights()
     weights["source_embedding.table"][[5, 7]] = 0.0  # two tokens whose logits are their biases, exactly
     weights["output_proj.bias"][[5, 7]] = 9.0
@@ -124,7 +124,7 @@ def test_a_near_tie_is_no_mistake():
 
 
 @pytest.mark.parametrize("beam_size", [None, 3])
-def test_bfloat16_has_near_ties_of_its_own_size(beam_size):
+def test_bfloat16_near_ties_use_bfloat16_noise(beam_size):
     """A search in bfloat16 agrees; one of other weights does not, nor does one in bfloat16 as float32 is judged."""
     import transformer_torch
 
@@ -214,6 +214,6 @@ def test_dropout_is_the_papers():
     expected.verify((1, verifier._losses[0] * 1.05), no_steps)
 
 
-def test_with_dropout_losses_are_said_to_be_of_the_right_size():
+def test_agreement_statement_mentions_dropout():
     assert TRAIN.agreement == "agree with the float64 reference"
     assert replace(TRAIN, dropout=0.1).agreement == "are within 10% of the reference, which drops different elements"

@@ -41,7 +41,7 @@ def masks(batch, heads, length, memory_length):
 @pytest.mark.parametrize("shape", ["every head", "padding", "causal", "both", "none"])
 @pytest.mark.parametrize("length", [5, 8, 9, 12])
 @pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_blocks_change_nothing(shape, length, rate, monkeypatch):
+def test_query_blocks_do_not_change_attention(shape, length, rate, monkeypatch):
     monkeypatch.setattr(fast, "QUERY_BLOCK", 4)
     query, key, value = random(2, 3, length, 5), random(2, 3, 7, 5, seed=1), random(2, 3, 7, 6, seed=2)
     mask = masks(2, 3, length, 7)[shape]

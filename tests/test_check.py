@@ -53,11 +53,11 @@ def test_exit_code_is_the_worst_verdict(verdicts, code):
     assert Verdict.of([finding(verdict) for verdict in verdicts]).exit_code == code
 
 
-def test_nothing_compared_is_never_a_pass():
+def test_empty_comparison_never_passes():
     assert Verdict.of([]).verdict == FAILED
 
 
-def test_a_port_that_agrees(capsys, tmp_path):
+def test_agreeing_port_passes_the_check(capsys, tmp_path):
     path = tmp_path / "result.json"
     code = main([*TORCH_ONLY, "--preset", "paper_base,marian", "--sentences", "0", "--json", str(path)])
     printed = capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_a_port_that_agrees(capsys, tmp_path):
     assert "version" in document["environment"]["torch"]
 
 
-def test_one_stage_alone(capsys):
+def test_check_runs_only_the_requested_stage(capsys):
     assert main([*TORCH_ONLY, "--preset", "marian", "--stage", "gradients", "--sentences", "0"]) == 0
     captured = capsys.readouterr()
     printed = captured.out
@@ -117,7 +117,7 @@ def test_your_weights_on_your_sentences(capsys, tmp_path):
         (["--json", "absent/result.json"], "there is no directory absent"),
     ],
 )
-def test_what_cannot_be_compared_exits_with_3(options, message, capsys, tmp_path, monkeypatch):
+def test_invalid_check_options_exit_with_code_3(options, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["check", *options]) == 3
     captured = capsys.readouterr()
@@ -148,7 +148,7 @@ def test_an_absent_gpu_is_incomplete_not_a_pass(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", tiers.first_alone(["SIGINT", *(["SIGTERM"] if os.name != "nt" else [])], "signals"))
-def test_an_interruption_keeps_what_was_compared(name):
+def test_interrupted_check_is_reported_as_incomplete(name):
     command = [sys.executable, "-m", "transformer_parity", *TORCH_ONLY, "--dtype", "float64"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     while not (line := process.stdout.readline()).startswith("torch: "):
@@ -162,7 +162,7 @@ def test_an_interruption_keeps_what_was_compared(name):
     assert "Traceback" not in printed
 
 
-def test_a_process_that_dies_is_a_finding_about_its_port():
+def test_crashed_process_is_reported_for_its_port():
     port, killed = CheckedPort(PortJob("torch", Placements(("float64",))), standard_cases()), False
     for _ in run_all([port]):
         if port.doing.endswith("feed_forward/relu") and not killed:
@@ -197,7 +197,7 @@ def test_text_errors(tmp_path):
         read_pairs(write("empty", b"\n"), one)
 
 
-def test_subword_ids_avoid_the_special_ones_of_any_model():
+def test_subword_ids_avoid_special_ids():
     vocabulary = Subwords.train([line for pair in read_pairs() for line in pair], 300)
     for special in ({"pad_id": 0, "bos_id": 1, "eos_id": 2}, {"pad_id": 1, "bos_id": 1, "eos_id": 0}):
         config = ref.TransformerConfig(source_vocab_size=400, target_vocab_size=400, **special)

@@ -37,7 +37,7 @@ ERRORS = (OSError(28, "No space left"), SafetensorError("disk on fire"), Keyboar
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 @pytest.mark.parametrize("moment", ["save_file", "os.chmod", "os.fsync", "os.replace"])
-def test_failed_save_changes_nothing(path, saved, write, monkeypatch, error, moment):
+def test_failed_save_keeps_the_previous_file(path, saved, write, monkeypatch, error, moment):
     def fail(*args, **kwargs):
         if moment == "save_file":
             Path(args[1]).write_bytes(saved[:1000])
@@ -111,7 +111,7 @@ def test_unreadable_file(path, saved, monkeypatch):
             load(path)
 
 
-def test_saved_file_is_as_readable_as_any_other(path, write):
+def test_saved_file_has_default_permissions(path, write):
     write(path)
     other = path.with_name("other")
     other.write_text("")

@@ -42,7 +42,7 @@ def test_round_trip_of_every_preset(path, preset):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_integers_of_numpy_come_back_as_python_has_them(path):
+def test_numpy_integers_load_as_python_ints(path):
     save_checkpoint(path, with_state(make(), step=np.int64(3), seed=np.uint32(4)))
     state = load_checkpoint(path).state
     assert (type(state.step), state.step, type(state.seed), state.seed) == (int, 3, int, 4)
@@ -108,7 +108,7 @@ def test_a_checkpoint_is_a_weight_file(path, backend):
     assert_same_bits(backend.package.load_transformer(path).export_weights(), checkpoint.weights)
 
 
-def test_a_weight_file_is_no_checkpoint(path):
+def test_loading_a_weight_file_as_a_checkpoint_raises(path):
     config = small_config()
     save_weights(path, config, random_weights(config))
     reason = f"^{re.escape(str(path))} is not a usable checkpoint: it contains weights but no training state$"
@@ -156,13 +156,13 @@ JSON = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(progress=st.dictionaries(st.text(), JSON, max_size=3))
-def test_any_progress_comes_back(tmp_path_factory, progress):
+def test_arbitrary_progress_round_trips(tmp_path_factory, progress):
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
     save_checkpoint(path, dataclasses.replace(ANY, progress=progress))
     assert_same(load_checkpoint(path), dataclasses.replace(ANY, progress=progress))
 
 
-def test_a_step_and_a_seed_of_numpy_come_back_as_python(path):
+def test_numpy_step_and_seed_load_as_python_ints(path):
     save_checkpoint(path, with_state(make(), step=np.int64(3), seed=np.uint32(4)))
     state = load_checkpoint(path).state
     assert [(type(value), value) for value in (state.step, state.seed)] == [(int, 3), (int, 4)]
@@ -185,7 +185,7 @@ for _ in range(100_000):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_progress_that_would_not_come_back_is_refused(path, saved, value):
+def test_unserializable_progress_raises_value_error(path, saved, value):
     with pytest.raises(ValueError, match=r"^progress\['place'\] must be made of "):
         save_checkpoint(path, make(progress={**PROGRESS, "place": value}))
     assert path.read_bytes() == saved
@@ -214,7 +214,7 @@ def test_progress_that_would_not_come_back_is_refused(path, saved, value):
         (lambda c: dataclasses.replace(c, progress={1: 1}), ValueError, r"progress\[1\] must be made of"),
     ],
 )
-def test_what_load_would_refuse_is_not_saved(path, saved, change, error, reason):
+def test_save_rejects_checkpoints_that_load_rejects(path, saved, change, error, reason):
     with pytest.raises(error, match=f"^{reason}"):
         save_checkpoint(path, change(make()))
     assert path.read_bytes() == saved
@@ -297,7 +297,7 @@ CORRUPTIONS = {
 
 
 @pytest.mark.parametrize("case", CORRUPTIONS)
-def test_what_is_in_the_file_is_checked(path, saved, case):
+def test_corrupted_checkpoint_is_rejected(path, saved, case):
     """The file itself is in order; without a change it would load."""
     rewrite(path)
     load_checkpoint(path)
@@ -315,7 +315,7 @@ OF_THE_RUN = [
 
 
 @pytest.mark.parametrize("case", OF_THE_RUN)
-def test_what_a_folder_says_of_its_run_is_checked(tmp_path, case):
+def test_corrupted_sharded_checkpoint_is_rejected(tmp_path, case):
     """As in the one file, and before anybody reads the folder's tensors."""
     path = tmp_path / RUN
     save_checkpoint(path, make())

@@ -108,7 +108,7 @@ def test_messages_and_answers(start):
     assert [child.receive() for _ in range(3)] == [2, "abab", [None, None]]
 
 
-def test_what_is_larger_than_a_pipe_and_sent_before_it_is_read(start):
+def test_message_larger_than_the_pipe_is_delivered(start):
     message = os.urandom(1_000_000)
     children = [start("large") for _ in range(2)]
     for child in children:
@@ -140,7 +140,7 @@ def test_every_kind_of_array_arrives_as_it_was():
             messages.receive(io.BytesIO(short))
 
 
-def test_messages_that_are_not_read_wait_in_the_pipe(start):
+def test_unread_messages_block_the_sender(start):
     child = start("many")
     assert child.receive()[0] == 0
     time.sleep(0.3)
@@ -151,7 +151,7 @@ def test_messages_that_are_not_read_wait_in_the_pipe(start):
     start("many").receive()  # one that waits is ended with the block
 
 
-def test_garbage_on_standard_output_is_no_message(start, capfd):
+def test_garbage_on_stdout_is_not_parsed_as_a_message(start, capfd):
     child = start("garbage")
     assert child.receive() == ""
     assert child.receive() == "written"
@@ -191,7 +191,7 @@ def test_a_wrapper_may_print_to_standard_output(wrapped):
         ("printf 'a\\nb\\n\\0'; exec cat", "it printed 'a' to standard output, which is reserved for messages"),
     ],
 )
-def test_a_wrapper_that_starts_nothing_ends_by_itself_or_is_named(line, how, wrapped, capfd):
+def test_wrapper_that_starts_no_process_is_reported(line, how, wrapped, capfd):
     child = wrapped(line)
     child.send(list(range(100)))
     with pytest.raises(ChildEndedError) as ended:
@@ -200,7 +200,7 @@ def test_a_wrapper_that_starts_nothing_ends_by_itself_or_is_named(line, how, wra
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_message_that_cannot_be_read_ends_its_process_and_is_the_reason(start, capfd):
+def test_message_that_cannot_be_unpickled_ends_the_process(start, capfd):
     child = start("of_its_own")
     assert child.receive() == "here"
     with pytest.raises(ChildEndedError) as ended:
@@ -212,7 +212,7 @@ def test_a_message_that_cannot_be_read_ends_its_process_and_is_the_reason(start,
 
 
 @posix
-def test_a_process_that_forks_and_ends_is_noticed_at_once(start):
+def test_exit_of_a_forking_process_is_detected_immediately(start):
     child = start("forks_and_dies")
     assert child.receive() == "here"
     started = time.monotonic()
@@ -223,7 +223,7 @@ def test_a_process_that_forks_and_ends_is_noticed_at_once(start):
 
 
 @posix
-def test_a_process_that_ends_while_it_is_looked_at_is_no_member(monkeypatch):
+def test_process_that_exits_during_the_scan_is_skipped(monkeypatch):
     def ended(pid):
         raise psutil.NoSuchProcess(pid)
 
@@ -233,14 +233,14 @@ def test_a_process_that_ends_while_it_is_looked_at_is_no_member(monkeypatch):
 
 
 @posix
-def test_a_copy_of_a_process_sends_nothing(start):
+def test_forked_process_sends_no_messages(start):
     child = start("forks_and_goes_on")
     assert [child.receive(), child.receive()] == ["once", "twice"]
     with pytest.raises(ChildEndedError, match="exit code 0"):
         child.receive()
 
 
-def test_a_block_ends_what_was_started_in_it(tmp_path, monkeypatch):
+def test_leaving_the_block_ends_all_started_processes(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     with Children() as children:
@@ -295,7 +295,7 @@ def test_children_and_their_folder_go_with_their_parent(function, number, tmp_pa
 
 
 @posix
-def test_a_command_that_is_killed_leaves_nothing(tmp_path):
+def test_killed_command_leaves_no_processes_or_files(tmp_path):
     parent = subprocess.Popen(
         [sys.executable, "-m", "transformer_parity", "check", "--backends", "torch", "--dtype", "float64"],
         stdout=subprocess.DEVNULL,
@@ -335,7 +335,7 @@ class Clock:
         (2.0, (0.0, 0.0), 1.0),  # computes in two threads
     ],
 )
-def test_silence_is_counted_in_seconds_of_its_own(used, idle, own, monkeypatch):
+def test_silence_excludes_time_waiting_for_a_processor(used, idle, own, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(Silence, "_measure", lambda silence: clock.measure(silence))
     monkeypatch.setattr("transformer_parity.engine.processes.silence.time.monotonic", lambda: clock.now)

@@ -257,7 +257,7 @@ every, some = commands(RUNS), commands(sorted(WRITES))
 
 
 @every
-def test_a_reader_that_has_left_changes_nothing(case, command):
+def test_closed_output_pipe_does_not_change_the_results(case, command):
     expected = 3 if command in STREAMS else RUNS[command][1]
     assert case.end("head") == expected
     assert case.said.count("error") == 0
@@ -289,7 +289,7 @@ def test_a_read_only_folder(server, command):
 
 
 @commands([name for name in RUNS if name != "checkpoint"])  # who may not read where frameworks are imports none
-def test_another_user(case, command):
+def test_output_directory_owned_by_a_different_user(case, command):
     case.out.chmod(0o555)
     assert case.end("another user") == (3 if command in WRITES else RUNS[command][1])
     assert ("Permission denied" in case.said) == (command in WRITES)
@@ -298,7 +298,7 @@ def test_another_user(case, command):
 
 
 @some
-def test_a_folder_that_may_not_be_entered(case, command):
+def test_output_directory_without_permissions_is_an_error(case, command):
     case.out.chmod(0)
     case.arguments = [argument.replace("/out/", "/out/inner/") for argument in case.arguments]
     assert case.end("another user") == 3
@@ -317,7 +317,7 @@ def test_a_signal_ends_a_command(case, command, number):
 
 
 @every
-def test_kill_leaves_nothing(case, command):
+def test_sigkill_leaves_no_partial_files(case, command):
     late = EARLY if command == "selftest" else LATE
     assert case.end("SIGKILL", at=round(late * case.server.moments(command))) == -9
     case.check()
@@ -340,7 +340,7 @@ def uninterrupted(server):
 @pytest.mark.extended("moments of training")
 @pytest.mark.parametrize("moment", [0.01, 0.018, 0.02, 0.023, 0.026, 0.03, 0.034])  # most of a run is its picture
 @pytest.mark.parametrize("number", ENDED)
-def test_a_run_that_was_ended_at_any_moment_ends_with_the_same_bits(server, uninterrupted, number, moment):
+def test_interrupted_training_resumes_to_identical_weights(server, uninterrupted, number, moment):
     passed, weights = uninterrupted
     case = Case(server, "train")
     case.arguments = LONGER.format(out=case.out).split()

@@ -44,7 +44,7 @@ def test_spans_add_up():
     assert clock.seconds == 5.0
 
 
-def test_a_span_inside_of_another_counts_once():
+def test_overlapping_spans_are_counted_once():
     clock = clock_at(10.0, 12.0, 13.0, 20.0)
     clock.add(1.0)
     clock.add(1.0)
@@ -66,7 +66,7 @@ def test_running_stops_once():
     assert clock.seconds == 5.0
 
 
-def test_jax_tells_what_it_compiles(monkeypatch):
+def test_jax_compile_events_are_timed(monkeypatch):
     import jax
 
     listeners = []
@@ -136,7 +136,7 @@ def test_tf_compiles_in_float32_and_traces_whole_models(monkeypatch):
     assert asked_of("float64", by_other_rules) == [False, True]
 
 
-def test_the_last_line_tells_it():
+def test_last_line_reports_the_compile_time():
     finding = Finding(
         "torch", "float64", "full model", "full/padded", "taps", "logits", 0.0, 1.0, AGREES, "", "activations"
     )
@@ -151,7 +151,7 @@ def test_the_last_line_tells_it():
     assert all(line.endswith("; 10 s.") for line in others)
 
 
-def test_json_tells_it(tmp_path, monkeypatch):
+def test_json_reports_the_compile_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ["--preset", "marian", "--stage", "activations", "--sentences", "0", "--dtype", "float32"]
     assert main(["check", "--backends", "torch,jax", *options, "--json", "result.json"]) == 0
@@ -167,7 +167,7 @@ def test_json_tells_it(tmp_path, monkeypatch):
     assert time["cpu_seconds"] > 0.0
 
 
-def test_nothing_is_loaded_or_computed_twice(monkeypatch):
+def test_each_model_is_loaded_once_and_each_block_run_once(monkeypatch):
     loads, runs = Counter(), Counter()
     load, run = PackagePort.load, LoadedPackage.run
 

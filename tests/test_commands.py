@@ -38,7 +38,7 @@ def test_info_without_frameworks(capsys, monkeypatch):
     assert "numpy: cannot be imported: AttributeError:" in parity(capsys, "info")[1]
 
 
-def test_info_describes_what_is_installed(capsys, monkeypatch, backends):
+def test_info_describes_installed_backends(capsys, monkeypatch, backends):
     expected = {backend.name: backend.package.describe() for backend in backends}  # which imports them first
     monkeypatch.setattr(info, "PORTS", {backend.name: PORTS[backend.name] for backend in backends})
     found = json.loads(parity(capsys, "info", "--json")[1])["result"]["backends"]
@@ -53,7 +53,7 @@ def test_info_describes_what_is_installed(capsys, monkeypatch, backends):
         assert found[backend.name] == {**described, **known}
 
 
-def test_info_says_which_library_is_slow():
+def test_info_reports_slow_libraries():
     rates = lambda **found: {name: {info.RATE: rate} for name, rate in found.items()}  # noqa: E731
     even, uneven = rates(numpy=100.0, torch=61.0), rates(numpy=140.0, torch=150.0, jax=300.0)
     assert list(info.slow(even, 0.0)) == list(info.slow({"jax": {"error": "no"}}, 0.0)) == []
@@ -90,7 +90,7 @@ def test_differences_lead_from_the_base_model_to_the_preset(preset):
     assert rebuilt == ref.TransformerConfig.preset(preset, **sizes)
 
 
-def test_what_a_framework_prints_is_held_back_unless_it_fails(capfd):
+def test_framework_output_is_hidden_unless_an_error_occurs(capfd):
     with quiet_frameworks() as terminal:
         os.write(2, b"oneDNN is on\n")
         print("spinner", file=terminal)

@@ -37,26 +37,26 @@ def said(stage, differs):
         ),
     ],
 )
-def test_a_condition_that_only_cases_that_differ_meet_is_stated(stage, differs, words):
+def test_condition_met_only_by_differing_cases_is_stated(stage, differs, words):
     """One condition, or two, tell the cases apart."""
     assert said(stage, differs).startswith(f"exactly the cases with {words}")
 
 
-def test_a_single_case_that_differs_is_named_with_one_condition_or_none():
+def test_single_differing_case_is_named_with_at_most_one_condition():
     """Two conditions tell any case from the others."""
     found = said(STEPS, lambda case: case.restart)
     assert found == "only steps/port/changing_slices differs, the only case with a restart of training"
     assert said(DECODE, lambda case: case.name == "decode/port_beam") == ""
 
 
-def test_a_condition_that_other_cases_meet_too_is_stated_with_their_number():
+def test_condition_is_stated_with_the_number_of_agreeing_cases():
     """Some cases meet the condition and agree by chance."""
     by_chance = "decode/many_beam", "decode/port_beam/longest", "decode/port_beam/one_token_each"
     found = said(DECODE, lambda case: case.search.beam_size and case.name not in by_chance)
     assert found == "only cases with a beam differ; 3 other such cases agree"
 
 
-def test_nothing_is_said_if_no_condition_helps():
+def test_uninformative_conditions_are_omitted():
     """All cases differ, or none, or too few agree."""
     cases = [case for case in CASES if case.stage == STEPS]
     assert circumstances(cases, []) == ""

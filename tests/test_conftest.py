@@ -47,7 +47,7 @@ def run(tmp_path):
     return run
 
 
-def test_what_takes_seconds_is_imported_where_it_is_used():
+def test_slow_imports_are_local_to_the_tests():
     """Every process collects every file, and runs a part of the tests."""
     heavy = {"transformers", "jax", "flax", "tensorflow", "keras", "keras_hub", "third_party_flax"}
     for path in HERE.glob("test_*.py"):
@@ -72,7 +72,7 @@ def test_condition(): pass
 @pytest.mark.xfail
 def test_expected(): assert 0
 @pytest.mark.parametrize("x", [])
-def test_nothing(x): pass
+def test_empty_parametrize(x): pass
 def test_good(): pass
 """
 
@@ -135,14 +135,14 @@ def test_extended_tests_are_left_out_and_counted_by_kind(run):
     assert (code, "23 passed" in output, "which --all" in output) == (0, True, False)
 
 
-def test_processes_tell_what_was_left_out(run):
+def test_parallel_run_reports_deselected_tests(run):
     code, output = run(EXTENDED, "--backends", "numpy", "-q", "-n", "2")
     assert (code, "2 passed" in output) == (0, True)
     assert output.count("NOT TESTED: 21 extended tests, which --all runs; of each kind: 20 mistakes, 1 presets") == 1
     assert "largest size of each process: " in output
 
 
-def test_every_extended_test_is_in_one_shard_and_each_has_as_many_of_a_kind(run):
+def test_shards_cover_each_extended_test_once_and_evenly(run):
     ran = []
     for shard in ("1/3", "2/3", "3/3"):
         code, output = run(EXTENDED, "--backends", "numpy", "-v", "--shard", shard)
@@ -162,7 +162,7 @@ def test_unknown_shard_stops_the_run(run, shard):
     assert f"--shard takes K/N, with K from 1 to N: got {shard}" in output
 
 
-def test_what_tests_share_has_one_process(run):
+def test_tests_with_shared_state_run_in_one_process(run):
     names = [f"{name}-{i}" for name in ("torch", "tf") for i in range(9)]
     test = f"@pytest.mark.parametrize('name', {names})\ndef test(name): pass"
     code, output = run(test, "--backends", "numpy", "-v", "-n", "2")
@@ -171,7 +171,7 @@ def test_what_tests_share_has_one_process(run):
     assert len(workers) == 1, output
 
 
-def test_a_process_that_had_tensorflow_does_nothing_else(run):
+def test_tensorflow_tests_run_in_dedicated_processes(run):
     """Of four: where there are fewer, none is spared."""
     names = [*(f"tf-{i}" for i in range(4)), *(f"torch-{i}" for i in range(40)), *(f"a-jax-{i}" for i in range(5))]
     test = f"@pytest.mark.parametrize('name', {names})\ndef test(name): pass\ndef test_info_describes_it(): pass"
@@ -199,17 +199,17 @@ def test_a_process_that_had_tensorflow_does_nothing_else(run):
         ("test_others.py::test_no_alarm[torch-keras_hub]", "test_others.py::test_no_alarm[torch-keras_hub]"),
         ("test_edited_package.py::test_tensorflow_compiles_each_copy_of_a_model[float32]", "tf"),
         ("test_selftest.py::test_mistake[torch-loss-no - and no-full/padded]", "full/padded"),
-        ("test_golden.py::test_another_package_agrees[torch]", "golden"),
-        ("test_import_hf.py::test_logits_are_those_of_transformers[marian-numpy]", "import"),
-        ("test_import_hf.py::test_logits_are_those_of_transformers[marian-jax]", "jax"),
+        ("test_golden.py::test_golden_vectors_of_each_package_agree[torch]", "golden"),
+        ("test_import_hf.py::test_logits_match_transformers[marian-numpy]", "import"),
+        ("test_import_hf.py::test_logits_match_transformers[marian-jax]", "jax"),
         ("test_search.py::test_types[torch-float64]", "test_search.py::test_types[torch-float64]"),
     ],
 )
-def test_what_a_test_shares_is_in_its_name(test, shares):
+def test_group_is_derived_from_the_test_name(test, shares):
     assert tiers.group(test) == shares
 
 
-def test_what_ci_leaves_out_for_other_kernels_is_there():
+def test_files_excluded_from_ci_for_other_kernels_exist():
     """A file that is not named is taken: a list of those that are taken would forget new ones."""
     script = (HERE.parent / ".ci" / "run").read_text()
     names = re.search(r"^left_out=\(([^)]+)\)$", script, re.MULTILINE)[1].split()
@@ -224,7 +224,7 @@ def test_what_ci_leaves_out_for_other_kernels_is_there():
     assert files == {name for name in everything - {*names} if not re.search(pattern, name)}
 
 
-def test_what_the_system_lacks_is_left_out_without_a_skip(run):
+def test_unmet_needs_are_deselected_without_a_skip(run):
     test = "@pytest.mark.needs(False, 'what no system has')\ndef test_lacks(): assert 0\ndef test_good(): pass"
     code, output = run(test, "--backends", "numpy")
     assert code == 0

@@ -269,7 +269,7 @@ def test_files_of_torch_are_read(tmp_path, options):
     assert found["tied"] is found["tied too"]
 
 
-def test_a_state_dict_has_its_metadata_and_other_names_are_called_if_asked(tmp_path):
+def test_pickled_namespace_requires_explicit_permission(tmp_path):
     from argparse import Namespace
 
     layer = torch.nn.Linear(2, 3)

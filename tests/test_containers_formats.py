@@ -82,18 +82,18 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed, lambda path, **arrays: npz.write(path, arrays)])
-def test_arrays_of_an_npz_come_back(npz_file, save):
+def test_npz_arrays_round_trip(npz_file, save):
     save(npz_file, **ARRAYS)
     assert_same_bits(npz.read(npz_file), ARRAYS)
 
 
-def test_a_transposed_array_comes_back(npz_file):
+def test_transposed_npz_array_round_trips(npz_file):
     arrays = {"W": np.arange(6.0).reshape(2, 3).T}
     np.savez(npz_file, **arrays)
     np.testing.assert_array_equal(npz.read(npz_file)["W"], arrays["W"])
 
 
-def test_what_is_written_can_be_read_without_zip64_and_without_fortran_order(npz_file):
+def test_written_npz_avoids_zip64_and_fortran_order(npz_file):
     """Marian's reader takes sizes from the local headers, where zip64 has none, and refuses columns first."""
     npz.write(npz_file, {"W": np.arange(6.0).reshape(2, 3).T})
     data = npz_file.read_bytes()
@@ -137,14 +137,14 @@ def test_attacks_through_an_npz_are_refused(npz_file, name):
     refused_at_once(npz.read, npz_file, f"{npz_file} is not a valid .npz file: ", message)
 
 
-def test_cut_and_other_files_are_no_npz(npz_file):
+def test_truncated_and_foreign_npz_files_are_rejected(npz_file):
     np.savez(npz_file, **ARRAYS)
     data = npz_file.read_bytes()
     cut_and_others_are_refused(npz.read, npz_file, data[:-30], b"PK", data.replace(b"transformer", b"transformex"))
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_a_name_that_comes_twice_is_refused(npz_file):
+def test_duplicate_npz_member_names_are_rejected(npz_file):
     with zipfile.ZipFile(npz_file, "w") as both:
         for _ in range(2):
             both.writestr("W.npy", npy([1.0]))
@@ -180,7 +180,7 @@ def hdf5_file(tmp_path):
     return path
 
 
-def test_arrays_of_hdf5_come_back(hdf5_file):
+def test_hdf5_arrays_round_trip(hdf5_file):
     assert_same_bits(hdf5.read(hdf5_file), LAYERS)
     assert_same_bits(hdf5.read("archive.keras", hdf5_file.read_bytes()), LAYERS)
 
@@ -255,7 +255,7 @@ def test_attacks_through_hdf5_are_refused(hdf5_file, attack, tmp_path):
     refused_at_once(hdf5.read, hdf5_file, f"{hdf5_file} is not a valid HDF5 file: ", HDF5_ATTACKS[attack])
 
 
-def test_cut_and_other_files_are_no_hdf5(hdf5_file):
+def test_truncated_and_foreign_hdf5_files_are_rejected(hdf5_file):
     cut_and_others_are_refused(hdf5.read, hdf5_file, b"PK\x03\x04", hdf5_file.read_bytes()[:8])
 
 
@@ -274,7 +274,7 @@ VARIABLES = {
 MODEL = ctranslate2.StoredModel("TransformerSpec", 7, VARIABLES)
 
 
-def test_variables_come_back_and_aliases_are_one_array(tmp_path):
+def test_variables_round_trip_and_aliases_share_one_array(tmp_path):
     ctranslate2.write(tmp_path / "model.bin", MODEL)
     found = ctranslate2.read(tmp_path / "model.bin")
     assert found[:2] == MODEL[:2]
@@ -282,7 +282,7 @@ def test_variables_come_back_and_aliases_are_one_array(tmp_path):
     assert found.variables["table"] is found.variables["decoder/projection/weight"]
 
 
-def test_the_bytes_are_those_of_ctranslate2(tmp_path):
+def test_written_bytes_match_ctranslate2(tmp_path):
     """Read as src/models/model.cc does; the checksum is of what its own ``_serialize`` writes for these variables."""
     ctranslate2.write(tmp_path / "model.bin", MODEL)
     data = (tmp_path / "model.bin").read_bytes()
@@ -321,7 +321,7 @@ def test_damaged_models_are_refused(tmp_path):
         refused_at_once(ctranslate2.read, path, f"{path} is not a valid model.bin: ")
 
 
-def test_what_has_no_place_is_refused(tmp_path):
+def test_unsupported_ctranslate2_dtype_raises_value_error(tmp_path):
     with pytest.raises(ValueError, match="CTranslate2 does not support W: got 8 bytes of float64"):
         ctranslate2.write(tmp_path / "model.bin", ctranslate2.StoredModel("TransformerSpec", 7, {"W": np.ones(1)}))
     assert list(tmp_path.iterdir()) == []
@@ -330,7 +330,7 @@ def test_what_has_no_place_is_refused(tmp_path):
 # --- YAML ---
 
 
-def test_a_mapping_comes_back():
+def test_yaml_mapping_round_trips():
     content = {
         "type": "transformer",
         "dim-vocabs": [7, 9],

@@ -155,7 +155,7 @@ def test_a_config_or_settings_as_a_dict(backend, model):
     assert refusal(train, model, {"warmup_steps": 3}) == (TypeError, message)
 
 
-def test_a_tap_that_forgets_its_return(backend, model):
+def test_tap_without_return_raises_type_error(backend, model):
     shown = []
     for tap, first in ((lambda name, value: shown.append(name), "source_embedding.output"), (only_scores, "logits")):
         message = f"the tap must return {first} or an array with as many axes: got NoneType; end it with `return value`"
@@ -213,7 +213,7 @@ def attentions(backend):
         (((2, 3, 5, 11), (2, 3, 7, 11), (7, 13)), "value must have shape [batch, heads, length, size]: got (7, 13)"),
     ],
 )
-def test_attention_operands_that_disagree(backend, shapes, message):
+def test_incompatible_attention_operands_raise_value_error(backend, shapes, message):
     for length in (5, LONG):
         query, key, value = shapes
         operands = [backend.from_numpy(np.ones(shape)) for shape in ((*query[:-2], length, query[-1]), key, value)]
@@ -258,7 +258,7 @@ def test_unknown_dtype_device_and_precision(backend):
     assert refusal(backend.package.set_precision, "low")[0] is ValueError
 
 
-def test_gpu_that_is_not_there(backend, monkeypatch):
+def test_unavailable_gpu_raises(backend, monkeypatch):
     expected = (ValueError, "device must be one of cpu: got 'gpu'")
     if backend.name == "torch":
         import torch
@@ -323,7 +323,7 @@ def test_memory_from_numpy(backend, model):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "int32", "bool"])
-def test_memory_of_another_dtype(backend, model, nothing_runs, dtype):
+def test_memory_with_wrong_dtype_raises_type_error(backend, model, nothing_runs, dtype):
     memory = MEMORY.astype(dtype)
     for given in (memory, backend.from_numpy(memory)):
         expected = (TypeError, f"memory must be float32: got {dtype}")

@@ -45,7 +45,7 @@ def test_a_ring_sends(kind, devices, expected):
     assert Collective(kind, "gradient", "data", devices, 100).sent == expected
 
 
-def test_what_fsdp_sends_is_half_as_much_again_as_what_data_sends():
+def test_fsdp_sends_50_percent_more_than_data_parallelism():
     costs = {plan: sent(Plan.parse(plan), PROBE.config, SIZES) for plan in ("data=2", "fsdp=2", "data=2,fsdp=2")}
     assert costs["data=2"] == {"data": 4 * NUMBERS, "fsdp": 0, "tensor": 0}
     assert costs["fsdp=2"] == {"data": 0, "fsdp": 6 * NUMBERS, "tensor": 0}
@@ -55,7 +55,7 @@ def test_what_fsdp_sends_is_half_as_much_again_as_what_data_sends():
 
 
 @pytest.mark.parametrize("plan", ["data=2", "fsdp=2", "tensor=2", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2"])
-def test_a_device_holds_its_shards(plan):
+def test_device_memory_matches_its_shards(plan):
     mesh = Plan.parse(plan)
     model = ref.Transformer.from_weights(PROBE.config, PROBE.weights(), "float32")
     parts = ref.shards(ref.Trainer(model, PROBE.settings, mesh=mesh))
@@ -65,7 +65,7 @@ def test_a_device_holds_its_shards(plan):
         assert (costs["parameters"], costs["gradient"], costs["moments"]) == (own, own, 2 * own)
 
 
-def test_operands_are_those_of_the_products():
+def test_operand_sizes_match_the_products():
     """Each once, and without attention's weights: those of query, key and value are one, as is the memory."""
     work = TrainWork("tiny", batch=4, source=6, target=5)
     forward = list(super(TrainWork, work).products())
@@ -129,13 +129,13 @@ def assert_torch_sends(folder, plans):
 
 
 @pytest.mark.extended("plans")
-def test_pytorch_sends_what_is_computed(tmp_path):
+def test_pytorch_traffic_matches_the_prediction(tmp_path):
     assert_torch_sends(tmp_path, ["data=2", "fsdp=2", "tensor=2"])
 
 
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize("plan", ["data=4", "data=2,fsdp=2"])
-def test_four_processes_of_pytorch_send_what_is_computed(tmp_path, plan):
+def test_traffic_of_four_pytorch_processes_matches_the_prediction(tmp_path, plan):
     assert_torch_sends(tmp_path, [plan])
 
 
@@ -184,7 +184,7 @@ def jax_sends(plan):
 
 
 @pytest.mark.parametrize("plan", tiers.first_alone(["tensor=2", "fsdp=2", "data=2", "data=2,fsdp=2"], "plans"))
-def test_jax_sends_what_is_computed(plan):
+def test_jax_traffic_matches_the_prediction(plan):
     run(f"import test_costs; test_costs.jax_sends({plan!r})", devices=4)
 
 
@@ -213,5 +213,5 @@ def tf_sends():
 
 
 @pytest.mark.extended("plans")
-def test_tensorflow_sends_what_is_computed():
+def test_tensorflow_traffic_matches_the_prediction():
     run_alone("import test_costs as t; t.tf_sends()")

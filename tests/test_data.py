@@ -79,7 +79,7 @@ def test_text_is_exact_up_to_normalisation(vocabulary):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_what_is_unknown_is_read_and_written_all_the_same(vocabulary, preset):
+def test_unknown_characters_and_ids_are_encoded_and_decoded(vocabulary, preset):
     size = vocabulary.size + 9  # a model with more ids than there are subwords
     config = tiny_config(preset, source_vocab_size=size, target_vocab_size=size)
     vocabulary = vocabulary.numbered(config)
@@ -91,7 +91,7 @@ def test_what_is_unknown_is_read_and_written_all_the_same(vocabulary, preset):
     assert "⁇" in vocabulary.text([size - 1])
 
 
-def test_a_character_vocabulary_holds_every_character():
+def test_character_vocabulary_contains_every_character():
     lines = ["aaaa bbbb aaaa", "aaaa Übär"]
     vocabulary = Subwords.train(lines, 8, "char")  # a b r ä Ü, the space, and unknown
     assert vocabulary.size == 7
@@ -106,12 +106,12 @@ def test_a_vocabulary_is_rebuilt_from_its_model(vocabulary, sentences):
     assert (again.size, again.pieces(sentences[0])) == (vocabulary.size, vocabulary.pieces(sentences[0]))
 
 
-def test_a_vocabulary_is_learned_the_same_again(sentences):
+def test_vocabulary_training_is_deterministic(sentences):
     assert Subwords.train(sentences, 400).model == Subwords.train(iter(sentences), 400).model
 
 
 @pytest.mark.parametrize("model", [b"", b"no model"])
-def test_no_vocabulary_from_other_bytes(model):
+def test_invalid_vocabulary_model_raises_value_error(model):
     with pytest.raises(ValueError, match="not a sentencepiece model"):
         Subwords(model)
 
@@ -181,10 +181,10 @@ def test_the_words_of_a_language_are_all_different():
     assert FORMATS.keys() == LANGUAGES.keys()
 
 
-def test_every_string_has_one_right_answer(dates, held_out_dates):
+def test_every_date_string_has_one_correct_answer(dates, held_out_dates):
     answers = {}
     for source, target in dates + held_out_dates:
-        plain = "".join(source.casefold().split())  # as much as any normalisation could take away
+        plain = "".join(source.casefold().split())  # as much as any normalization could take away
         assert answers.setdefault(plain, target) == target, source
 
 
@@ -235,7 +235,7 @@ def test_dates_depend_on_the_seed_only(dates):
             date_pairs(count, 0, held_out=False)
 
 
-def test_date_lines_hold_every_character(dates, held_out_dates):
+def test_date_lines_contain_every_character(dates, held_out_dates):
     characters = set("".join(date_lines()))
     assert set("".join(line for pair in dates + held_out_dates for line in pair)) <= characters
     subwords = Subwords.train(date_lines(), kind="char")
@@ -260,7 +260,7 @@ def test_an_encoding_error_names_file_and_line(tmp_path):
         read_pairs(tmp_path / "a", tmp_path / "a")
 
 
-def test_a_file_in_one_line_is_refused_or_left_out_at_once(vocabulary):
+def test_sentence_over_the_token_limit_is_dropped_or_rejected(vocabulary):
     config = config_for(vocabulary)
     numbered = number([("a b " * 250_000, "a"), ("a", "b")], vocabulary.numbered(config))
     assert len(numbered[0][0]) > 100_000
@@ -287,7 +287,7 @@ def test_numbered_text(sentences):
     assert Batches(numbered, config, 200).padding < 0.35
 
 
-def test_a_line_that_no_memory_holds_is_refused_by_its_number(tmp_path, monkeypatch):
+def test_line_over_the_size_limit_is_rejected_with_its_number(tmp_path, monkeypatch):
     monkeypatch.setattr(pairs, "MOST_BYTES", 100)
     path = tmp_path / "long.txt"
     path.write_bytes(b"a\n" + b"b" * 99 + b"\n")

@@ -62,7 +62,7 @@ def found_by(model, options, package=ref):
 
 
 @BOTH
-def test_a_near_tie_is_told_from_a_mistake(options):
+def test_near_tie_is_distinguished_from_a_bug(options):
     """Float32 cannot see the difference and takes the lower id; in float64 the same choice is a mistake."""
     config, weights = twins(1e-9)
     found = found_by(load_reference(config, weights, "float32"), options)
@@ -95,7 +95,7 @@ def test_a_choice_beyond_rounding_is_a_mistake(options):
         for name in BY_RULES
     ],
 )
-def test_near_ties_are_told_from_mistakes_by_any_rules(name, token):
+def test_near_ties_are_distinguished_from_bugs_under_all_search_rules(name, token):
     """What ends, what is kept and where the search stops may be decided by rounding too."""
     options, strict = BY_RULES[name], []
     for seed in (13, 14):
@@ -107,7 +107,7 @@ def test_near_ties_are_told_from_mistakes_by_any_rules(name, token):
 
 
 @pytest.mark.parametrize("options", [GREEDY, BEAM, *BY_RULES.values()], ids=["greedy", "beam", *BY_RULES])
-def test_no_doubt_about_the_reference_itself(options):
+def test_reference_search_raises_no_doubts(options):
     """Followed though it returns the same: every step of it is the best."""
     for seed in (13, 28, 6):
         config, weights = lively(seed=seed)
@@ -118,7 +118,7 @@ def test_no_doubt_about_the_reference_itself(options):
             assert follow(judge, row, found, options) == []
 
 
-def test_scores_are_those_of_the_search():
+def test_recomputed_scores_match_the_search():
     config, weights = lively()
     truth = load_reference(config, weights)
     for options in (GREEDY, BEAM, Search(beam_size=4, max_length=9, length_penalty_kind="power"), *BY_RULES.values()):
@@ -187,7 +187,7 @@ def test_mistakes_in_a_search_are_found(options, old, new):
 
 
 @pytest.mark.parametrize("condition", ["np.isfinite(state.finished).all()", "n == plan.capacity - 1"])
-def test_a_search_that_stops_early_with_hypotheses_in_hand(condition):
+def test_search_that_stops_too_early_is_detected(condition):
     """What it last showed could go on; of one sentence alone, since one that goes on keeps the others company."""
     mistaken = mistaken_package("if not state.goes_on():", f"if not state.goes_on() or {condition}:")
     wrong = 0
@@ -227,7 +227,7 @@ def shortened(ids):
 
 
 @pytest.mark.parametrize("change", [twice, pad_inside, shortened])
-def test_results_that_no_decision_leads_to(change):
+def test_impossible_search_results_have_infinite_margins(change):
     config, weights = lively()
     options = Search(beam_size=3, max_length=5, num_hypotheses=2, length_penalty=1.5)
     found = spoilt(found_by(load_reference(config, weights), options), change)
@@ -258,7 +258,7 @@ def test_padding_inside_a_greedy_hypothesis_is_reported_with_its_position():
     assert "sentence 0, token 3: a hypothesis contains padding" in summary(doubts)
 
 
-def test_a_port_that_does_not_show_its_steps_is_not_excused():
+def test_port_without_recorded_steps_gets_no_near_tie_exemption():
     config, weights = lively()
     found = found_by(load_reference(config, weights), BEAM)
     other = spoilt(found, lambda ids: ids.__setitem__((slice(None), 1), ids[:, 0]))
@@ -266,7 +266,7 @@ def test_a_port_that_does_not_show_its_steps_is_not_excused():
     assert not all(doubt.is_near_tie for doubt in follow_all(config, weights, hidden, BEAM, "float32"))
 
 
-def test_a_source_of_nothing_but_padding_is_judged_too():
+def test_source_of_only_padding_is_checked():
     config, weights = lively()
     truth = load_reference(config, weights)
     source_ids = np.full((1, 3), config.pad_id)

@@ -50,7 +50,7 @@ BLIND = [
 
 
 @pytest.mark.parametrize(("overrides", "zeroed", "why"), BLIND)
-def test_a_model_on_which_nothing_shows_is_found(overrides, zeroed, why):
+def test_insensitive_model_is_detected(overrides, zeroed, why):
     config = tiny(**{"d_k": None, "d_v": None, **overrides})
     weights = {name: 0 * array if re.search(zeroed, name) else array for name, array in hard_weights(config).items()}
     assert why in why_nothing_shows(config, weights)
@@ -81,7 +81,7 @@ class Short(MyPort):
         ("Short", "Short must have at least 12 positions: got 4"),
     ],
 )
-def test_a_port_on_which_nothing_shows_is_incomplete(kind, why, tmp_path, capsys, monkeypatch):
+def test_port_with_an_insensitive_model_is_incomplete(kind, why, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     with pytest.raises(ValueError, match=why):
         port_config(PluginPort(f"test_dependence:{kind}"))
@@ -106,14 +106,14 @@ def test_a_port_must_leave_a_case_with_padding_in_each_stage(stage):
             port_config(port)
 
 
-def test_weights_on_which_nothing_shows_are_refused(tmp_path, capsys):
+def test_insensitive_weights_are_rejected(tmp_path, capsys):
     config, path = tiny(), tmp_path / "weights.safetensors"
     ref.save_weights(path, config, {name: 0 * array for name, array in hard_weights(config).items()})
     assert main(["check", "--backends", "torch", "--weights", str(path)]) == 3
     assert "weights.safetensors: the logits do not depend on the source tokens" in capsys.readouterr().err
 
 
-def test_cases_without_padding_are_no_agreement(truth, copy, capsys):
+def test_cases_without_padding_are_incomplete(truth, copy, capsys):
     padded = {case.name for case in vectors.read(copy).cases if (case.inputs["source_ids"] == 0).any()}
     drop(copy, lambda name: name not in padded)
     set_field("left_out", value=[{"case": "full/*", "reason": "no masks yet"}])(copy)
@@ -122,7 +122,7 @@ def test_cases_without_padding_are_no_agreement(truth, copy, capsys):
     assert "MISSING numpy: activations: source_ids have no padding in any case that A and B both contain" in printed
 
 
-def test_what_parity_golden_writes_has_no_gaps(truth):
+def test_written_golden_vectors_have_no_coverage_gaps(truth):
     folder = vectors.read(truth)
     assert list(gaps(folder, folder, folder.cases)) == []
 
@@ -144,7 +144,7 @@ def replace_inputs(case, change):
     return replace(case, inputs={name: change(ids) for name, ids in case.inputs.items()})
 
 
-def test_results_that_b_omits_are_named(truth, copy, capsys):
+def test_results_omitted_by_b_are_reported(truth, copy, capsys):
     case = {"case": "gradients/*", "tensors": ["of *", "at *"], "reason": "loss only"}
     for name in (one.name for one in vectors.read(copy).cases if one.stage == "gradients"):
         edit(copy, name, "float64", lambda tensors: [tensors.pop(tap) for tap in list(tensors) if tap != "loss"])
@@ -154,7 +154,7 @@ def test_results_that_b_omits_are_named(truth, copy, capsys):
     assert "MISSING numpy: gradients: B omits 'of *' in more than half of its cases" in printed
 
 
-def test_a_declared_omission_of_one_gradient_is_no_divergence(truth, copy, capsys):
+def test_declared_omission_of_one_gradient_agrees(truth, copy, capsys):
     table = "of source_embedding.table"
     edit(copy, "gradients/padded", "float64", lambda tensors: tensors.pop(table))
     assert compare(truth, copy, "--stage", "gradients") == 1

@@ -17,7 +17,7 @@ from transformer_parity.transformer.diagnose.files import investigate_files
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, hypotheses
 from transformer_parity.transformer.diagnose.hypotheses.places import Place
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH
-from transformer_parity.transformer.mistakes.catalogue import FORWARD
+from transformer_parity.transformer.mistakes.catalog import FORWARD
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.mistakes.other_optimizers import MATRICES, decoupled
 from transformer_parity.transformer.stages.padding import Read
@@ -50,7 +50,7 @@ def test_agreeing_activations_exclude_forward_mistakes(stage):
     assert {name for mistake in known for name in mistake.config} <= {"label_smoothing", "label_smoothing_kind"}
 
 
-def test_search_that_fits_a_forward_mistake_is_not_named_by_it():
+def test_search_is_not_diagnosed_with_a_forward_bug_if_activations_agree():
     """If activations agree, a search whose tokens are the tokens of unscaled scores has a different cause."""
     unscaled = named("scores not scaled", DECODE)
     activations = next(case for case in CASES if case.name == "full/padded")
@@ -68,7 +68,7 @@ def test_search_that_fits_a_forward_mistake_is_not_named_by_it():
         assert ("scores not scaled" in report.diagnosis.sentence) == bool(name)
 
 
-def test_match_in_one_of_several_failing_cases_is_no_name():
+def test_match_in_only_one_of_several_failing_cases_is_not_a_diagnosis():
     early, penalty = named("finished hypotheses continue", DECODE), named("no length penalty", DECODE)
     others = [(case, shown(penalty, case)) for case in SEARCHES if case.options.beam_size and case is not BEAM]
     found = diagnose(BEAM, shown(early, BEAM), "it", known=list(early.parts), others=others)
@@ -76,7 +76,7 @@ def test_match_in_one_of_several_failing_cases_is_no_name():
     assert early.name not in found.sentence
 
 
-def test_match_in_every_failing_case_is_likely_although_other_cases_agree():
+def test_match_in_every_failing_case_is_likely_if_other_cases_agree():
     early = named("finished hypotheses continue", DECODE)
     many = [case for case in SEARCHES if case.options.beam_size and case is not BEAM]
     others = [(many[0], shown(early, many[0])), (many[1], None)]
@@ -91,7 +91,7 @@ def test_match_in_every_failing_case_is_likely_although_other_cases_agree():
     assert found.confidence == UNKNOWN
 
 
-def test_case_in_which_a_mistake_cannot_occur_does_not_refute_it():
+def test_case_that_cannot_show_a_bug_does_not_refute_it():
     clipped = next(case for case in STEP_CASES if case.name == "steps/port_clipped")
     unclipped = next(case for case in STEP_CASES if case is not clipped)
     each = named("every tensor clipped separately", STEPS)
@@ -142,7 +142,7 @@ def test_positions_in_float32_are_evidence():
         assert diagnose(case, wrong, "it", known=[]).confidence == UNKNOWN
 
 
-def test_mistake_is_named_although_unread_positions_have_other_values():
+def test_bug_is_identified_despite_differences_at_unread_positions():
     case = next(case for case in CASES if case.name == "full/padded")
     outside, right = named("epsilon outside the root", case.stage), shown(TRUTH, case)
     combined = Read.of(case, right).combine(shown(outside, case), right)

@@ -63,7 +63,7 @@ def test_a_mistake_is_found_located_and_named(mistake):
         assert seen.losses[:4] == pytest.approx(right.losses[:4], abs=1e-6)
 
 
-def test_parts_that_are_clipped_by_their_own_norms_are_named_of_a_port_that_shows_no_norm():
+def test_per_shard_clipping_is_diagnosed_without_reported_norms():
     (mistake,) = (one for one in MISTAKES if one.name == "clipped by the norm of each shard")
     plan, right = Plan(data=2, fsdp=2), replace(expected("short"), norms=[])
     package = edited_package("reference_numpy", tuple(mistake.edits["numpy"]))
@@ -113,7 +113,7 @@ def test_a_mistake_in_a_port_is_found_located_and_named(two, name, mistake):
 
 @pytest.mark.extended("plans")
 @pytest.mark.only("jax")
-def test_shares_that_are_written_out_are_right_before_a_mistake_is_planted(two):
+def test_explicit_gradient_sums_are_correct_without_an_injected_bug(two):
     edits = distributed_ports.on_each(distributed_ports.SUM_OF_ALL)
     seen = two("jax").train(replace(task("shallow", Plan(data=2)), edits=tuple(edits)))
     assert failing(findings("jax", DeviceRun(probes()["shallow"], Plan(data=2)), seen, expected("shallow"))) == {}
@@ -163,7 +163,7 @@ def failing(found) -> dict[str, str]:
     return {finding.tap: finding.detail for finding in found if finding.verdict != AGREES}
 
 
-def test_copies_that_are_apart_are_found():
+def test_differing_replicas_are_detected():
     bias = "encoder.layers.0.feed_forward_norm.bias"
 
     def moved(seen):
@@ -175,7 +175,7 @@ def test_copies_that_are_apart_are_found():
     assert failing(on_two(moved)) == {REPLICAS: said}
 
 
-def test_a_process_that_sees_less_or_something_else_is_found():
+def test_process_with_missing_or_wrong_results_is_detected():
     def blind(seen):
         return replace(seen, gradient={name: seen.gradient[name] for name in [*seen.gradient][1:]})
 
@@ -187,7 +187,7 @@ def test_a_process_that_sees_less_or_something_else_is_found():
 
 
 @pytest.mark.parametrize(("named", "verdict"), [(True, FAILED), (False, SKIPPED)])
-def test_a_plan_that_a_framework_refuses_is_reported_with_the_reason(named, verdict):
+def test_unsupported_plan_is_reported_with_the_reason(named, verdict):
     (finding,) = findings(
         "tf", DeviceRun(probes()["short"], Plan(fsdp=2), named=named), [Seen(refused="rows only")], expected("short")
     )
@@ -206,14 +206,14 @@ def steps(backend, *plans, count=None):
 CASES = ("plain", "resumed", "uneven", "dropout", "float32")
 
 
-def test_after_a_failure_other_plans_go_on():
+def test_failed_plan_does_not_stop_the_remaining_plans():
     found = steps("numpy", "tensor=3", "data=2")
     assert {found[f"tensor=3/{case}"].verdict for case in CASES} == {FAILED}
     assert "must be divisible by tensor=3: got 4" in found["tensor=3/plain"].detail
     assert {found[f"data=2/{case}"].verdict for case in CASES} == {AGREES}
 
 
-def test_a_process_that_dies_ends_the_run():
+def test_crashed_process_ends_the_distributed_run():
     with processes.group("numpy", 1, timeout=200) as group:
         children = [one for one in psutil.Process().children() if processes.WORK in one.cmdline()]
         max(children, key=psutil.Process.create_time).kill()  # those of other tests are older
@@ -221,7 +221,7 @@ def test_a_process_that_dies_ends_the_run():
             group.train(task("short", Plan(data=2)))
 
 
-def test_an_interpreter_that_cannot_be_started_is_said_once(capsys):
+def test_interpreter_that_cannot_be_started_is_reported_once(capsys):
     command = ["check-distributed", "--backends", "torch", "--isolate", "torch=/absent/python"]
     assert main([*command, "--parallel", "data=2", "--parallel", "tensor=2"]) == 3
     said = "the interpreter /absent/python cannot be started: No such file or directory"
@@ -262,7 +262,7 @@ def test_unusable_options_are_rejected(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_options_of_the_other_command_are_rejected(capsys):
+def test_check_and_check_distributed_reject_each_others_options(capsys):
     for command in (["check", "--stage", "distributed"], ["check", "--parallel", "data=2"]):
         with pytest.raises(SystemExit, match="3"):
             main([*command, "--backends", "torch"])
@@ -271,7 +271,7 @@ def test_options_of_the_other_command_are_rejected(capsys):
     assert "unknown bfloat16: choose from float64, float32" in capsys.readouterr().err
 
 
-def test_nothing_is_trained_before_the_check_runs(monkeypatch):
+def test_listing_cases_does_not_start_training(monkeypatch):
     monkeypatch.setattr("transformer_parity.transformer.distributed.check.train", None)
     check = DistributedCheck(["torch", "tf"])
     names = [case.name for port in check.checked_ports() for case in port.given]

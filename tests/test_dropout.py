@@ -224,7 +224,7 @@ def assert_unrelated(what: str, rate: float, first: ndarray, second: ndarray) ->
     """Fail unless two masks agree as often as two that are drawn apart, to five standard deviations."""
     both = ~np.isnan(first) & ~np.isnan(second)
     by_chance = rate**2 + (1.0 - rate) ** 2
-    # Neighbours share a mask, and with it some of their luck: at most three times the variance.
+    # Neighbors share a mask, and with it some of their luck: at most three times the variance.
     allowed = 5.0 * np.sqrt(3.0 * by_chance * (1.0 - by_chance) / both.sum())
     agreement = ((first > 0.5) == (second > 0.5))[both].mean()
     assert abs(agreement - by_chance) < allowed, f"{what}: {agreement:.2f} agree, and by chance {by_chance:.2f} would"
@@ -378,7 +378,7 @@ def check_mixed_precision(backend: Backend) -> None:
     tiers.first_alone([*(("post", site) for site in SITES), ("pre", "residual")], "sites", "jax", "tf"),
     ids="-".join,
 )
-def test_each_site_is_where_the_config_says(backend, place):
+def test_each_site_matches_the_dropout_config(backend, place):
     check_sites(backend, *place)
 
 
@@ -386,11 +386,11 @@ def test_masks_have_the_right_scale_and_share_and_are_unrelated(backend):
     check_masks(backend)
 
 
-def test_no_dropout_outside_a_training_step(backend):
+def test_dropout_is_disabled_outside_training_steps(backend):
     check_inference(backend)
 
 
-def test_dropout_depends_on_seed_and_step_alone(backend):
+def test_dropout_depends_only_on_seed_and_step(backend):
     check_seed(backend)
 
 
@@ -398,11 +398,11 @@ def test_slices_of_a_batch_are_unrelated(backend):
     check_slices(backend)
 
 
-def test_without_a_mesh_both_kinds_of_dropout_are_one(backend):
+def test_both_kinds_of_dropout_are_identical_without_a_mesh(backend):
     check_one_device(backend)
 
 
-def test_random_numbers_of_the_caller_stay_as_they_are(backend):
+def test_random_state_of_the_caller_is_unchanged(backend):
     check_callers_numbers(backend)
 
 

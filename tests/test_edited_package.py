@@ -15,7 +15,7 @@ from misbehaviour import MISBEHAVIOUR
 
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.mistakes import optimizer, precision
-from transformer_parity.transformer.mistakes.catalogue import (
+from transformer_parity.transformer.mistakes.catalog import (
     BACKWARD_BLOCKS,
     BACKWARD_PATHS,
     EVERYWHERE,
@@ -33,7 +33,7 @@ from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.selftest.planted_ports import planted
 
 CASES = {case.name: case for case in standard_cases()}
-CATALOGUE = [mistake for part in parts().values() for mistake in part]
+CATALOG = [mistake for part in parts().values() for mistake in part]
 UNPLANTED_ANYWHERE = [
     *EVERYWHERE,
     *UNPLANTED,
@@ -43,7 +43,7 @@ UNPLANTED_ANYWHERE = [
     *STEP_VARIANTS,
     *UNPLANTED_SEARCH,
 ]
-EVERY = [*CATALOGUE, *UNPLANTED_ANYWHERE, STALE, *precision.CONTROLS, *optimizer.CONTROLS]
+EVERY = [*CATALOG, *UNPLANTED_ANYWHERE, STALE, *precision.CONTROLS, *optimizer.CONTROLS]
 UNSCALED = Mistake("unscaled", "", instead("attention", "math.sqrt(d_k)", "1.0"))
 SQUARED = Mistake("squared", "", instead("attention", "math.sqrt(d_k)", "d_k"))
 IN_TRAINING = Mistake("training", "", instead("training", "self.settings = settings\n", "self.settings = None\n"))
@@ -78,7 +78,7 @@ def test_every_old_text_stands_there_once(name):
 
 
 @pytest.mark.parametrize("old", ["no such line", "import"])
-def test_a_text_that_does_not_stand_there_once_is_refused(old):
+def test_edit_without_a_unique_match_is_rejected(old):
     with pytest.raises(ValueError, match=rf"reference_numpy\.attention must contain '{old}' once: found \d+ times"):
         edited_package("reference_numpy", (("attention", old, ""),))
     with pytest.raises(ValueError, match=r"reference_numpy\.nowhere must contain 'x' once: found 0 times"):
@@ -86,7 +86,7 @@ def test_a_text_that_does_not_stand_there_once_is_refused(old):
 
 
 @pytest.mark.parametrize("ours", PACKAGES)
-def test_only_what_imports_an_edited_module_is_copied(ours):
+def test_only_modules_that_import_an_edited_module_are_copied(ours):
     original = ours.import_package()
     assert edited_package(ours.package, ()) is original
     trained = edited_package(ours.package, of(IN_TRAINING, ours.name))
@@ -104,7 +104,7 @@ def test_only_what_imports_an_edited_module_is_copied(ours):
 
 
 @pytest.mark.only("numpy")
-def test_a_module_that_is_imported_as_a_whole_is_copied():
+def test_module_imported_as_a_whole_is_copied():
     """``from reference_numpy import fast`` binds the module, and not only names in it."""
     package = edited_package(
         "reference_numpy", (("fast", "    values = np.where(np.isnan(values), inf, values)\n", ""),)
@@ -114,7 +114,7 @@ def test_a_module_that_is_imported_as_a_whole_is_copied():
 
 @pytest.mark.parametrize("ours", PACKAGES)
 @pytest.mark.extended("edited packages", "tf")
-def test_mistakes_disturb_neither_the_original_nor_each_other(ours):
+def test_injected_bugs_are_isolated_from_the_original_and_each_other(ours):
     taps, path = ours.name == "torch", list(sys.path)  # the fused kernel of PyTorch has its own scale
     before = output(ours, taps=taps)
     one, other = planted(UNSCALED, ours.name), planted(SQUARED, ours.name)
@@ -190,7 +190,7 @@ def test_tensorflow_compiles_each_copy_of_a_model(dtype, most):
 
 
 @pytest.mark.only("tf")
-def test_a_copy_is_saved_under_a_name_of_its_own():
+def test_copy_is_saved_under_a_separate_name():
     import keras
 
     original = importlib.import_module("transformer_tf").Transformer
@@ -226,7 +226,7 @@ def test_torch_compiles_each_copy():
 @pytest.mark.only("jax")
 @pytest.mark.parametrize("case", tiers.first_alone(["full/padded", "attention/padding"], "edited packages"))
 @pytest.mark.parametrize("taps", tiers.first_alone([False, True], "edited packages"))
-def test_a_mistake_is_not_hidden_by_what_jax_compiled_before(case, taps):
+def test_injected_bug_is_not_masked_by_the_jax_compilation_cache(case, taps):
     """One function is compiled for all models of a package: for no other package."""
     right = output(PORTS["jax"], taps=taps, case=case)
     for mistake in (UNSCALED, SQUARED):

@@ -65,7 +65,7 @@ def test_float32_is_measured_by_the_error_of_the_baseline():
     assert verdict(found, "float32").verdict == FAILED  # float64, which would tell a mistake from rounding, is missing
 
 
-def test_missing_names_and_another_order_diverge():
+def test_missing_names_and_wrong_order_diverge():
     shown = run()
     del shown["head"]
     assert [(one.tap, one.detail) for one in compare(shown) if one.verdict == DIVERGES] == [(NAMES, "missing head")]
@@ -73,7 +73,7 @@ def test_missing_names_and_another_order_diverge():
     assert [one.tap for one in compare(turned) if one.verdict == DIVERGES] == [NAMES]
 
 
-def test_what_is_not_offered_is_no_agreement():
+def test_unsupported_outputs_are_skipped_and_incomplete():
     outputs = Outputs("one batch", "float64")
 
     def refuse() -> Tensors:
@@ -98,7 +98,7 @@ def located(wrong: Mapping[str, float], *, replays: bool) -> Evidence:
 
 
 @pytest.mark.parametrize("replays", [True, False], ids=["goes on with given values", "only shows its values"])
-def test_a_difference_is_located_where_it_is_introduced(replays):
+def test_blame_identifies_the_blocks_that_introduce_a_difference(replays):
     evidence = located({"body.layers.0.mix": 1.1, "head": 0.9}, replays=replays)
     assert evidence.blame.introduced == ["body.layers.0.mix", "head"]
     assert evidence.blame.replayed == (PORT if replays else REFERENCE)
@@ -114,7 +114,7 @@ def test_the_result_has_the_keys_of_every_command():
     assert [finding["tap"] for finding in result["failures"]] == ["head", OUTPUT]
 
 
-def test_a_measure_may_judge_a_tensor_by_another():
+def test_measure_can_use_a_different_tensor_as_scale():
     class ByTheStem(Measure):
         def error(self, name: str, actual: Arrays, expected: Arrays) -> float:
             return float(np.linalg.norm(actual[name] - expected[name]) / np.linalg.norm(expected["stem"]))

@@ -24,7 +24,7 @@ def ports(name, told):
 
 
 @pytest.mark.parametrize(("name", "needed"), [("torch", 1), ("jax", 1), ("tf", 4)])
-def test_each_process_is_told_in_the_words_of_its_framework(name, needed):
+def test_environment_variables_match_the_framework(name, needed):
     with environments(name, 8 if name == "jax" else 4, 4) as told:
         assert [group.found(name, variables) for variables in told] == [Group(rank, 4) for rank in range(4)]
         assert len({*ports(name, told)}) == needed
@@ -32,7 +32,7 @@ def test_each_process_is_told_in_the_words_of_its_framework(name, needed):
 
 
 @pytest.mark.parametrize(("name", "told"), [("numpy", {}), ("jax", {"JAX_NUM_CPU_DEVICES": "4"}), ("tf", {})])
-def test_a_process_on_its_own_is_told_of_no_others(name, told):
+def test_single_process_environment_describes_a_group_of_one(name, told):
     with environments(name, 4, 1) as found:
         assert found == [told]
     with environments("torch", 1, 1) as (alone,):  # what a trainer of the user's own may look for
@@ -40,7 +40,7 @@ def test_a_process_on_its_own_is_told_of_no_others(name, told):
 
 
 @pytest.mark.parametrize("name", ["torch", "jax", "tf"])
-def test_a_port_is_kept_for_the_one_who_was_told_of_it(name):
+def test_port_stays_reserved_for_the_assigned_process(name):
     with environments(name, 2, 2) as told:
         for port in ports(name, told):
             for address in ("127.0.0.1", "0.0.0.0"):

@@ -65,7 +65,7 @@ def swapped(*names: str) -> dict[str, ndarray]:
         (swapped(f"{A}query_proj.kernel", f"{A}key_proj.kernel") | {f"{A}query_proj.bias": np.ones(4)}, ""),
     ],
 )
-def test_tensors_of_other_names_are_recognized(changes: dict[str, ndarray], words: str) -> None:
+def test_exchanged_gradients_are_recognized(changes: dict[str, ndarray], words: str) -> None:
     """Every wrong tensor must equal a tensor of another name; zeros and noise don't prove that."""
     assert said(changes) == words
 
@@ -107,7 +107,7 @@ def test_the_report_names_exchanged_exports() -> None:
     )
 
 
-def test_an_exported_weight_in_another_form_is_described():
+def test_reshaped_or_rounded_exported_weight_is_described():
     """The shape of the export is right, and its values or its dtype are not."""
     config = tiny(d_k=None, d_v=None)
     weights = {name: np.asarray(array, np.float64) for name, array in hard_weights(config).items()}

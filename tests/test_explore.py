@@ -29,7 +29,7 @@ from transformer_parity.plugin import Port
 from transformer_parity.transformer.explore.page import Scale, page
 from transformer_parity.transformer.explore.recording import Recorded, Recording, record
 from transformer_parity.transformer.explore.view import MOST_CHANNELS, view
-from transformer_parity.transformer.mistakes.catalogue import FORWARD, cases
+from transformer_parity.transformer.mistakes.catalog import FORWARD, cases
 from transformer_parity.transformer.mistakes.mistake import FOUR
 from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
 from transformer_parity.transformer.selftest.planted_ports import planted
@@ -136,7 +136,7 @@ def close(found, wanted):
     np.testing.assert_array_equal(found.reshape(wanted.shape), wanted.astype(np.float32))
 
 
-def test_what_is_not_finite_is_shown_as_it_is():
+def test_nan_and_infinity_are_displayed():
     recording = recorded("numpy")
     port = recording.ports[0]
     actual = {tap: value.copy() for tap, value in port.actual.items()}
@@ -149,7 +149,7 @@ def test_what_is_not_finite_is_shown_as_it_is():
     assert '"error":"inf"' in text  # JSON has no such number
 
 
-def test_a_tap_of_another_shape_says_so():
+def test_tap_with_wrong_shape_is_reported():
     recording = recorded("numpy")
     port = recording.ports[0]
     actual = {**port.actual, SCORES: port.actual[SCORES][:, :2]}
@@ -160,7 +160,7 @@ def test_a_tap_of_another_shape_says_so():
     assert "values" not in entry
 
 
-def test_errors_are_those_of_a_check():
+def test_errors_and_tolerances_match_parity_check():
     recording = record(MAIN.config, MAIN.load_weights(), MAIN.inputs, [DEFINITION], "float32")
     for mark in recording.ports[0].marks:
         actual = recording.ports[0].actual[mark.name]
@@ -186,7 +186,7 @@ def planted_everywhere() -> list:
 
 
 @pytest.mark.parametrize(("name", "mistake"), planted_everywhere())
-def test_the_first_tap_over_tolerance_is_where_blame_sees_it_introduced(name, mistake):
+def test_first_tap_over_tolerance_matches_blame(name, mistake):
     entry = MISTAKES[mistake]
     recording = recorded(name, mistake, entry.dtype, CASES[entry.case])
     (port,) = recording.ports
@@ -204,7 +204,7 @@ def test_the_inputs_of_the_first_wrong_tap_are_found(mistake, inputs):
     assert feeds == tuple(f"{name.rpartition('.')[0]}.{tap}" for tap in inputs)
 
 
-def test_the_sentence_that_differs_most_is_shown():
+def test_sentence_with_the_largest_error_is_shown():
     recording = recorded("numpy", "encoder without padding mask")
     assert recording.sentence != 0  # the first has no padding
     notes = shown(recording)["notes"]
@@ -247,7 +247,7 @@ def test_a_base_model_with_four_ports_fits_into_three_megabytes():
     assert len(page(found, []).encode()) <= LIMIT
 
 
-def test_longer_inputs_are_reduced_and_say_so():
+def test_long_inputs_are_cropped_with_a_note():
     config = TransformerConfig.preset("paper_base", source_vocab_size=9, target_vocab_size=9, d_ff=8)
     config = config.replace(num_encoder_layers=2, num_decoder_layers=2, num_heads=40)
     recording, tokens = of_sizes(config, 90, 12, SCORES)
@@ -271,7 +271,7 @@ def test_longer_inputs_are_reduced_and_say_so():
 # The page
 
 
-def test_the_page_needs_nothing_from_elsewhere():
+def test_page_loads_no_external_resources():
     nasty = "<script>alert('&')</script>"
     found = view(recorded("numpy"), nasty, ids_as_tokens(MAIN.inputs))
     found["tokens"]["source"][0] = nasty
@@ -282,7 +282,7 @@ def test_the_page_needs_nothing_from_elsewhere():
     assert text.rstrip().endswith("</html>")
 
 
-def test_the_ladder_says_every_error_without_a_script():
+def test_ladder_lists_every_error_without_javascript():
     recording = recorded("numpy", "scores not scaled")
     options = Page(page(shown(recording), [])).options
     assert len(options) == len(recording.expected)
@@ -296,15 +296,15 @@ def test_the_scale_is_logarithmic():
     assert [scale(value) for value in (0.0, 1e-8, 1e-4, 1.0, "inf", "nan")] == [0.0, 4.0, 50.0, 96.0, 100.0, 100.0]
 
 
-def luminance(colour: str) -> float:
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+def luminance(color: str) -> float:
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
 @pytest.mark.parametrize("behind", ["page", "panel"])
-def test_colours_have_contrast(scheme, behind):
+def test_colors_have_contrast(scheme, behind):
     """WCAG 2.2 AA: text 4.5 to 1, marks 3 to 1."""
 
     def contrast(name):
@@ -430,7 +430,7 @@ class Doubled(Unscaled):
 
 
 @pytest.mark.parametrize(("dtype", "code", "word"), [("float64", 1, "DIVERGE"), ("float32", 3, "INCOMPLETE")])
-def test_words_and_exit_codes_are_those_of_a_check(tmp_path, dtype, code, word):
+def test_verdicts_and_exit_codes_match_parity_check(tmp_path, dtype, code, word):
     asked = "--port", "test_explore:Doubled", "--dtype", dtype, "--json", tmp_path / "found.json"
     assert explore("3 May 2024", "2024-05-03", *asked, out=tmp_path / "page.html") == code
     found = json.loads((tmp_path / "found.json").read_text())
@@ -443,7 +443,7 @@ class Broken(Unscaled):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_port_of_ones_own(tmp_path, capsys, dtype):
+def test_user_port_can_be_explored(tmp_path, capsys, dtype):
     out = tmp_path / "page.html"
     code = explore("3 May 2024", "2024-05-03", "--port", "test_explore:Unscaled", "--dtype", dtype, out=out)
     said = capsys.readouterr()
@@ -471,13 +471,13 @@ def test_a_port_of_ones_own(tmp_path, capsys, dtype):
         ([], "the following arguments are required: SOURCE"),
     ],
 )
-def test_what_cannot_be_explored_is_refused_and_nothing_is_written(tmp_path, capsys, arguments, message):
+def test_invalid_explore_input_is_rejected_without_writing_a_file(tmp_path, capsys, arguments, message):
     assert explore(*arguments, out=tmp_path / "page.html") == 3
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_page_that_could_not_be_written_is_refused_before_any_work(tmp_path, capsys):
+def test_missing_output_directory_is_rejected_before_exploring(tmp_path, capsys):
     assert explore("x", out=tmp_path / "nowhere" / "page.html") == 3
     assert "there is no directory" in capsys.readouterr().err
 

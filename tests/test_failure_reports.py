@@ -38,14 +38,14 @@ def printed(report, **options):
 
 
 @pytest.mark.parametrize("options", [{"width": 60}, {"width": 60, "force_terminal": True}])
-def test_the_lines_that_run_a_block_alone_can_be_copied_from_a_narrow_terminal(options, tmp_path, monkeypatch):
+def test_reproduction_code_can_be_copied_from_a_narrow_terminal(options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     evidence = blamed(CASE, plant(named("scores divided by d_k")))
     folder = reproduce.save(evidence, CASE, "numpy", tmp_path / "a-folder-with-a-long-name" / "failures")
     report = FailureReport("it", "float64", CASE.name, CASE.stage, None, Diagnosis("so", "likely"), folder=folder)
     text = printed(report, **options)
     code = text.partition("To rerun only this block:")[2].partition("\n")[2]
-    assert "\x1b" not in code  # no colour, which a light terminal may not show
+    assert "\x1b" not in code  # no color, which a light terminal may not show
     said = io.StringIO()
     with redirect_stdout(said):
         exec(code, {})
@@ -53,7 +53,7 @@ def test_the_lines_that_run_a_block_alone_can_be_copied_from_a_narrow_terminal(o
     assert float(error[1]) < 1e-15
 
 
-def test_a_convention_says_how_to_declare_it():
+def test_convention_diagnosis_suggests_an_override():
     case = model_cases(tiny(d_v=8))[0]
     other = replace(case, config=case.config.replace(layer_norm_epsilon=1e-5))
     found = if_it_is_meant(diagnose(case, tensors(numpy(other), case), "it"), IN_PORT)
@@ -64,11 +64,11 @@ def test_a_convention_says_how_to_declare_it():
     assert found.runner_up not in found.sentence
 
 
-def test_a_mistake_has_nothing_to_declare():
+def test_bug_diagnosis_suggests_no_override():
     assert diagnose(CASE, tensors(plant(named("scores divided by d_k")), CASE), "it").signatures == ()
 
 
-def test_numbers_that_say_nothing_are_left_out():
+def test_uninformative_numbers_are_omitted():
     far = Finding("it", "float64", "full model", "full/padded", "fast", "tokens", 0.5, 1e-12, DIVERGES)
     assert far.words == "error 5.0e-01, tolerance 1.0e-12"
     assert replace(far, error=3e-12).words == "error 3.0e-12, 3 times the tolerance of 1.0e-12"
@@ -79,7 +79,7 @@ def test_numbers_that_say_nothing_are_left_out():
     assert "full/padded tokens: ValueError: no (and in 1 other case)" in console.file.getvalue()
 
 
-def test_stages_that_wait_for_the_activations_are_listed():
+def test_stages_blocked_by_wrong_activations_are_listed():
     report = FailureReport("it", "float64", CASE.name, CASE.stage, None, Diagnosis("so", "likely"))
     one = Finding("it", "float64", "full model", CASE.name, "taps", "output", 1.0, 1e-12, DIVERGES, stage="activations")
     findings = [one, replace(one, stage="decode"), replace(one, stage="steps"), replace(one, backend="other")]
@@ -93,7 +93,7 @@ def test_stages_that_wait_for_the_activations_are_listed():
         assert console.file.getvalue() == said
 
 
-def test_stages_whose_exported_weights_differ_are_not_said_to_differ():
+def test_stages_that_differ_only_in_exported_weights_are_not_listed():
     """A round trip of weights is compared in every case."""
     report = FailureReport("it", "float64", CASE.name, CASE.stage, None, Diagnosis("so", "likely"))
     back = Finding("it", "float64", "weights", CASE.name, "", ROUND_TRIP, 1.0, 0.0, DIVERGES, stage="activations")
@@ -121,7 +121,7 @@ class GreedyOnly(MyPort):
         return super().generate(source_ids, max_length, beam_size, length_penalty)
 
 
-def test_what_a_port_cannot_do_is_left_out_of_its_golden_vectors(tmp_path, capsys):
+def test_unsupported_cases_are_omitted_from_golden_vectors(tmp_path, capsys):
     command = ["golden", "--port", f"{__name__}:GreedyOnly", "--dtype", "float64", "--stage", "activations,decode"]
     assert main([*command, "--out", str(tmp_path / "mine")]) == 0
     said = capsys.readouterr().out
@@ -132,7 +132,7 @@ def test_what_a_port_cannot_do_is_left_out_of_its_golden_vectors(tmp_path, capsy
     assert written == {"full", "decode"}
 
 
-def test_all_that_a_port_is_written_with_is_imported_from_one_place():
+def test_port_templates_import_only_from_the_plugin_module():
     for path in Path(templates.__path__[0]).glob("*_port.py"):
         text = path.read_text("utf-8")
         assert "from transformer_parity.plugin import " in text

@@ -50,7 +50,7 @@ def test_the_result_is_the_references(weights, beam_size, dtype, large, packed, 
     np.testing.assert_allclose(found.scores, expected.scores, rtol=2e-6 if dtype == "float32" else 1e-13)
 
 
-def test_weights_that_changed_are_seen(weights):
+def test_modified_weights_are_used_by_the_next_search(weights):
     model = transformer_torch.Transformer.from_weights(WORK.config, weights)
     before = transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
     for parameter in model.decoder.parameters():
@@ -61,7 +61,7 @@ def test_weights_that_changed_are_seen(weights):
     assert np.array_equal(after.scores, transformer_torch.greedy_search(fresh, WORK.source_ids, max_length=6).scores)
 
 
-def test_nothing_is_set_on_the_model(weights, seen):
+def test_search_sets_no_attributes_on_the_model(weights, seen):
     model = transformer_torch.Transformer.from_weights(WORK.config, weights).train()
 
     def state():
@@ -74,7 +74,7 @@ def test_nothing_is_set_on_the_model(weights, seen):
 
 
 @pytest.mark.parametrize("takes", [True, False])
-def test_bfloat16_is_laid_out_where_onednn_multiplies_it(weights, takes, seen, monkeypatch):
+def test_bfloat16_weights_are_packed_only_if_onednn_supports_them(weights, takes, seen, monkeypatch):
     model = transformer_torch.Transformer.from_weights(WORK.config, weights, "bfloat16")
     expected = transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
     supported = onednn.takes_bfloat16()
@@ -101,7 +101,7 @@ def test_autocast_and_many_rows_keep_the_usual_layout(weights, seen, monkeypatch
     assert seen != []
 
 
-def test_a_decoder_with_layers_of_other_makers_still_searches(weights):
+def test_search_supports_decoders_with_third_party_layers(weights):
     class Other(torch.nn.Module):
         """Has no weight that anybody could lay out, as a quantised layer has none."""
 

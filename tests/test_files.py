@@ -115,7 +115,7 @@ def test_overflow_of_storage_is_refused(path, config, saved):
     assert path.read_bytes() == saved
 
 
-def test_arguments_in_another_order_are_refused(tmp_path, config):
+def test_swapped_save_weights_arguments_raise_type_error(tmp_path, config):
     with pytest.raises(TypeError, match=r"^config must be a TransformerConfig: got (Posix|Windows)Path$"):
         save_weights(config, tmp_path / "model.safetensors", random_weights(config))
 
@@ -157,7 +157,7 @@ def test_truncated(path, saved):
     ],
     ids=["empty", "text", "pickle", "evil pickle", "header 2**63", "header 10**9", "no tensors", "nested header"],
 )
-def test_other_files(path, content):
+def test_foreign_files_are_rejected(path, content):
     path.write_bytes(content)
     refused(path)
 
@@ -292,7 +292,7 @@ def test_checksum_is_of_name_dtype_shape_and_bytes(path, config, saved):
     }
 
 
-def test_tensors_that_have_changed_places_are_noticed(path, saved):
+def test_swapped_tensors_are_detected(path, saved):
     """Two of one shape and dtype, each with bytes that are in order."""
     names = [f"encoder.layers.0.self_attention.{side}_proj.kernel" for side in ("query", "key")]
     entries = header(saved)
@@ -320,10 +320,10 @@ def test_folder_is_synced_after_the_file_is_in_place(path, config, monkeypatch):
 # What travels beside the weights
 
 FILES = VocabularyFiles("marian", {"source.spm": bytes(range(256)), "vocab.json": b"{}", "empty.txt": b""})
-NOTES = {"search": {"beam_size": 4, "rules": {"banned_ids": [7], "factor": 0.1}}, "origin": {"licence": "CC-BY 4.0 ©"}}
+NOTES = {"search": {"beam_size": 4, "rules": {"banned_ids": [7], "factor": 0.1}}, "origin": {"license": "CC-BY 4.0 ©"}}
 
 
-def test_vocabularies_of_other_kinds_and_notes_come_back(path, config):
+def test_vocabulary_files_and_notes_round_trip(path, config):
     weights = random_weights(config)
     save_weights(path, config, weights, vocabulary=FILES, notes=NOTES)
     saved = path.read_bytes()
@@ -343,7 +343,7 @@ def test_vocabularies_of_other_kinds_and_notes_come_back(path, config):
     assert path.read_bytes() == saved
 
 
-def test_a_file_without_them_is_what_it_was(path, config):
+def test_file_without_vocabulary_files_or_notes_keeps_the_old_format(path, config):
     """Neither the description nor the tensors have anything new in them."""
     save_weights(path, config, random_weights(config), vocabulary=bytes(range(256)))
     entries = header(path.read_bytes())
@@ -386,7 +386,7 @@ def test_flipped_bits_of_notes_and_vocabularies_are_noticed(path, config):
         ),
         ({"notes": {"search": {1: 2}}}, ValueError, r"^search\[1\] must be made of dicts with string keys, "),
         ({"notes": {"origin": {"x": "x" * 2**20}}}, ValueError, "origin must be at most 1,048,576 bytes of JSON: got"),
-        ({"notes": {"licence": {}}}, ValueError, "note must be one of search, origin: got 'licence'"),
+        ({"notes": {"license": {}}}, ValueError, "note must be one of search, origin: got 'license'"),
         ({"vocabulary": VocabularyFiles("a.b", {"x": b""})}, ValueError, "an identifier as its kind: got 'a.b'"),
         ({"vocabulary": VocabularyFiles("marian", {})}, ValueError, "files and an identifier as its kind"),
         (
@@ -396,7 +396,7 @@ def test_flipped_bits_of_notes_and_vocabularies_are_noticed(path, config):
         ),
     ],
 )
-def test_what_cannot_travel_is_refused_and_nothing_is_written(path, config, saved, options, error, message):
+def test_invalid_notes_and_vocabularies_are_rejected_without_writing(path, config, saved, options, error, message):
     with pytest.raises(error, match=message):
         save_weights(path, config, random_weights(config), **options)
     assert path.read_bytes() == saved
@@ -413,7 +413,7 @@ def test_what_cannot_travel_is_refused_and_nothing_is_written(path, config, save
         ({"vocabulary.a": b""}, "it must contain one vocabulary: got vocabulary.a"),
     ],
 )
-def test_a_file_holds_one_vocabulary(path, config, extra, message):
+def test_file_with_several_vocabularies_is_rejected(path, config, extra, message):
     weights = random_weights(config)
     tensors = weights | {name: np.frombuffer(content, np.uint8) for name, content in extra.items()}
     save_described(path, config, tensors)

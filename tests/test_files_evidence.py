@@ -133,7 +133,7 @@ def test_gradient_without_smoothing_is_named_next_to_a_right_loss():
         ("no gradient through the input of a projection", "decoder.layers.1.cross_attention.key_proj"),
     ],
 )
-def test_mistake_of_one_backward_pass_is_named_with_its_place(name, part):
+def test_bug_in_one_backward_pass_is_identified_with_its_location(name, part):
     (report,) = reports(in_gradients(from_mistake(name, lambda tap: True, part)))
     assert (report.diagnosis.confidence, report.diagnosis.hypotheses) == (EXACT, (f"{name}, in {part} only",))
 
@@ -183,7 +183,7 @@ def test_files_of_float32_numbers_are_recognized():
     assert report.diagnosis.sentence.startswith("float64 was requested, but every value has only float32 precision")
 
 
-def test_steps_that_follow_from_wrong_gradients_are_not_diagnosed():
+def test_steps_with_wrong_gradients_are_not_diagnosed():
     files = in_gradients(from_mistake("a loss in bits"))
     steps = observed(TRUTH, CASES["steps/port"])
     files["steps/port"] = {tap: 1.1 * x for tap, x in steps.items()}
@@ -203,7 +203,7 @@ def test_only_gradients_are_called_fine_next_to_a_wrong_loss():
     assert "only the loss differs (1.5 times the correct one)" in console.file.getvalue()
 
 
-def test_dropout_is_recognized_by_what_it_leaves():
+def test_dropout_is_recognized_by_scaled_and_zeroed_values():
     rng = np.random.default_rng(0)
     right = rng.normal(size=(4, 3, 7, 8))
     values = right * (rng.random(right.shape) > 0.2) / 0.8
@@ -227,7 +227,7 @@ def test_tokens_between_steps_are_compared_in_words():
     assert finding.words == f"2 of {len(truth[name])} sentences have different tokens, from token 5 on"
 
 
-def test_cases_that_agree_do_not_refute_a_mistake_of_those_that_differ():
+def test_agreeing_cases_do_not_refute_a_bug_in_differing_cases():
     name = "a source mask that ends one token too early"
     files = {
         "full/padded": with_mistake(name, CASES["full/padded"]),
@@ -297,14 +297,14 @@ def test_base_of_wavelengths_is_measured(base):
     assert report.diagnosis.hypotheses == (f"a base of {base:g} instead of 10000 in the wavelengths",)
 
 
-def test_learning_rates_of_the_schedule_are_no_diagnosis():
+def test_correct_learning_rates_are_not_diagnosed():
     case = CASES["steps/port"]
     rates = [case.training.learning_rate(step, CONFIG.d_model) for step in range(1, 21)]
     assert schedule_in_words(case, rates) == ""
     assert schedule_in_words(case, [2.0 * rate for rate in rates])
 
 
-def test_no_learning_rate_is_fitted_to_a_loss_before_the_first_update(monkeypatch):
+def test_learning_rate_is_not_fitted_to_the_loss_before_the_first_update(monkeypatch):
     case, truth = CASES["steps/port"], observed(TRUTH, CASES["steps/port"])
     fitted = []
     monkeypatch.setattr(steps, "rounded_rates", lambda *_: fitted.append(1) or [])

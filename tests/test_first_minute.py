@@ -43,7 +43,7 @@ def commands(text):
     return [shlex.split(line) for line in found]
 
 
-def test_alone_it_names_commands_to_begin_with(capsys):
+def test_command_without_arguments_suggests_first_commands(capsys):
     code, out, err = parity(capsys)
     assert (code, err) == (0, "")
     start = commands(out)
@@ -53,7 +53,7 @@ def test_alone_it_names_commands_to_begin_with(capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_fits_a_page_and_names_what_it_ends_with(name, capsys, monkeypatch):
+def test_help_fits_the_line_width_and_shows_an_example(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     code, out, _ = parity(capsys, name, "--help")
     assert code == 0
@@ -63,7 +63,7 @@ def test_help_fits_a_page_and_names_what_it_ends_with(name, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["golden", "compare", "explore", "init-port", "evaluate", "bench"])
-def test_what_is_required_leads_to_examples(name, capsys):
+def test_missing_arguments_error_refers_to_the_examples(name, capsys):
     code, _, err = parity(capsys, name)
     assert code == 3
     assert re.search(rf"parity {name}: error: .* required: .*; `parity {name} --help` has examples\n$", err)
@@ -80,7 +80,7 @@ def options(parser):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_says_more_than_its_default(name):
+def test_every_option_has_a_description(name):
     found = list(options(make_parser(name)))
     assert len(found) > 3
     bare = [
@@ -91,7 +91,7 @@ def test_every_option_says_more_than_its_default(name):
     assert bare == []
 
 
-def test_what_is_named_runs_without_a_framework(capsys, only, tmp_path, monkeypatch):
+def test_suggested_commands_run_without_a_framework(capsys, only, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     only()
     lines = commands("\n".join(NUMPY_ALONE))
@@ -119,7 +119,7 @@ def test_what_is_named_runs_without_a_framework(capsys, only, tmp_path, monkeypa
         "import . --backends jax",
     ],
 )
-def test_what_needs_a_framework_says_what_to_install_and_what_runs_now(capsys, only, command):
+def test_missing_framework_error_suggests_a_package_and_numpy_commands(capsys, only, command):
     only()
     code, out, err = parity(capsys, *command.split())
     assert (code, out) == (3, "")
@@ -140,14 +140,14 @@ def test_what_needs_a_framework_says_what_to_install_and_what_runs_now(capsys, o
         (["jax", "tf"], "check --backends torch", "jax"),
     ],
 )
-def test_what_is_installed_can_be_chosen(capsys, only, there, command, choice):
+def test_missing_framework_error_lists_installed_backends(capsys, only, there, command, choice):
     only(*there)
     code, _, err = parity(capsys, *command.split())
     assert code == 3
     assert err.endswith(f", or use what is installed: --backends {choice}\n")
 
 
-def test_all_that_is_missing_is_named_at_once(capsys, only):
+def test_all_missing_frameworks_are_listed_at_once(capsys, only):
     only()
     err = parity(capsys, "check")[2]
     needed = "torch, jax and tensorflow are not installed: pip install 'transformer-parity[cli,torch,jax,tf]'"
@@ -155,7 +155,7 @@ def test_all_that_is_missing_is_named_at_once(capsys, only):
 
 
 @pytest.mark.parametrize(("there", "used"), [([], "numpy"), (["tf"], "tf"), (["torch", "jax"], "torch")])
-def test_where_no_backend_is_named_one_that_is_installed_is_used(capsys, only, monkeypatch, there, used):
+def test_default_backend_is_an_installed_backend(capsys, only, monkeypatch, there, used):
     only(*there)
     loaded = []
     monkeypatch.setattr(type(PORTS["numpy"]), "load", lambda port, *_: loaded.append(port.name) or _stop())
@@ -183,9 +183,9 @@ def test_a_weight_file_is_described(capsys):
     assert found["bytes"] == Path(SHIPPED).stat().st_size
 
 
-def test_what_was_imported_says_where_from(capsys, tmp_path):
+def test_info_shows_the_origin_of_an_imported_model(capsys, tmp_path):
     config = tiny_config(norm_order="pre", final_norm=True)
-    origin = Origin(format="hf", family="marian\x1b[31m", preset="paper_base", files={"a.bin": "12ab"}, licence="MIT")
+    origin = Origin(format="hf", family="marian\x1b[31m", preset="paper_base", files={"a.bin": "12ab"}, license="MIT")
     search = Search(beam_size=6, max_length=512)
     model = Imported(config=config, weights=random_weights(config), vocabulary=None, search=search, origin=origin)
     save(tmp_path / "a", model, "float16")
@@ -211,7 +211,7 @@ def test_the_nearest_preset_is_named(capsys, tmp_path):
         assert found["differences"] == {}
 
 
-def test_what_is_no_weight_file_is_refused(capsys, tmp_path):
+def test_info_rejects_invalid_weight_files(capsys, tmp_path):
     (tmp_path / "a.pt").write_bytes(b"PK")
     for path, said in (
         (tmp_path / "none", f"there is no weight file {tmp_path / 'none'}"),
@@ -238,7 +238,7 @@ def test_what_is_no_weight_file_is_refused(capsys, tmp_path):
         "Features : asimd\n": "an ARM",
     }.items(),
 )
-def test_a_processor_is_named_with_what_decides_its_speed(text, name, monkeypatch):
+def test_processor_name_includes_vector_extensions(text, name, monkeypatch):
     monkeypatch.setattr(machine.platform, "processor", lambda: "an ARM")
     monkeypatch.setattr(machine.Path, "read_text", lambda *given: text)
     assert machine.processor() == name

@@ -27,7 +27,7 @@ from transformer_spec.search import Search
         ({"max_length": [5]}, r"max_length must be an integer: got \[5\]"),
     ],
 )
-def test_a_search_that_makes_no_sense_is_refused(folder, fields, message):
+def test_invalid_generation_settings_are_rejected(folder, fields, message):
     path = folder / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     with pytest.raises(ValueError, match=message):
@@ -83,7 +83,7 @@ def test_the_settings_of_generate_are_a_search(name):
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-def test_no_more_hypotheses_than_beams_are_read(beams):
+def test_num_hypotheses_is_limited_by_num_beams(beams):
     found = generation_search({"num_beams": beams, "num_return_sequences": 5}, CONFIG)
     assert found.num_hypotheses == beams
     found, _ = read_search({"num_beams": beams, "num_return_sequences": 5}, CONFIG)

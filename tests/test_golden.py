@@ -39,7 +39,7 @@ def stage_of(case):
     return "activations" if case.startswith("full/") else case.partition("/")[0]
 
 
-def test_what_another_program_writes_agrees(truth, copy, capsys):
+def test_golden_vectors_of_an_external_program_agree(truth, copy, capsys):
     folder, findings = vectors.read(copy), findings_of(truth, copy)
     assert {finding.verdict for finding in findings} == {AGREES}
     assert max(finding.error for finding in findings if finding.dtype == "float64") > 0.0
@@ -51,7 +51,7 @@ def test_what_another_program_writes_agrees(truth, copy, capsys):
     assert "AGREE  1 port, 49 cases, 4,809 comparisons;" in capsys.readouterr().out
 
 
-def test_a_verbatim_copy_is_no_agreement(truth, tmp_path, capsys):
+def test_verbatim_copy_is_incomplete(truth, tmp_path, capsys):
     result = tmp_path / "result.json"
     assert compare(truth, truth, "--json", result) == 3
     printed = capsys.readouterr().out
@@ -88,7 +88,7 @@ def test_every_tensor_is_in_the_manifest(truth):
 
 
 @pytest.mark.only("torch")
-def test_another_package_agrees(truth, tmp_path, capsys, port):
+def test_golden_vectors_of_each_package_agree(truth, tmp_path, capsys, port):
     path, result = tmp_path / port.name, tmp_path / "result.json"
     assert main(["golden", "--backend", port.name, "--out", str(path)]) == 0
     assert compare(truth, path, "--json", result) == 0, capsys.readouterr().out
@@ -169,7 +169,7 @@ def put(name, make):
     ],
 )
 def test_a_changed_tensor_is_named(truth, copy, capsys, tmp_path, monkeypatch, case, dtype, name, change, code, says):
-    monkeypatch.setattr(diagnosis, "_search", lambda *args, **options: ([], []))  # no mistake is in the catalogue
+    monkeypatch.setattr(diagnosis, "_search", lambda *args, **options: ([], []))  # no mistake is in the catalog
     edit(copy, case, dtype, change)
     result = tmp_path / "result.json"
     assert compare(truth, copy, "--stage", stage_of(case), "--json", result) == code
@@ -245,7 +245,7 @@ def other_weights(folder):
         ),
     ],
 )
-def test_what_cannot_be_trusted_is_refused(truth, copy, capsys, damage, says):
+def test_invalid_golden_vectors_are_rejected(truth, copy, capsys, damage, says):
     damage(copy)
     assert compare(truth, copy) == 3
     captured = capsys.readouterr()
@@ -255,7 +255,7 @@ def test_what_cannot_be_trusted_is_refused(truth, copy, capsys, damage, says):
     assert "AGREE" not in captured.out
 
 
-def test_a_missing_case_is_skipped_only_if_its_manifest_says_so(truth, copy, capsys):
+def test_missing_case_is_skipped_only_if_the_manifest_declares_it(truth, copy, capsys):
     drop(copy, lambda name: name != STEPS)
     assert compare(truth, copy) == 3
     printed = capsys.readouterr().out
@@ -273,7 +273,7 @@ def test_a_missing_case_is_skipped_only_if_its_manifest_says_so(truth, copy, cap
     assert "A has no such case" in capsys.readouterr().out
 
 
-def test_missing_tensors_are_skipped_only_if_the_manifest_says_so(truth, copy, capsys):
+def test_missing_tensors_are_skipped_only_if_the_manifest_declares_them(truth, copy, capsys):
     def without_scores(tensors):
         for name in [name for name in tensors if name.endswith(".scores")]:
             del tensors[name]
@@ -287,7 +287,7 @@ def test_missing_tensors_are_skipped_only_if_the_manifest_says_so(truth, copy, c
     assert "SKIPPED   numpy: 6 tensors: fused (full/padded)" in capsys.readouterr().out
 
 
-def test_nothing_compared_is_never_a_pass(truth, copy, capsys):
+def test_empty_comparison_never_passes(truth, copy, capsys):
     drop(copy, lambda name: False)
     set_field("left_out", value=[{"case": "*", "reason": "later"}])(copy)
     assert compare(truth, copy) == 3
@@ -296,7 +296,7 @@ def test_nothing_compared_is_never_a_pass(truth, copy, capsys):
     assert compare(truth, copy) == 3
 
 
-def test_order_counts_among_taps(truth, copy, capsys):
+def test_wrong_tap_order_diverges(truth, copy, capsys):
     def reverse(tensors):
         for name in reversed(list(tensors)):
             tensors[name] = tensors.pop(name)
@@ -332,7 +332,7 @@ def negated(tensors):
 @pytest.mark.parametrize(
     "both", [False, pytest.param(True, marks=pytest.mark.extended("golden vectors"))], ids=["A alone", "A and B"]
 )
-def test_a_truth_that_the_reference_does_not_compute_proves_nothing(
+def test_comparison_fails_if_a_differs_from_the_reference(
     truth, copy, tmp_path, capsys, case, dtype, change, says, both
 ):
     wrong = shutil.copytree(truth, tmp_path / "wrong")
@@ -348,7 +348,7 @@ def test_a_truth_that_the_reference_does_not_compute_proves_nothing(
 @pytest.mark.parametrize(
     ("option", "value"), [("beam_size", 0), ("beam_size", -3), ("max_length", 0), ("length_penalty", "much")]
 )
-def test_search_options_that_make_no_sense_are_no_agreement(truth, copy, tmp_path, capsys, option, value):
+def test_invalid_search_options_never_agree(truth, copy, tmp_path, capsys, option, value):
     wrong = shutil.copytree(truth, tmp_path / "wrong")
     for folder in (wrong, copy):
         set_field("cases", GREEDY, "search", option, value=value)(folder)
@@ -374,7 +374,7 @@ def test_a_left_out_of_nearly_everything_is_incomplete(truth, copy, tmp_path, ca
     assert content["comparisons"] < 100 < 1400
 
 
-def test_stages_that_are_not_asked_for_need_not_be_there(truth, copy, capsys):
+def test_unrequested_stages_may_be_missing(truth, copy, capsys):
     drop(copy, lambda name: name.startswith("full/"))
     set_field("left_out", value=[{"case": "*", "reason": "inference only"}])(copy)
     assert compare(truth, copy) == 3
@@ -384,7 +384,7 @@ def test_stages_that_are_not_asked_for_need_not_be_there(truth, copy, capsys):
     assert compare(truth, copy, "--stage", "activations,decode") == 3
 
 
-def test_what_an_entry_of_left_out_covers():
+def test_left_out_entry_covers_only_matching_cases():
     assert LeftOut("full/*", "why").covers("full/padded", "float32")
     assert LeftOut("full/*", "why", dtype="float32").covers("full/padded", "float32")
     assert not LeftOut("full/*", "why", dtype="float64").covers("full/padded", "float32")
@@ -407,7 +407,7 @@ def test_a_search_in_float32_is_compared_with_the_reference(truth, copy, capsys)
     assert "the hypothesis must end at its first EOS token or at the maximum length" in capsys.readouterr().out
 
 
-def test_what_a_does_not_hold_is_compared_all_the_same(truth, copy, capsys):
+def test_results_missing_from_a_are_reported_as_unexpected(truth, copy, capsys):
     def add(manifest):
         case = next(case for case in manifest["cases"] if case["name"] == STEPS)
         case["outputs"]["float32"] = case["outputs"]["float64"]
@@ -417,7 +417,7 @@ def test_what_a_does_not_hold_is_compared_all_the_same(truth, copy, capsys):
     assert "DIVERGES  numpy float32 steps/port names: unexpected step 6 loss" in capsys.readouterr().out
 
 
-def test_a_near_tie_of_a_search_is_no_divergence(tmp_path, monkeypatch, capsys):
+def test_near_tie_in_a_golden_search_does_not_diverge(tmp_path, monkeypatch, capsys):
     cases_of = produce.golden_cases
 
     def undecided(config):  # four tokens are one token in all but name, and so as likely as one another

@@ -33,7 +33,7 @@ def merged(truth, is_own):
     return with_tensors(truth, lambda name, x: moved(x) if is_own(name) else x)
 
 
-def test_one_own_tensor_in_each_case_is_no_agreement(truth, copy, tmp_path, capsys):
+def test_copies_with_one_computed_tensor_per_case_are_incomplete(truth, copy, tmp_path, capsys):
     for case in vectors.read(copy).cases:
         for dtype in case.dtypes:
             theirs = vectors.read(truth).tensors(case, dtype)
@@ -48,7 +48,7 @@ def test_one_own_tensor_in_each_case_is_no_agreement(truth, copy, tmp_path, caps
 
 
 @pytest.mark.parametrize("nth", range(5))
-def test_every_other_tensor_is_found_beside_an_own_one(truth, nth):
+def test_copied_tensors_are_detected_next_to_a_computed_tensor(truth, nth):
     truth = vectors.read(truth)
     for case in truth.cases:
         for own in list(truth.tensors(case, "float64"))[nth::5]:
@@ -67,7 +67,7 @@ def test_half_of_the_tensors_are_found(truth):
         assert set(found[case.name, "float64"]) >= set(copies)
 
 
-def test_a_copy_that_was_transposed_twice_is_found(truth, copy):
+def test_doubly_transposed_copy_is_detected(truth, copy):
     own = vectors.read(truth)
     edit(copy, PADDED, "float64", lambda mine: mine.update({OUTPUT: np.ascontiguousarray(held(own)[OUTPUT].T).T}))
     assert set(find_copies(own, vectors.read(copy), own.cases)) == {(PADDED, "float64")}
@@ -105,7 +105,7 @@ def test_copies_are_not_compared_and_own_tensors_are(truth, copy):
 
 
 @pytest.mark.parametrize("noise", [moved, lambda x: x * (1.0 + 1e-14)], ids=["one ulp", "1e-14"])
-def test_copies_with_noise_are_not_told_from_computed_tensors(truth, noise):
+def test_copies_with_noise_are_not_detected(truth, noise):
     """docs/reference/verdict-checks.md documents this limit."""
     own = vectors.read(truth)
     noisy = find_copies(own, with_tensors(own, lambda name, x: noise(x)), own.cases)
@@ -121,7 +121,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.extended("golden vectors")) for n
 @pytest.mark.extended("golden vectors", "jax", "tf")  # which compile every case
 @pytest.mark.parametrize("preset", ["paper_base", *OTHERS])
 @pytest.mark.parametrize("name", PRODUCERS)
-def test_what_another_package_computes_is_no_copy(name, preset):
+def test_independently_computed_tensors_are_not_flagged_as_copies(name, preset):
     """The conventions differ in what is computed before anything is rounded: norms first, or norms on embeddings."""
     cases = golden_cases(tiny(preset, d_k=None, d_v=None))
     sides = []

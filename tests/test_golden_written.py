@@ -24,7 +24,7 @@ REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 DOCUMENT = REFERENCE / "golden-vectors.md"
 
 
-def test_what_is_written_is_what_the_reference_computes(truth):
+def test_written_golden_vectors_match_the_reference(truth):
     folder = vectors.read(truth)
     assert {case.stage for case in folder.cases} == set(STAGES)
     assert (folder.producer, folder.left_out) == ("numpy", ())
@@ -50,7 +50,7 @@ def test_what_is_written_is_what_the_reference_computes(truth):
     assert steps["learning_rates"] == [settings.learning_rate(step, folder.config.d_model) for step in range(1, 21)]
 
 
-def test_one_dtype_alone(truth, copy, tmp_path, capsys):
+def test_golden_vectors_in_a_single_dtype_can_be_compared(truth, copy, tmp_path, capsys):
     half, other = tmp_path / "float64", tmp_path / "float32"
     assert main(["golden", "--dtype", "float64", "--out", str(half)]) == 0
     assert main(["golden", "--dtype", "float32", "--out", str(other)]) == 0
@@ -139,14 +139,14 @@ def test_a_port_with_every_ability(truth, tmp_path, capsys):
         (["--device", "gpu"], "device must be"),
     ],
 )
-def test_what_fails_leaves_nothing(tmp_path, capsys, options, says):
+def test_failed_golden_command_writes_nothing(tmp_path, capsys, options, says):
     assert main(["golden", *options, "--out", str(tmp_path / "out")]) == 3
     assert says in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError("disk full")])
-def test_an_interruption_leaves_nothing_and_keeps_the_old(truth, tmp_path, monkeypatch, stop):
+def test_interrupted_golden_command_keeps_the_old_directory(truth, tmp_path, monkeypatch, stop):
     def write(folder, *rest):
         (folder / "weights.safetensors").write_bytes(b"half")
         raise stop
@@ -184,7 +184,7 @@ def test_only_golden_vectors_are_replaced_and_only_on_demand(copy, tmp_path, cap
     assert sorted(child.name for child in tmp_path.iterdir()) == ["copy", "empty"]
 
 
-def test_the_documented_writer_writes_what_can_be_compared(truth, tmp_path, monkeypatch, capsys):
+def test_documented_writer_produces_comparable_golden_vectors(truth, tmp_path, monkeypatch, capsys):
     def my_port(weights, inputs, dtype):
         model = ref.load_transformer(weights, dtype)
         seen = ref.Recorder()
@@ -228,7 +228,7 @@ def test_the_document_names_every_entry_and_the_tolerances(truth):
     assert (POLICY["float32"]["ratio"], POLICY["float32"]["floor_in_eps"], steps["loss"]) == (4.0, 4.0, 1e-10)
 
 
-def test_no_framework_is_needed(truth, copy):
+def test_compare_imports_no_framework(truth, copy):
     program = (
         "import sys; from transformer_parity.transformer.golden import vectors; "
         "from transformer_parity.__main__ import main; "

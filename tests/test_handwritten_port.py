@@ -43,7 +43,7 @@ def test_the_example_agrees(module):
 
 
 @pytest.mark.only("torch")
-def test_its_hooks_tell_which_block_is_wrong(module, monkeypatch):
+def test_hooks_locate_the_wrong_block(module, monkeypatch):
     usual = module.Attention.forward
 
     def doubled(self, x, memory, mask):

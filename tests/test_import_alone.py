@@ -109,7 +109,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_no_format_needs_a_framework(folder):
+def test_checkpoint_formats_require_no_framework(folder):
     done = subprocess.run([sys.executable, "-c", SCRIPT, folder], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

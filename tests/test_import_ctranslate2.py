@@ -56,9 +56,9 @@ def read(path):
     return ctranslate2.read(path, ReadOptions())
 
 
-def test_what_is_written_comes_back(model, tmp_path):
+def test_ctranslate2_export_round_trips(model, tmp_path):
     ctranslate2.write(model, tmp_path / "one")
-    assert ctranslate2.recognises(tmp_path / "one")
+    assert ctranslate2.recognizes(tmp_path / "one")
     again = read(tmp_path / "one")
     size = model.config.target_vocab_size
     assert relative_error(logits(again)[..., :size], logits(model)) <= 1e-12
@@ -76,7 +76,7 @@ def test_what_is_written_comes_back(model, tmp_path):
 
 
 @pytest.mark.needs(importlib.util.find_spec("ctranslate2"), "CTranslate2")
-def test_ctranslate2_says_what_we_say(model, tmp_path):
+def test_ctranslate2_scores_and_translations_match(model, tmp_path):
     import ctranslate2 as theirs
 
     ctranslate2.write(model, tmp_path)
@@ -95,8 +95,8 @@ def test_ctranslate2_says_what_we_say(model, tmp_path):
     expected = np.take_along_axis(computed, wanted[..., None], axis=-1)[..., 0]
     found = np.array([one.log_probs for one in scored])
     assert np.abs(found - expected).max() <= 2e-5
-    neighbours = {"layer_norm_epsilon": 1e-2}, {"scale_embedding": not config.scale_embedding}
-    for change in neighbours:
+    neighbors = {"layer_norm_epsilon": 1e-2}, {"scale_embedding": not config.scale_embedding}
+    for change in neighbors:
         inputs = source, np.concatenate([start, target], axis=1)
         other = log_softmax(logits_of(config.replace(**change), model.weights, *inputs))
         assert np.abs(found - np.take_along_axis(other, wanted[..., None], axis=-1)[..., 0]).max() > 1e-3
@@ -139,7 +139,7 @@ def with_variables(**changes):
         ),
     ],
 )
-def test_other_models_are_refused(change, message, tmp_path):
+def test_unsupported_models_are_rejected(change, message, tmp_path):
     ctranslate2.write(build(), tmp_path)
     edited(tmp_path, change)
     with pytest.raises(ValueError, match=message):
@@ -159,7 +159,7 @@ def test_vocabularies_are_checked(tmp_path):
         read(tmp_path)
 
 
-def test_sinusoids_that_ctranslate2_computes(tmp_path):
+def test_missing_position_tables_select_opennmt_sinusoids(tmp_path):
     """Without tables, positions are OpenNMT-tf's: from 1, all sines first."""
     ctranslate2.write(build(), tmp_path)
     edited(tmp_path, lambda b: b._replace(variables={n: a for n, a in b.variables.items() if "encodings" not in n}))
@@ -168,7 +168,7 @@ def test_sinusoids_that_ctranslate2_computes(tmp_path):
 
 
 @pytest.mark.needs(importlib.util.find_spec("ctranslate2"), "CTranslate2")
-def test_they_are_those_that_it_computes(tmp_path):
+def test_sinusoids_match_ctranslate2(tmp_path):
     import ctranslate2 as theirs
 
     model = build(position_layout="split", position_timescale="m_minus_1", position_offset=1)

@@ -148,11 +148,11 @@ def ids():
 
 
 @pytest.mark.parametrize("make", MODELS)
-def test_logits_are_those_of_its_ports(make, tmp_path):
+def test_logits_match_the_transformers_ports_of_fairseq(make, tmp_path):
     model, state = randomized(make)
     path = save(tmp_path / "model.pt", state, MODELS[make])
     imported = read(path)
-    assert fairseq.recognises(path)
+    assert fairseq.recognizes(path)
     assert imported.notes == ()
     assert imported.config.tie_embeddings == ("none" if make is fsmt else "all")
     assert imported.search == Search.preset("fairseq", beam_size=5)
@@ -192,7 +192,7 @@ def test_every_age_of_a_file_reads_the_same(form, legacy, tmp_path):
     assert_same_bits(old.weights, new.weights)
 
 
-def test_nested_options_are_flat_ones(tmp_path):
+def test_nested_options_equal_flat_options(tmp_path):
     _, state = randomized(fsmt)
     flat = {name: value for name, value in ARGS.items() if not name.startswith(("encoder_", "decoder_"))}
     nested = {
@@ -230,7 +230,7 @@ def test_ties_are_the_tensors_and_contradictions_are_named(tmp_path):
         ({"encoder_learned_pos": True}, "must be equal: got True and False"),
     ],
 )
-def test_other_models_are_refused_by_name(options, message, tmp_path):
+def test_unsupported_models_are_rejected_by_name(options, message, tmp_path):
     _, state = randomized(fsmt)
     with pytest.raises(ValueError, match=message):
         read(save(tmp_path / "model.pt", state, {**ARGS, **options}))
@@ -262,10 +262,10 @@ def test_wrong_tensors_are_refused_by_their_own_names(edit, message, tmp_path):
         read(save(tmp_path / "model.pt", state, ARGS))
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path):
+def test_invalid_fairseq_checkpoint_is_rejected(tmp_path):
     path = tmp_path / "model.pt"
     torch.save({"a": torch.ones(2)}, path)
-    assert not fairseq.recognises(path)
+    assert not fairseq.recognizes(path)
     with pytest.raises(ValueError, match="must be a dict with 'model' and its options"):
         read(path)
     torch.save({"model": {"a": torch.ones(2)}}, path)

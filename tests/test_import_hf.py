@@ -90,7 +90,7 @@ def error_of(config, weights, theirs, backend="numpy"):
 
 @pytest.mark.extended("backends", "jax", "tf")
 @pytest.mark.parametrize("form", [FORMS[0], *first_alone(FORMS[1:], "formats")], ids=str)
-def test_logits_are_those_of_transformers(tmp_path, form, backend):
+def test_logits_match_transformers(tmp_path, form, backend):
     model = saved(form, tmp_path / "model")
     if form is FORMS[0] and backend.name == "numpy":
         imported_elsewhere(tmp_path / "model")
@@ -119,7 +119,7 @@ AXES = {
 
 
 @pytest.mark.parametrize("form", first_alone(FORMS[:8], "formats"), ids=str)
-def test_a_neighbouring_convention_is_another_model(tmp_path, form):
+def test_a_neighboring_convention_is_another_model(tmp_path, form):
     model = saved(form, tmp_path / "model")
     imported = import_checkpoint(tmp_path / "model")
     config, (_, exact) = imported.config, theirs_of(model, imported.config)
@@ -143,7 +143,7 @@ def test_a_neighbouring_convention_is_another_model(tmp_path, form):
 
 
 @pytest.mark.parametrize("form", first_alone(FORMS, "formats"), ids=str)
-def test_what_is_exported_is_loaded_and_comes_back(tmp_path, form):
+def test_exported_checkpoint_loads_in_transformers_and_round_trips(tmp_path, form):
     import transformers
 
     saved(form, tmp_path / "model")
@@ -170,7 +170,7 @@ HALF = Form("marian", dtype=torch.float16, pickled=True)
 
 
 @pytest.mark.parametrize("form", [HALF, *first_alone(FORMS[:8], "formats")], ids=str)
-def test_translations_are_those_of_transformers(tmp_path, form):
+def test_translations_match_transformers(tmp_path, form):
     saved(form, tmp_path / "model")
     generation = tmp_path / "model/generation_config.json"
     generation.write_text(json.dumps(json.loads(generation.read_text()) | BEAMS))
@@ -210,13 +210,13 @@ def test_a_folder_without_its_output_layer_and_without_a_bias(tmp_path):
     assert not bare.weights["output_proj.bias"].any()
 
 
-def test_the_licence_and_what_was_read_are_remembered(folder, tmp_path):
+def test_the_license_and_what_was_read_are_remembered(folder, tmp_path):
     (folder / "README.md").write_text("---\nlanguage: en\nlicense: cc-by-4.0\n---\nlicense: not this\n")
     found = import_checkpoint(folder)
     save(tmp_path / "ours.safetensors", found)
     origin = load(tmp_path / "ours.safetensors").origin
     assert origin == found.origin
-    assert (origin.format, origin.family, origin.preset, origin.licence) == ("hf", "marian", "marian", "cc-by-4.0")
+    assert (origin.format, origin.family, origin.preset, origin.license) == ("hf", "marian", "marian", "cc-by-4.0")
     assert set(origin.files) >= {"config.json", "generation_config.json", "model.safetensors"}
 
 
@@ -249,7 +249,7 @@ def test_a_wrong_import_is_found_out(folder, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.endswith(f"DIVERGE  transformers {transformers.__version__}\n")
 
 
-def test_a_check_without_transformers_is_not_one(folder, tmp_path, capsys, monkeypatch):
+def test_check_without_transformers_reports_not_checked(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(proof, "find_spec", lambda name: None)
     assert main(["import", str(folder), "--check"]) == 3
     assert "NOT CHECKED: not installed: torch, transformers" in " ".join(capsys.readouterr().out.split())

@@ -35,7 +35,7 @@ OUTPUT, SHARED = "lm_head.weight", "model.shared.weight"
 SAYS_NO = f"tie_word_embeddings is false, but {OUTPUT}"
 
 
-def test_contradictions_are_decided_by_the_tensors_and_said(tmp_path):
+def test_contradictory_embedding_ties_follow_the_tensors_with_a_note(tmp_path):
     """The wrong tables have been loaded by transformers itself, five times."""
     saved(Form("m2m_100"), tmp_path / "tied")
     saved(Form("m2m_100", {"tie_word_embeddings": False}), tmp_path / "apart")
@@ -60,7 +60,7 @@ def test_contradictions_are_decided_by_the_tensors_and_said(tmp_path):
     assert same(weights["source_embedding.table"], weights["target_embedding.table"])
 
 
-def test_flags_of_old_releases_are_named_where_they_contradict_the_class(tmp_path):
+def test_contradictory_legacy_flags_are_reported_in_notes(tmp_path):
     saved(Form("marian"), tmp_path / "model")
     fields = {"normalize_before": True, "static_position_embeddings": True}
     found = import_checkpoint(changed(tmp_path / "model", fields=fields))
@@ -94,7 +94,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_expressed_is_refused_by_name(folder, what):
+def test_unsupported_config_field_raises_value_error_naming_it(folder, what):
     fields, said = REFUSED[what]
     with pytest.raises(ValueError, match="cannot be imported") as error:
         import_checkpoint(changed(folder, fields=fields))
@@ -102,7 +102,7 @@ def test_what_cannot_be_expressed_is_refused_by_name(folder, what):
     assert "\n" not in str(error.value)
 
 
-def test_tensors_that_do_not_fit_are_named_as_their_file_names_them(folder):
+def test_tensor_errors_use_the_names_of_the_checkpoint(folder):
     norm, more = "model.encoder.layers.0.self_attn_layer_norm.weight", {"model.encoder.adapter.weight": np.ones((2, 2))}
     changed(folder, drop=[norm], **more)
     with pytest.raises(ValueError, match=rf"missing {norm} \[16\]; unexpected model.encoder.adapter.weight \[2, 2\]"):
@@ -112,7 +112,7 @@ def test_tensors_that_do_not_fit_are_named_as_their_file_names_them(folder):
         import_checkpoint(folder)
 
 
-def test_a_table_of_positions_that_is_another_is_refused(folder):
+def test_unexpected_position_table_is_rejected(folder):
     exact = ref.sinusoidal_encoding(40, 16, "split", "m").astype(np.float32)
     name = huggingface.POSITIONS[0]
     import_checkpoint(changed(folder, **{name: exact}))
@@ -123,7 +123,7 @@ def test_a_table_of_positions_that_is_another_is_refused(folder):
             import_checkpoint(changed(folder, **{name: other}))
 
 
-def test_a_folder_with_the_weights_of_other_frameworks_says_so(folder):
+def test_directory_with_weights_for_another_framework_is_rejected(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="there are no weights in"):
         import_checkpoint(folder)
@@ -133,13 +133,13 @@ def test_a_folder_with_the_weights_of_other_frameworks_says_so(folder):
 
 
 @pytest.mark.parametrize("format_", ["marian", "fairseq", "torch"])
-def test_a_folder_is_no_file_of_another_format(folder, format_):
+def test_directory_is_rejected_by_single_file_formats(folder, format_):
     options = ReadOptions(fields=dict.fromkeys(torch_nn.ASKED, "none")) if format_ == "torch" else None
     with pytest.raises(ValueError, match=f"cannot be imported as {format_}: it must be "):
         import_checkpoint(folder, format_, options)
 
 
-def test_an_adapter_is_refused_and_so_is_what_would_not_be_used(folder):
+def test_adapters_and_unused_options_are_rejected(folder):
     with pytest.raises(ValueError, match="has the format hf, which supports no options: remove --set"):
         import_checkpoint(folder, options=ReadOptions(fields={"num_heads": 8}))
     (folder / "config.json").rename(folder / "adapter_config.json")
@@ -151,12 +151,12 @@ def test_a_readme_of_empty_lines_takes_no_time(folder):
     for text in ("---" + "\n" * 3_000_000, "---\n" + "\n--" * 1_000_000):
         (folder / "README.md").write_text(text)
         start = time.process_time()
-        assert import_checkpoint(folder).origin.licence is None
+        assert import_checkpoint(folder).origin.license is None
         assert time.process_time() - start < 20.0  # a search that is quadratic takes hours
 
 
 @pytest.mark.parametrize("name", ["source.spm", "target.spm", "vocab.json", "tokenizer_config.json"])
-def test_no_file_of_a_vocabulary_is_read_from_elsewhere(folder, tmp_path, name):
+def test_vocabulary_links_outside_the_directory_are_not_followed(folder, tmp_path, name):
     vocabulary_files.write(folder, vocabulary_files.marian_files(vocabulary_files.train(size=300)))
     (folder / name).rename(tmp_path / "elsewhere")
     (folder / name).symlink_to(tmp_path / "elsewhere")
@@ -165,7 +165,7 @@ def test_no_file_of_a_vocabulary_is_read_from_elsewhere(folder, tmp_path, name):
     assert f"{name} must not be a link to a file outside its directory" in found.notes[-1]
 
 
-def test_options_are_asked_for_where_they_are_needed(folder):
+def test_unknown_or_unrecognized_format_raises_value_error(folder):
     with pytest.raises(ValueError, match="format must be one of"):
         import_checkpoint(folder, "onnx")
     with pytest.raises(ValueError, match="is not recognized"):

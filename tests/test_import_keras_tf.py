@@ -82,14 +82,14 @@ def test_logits_are_keras(port, options, ids, tmp_path):
         "not in the file, so your values are used: pad_id 0, bos_id 1, eos_id 2. "
         "Comparing backends does not detect a wrong value",
     )
-    assert reader.recognises(tmp_path / "model.keras")
+    assert reader.recognizes(tmp_path / "model.keras")
     said = {name: getattr(imported.config, name) for name in POST}
     alone = read(tmp_path / "model.weights.h5", **said)
     assert alone.config == imported.config
     assert_same_bits(alone.weights, imported.weights)
 
 
-def test_what_the_weights_do_not_say_is_asked_for(port, tmp_path):
+def test_config_fields_missing_from_the_file_raise_value_error(port, tmp_path):
     build().save_weights(tmp_path / "model.weights.h5")
     build().save(tmp_path / "model.keras")
     with pytest.raises(
@@ -128,14 +128,14 @@ def rewritten(path, change):
         (lambda layers: [one["config"].update(activation="elu") for one in layers], "activation must be one of relu,"),
     ],
 )
-def test_other_models_are_refused(port, change, message, tmp_path):
+def test_unsupported_models_are_rejected(port, change, message, tmp_path):
     build().save(tmp_path / "model.keras")
     rewritten(tmp_path / "model.keras", change)
     with pytest.raises(ValueError, match=message):
         read(tmp_path / "model.keras")
 
 
-def test_other_weights_are_refused(port, tmp_path):
+def test_unexpected_and_missing_weights_are_rejected(port, tmp_path):
     path = tmp_path / "model.weights.h5"
     build().save_weights(path)
     with h5py.File(path, "a") as file:

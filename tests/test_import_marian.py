@@ -136,7 +136,7 @@ def test_logits_are_marians(save, name):
     assert imported.config.pad_id == imported.config.bos_id == max(OPTIONS["dim-vocabs"])
 
 
-def test_the_program_is_the_transcription_that_proves_the_preset(save):
+def test_logits_match_the_transcription_that_proves_the_marian_preset(save):
     path = save()
     imported = read(path)
     theirs, _, _, source, target = both(path, imported)
@@ -151,7 +151,7 @@ def test_the_program_is_the_transcription_that_proves_the_preset(save):
     [{"position_timescale": "m"}, {"layer_norm_epsilon": 1e-5}, {"scale_embedding": False}, {"position_offset": 1}],
     ids=lambda change: next(iter(change)),
 )
-def test_neighbouring_conventions_differ(save, change):
+def test_neighboring_conventions_differ(save, change):
     """The first two are what Hugging Face's converter makes of such a file."""
     path = save()
     imported = read(path)
@@ -160,7 +160,7 @@ def test_neighbouring_conventions_differ(save, change):
     assert third_party.relative_error(other[..., :V], theirs) > 1e-7
 
 
-def test_what_hugging_faces_converter_makes_of_it_is_another_model(save):
+def test_hugging_face_conversion_differs_from_the_original_model(save):
     """Its frequencies and its epsilon are others: an OPUS-MT folder is not what was trained."""
     path = save()
     imported = read(path)
@@ -172,7 +172,7 @@ def test_what_hugging_faces_converter_makes_of_it_is_another_model(save):
 
 
 @pytest.mark.parametrize("name", first_alone(VARIANTS, "formats"))
-def test_what_is_written_again_is_what_was_read(save, name, tmp_path):
+def test_export_to_marian_round_trips_bit_exactly(save, name, tmp_path):
     path = save(VARIANTS[name])
     before = npz.read(path)
     imported = read(path)
@@ -194,7 +194,7 @@ def test_what_is_written_again_is_what_was_read(save, name, tmp_path):
     assert third_party.relative_error(found, theirs) <= 1e-12
 
 
-def test_what_was_trained_here_can_be_written(tmp_path):
+def test_model_trained_here_can_be_exported_to_marian(tmp_path):
     """A preset of ours, whose padding lies inside: its row stays, and is the vector of zeros of the start."""
     config = tiny_config("marian_cpp")
     weights = random_weights(config)
@@ -229,7 +229,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("option", REFUSED)
-def test_other_models_are_refused_by_name(save, option):
+def test_unsupported_models_are_rejected_by_name(save, option):
     path = save(edit=lambda tensors: with_options(tensors, {option: REFUSED[option]}))
     with pytest.raises(ValueError, match=f"--{option} .*must be .*: got ") as refused:
         read(path)
@@ -284,7 +284,7 @@ def test_wrong_tensors_are_refused_by_their_own_names(save, edit, message):
         read(save(edit=edit))
 
 
-def test_the_search_is_that_of_the_decoder_file(save):
+def test_search_settings_are_read_from_the_decoder_file(save):
     path = save()
     rules = SearchRules.preset("marian", banned_ids=(1,))
     assert read(path).search == Search.preset("marian", beam_size=12, length_penalty=0.0, rules=rules)
@@ -301,7 +301,7 @@ def test_the_search_is_that_of_the_decoder_file(save):
 TOKENS = ["</s>", "<unk>", *(f"w{i}" for i in range(V - 2))]
 
 
-def test_vocabularies_number_lines_and_are_written_again(save, tmp_path):
+def test_yml_vocabularies_determine_ids_and_round_trip(save, tmp_path):
     tables = [tmp_path / f"{side}.yml" for side in ("source", "target")]
     tables[0].write_text("".join(f"{token}: {i}\n" for i, token in enumerate(TOKENS)))
     other = [*TOKENS[2:5], *TOKENS[:2], *TOKENS[5:]]
@@ -322,7 +322,7 @@ def test_vocabularies_number_lines_and_are_written_again(save, tmp_path):
         read(save(), vocab=tuple(tables))
 
 
-def test_a_vocabulary_of_another_kind_is_not_written(save, tmp_path):
+def test_unsupported_vocabulary_kind_is_not_exported(save, tmp_path):
     notes = marian.write(read(save()), tmp_path / "out")
     assert notes == (
         "the vocabulary is not written because Marian does not support its kind: add yours to model.npz.decoder.yml",

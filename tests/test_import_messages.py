@@ -58,7 +58,7 @@ def vocabulary(folder, size=17):
     ("errors", "code", "last"),
     [((0.0, 0.1), 2, "IMPRECISE  numpy"), ((0.1, 0.1), 1, "DIVERGE  numpy"), ((0.0, 0.0), 0, "AGREE  numpy")],
 )
-def test_words_and_exit_codes_are_those_of_a_check(here, capsys, monkeypatch, errors, code, last):
+def test_verdicts_and_exit_codes_match_parity_check(here, capsys, monkeypatch, errors, code, last):
     proof = [Agreement("numpy", dtype, error, 1e-5) for dtype, error in zip(DTYPES, errors, strict=True)]
     monkeypatch.setattr(command, "prove", lambda *_: proof)
     assert main([*IMPORT[:-2], "--out", "a.safetensors", "--json", "a.json"]) == code
@@ -83,7 +83,7 @@ def test_a_state_dict_takes_the_vocabulary_of_its_user(here):
         ({"fields": {"eos_id": 5}}, "the vocabulary must append only eos_id, 5, to a target sentence: got [2]"),
     ],
 )
-def test_a_file_that_is_named_counts(options, message, here):
+def test_explicitly_given_files_must_be_valid(options, message, here):
     path = vocabulary(here)
     given = {"vocab": options.get("vocab", path.name), "names": options.get("names", "names.toml")}
     asked = ReadOptions(vocab=(Path(given["vocab"]),), names=Path(given["names"]), fields=options.get("fields", {}))
@@ -92,7 +92,7 @@ def test_a_file_that_is_named_counts(options, message, here):
 
 
 @pytest.mark.parametrize("name", [name for name in importer.FORMATS if name not in importer.ASKED])
-def test_what_a_format_does_not_ask_for_is_refused(name, here):
+def test_options_unsupported_by_a_format_are_rejected(name, here):
     for options in ReadOptions(vocab=(here / "model.pt",)), ReadOptions(fields={"num_heads": 3}):
         with pytest.raises(ValueError, match=f"has the format {name}, which supports no options: remove --"):
             import_checkpoint("model.pt", name, options)
@@ -116,10 +116,10 @@ def test_the_prefix_of_torch_is_found_by_the_names(prefix, here):
 def test_the_annotated_transformer_may_have_a_prefix(tmp_path):
     _, read = annotated_file(tmp_path, lambda s: {f"module.{name}": one for name, one in s.items()}, num_heads=3)
     assert read().config.num_encoder_layers == 2
-    assert importer.recognised(tmp_path / "model.pt") == "annotated"
+    assert importer.recognized(tmp_path / "model.pt") == "annotated"
 
 
-def test_what_is_not_recognised_says_what_it_is(here, capsys):
+def test_what_is_not_recognized_says_what_it_is(here, capsys):
     def said(path, *options):
         code, out, err = parity(capsys, "import", path, *options)
         assert (code, out) == (3, "")
@@ -149,7 +149,7 @@ def test_what_is_not_recognised_says_what_it_is(here, capsys):
     assert f"has the format {'annotated'}" not in said("model.pt", "--names", "nosuch.toml")
 
 
-def test_names_are_enough_to_say_that_it_is_torch(here, capsys):
+def test_names_option_alone_selects_the_torch_format(here, capsys):
     code, out, _ = parity(capsys, "import", "model.pt", "--names", "names.toml")
     assert code == 0
     assert "torch.nn.Transformer" in out
@@ -158,7 +158,7 @@ def test_names_are_enough_to_say_that_it_is_torch(here, capsys):
     assert "pass its files, such as --vocab source.model target.model" in words
 
 
-def test_only_what_is_installed_proves_what_was_written(here, capsys, only):
+def test_written_weights_are_checked_only_with_installed_backends(here, capsys, only):
     only()
     code, out, _ = parity(capsys, "import", "model.pt", "--names", "names.toml", "--out", "out.safetensors")
     assert code == 0
@@ -166,7 +166,7 @@ def test_only_what_is_installed_proves_what_was_written(here, capsys, only):
     assert out.endswith("AGREE  numpy\n")
 
 
-def test_no_other_file_is_replaced(here, capsys):
+def test_only_weight_files_are_overwritten_by_import(here, capsys):
     (here / "mine.txt").write_text("precious")
     code, _, err = parity(capsys, *IMPORT, "--out", "mine.txt")
     assert code == 3
@@ -176,7 +176,7 @@ def test_no_other_file_is_replaced(here, capsys):
         assert parity(capsys, *IMPORT, "--out", "new.safetensors")[0] == 0
 
 
-def test_ctrl_c_while_logits_are_compared_says_what_is_there(here, capsys, monkeypatch):
+def test_ctrl_c_during_comparison_reports_the_written_file(here, capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
@@ -186,7 +186,7 @@ def test_ctrl_c_while_logits_are_compared_says_what_is_there(here, capsys, monke
     assert "parity import: new.safetensors is complete, but has not been compared with the reference\n" in err
 
 
-def test_a_comparison_that_no_software_can_make_is_refused_before_anything_is_written(here, capsys):
+def test_unsupported_check_is_rejected_before_writing(here, capsys):
     code, _, err = parity(capsys, *IMPORT, "--out", "new.safetensors", "--check")
     assert code == 3
     assert "--check compares with transformers, which loads " in err
@@ -194,7 +194,7 @@ def test_a_comparison_that_no_software_can_make_is_refused_before_anything_is_wr
     assert not (here / "new.safetensors").exists()
 
 
-def test_an_export_without_a_vocabulary_says_so(here, capsys):
+def test_export_without_vocabulary_prints_a_note(here, capsys):
     config = ref.TransformerConfig.preset("marian", source_vocab_size=9, target_vocab_size=9, d_model=8, num_heads=2)
     ref.save_weights("own.safetensors", config, ref.init_weights(config, seed=0))
     code, out, _ = parity(capsys, "export", "own.safetensors", "--format", "hf", "--out", "hf")
@@ -203,7 +203,7 @@ def test_an_export_without_a_vocabulary_says_so(here, capsys):
 
 
 @pytest.mark.parametrize("line", ["translate --text x --weights folder", "export folder --format hf --out out"])
-def test_a_folder_is_no_weight_file(line, here, capsys):
+def test_directory_given_as_weight_file_is_rejected(line, here, capsys):
     (here / "folder").mkdir()
     code, _, err = parity(capsys, *line.split())
     assert code == 3
@@ -215,7 +215,7 @@ def test_a_folder_is_no_weight_file(line, here, capsys):
     assert "folder is a directory, not a weight file: it contains checkpoint-20.safetensors, model.safetensors\n" in err
 
 
-def test_a_weight_file_without_vocabulary_says_how_to_get_one(here, capsys):
+def test_missing_vocabulary_error_explains_how_to_add_one(here, capsys):
     assert parity(capsys, *IMPORT, "--out", "new.safetensors")[0] == 0
     err = parity(capsys, "translate", "--weights", "new.safetensors", "--text", "x")[2]
     assert "to add one, rerun `parity import` with --vocab, or call save_weights" in err
@@ -242,7 +242,7 @@ SOFTWARE = {"torch": "torch.nn.Transformer", "marian": "Marian", "ctranslate2": 
 
 
 @pytest.mark.parametrize(("format_", "preset", "change", "message"), CANNOT_HOLD)
-def test_what_a_format_cannot_hold_is_not_written(format_, preset, change, message, tmp_path):
+def test_model_unsupported_by_a_format_is_not_exported(format_, preset, change, message, tmp_path):
     said = f"{SOFTWARE[format_]} does not support this model: .*{re.escape(message)}"
     for write in (importer.module_of(format_).write, partial(importer.export_checkpoint, format_=format_)):
         with pytest.raises(ValueError, match=said):
@@ -287,7 +287,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_weight_file_that_lies_is_refused(lie, tmp_path):
+def test_weight_file_with_false_metadata_is_rejected(lie, tmp_path):
     notes, message = LIES[lie]
     path = lying(tmp_path / "lie.safetensors", **notes)
     with pytest.raises(ValueError, match=message):
@@ -297,7 +297,7 @@ def test_a_weight_file_that_lies_is_refused(lie, tmp_path):
             read_trained(path)
 
 
-def test_a_family_that_is_none_is_no_reason_to_stop(tmp_path):
+def test_unknown_origin_family_does_not_prevent_export(tmp_path):
     path = lying(tmp_path / "lie.safetensors", origin={**ORIGIN, "family": "nosuch"})
     assert importer.export_checkpoint(importer.load(path), "hf", tmp_path / "out") == ()
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "marian"

@@ -79,10 +79,10 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_are_those_of_the_toolkit(name, tmp_path):
+def test_imported_logits_match_the_toolkit(name, tmp_path):
     save, module = SAVED[name.partition("-")[0]]
     held, path = save(tmp_path, name)
-    assert module.recognises(path)
+    assert module.recognizes(path)
     imported = module.read(path, ReadOptions())
     others = [{"layer_norm_epsilon": 1e-5}, {"position_timescale": "m_minus_1"}, {"position_layout": "split"}]
     others += [{"position_offset": 1}, {"scale_embedding": False}, {"activation": "swish"}]
@@ -145,14 +145,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("name", "edit", "message"), [(name, *row) for name, rows in WRONG.items() for row in rows])
-def test_other_models_and_wrong_files_are_refused(name, edit, message, tmp_path):
+def test_unsupported_models_and_invalid_files_are_rejected(name, edit, message, tmp_path):
     save, module = SAVED[name.partition("-")[0]]
     _, path = save(tmp_path, name, edit)
     with pytest.raises(ValueError, match=message):
         module.read(path, ReadOptions())
 
 
-def test_version_1_of_joeynmt_says_no_order(tmp_path):
+def test_joeynmt_version_1_defaults_to_pre_norm(tmp_path):
     held, path = save_joeynmt(tmp_path, "joeynmt-pre", both(layer_norm=None))
     imported = joeynmt.read(path, ReadOptions())
     assert (imported.config.norm_order, imported.config.final_norm) == ("pre", True)

@@ -137,7 +137,7 @@ def test_a_model_around_torch_nn(options, said, key, tmp_path):
     assert_only_this_computes_it(imported, ids(), model.double().logits(*ids()), others)
 
 
-def test_learned_positions_and_one_table_for_all(tmp_path):
+def test_learned_positions_and_fully_tied_embeddings_are_imported(tmp_path):
     model = randomized(Seq2Seq(learned=True, tied=True))
     lines = WHOLE.replace("scale_embedding = true", "scale_embedding = false").splitlines()
     lines = [line for line in lines if not line.startswith(("position_layout", "position_timescale", '"output_proj.b'))]
@@ -188,12 +188,12 @@ def without(line):
         (WHOLE + 'state = "model"', "model.pt must contain the key 'model': got"),
     ],
 )
-def test_what_nobody_names_is_an_error(text, message, tmp_path):
+def test_unnamed_tensors_and_fields_raise_value_error(text, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         save(tmp_path, Seq2Seq(), text)
 
 
-def test_what_is_no_weight_can_be_ignored(tmp_path):
+def test_non_weight_tensors_can_be_ignored(tmp_path):
     imported = save(tmp_path, Seq2Seq(), without('= "pe"') + '\nignored = ["p*"]')
     assert imported.config.source_vocab_size == V
 
@@ -216,7 +216,7 @@ def test_options_are_believed_before_the_file(tmp_path):
     ],
     ids=lambda changes: ", ".join(map(str, changes.values())) or "torch",
 )
-def test_what_is_written_loads_into_torch_and_comes_back(changes, tmp_path):
+def test_exported_state_dict_loads_into_torch_and_round_trips(changes, tmp_path):
     config = tiny_config("torch", **changes)
     weights = random_weights(config)
     torch_nn.write(ours(config, weights), tmp_path)
@@ -240,7 +240,7 @@ def annotated_file(folder, edit=lambda state: state, **options):
 def test_the_annotated_transformer(tmp_path):
     model, read = annotated_file(tmp_path, num_heads=3)
     imported = read()
-    assert annotated.recognises(tmp_path / "model.pt")
+    assert annotated.recognizes(tmp_path / "model.pt")
     source, target = ids()
     source, target = np.where(source == 0, 2, source + 0), target  # its padding is 2
     masks = (torch.tensor(source) != 2)[:, None], torch.ones(1, 5, 5).tril() > 0
@@ -279,13 +279,13 @@ def same(state):
         ),
     ],
 )
-def test_other_annotated_files_are_refused(heads, edit, message, tmp_path):
+def test_unsupported_annotated_transformer_files_are_rejected(heads, edit, message, tmp_path):
     _, read = annotated_file(tmp_path, edit, **heads)
     with pytest.raises(ValueError, match=message):
         read()
 
 
-def test_one_names_file_serves_both(tmp_path):
+def test_annotated_format_reads_config_from_a_names_file(tmp_path):
     _, _ = annotated_file(tmp_path)
     (tmp_path / "heads.toml").write_text("[config]\nnum_heads = 3\npad_id = 0\n")
     imported = annotated.read(tmp_path / "model.pt", replace(ReadOptions(), names=tmp_path / "heads.toml"))

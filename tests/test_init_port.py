@@ -77,13 +77,13 @@ def test_skeleton_shows_every_method(folder):
 
 
 @pytest.mark.parametrize("name", ["torch", "numpy", "jax", "json", "types", "rich", "transformer_jax", "ml_dtypes"])
-def test_a_name_that_hides_a_module_is_refused(name, folder, capsys):
+def test_output_name_that_shadows_a_module_is_rejected(name, folder, capsys):
     assert main(["init-port", "--framework", "other", "--out", f"{name}.py"]) == 3
     assert f"would hide the module {name} from everything that imports it" in capsys.readouterr().err
     assert list(folder.iterdir()) == []
 
 
-def test_a_file_that_exists_is_left_alone(folder, capsys):
+def test_existing_port_file_is_not_overwritten(folder, capsys):
     (folder / "my_port.py").write_text("mine")
     assert main(["init-port", "--framework", "other"]) == 3
     assert (
@@ -103,7 +103,7 @@ def test_a_file_that_exists_is_left_alone(folder, capsys):
         ("absent/port.py", "port.py: No such file or directory"),
     ],
 )
-def test_what_cannot_be_written_is_refused(out, message, folder, capsys):
+def test_invalid_output_path_is_rejected(out, message, folder, capsys):
     assert main(["init-port", "--framework", "other", "--out", out]) == 3
     error = capsys.readouterr().err
     assert message in error
@@ -111,7 +111,7 @@ def test_what_cannot_be_written_is_refused(out, message, folder, capsys):
     assert list(folder.iterdir()) == []
 
 
-def test_another_folder_is_named(folder, capsys):
+def test_printed_instructions_change_to_the_output_directory(folder, capsys):
     (folder / "ports").mkdir()
     assert main(["init-port", "--framework", "torch", "--out", "ports/mine.py"]) == 0
     assert "  cd ports\n  parity check --port mine:MyPort\n" in capsys.readouterr().out

@@ -30,7 +30,7 @@ from transformer_parity.transformer.diagnose.hypotheses import hypothesis as hyp
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, content, hypotheses
 from transformer_parity.transformer.diagnose.investigate import Investigation
 from transformer_parity.transformer.explore.view import view_of_case
-from transformer_parity.transformer.mistakes.catalogue import FORWARD, TRAINING
+from transformer_parity.transformer.mistakes.catalog import FORWARD, TRAINING
 from transformer_parity.transformer.mistakes.mistake import Mistake, instead, together
 from transformer_parity.transformer.ports.protocol import Placement, Placements, Result
 from transformer_parity.transformer.ports.registry import PORTS
@@ -76,7 +76,7 @@ def blamed(case, loaded, dtype="float64"):
 
 
 @pytest.mark.parametrize(("goes_on", "replayed"), [(True, "port"), (False, "reference")])
-def test_a_mistake_is_introduced_in_every_layer_and_inherited_behind_it(goes_on, replayed):
+def test_bug_is_introduced_in_every_layer_and_inherited_downstream(goes_on, replayed):
     found = blamed(CASE, Only(plant(named("scores divided by d_k")), goes_on=goes_on)).blame
     assert found.replayed == replayed
     assert len(found.introduced) == 6
@@ -88,7 +88,7 @@ def test_a_mistake_is_introduced_in_every_layer_and_inherited_behind_it(goes_on,
     assert marks["encoder.layers.1.self_attention.scores"].verdict == INTRODUCED
 
 
-def test_of_two_mistakes_both_are_introduced():
+def test_two_bugs_are_both_marked_as_introduced():
     both = together(named("scores divided by d_k").edits, named("unbiased variance").edits)
     introduced = blamed(CASE, plant(Mistake("both", "", both))).blame.introduced
     assert {name.rpartition(".")[2] for name in introduced} == {"scores", "output"}
@@ -107,7 +107,7 @@ def test_without_taps_the_whole_model_is_to_blame():
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_nan_is_introduced_where_it_starts_and_inherited_behind(dtype):
+def test_nan_is_introduced_at_its_origin_and_inherited_downstream(dtype):
     nan = Mistake(
         "nan",
         "",
@@ -141,7 +141,7 @@ def test_gradients_are_blamed_backwards():
     assert any(mark.verdict == INHERITED for mark in found.marks)
 
 
-def test_without_taps_wrong_gradients_are_said_to_be_wrong_and_not_where_they_come_from():
+def test_blame_without_taps_locates_only_a_single_wrong_gradient():
     """A mistake of the loss makes all of them wrong; one alone is its own place."""
     right = {name: value for name, value in tensors(numpy(GRADIENTS), GRADIENTS).items() if not name.startswith("at ")}
     name = "of decoder.layers.1.feed_forward_norm.scale"
@@ -153,7 +153,7 @@ def test_without_taps_wrong_gradients_are_said_to_be_wrong_and_not_where_they_co
     assert {mark.verdict for mark in found.marks} == {INHERITED}
 
 
-def test_what_differs_in_few_calls_is_random():
+def test_rare_differences_between_calls_are_detected_as_random():
     class Seldom:
         calls = 0
 
@@ -165,13 +165,13 @@ def test_what_differs_in_few_calls_is_random():
     assert is_random(numpy(), CASE) == ""
 
 
-def test_what_was_written_down_is_blamed_likewise():
+def test_blame_from_files_matches_blame_of_the_port():
     loaded = plant(named("scores divided by d_k"))
     actual = tensors(loaded, CASE)
     assert blame_files(CASE, actual, numpy(), "it").blame.introduced == blamed(CASE, loaded).blame.introduced
 
 
-def test_a_block_behind_a_wrong_one_is_not_blamed_for_its_padding():
+def test_block_after_a_wrong_block_is_not_blamed_for_its_padding():
     """Padding has the reference's values, so a block computes something else from wrong values beside it."""
     case = replace(model_cases(tiny(norm_order="pre", final_norm=True))[0], compares_padding=False)
     name = "decoder.layers.0.output"
@@ -182,7 +182,7 @@ def test_a_block_behind_a_wrong_one_is_not_blamed_for_its_padding():
     assert blame_files(case, actual, loaded, "it").blame.introduced == [name]
 
 
-def test_the_context_of_keys_that_a_port_hides_is_not_blamed():
+def test_context_is_not_blamed_for_keys_hidden_by_the_port():
     """The port pads its keys further than it shows, and attends to that padding."""
     case = replace(model_cases(tiny())[0], compares_padding=False)
     loaded, block = numpy(case), "encoder.layers.0.self_attention"
@@ -208,7 +208,7 @@ def test_the_context_of_weights_at_padding_is_not_blamed():
     assert f"{block}.context" not in introduced
 
 
-def test_scores_that_are_masked_before_their_tap_hide_their_keys():
+def test_weights_are_not_blamed_if_scores_are_masked_before_the_tap():
     """The port shows -inf at forbidden keys, and goes on from there."""
     case = replace(model_cases(tiny())[0], compares_padding=False)
     loaded = numpy(case)
@@ -221,7 +221,7 @@ def test_scores_that_are_masked_before_their_tap_hide_their_keys():
     assert not any(name.endswith(".weights") for name in introduced), introduced
 
 
-def test_gradients_at_padding_that_counts_in_a_loss_are_inherited():
+def test_gradients_at_padding_counted_by_the_loss_are_inherited():
     case = next(one for one in model_cases(tiny()) if one.name == "gradients/padded")
     case = replace(case, compares_padding=False)
     loaded = numpy(case)
@@ -231,7 +231,7 @@ def test_gradients_at_padding_that_counts_in_a_loss_are_inherited():
     assert [name for name in blame_files(case, actual, loaded, "it").blame.introduced if name != "at logits"] == []
 
 
-def test_distance_minds_shapes_and_what_is_not_finite():
+def test_distance_is_infinite_for_mismatched_shapes_and_nan():
     one, nan = np.ones(3), np.array([1.0, math.nan, 1.0])
     for actual, expected, far in ((one, one, 0.0), (nan, nan, 0.0), (nan, one, math.inf), (one, one[:2], math.inf)):
         assert distance("x", {"x": actual}, {"x": expected}) == far
@@ -267,7 +267,7 @@ def test_a_known_mistake_is_named(name):
         (("query", "key", "value"), "query, key, value kernels of all attention blocks transposed"),
     ],
 )
-def test_weights_that_a_converter_mixes_up_are_named(convert, name):
+def test_weights_mixed_up_by_a_converter_are_identified(convert, name):
     case = model_cases(tiny(d_v=8))[0]
     mixed = hypothesis_module._reordered if isinstance(convert, dict) else hypothesis_module._turned
     weights = mixed(convert, case.load_weights())
@@ -294,7 +294,7 @@ def test_two_mistakes_are_named_together():
     assert found.hypotheses == ("scores divided by d_k and epsilon outside the root",)
 
 
-def test_what_nobody_knows_is_unknown_or_looks_like_something():
+def test_unlisted_bug_is_diagnosed_as_unknown_or_likely():
     odd = Mistake("odd", "", instead("attention", "math.sqrt(d_k)", "(math.sqrt(d_k) + 0.3)"))
     loaded = plant(odd)
     assert diagnose(CASE, tensors(loaded, CASE), "it").confidence == UNKNOWN
@@ -323,7 +323,7 @@ def test_a_correct_port_is_given_no_diagnosis():
     assert found.sentence == "every value that it returned here matches the reference"
 
 
-def test_every_hypothesis_is_something_else_than_what_is_asked_for():
+def test_hypotheses_are_distinct_and_differ_from_the_config():
     for stage in ("activations", "gradients", "steps", "decode"):
         known = hypotheses(CASE.config, stage)
         contents = [repr(content(mistake)) for mistake in known]
@@ -333,7 +333,7 @@ def test_every_hypothesis_is_something_else_than_what_is_asked_for():
             assert changed or mistake.edits["numpy"] or mistake.convert is not dict, mistake.name
 
 
-def test_a_hypothesis_leaves_the_reference_alone():
+def test_hypothesis_does_not_modify_the_reference():
     before = tensors(numpy(), CASE)
     loaded = Hypothesis((named("scores divided by d_k"),)).load(CASE.config, CASE.load_weights())
     assert loaded.package.__name__.startswith("reference_numpy_edited_")
@@ -341,7 +341,7 @@ def test_a_hypothesis_leaves_the_reference_alone():
     assert np.array_equal(tensors(numpy(), CASE)[SCALE], before[SCALE])
 
 
-def test_the_first_wrong_block_can_be_run_alone(tmp_path, monkeypatch):
+def test_first_wrong_block_is_saved_and_can_be_rerun_alone(tmp_path, monkeypatch):
     loaded = plant(named("scores divided by d_k"))
     evidence = blamed(CASE, loaded)
     folder = reproduce.save(evidence, CASE, "numpy", tmp_path / "failures")
@@ -364,7 +364,7 @@ def test_the_first_wrong_block_can_be_run_alone(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "failures").iterdir()] == [folder.name]
 
 
-def test_a_wrong_gradient_is_saved_with_what_it_comes_from(tmp_path):
+def test_wrong_gradient_is_saved_with_its_inputs(tmp_path):
     evidence = blamed(GRADIENTS, plant(named("softmax passes its gradient through unchanged"), GRADIENTS))
     folder = reproduce.save(evidence, GRADIENTS, "numpy", Path(tmp_path))
     parent = "decoder.layers.1.cross_attention"
@@ -376,7 +376,7 @@ def test_a_wrong_gradient_is_saved_with_what_it_comes_from(tmp_path):
     assert re.search(r"scores: error \d\.\de-1[56], was ", said.getvalue())  # by the fast code, without the bug
 
 
-def test_gradients_that_should_be_nothing_are_measured_by_the_whole():
+def test_zero_gradient_error_is_relative_to_the_total_norm():
     expected = {"at a": np.zeros(2), WHOLE: np.array([3.0, 4.0])}
     assert training_error("at a", {"at a": np.array([5e-12, 0.0])}, expected) == pytest.approx(1e-12)
     assert training_error("at a", {"at a": np.zeros(2)}, expected) == 0.0
@@ -419,13 +419,13 @@ class GoesOnOnce(Wrapped):
     only = "encoder.output"
 
 
-def test_what_a_port_does_to_an_array_does_not_change_what_was_seen():
+def test_in_place_changes_by_a_port_do_not_alter_recorded_taps():
     port = PluginPort(f"{__name__}:InPlace")
     findings = list(compare(model_cases(port_config(port))[:2], port, Placements(("float64", "float32"))))
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
 
 
-def test_a_port_that_goes_on_at_some_taps_only_is_not_run_on_wrong_inputs():
+def test_port_with_partial_tap_replacement_is_replayed_with_the_reference():
     port = PluginPort(f"{__name__}:GoesOnOnce")
     case = model_cases(port_config(port))[0]
     loaded = port.load(case.config, case.load_weights(), Placement("float64"))
@@ -434,7 +434,7 @@ def test_a_port_that_goes_on_at_some_taps_only_is_not_run_on_wrong_inputs():
     assert {name.rpartition(".")[2] for name in found.introduced} == {"scores"}
 
 
-def test_a_hypothesis_has_to_hold_in_every_case():
+def test_hypothesis_must_hold_in_every_case():
     one, two = model_cases(tiny(d_v=8))[:2]
     other = replace(one, config=one.config.replace(position_offset=1))
     actual = tensors(numpy(other), one)
@@ -447,7 +447,7 @@ def test_a_hypothesis_has_to_hold_in_every_case():
     assert diagnose(one, actual, "it", others=[(two, there)]).confidence == EXACT
 
 
-def test_a_hypothesis_is_compared_at_what_the_port_shows():
+def test_hypothesis_is_compared_only_at_taps_of_the_port():
     one, two = (case for case in model_cases(tiny(d_v=8)) if case.name in ("full/padded", "full/one_token"))
     shown = tensors(plant(named("scores divided by d_k"), one), one)
     few = {name: value for name, value in shown.items() if name in ("encoder.output", "logits", "output")}

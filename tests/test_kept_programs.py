@@ -38,17 +38,17 @@ def test_programs_are_kept_in_the_users_cache(tmp_path):
 
 
 @pytest.mark.parametrize("environment", [{SWITCH: ""}, {JAX_SWITCH: "/mine"}, {JAX_SWITCH: ""}])
-def test_nothing_is_kept_against_the_users_wish(tmp_path, environment):
+def test_compilation_cache_respects_user_settings(tmp_path, environment):
     assert keep_programs({"XDG_CACHE_HOME": str(tmp_path), **environment}) == {}
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_kept_where_no_folder_can_be(tmp_path):
+def test_compilation_cache_is_disabled_without_a_usable_directory(tmp_path):
     (tmp_path / "file").write_text("")
     assert keep_programs({SWITCH: str(tmp_path / "file")}) == {}
 
 
-def test_what_has_not_been_compiled_for_a_month_is_removed(tmp_path):
+def test_cached_programs_older_than_a_month_are_removed(tmp_path):
     folder = keep_programs({SWITCH: str(tmp_path)})[JAX_SWITCH]
     for name, age in (("old", AGE + 60.0), ("new", AGE - 60.0)):
         with open(os.path.join(folder, name), "w"):
@@ -74,14 +74,14 @@ def of_tensorflow(monkeypatch):
     return folder
 
 
-def test_each_version_of_tensorflow_finds_its_own_programs_alone(tmp_path, of_tensorflow):
+def test_each_version_of_tensorflow_has_its_own_cache(tmp_path, of_tensorflow):
     environment = {SWITCH: str(tmp_path)}
     first, second = of_tensorflow(environment), of_tensorflow(environment, "2.22.0")
     assert {first, second} == {str(path) for path in (tmp_path / "transformer-parity").iterdir()}
     assert first != second
 
 
-def test_tensorflow_finds_whole_programs_alone(tmp_path, of_tensorflow):
+def test_tensorflow_finds_only_complete_programs_in_the_cache(tmp_path, of_tensorflow):
     def compile_three(folder):
         for name in ("whole", "broken", "without"):
             (tmp_path / folder / f"{name}.pb").write_bytes(b"program" * 100)
@@ -94,7 +94,7 @@ def test_tensorflow_finds_whole_programs_alone(tmp_path, of_tensorflow):
     assert [path.name for path in found] == ["whole.pb"]
 
 
-def test_other_switches_of_tensorflow_remain(tmp_path, of_tensorflow):
+def test_other_tensorflow_flags_are_preserved(tmp_path, of_tensorflow):
     seen = []
     environment = {SWITCH: str(tmp_path), TENSORFLOW_SWITCH: "--tf_xla_auto_jit=0"}
     of_tensorflow(environment, meanwhile=lambda _: seen.append(os.environ[TENSORFLOW_SWITCH].split()[0]))
@@ -102,18 +102,18 @@ def test_other_switches_of_tensorflow_remain(tmp_path, of_tensorflow):
 
 
 @pytest.mark.parametrize("environment", [{SWITCH: ""}, {TENSORFLOW_SWITCH: f"{TENSORFLOW_FOLDER}=/mine"}])
-def test_tensorflow_keeps_nothing_against_the_users_wish(tmp_path, of_tensorflow, environment):
+def test_tensorflow_cache_respects_user_settings(tmp_path, of_tensorflow, environment):
     assert of_tensorflow({"XDG_CACHE_HOME": str(tmp_path), **environment}) is None
 
 
-def test_tensorflow_keeps_nothing_on_a_full_disk(tmp_path, of_tensorflow, monkeypatch):
+def test_tensorflow_cache_is_disabled_on_a_full_disk(tmp_path, of_tensorflow, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
     assert of_tensorflow({SWITCH: str(tmp_path)}) is None
 
 
 @pytest.mark.only("jax", "tf")
 @pytest.mark.extended("kept programs", "tf")
-def test_the_second_run_compiles_nothing(tmp_path, monkeypatch, backend):
+def test_second_run_compiles_nothing(tmp_path, monkeypatch, backend):
     dtype, pattern, fewest = ("float64", "*-cache", 4) if backend.name == "jax" else ("float32", "*.pb", 2)
     monkeypatch.setenv(SWITCH, str(tmp_path))
     monkeypatch.delenv(JAX_SWITCH, raising=False)

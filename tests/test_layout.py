@@ -61,7 +61,7 @@ def test_a_backend_imports_the_spec_and_its_framework(package):
 
 
 @pytest.mark.parametrize("package", BACKENDS)
-def test_a_backend_imports_no_other(package):
+def test_backends_do_not_import_each_other(package):
     assert importers({*PROGRAM} - {SPEC, package}, package) == {}
 
 
@@ -80,7 +80,7 @@ def test_the_engine_imports_neither_the_spec_nor_a_backend():
     assert [(name, other) for name, others in engine.items() for other in others if other.startswith(rooms)] == []
 
 
-def test_no_file_of_the_checker_imports_a_port():
+def test_checker_modules_do_not_import_ports():
     """They are imported by name where a command needs them: see the test below, which runs."""
     found = importers({*BACKENDS} - {"reference_numpy"}, PARITY)
     assert {name for name in found if not name.startswith(TEMPLATES)} == set()
@@ -111,7 +111,7 @@ def test_every_backend_exports_the_names_of_the_spec(backend):
 
 
 @pytest.mark.parametrize("package", [SPEC, *BACKENDS, BENCH])
-def test_no_import_circle(package):
+def test_packages_have_no_circular_imports(package):
     assert circle(ROOT / package, types=package != SPEC) == []
 
 
@@ -154,12 +154,12 @@ def test_a_circle_is_found(tmp_path, way):
 
 
 @pytest.mark.parametrize("b", ["", "import os\nfrom house import other", "from elsewhere.room.a import A"])
-def test_what_is_no_circle_is_none(tmp_path, b):
+def test_acyclic_imports_are_not_reported(tmp_path, b):
     assert circle(house(tmp_path, b), types=True) == []
 
 
 @pytest.mark.parametrize("guard", TYPE_CHECKING)
-def test_imports_for_the_type_checker_count_where_wanted(tmp_path, guard):
+def test_type_checking_imports_count_only_if_requested(tmp_path, guard):
     package = house(tmp_path, f"if {guard}:\n    from house.room.a import A")
     assert circle(package, types=False) == []
     assert circle(package, types=True) != []
@@ -169,7 +169,7 @@ OTHER = "import transformer_torch.layers"
 
 
 @pytest.mark.parametrize("text", [OTHER, f"def f():\n    {OTHER}", f"if TYPE_CHECKING:\n    {OTHER}"])
-def test_an_import_of_another_package_is_found(tmp_path, text):
+def test_importing_another_package_is_detected(tmp_path, text):
     house(tmp_path, text)
     assert importers({"transformer_torch"}, "house", root=tmp_path) == {"house/room/b.py": {"transformer_torch"}}
     assert importers({"transformer_jax"}, "house", root=tmp_path) == {}

@@ -73,11 +73,11 @@ def test_functions_take_few_parameters():
     assert long == LONG_SIGNATURES.keys()
 
 
-def test_no_two_classes_have_one_name():
+def test_class_names_are_unique():
     assert defined_twice(sources(*PROGRAM)).keys() == SAME_NAMES.keys()
 
 
-def test_what_is_too_long_is_found():
+def test_overlong_files_are_detected():
     assert longer({"a": "1\n2\n3\n", "b": "1\n2\n"}, 2) == {"a": 3}
 
 

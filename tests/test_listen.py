@@ -58,7 +58,7 @@ def start(children, *names):
     return [children.start(f"functions:{name}") for name in names]
 
 
-def test_messages_come_with_their_senders_until_no_member_is_left(children):
+def test_listen_yields_messages_with_senders_until_no_member_is_left(children):
     one, two = members = start(children, "answer", "answer")
     for number in (1, 2):
         one.send(number)
@@ -84,7 +84,7 @@ def test_members_may_be_added_while_listening(children):
     assert found == [2, 10]
 
 
-def test_the_end_of_a_member_is_its_last_message_and_others_continue(children):
+def test_exit_of_a_member_is_its_last_message_and_others_continue(children):
     ending, other = members = start(children, "ends", "answer")
     found = []
     for child, message in children.listen(members):
@@ -100,7 +100,7 @@ def test_the_end_of_a_member_is_its_last_message_and_others_continue(children):
     assert found == ["the process ended with exit code 7: the last line", 8]
 
 
-def test_a_silent_member_is_stopped_and_others_continue(children):
+def test_silent_member_is_stopped_and_others_continue(children):
     silent, other = members = start(children, "sleeps", "answer")
     other.send(1)
     found = {}
@@ -116,7 +116,7 @@ def test_a_silent_member_is_stopped_and_others_continue(children):
     assert other.process.poll() is None
 
 
-def test_listening_ends_after_so_many_seconds(children):
+def test_listen_ends_after_the_given_seconds(children):
     (child,) = members = start(children, "sleeps")
     started = time.monotonic()
     assert list(children.listen(members, seconds=0.3)) == []
@@ -124,7 +124,7 @@ def test_listening_ends_after_so_many_seconds(children):
     assert child.process.poll() is None
 
 
-def test_the_pulse_runs_while_nothing_comes_and_may_end_the_iteration(children):
+def test_pulse_runs_while_idle_and_may_end_the_iteration(children):
     members, calls = start(children, "sleeps"), []
 
     def pulse():
@@ -137,7 +137,7 @@ def test_the_pulse_runs_while_nothing_comes_and_may_end_the_iteration(children):
     assert len(calls) == 3
 
 
-def test_replies_of_a_team_come_by_rank(children):
+def test_team_replies_are_ordered_by_rank(children):
     team = Team(children, start(children, "follows", "follows"))
     team.send("one")
     assert team.replies() == ["one", "one"]

@@ -55,7 +55,7 @@ class Descent:
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-def test_one_local_step_of_gradient_descent_is_data_parallel_training(workers):
+def test_one_local_sgd_step_equals_data_parallel_training(workers):
     """Of workers with unequal numbers of tokens, one of which may have none: each counts by its tokens."""
     ordinary = Descent(mesh=Plan(data=workers))
     for found, batch in zip(follow([Descent() for _ in range(workers)], 1, **MEAN), batches(), strict=True):
@@ -64,7 +64,7 @@ def test_one_local_step_of_gradient_descent_is_data_parallel_training(workers):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_one_worker_trains_as_ever(steps):
+def test_single_worker_matches_ordinary_training(steps):
     (worker,) = trainers(1)
     found = follow([worker], steps, **MEAN)
     (ordinary,) = trainers(1)
@@ -75,7 +75,7 @@ def test_one_worker_trains_as_ever(steps):
     assert_near(worker.export_state().first_moment, ordinary.export_state().first_moment)
 
 
-def test_local_steps_and_momentum_make_another_run():
+def test_local_steps_and_momentum_change_the_weights():
     one, two, fast = follow(trainers(2), 1, **MEAN), follow(trainers(2), 2, **MEAN), follow(trainers(2), 1)
     assert [len(found) for found in (one, two, fast)] == [4, 2, 4]
     for other in (two, fast):
@@ -83,7 +83,7 @@ def test_local_steps_and_momentum_make_another_run():
         assert distance > 1e-4
 
 
-def test_the_outer_step_is_that_of_nesterov():
+def test_outer_step_matches_the_nesterov_formula():
     """In the form of Sutskever et al. (2013), shifted by a step; workers count by their tokens."""
     outer, weights, velocity = local_steps.Outer(0.7, 0.9), {"w": np.array([1.0, -2.0])}, np.zeros(2)
     for _ in range(3):
@@ -96,7 +96,7 @@ def test_the_outer_step_is_that_of_nesterov():
 
 
 @pytest.mark.extended("plans")
-def test_the_outer_step_is_that_of_torch():
+def test_outer_step_matches_torch_sgd():
     import torch
 
     parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
@@ -120,7 +120,7 @@ def test_every_backend_takes_the_same_local_steps(name):
 
 
 @pytest.mark.extended("plans")
-def test_a_comparison_trains_and_counts_what_is_sent():
+def test_comparison_trains_and_reports_communication_volume():
     """Of K workers, each sends 2 (K - 1) / K of the weights, as often as they average."""
     runs = local_steps.Comparison("numpy", 2, 4)
     numbers = ref.count_parameters(runs.setup.config)

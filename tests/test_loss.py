@@ -178,7 +178,7 @@ def test_cross_entropy_of_extreme_logits(backend, kind, dtype):
     assert float(total) == pytest.approx(transcribed_cross_entropy(logits, LABELS, config)[0], rel=1e-6)
 
 
-def test_cross_entropy_of_nothing_but_padding(backend):
+def test_cross_entropy_of_padding_only_is_zero(backend):
     logits = np.random.default_rng(0).normal(size=(3, 3, 5))
     nothing = backend.from_numpy(np.full_like(LABELS, 3))
     total, tokens = backend.package.cross_entropy(backend.from_numpy(logits), nothing, loss_config())
@@ -186,7 +186,7 @@ def test_cross_entropy_of_nothing_but_padding(backend):
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (3, 1), (3, 2), (3,)])
-def test_cross_entropy_of_labels_of_another_shape(backend, shape):
+def test_cross_entropy_rejects_labels_of_wrong_shape(backend, shape):
     """Such as those that would broadcast without a word."""
     logits, labels = backend.from_numpy(np.zeros((3, 3, 5))), backend.from_numpy(np.zeros(shape, int))
     needed = "shape (3, 3)" if len(shape) == 2 else "shape [batch, length]"
@@ -197,7 +197,7 @@ def test_cross_entropy_of_labels_of_another_shape(backend, shape):
 
 
 @pytest.mark.parametrize("shape", [(3, 3, 4), (3, 3, 6), (3, 3)])
-def test_cross_entropy_of_logits_of_another_vocabulary(backend, shape):
+def test_cross_entropy_rejects_logits_of_wrong_shape(backend, shape):
     logits, labels = backend.from_numpy(np.zeros(shape)), backend.from_numpy(LABELS)
     assert refusal(backend.package.cross_entropy, logits, labels, loss_config()) == (
         ValueError,
@@ -265,7 +265,7 @@ def test_jax_computes_the_gradient_of_the_loss_in_place(port):
 
 @pytest.mark.only("torch")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_cross_entropy_is_the_one_of_torch(port, smoothing):
+def test_cross_entropy_matches_torch(port, smoothing):
     import torch
 
     logits, labels = torch.randn(3, 3, 5, dtype=torch.float64), torch.tensor(LABELS)

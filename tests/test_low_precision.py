@@ -52,7 +52,7 @@ def test_bfloat16_weights_have_half_the_bytes(port, load):
     assert found == {"bfloat16": full / 2}
 
 
-def test_int8_logits_are_near_those_of_float32(port, load):
+def test_int8_logits_are_close_to_float32_logits(port, load):
     expected = port.to_numpy(load()(*BATCH[:2]))
     found = port.to_numpy(script.VARIANTS[port.name][INT8[port.name]](load)(*BATCH[:2]))
     assert 0.0 < np.linalg.norm(found - expected) < 0.1 * np.linalg.norm(expected)
@@ -101,7 +101,7 @@ def test_torchao_quantizes_linear_layers(port, load, name):
 
 
 @pytest.mark.only("torch")
-def test_a_variant_that_stores_no_int8_is_an_error(port, monkeypatch):
+def test_int8_variant_without_int8_weights_raises_runtime_error(port, monkeypatch):
     variants = {"torch": {"int8, broken": lambda load: load()}}
     monkeypatch.setitem(script.compare.__globals__, "VARIANTS", variants)
     texts = script.Texts(script.read_trained(SHIPPED), ["May 4, 2024"], ["2024-05-04"])

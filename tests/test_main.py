@@ -26,7 +26,7 @@ posix = pytest.mark.needs(os.name != "nt", "pipes and devices by name")
 HEAVY = ("numpy", "rich", "matplotlib", "jinja2", "PIL", "sentencepiece", "torch", "jax", "tensorflow")
 
 
-def test_alone_it_lists_the_commands(capsys):
+def test_parity_without_arguments_lists_the_commands(capsys):
     assert main([]) == 0
     alone = capsys.readouterr().out
     with pytest.raises(SystemExit) as leaving:
@@ -39,7 +39,7 @@ def test_alone_it_lists_the_commands(capsys):
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"]])
-def test_nothing_heavy_is_imported_before_a_command_is_chosen(arguments):
+def test_heavy_libraries_are_not_imported_before_a_command_is_chosen(arguments):
     script = f"""
 import sys
 from transformer_parity.cli.main import main
@@ -86,7 +86,7 @@ def test_an_unknown_command_is_refused(capsys):
         ("qqq", "there is no command 'qqq': `parity` lists the commands"),
     ],
 )
-def test_a_word_that_is_unknown_leads_to_one_that_is_known(line, says, capsys):
+def test_unknown_argument_suggests_a_known_one(line, says, capsys):
     with pytest.raises(SystemExit) as leaving:
         main(line.split())
     assert leaving.value.code == 3
@@ -97,7 +97,7 @@ def test_a_word_that_is_unknown_leads_to_one_that_is_known(line, says, capsys):
     assert error.startswith(f"{command}: error: {says}")
 
 
-def test_a_usage_error_is_one_line_and_an_error_of_the_program_a_traceback(capsys, monkeypatch):
+def test_usage_errors_are_one_line_and_internal_errors_show_a_traceback(capsys, monkeypatch):
     def raising(error):
         def describe(*given):
             raise error
@@ -112,7 +112,7 @@ def test_a_usage_error_is_one_line_and_an_error_of_the_program_a_traceback(capsy
     assert raising(KeyboardInterrupt()) == "parity: interrupted\n"
 
 
-def test_only_what_is_named_is_a_refusal():
+def test_only_listed_exceptions_become_usage_errors():
     with pytest.raises(UsageError, match="no such file"), refusals(OSError, ValueError):
         raise FileNotFoundError("no such file")
     with pytest.raises(TypeError), refusals(OSError, ValueError):
@@ -121,7 +121,7 @@ def test_only_what_is_named_is_a_refusal():
         raise BrokenPipeError
 
 
-def test_what_frameworks_print_is_no_reason_of_a_usage_error(capfd):
+def test_framework_output_is_suppressed_on_usage_errors(capfd):
     with pytest.raises(UsageError), quiet_frameworks():  # noqa: PT012  the block is what is tested
         sys.__stderr__.write("oneDNN is on\n")
         raise UsageError("x")
@@ -143,7 +143,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path):
+def test_unwritable_output_file_is_rejected_before_the_work_starts(tmp_path):
     check_writable(None)
     check_writable(tmp_path / "a")
     with pytest.raises(UsageError, match="must be a file: got a directory"):
@@ -154,7 +154,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path):
 
 @posix
 @pytest.mark.parametrize("place", ["pipe", "/dev/full"])
-def test_a_stream_that_cannot_be_written_is_no_end(place):
+def test_unwritable_stream_does_not_stop_the_program(place):
     """Whatever is printed, by whomever: `| head` is no error, a full disk is one."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -167,14 +167,14 @@ def test_a_stream_that_cannot_be_written_is_no_end(place):
         assert (stream.error is None) == (place == "pipe")
 
 
-def test_what_an_encoding_lacks_is_spelled_out():
+def test_unencodable_characters_are_escaped():
     with open(os.devnull, "wb") as file, Stream(file, "ascii") as stream:
         stream.write("\u2500 \udcff")
     assert stream.error is None
 
 
 @posix
-def test_a_result_is_written_into_what_is_no_file(tmp_path):
+def test_result_can_be_written_to_pipes_links_and_devices(tmp_path):
     def write(path):
         write_results({"a": 1}, (path, write_json))
         return text
@@ -223,7 +223,7 @@ def test_standard_output_is_added_to(tmp_path):
 
 
 @posix
-def test_a_result_that_cannot_be_written_costs_no_other(tmp_path):
+def test_unwritable_result_does_not_prevent_other_results(tmp_path):
     with pytest.raises(
         UsageError, match="/dev/full cannot be written: No space left on device; the result was printed"
     ):
@@ -235,7 +235,7 @@ def test_a_result_that_cannot_be_written_costs_no_other(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
 
 
-def test_a_usage_error_is_one_line_whatever_it_quotes(capsys):
+def test_usage_error_escapes_control_characters(capsys):
     assert main(["evaluate", "a\x1b[31m\nAGREE  3 ports\r\u2028.", "--task", "dates", "--backend", "numpy"]) == 3
     assert capsys.readouterr().err == (
         "parity evaluate: error: there is no weight file a\N{REPLACEMENT CHARACTER}[31m AGREE  3 ports  .\n"
@@ -318,7 +318,7 @@ INSTEAD = "import_module('transformer_parity.cli.main').main = lambda given: {}"
         (INSTEAD.format("import_module('atexit').register(lambda: [].pop()) and 0"), 0),
     ],
 )
-def test_only_a_command_ends_the_process_with_another_code_than_3(begin, code):
+def test_startup_failures_exit_with_code_3(begin, code):
     command = [sys.executable, "-c", ENDED.format(begin)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == code, done.stderr
@@ -326,13 +326,13 @@ def test_only_a_command_ends_the_process_with_another_code_than_3(begin, code):
 
 
 @pytest.mark.parametrize("code", [0, 1, None, "words"])
-def test_a_library_that_calls_sys_exit_is_an_error(code, capsys, monkeypatch):
+def test_sys_exit_in_a_library_is_reported_as_an_error(code, capsys, monkeypatch):
     monkeypatch.setattr(info, "describe_backend", lambda port: sys.exit(code))
     assert main(["info"]) == 3
     assert capsys.readouterr().err == f"parity info: error: a port or a library called sys.exit({code!r})\n"
 
 
-def test_a_path_that_may_not_be_looked_at_is_a_usage_error(capsys, monkeypatch):
+def test_path_without_permission_is_a_usage_error(capsys, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -350,7 +350,7 @@ def test_too_little_memory_is_a_usage_error(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "line", [("explore", "M\udce4rz"), ("explore", "2024", "M\udce4rz"), ("show", "attention", "--source", "M\udce4rz")]
 )
-def test_text_that_is_not_utf8_is_a_usage_error(line, capsys):
+def test_non_utf8_text_is_a_usage_error(line, capsys):
     with pytest.raises(SystemExit, match="3"):
         main([*line])
     assert "must be UTF-8: got 'M\\udce4rz'" in capsys.readouterr().err
@@ -366,7 +366,7 @@ def test_text_that_is_not_utf8_is_a_usage_error(line, capsys):
     ],
 )
 @pytest.mark.parametrize("command", ["explore 2024 --out x.html", "golden --out x"])
-def test_a_port_that_cannot_be_imported_is_a_usage_error(command, text, said, tmp_path, monkeypatch, capsys):
+def test_port_import_failure_is_a_usage_error(command, text, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "broken_port", raising=False)
@@ -378,12 +378,12 @@ def test_a_port_that_cannot_be_imported_is_a_usage_error(command, text, said, tm
 
 
 @posix
-def test_a_device_is_no_checkpoint(capsys):
+def test_device_file_is_rejected_as_checkpoint(capsys):
     assert main(["import", "/dev/zero"]) == 3
     assert capsys.readouterr().err == "parity import: error: /dev/zero must be a regular file or a directory\n"
 
 
-def test_progress_shows_no_bars_where_there_is_no_terminal(capsys):
+def test_progress_shows_no_bars_without_a_terminal(capsys):
     file = io.StringIO()
     with Progress(["torch", "jax"], 2, file) as progress:
         for _ in range(2):

@@ -37,6 +37,6 @@ def test_angles_of_positions_are_measured():
     assert found.sentence.endswith("where k = 0, 1, 2, 3, 4, 5, ... instead of 0, 0, 2, 2, 4, 4, ...")
 
 
-def test_positions_that_are_no_waves_have_no_angles():
+def test_constant_positions_have_no_angles():
     """A constant has no angles."""
     assert "angles" not in diagnosed(0.1).sentence

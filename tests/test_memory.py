@@ -43,7 +43,7 @@ def pages(**environment):
 
 
 @pytest.mark.parametrize("environment", [{}, {"MALLOC_MMAP_MAX_": "65536"}, {"GLIBC_TUNABLES": "glibc.malloc.check=0"}])
-def test_memory_is_kept_unless_the_environment_says_something_about_it(environment):
+def test_freed_memory_is_retained_unless_the_environment_configures_malloc(environment):
     *usual, first, second = pages(**environment)
     if platform.libc_ver()[0] == "glibc" and not environment:
         assert min(usual) > 10 * max(first, second)

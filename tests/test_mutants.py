@@ -24,7 +24,7 @@ from transformer_parity.transformer.cases import case as case_module
 from transformer_parity.transformer.cases.inputs import hard_weights
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.mistakes import optimizer, precision, structure, training
-from transformer_parity.transformer.mistakes.catalogue import FORWARD, STRUCTURE, TRAINING, cases
+from transformer_parity.transformer.mistakes.catalog import FORWARD, STRUCTURE, TRAINING, cases
 from transformer_parity.transformer.mistakes.mistake import ALL, Mistake
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
@@ -34,12 +34,12 @@ from transformer_parity.transformer.stages import gradients, steps
 from transformer_parity.transformer.stages.training_stage import WHOLE, training_error
 
 CASES_BY_NAME = cases()
-CATALOGUE = [mistake for part in FORWARD.values() for mistake in part]
+CATALOG = [mistake for part in FORWARD.values() for mistake in part]
 OTHERS = [mistake for part in STRUCTURE.values() for mistake in part]
 
 
 def named(name: str) -> Mistake:
-    return next(mistake for mistake in CATALOGUE + OTHERS if mistake.name == name)
+    return next(mistake for mistake in CATALOG + OTHERS if mistake.name == name)
 
 
 def in_every_port(mistakes: list[Mistake] | list[Misbehaviour]) -> list:
@@ -89,9 +89,7 @@ def failing(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.verdict != AGREES]
 
 
-@pytest.mark.parametrize(
-    ("name", "mistake"), in_one_port([mistake for mistake in CATALOGUE + OTHERS if mistake.unseen])
-)
+@pytest.mark.parametrize(("name", "mistake"), in_one_port([mistake for mistake in CATALOG + OTHERS if mistake.unseen]))
 def test_mistake_is_not_seen_elsewhere(name, mistake):
     """So the case, or the dtype, that catches it is needed."""
     for where in mistake.unseen:
@@ -174,7 +172,7 @@ def test_every_part_of_the_model_and_of_training_is_spoilt_in_every_port():
 
 
 @pytest.mark.only("torch")
-def test_missing_key_bias_shows_where_it_acts_and_nowhere_else():
+def test_missing_key_bias_changes_only_keys_and_scores():
     """It shifts all scores of a query alike: weights, logits and every gradient stay as they are."""
     mistake = named("key bias missing")
     failures = failing(run("torch", mistake, (mistake.case,), "float64"))
@@ -182,13 +180,13 @@ def test_missing_key_bias_shows_where_it_acts_and_nowhere_else():
 
 
 @pytest.mark.only("torch")
-def test_what_is_kept_between_calls_is_caught():
+def test_stale_state_between_calls_is_detected():
     failures = failing(run("torch", structure.STALE, ("full/padded", structure.STALE.case), "float64"))
     assert {failure.case for failure in failures} == {structure.STALE.case}
     assert failures[0].tap == structure.STALE.at
 
 
-def test_the_reference_agrees_with_itself_and_a_nan_with_nothing():
+def test_reference_agrees_with_itself_and_nan_always_fails():
     case = CASES_BY_NAME["attention/padding"]
     findings = list(compare([case], DEFINITION, Placements(("float64",))))
     assert {finding.error for finding in findings} == {0.0}
@@ -200,7 +198,7 @@ def test_the_reference_agrees_with_itself_and_a_nan_with_nothing():
     assert {failure.detail for failure in failures} == {"the reference is not finite in float64 at weights"}
 
 
-def test_a_port_that_cannot_be_loaded_fails_every_case():
+def test_port_load_failure_fails_every_case():
     class Nothing:
         name = "nothing"
 
@@ -251,7 +249,7 @@ def test_exit_code_of_a_mistake(mistake, dtypes, code):
     assert Verdict.of(run("torch", mistake, (mistake.case,), *dtypes)).exit_code == code
 
 
-def test_nothing_compared_is_not_a_pass():
+def test_check_without_comparisons_does_not_pass():
     assert Verdict.of(compare([], PORTS["numpy"], Placements())).exit_code == 3
     left_out = replace(CASES_BY_NAME["full/padded"], dtypes=("float64",))
     assert Verdict.of(compare([left_out], PORTS["numpy"], Placements(("bfloat16",)))).exit_code == 3
@@ -267,7 +265,7 @@ def test_relative_error():
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_what_is_not_finite_is_within_no_tolerance(wrong):
+def test_non_finite_values_are_within_no_tolerance(wrong):
     array = np.array([1.0, wrong])
     with np.errstate(invalid="ignore"):
         for actual, expected in ((array, np.ones(2)), (np.ones(2), array), (array, array)):

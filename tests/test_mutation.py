@@ -92,7 +92,7 @@ def test_decorators_and_defaults_change():
         'return f"{x} is wrong"',
     ],
 )
-def test_code_that_computes_nothing_stays(body):
+def test_code_without_computation_is_not_mutated(body):
     assert {change for change in changes(body) if change[0] not in ("x", "y")} == set()
 
 
@@ -144,7 +144,7 @@ def test_mutant_is_caught_or_survives(worker):
     assert caught("fast", "2**15", "(2 * 15)") == dict.fromkeys(COLUMNS, "")  # only speed depends on it
 
 
-def test_cases_that_do_not_run_the_changed_line_are_left_out(worker):
+def test_cases_not_covering_the_mutated_line_are_skipped(worker):
     results = list(worker.results(mutant("optimizer", "1.0 - settings.beta1", "(1.0 + settings.beta1)")))
     assert [(result.caught, result.cases) for result in results] == [("", 0)] * len(COLUMNS)
 
@@ -163,7 +163,7 @@ def test_only_steps_of_the_check_are_traced_in_tensorflow():
                 assert tf.config.functions_run_eagerly() != is_traced
 
 
-def test_results_are_resumed_after_a_line_that_was_cut_off(tmp_path, monkeypatch, capsys):
+def test_results_are_resumed_after_a_truncated_line(tmp_path, monkeypatch, capsys):
     def run(children, backend, due, file):
         ran.append([one.key for one in due])
         for one in due:
@@ -196,7 +196,7 @@ def test_survivor_of_the_check_needs_a_reason():
         keep.judged(keep.CHECK, unknown)
 
 
-def test_figures_of_the_site_count_every_mutant():
+def test_figures_on_the_site_count_every_mutant():
     kept = json.loads((ROOT / "docs" / "results" / "mutation.json").read_text("utf-8"))
     for package in kept["packages"]:
         for found in package["columns"].values():
@@ -205,7 +205,7 @@ def test_figures_of_the_site_count_every_mutant():
             assert sum(found["caught"].values()) + survivors == package["run"]
 
 
-def test_a_call_that_a_mutant_left_open_in_keras_is_forgotten():
+def test_call_context_left_open_by_a_mutant_in_keras_is_cleared():
     from keras.src.backend.common import global_state
 
     global_state.set_global_attribute("current_call_ctx", object())

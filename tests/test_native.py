@@ -62,7 +62,7 @@ def test_dropout(backend, site):
     assert_close(train(backend, model, in_two_steps), logits)
 
 
-def test_training_draws_anew_and_inference_never_draws(backend):
+def test_dropout_is_redrawn_in_training_and_off_in_inference(backend):
     model = build(backend, dropout={**NO_DROPOUT, "embedding": 0.5})
     rng = np.random.default_rng(0)
     draw = lambda **options: model(SOURCE, TARGET, **({"rng": rng} if "rng" in options else options))  # noqa: E731
@@ -100,7 +100,7 @@ def test_a_search_calls_the_encode_of_a_subclass(backend):
 
 
 @pytest.mark.parametrize("arguments", [(10, 7), (10, 8, "sines"), (10, 8, "split", "n"), (10, 2, "split", "m_minus_1")])
-def test_sinusoids_that_do_not_exist(backend, arguments):
+def test_invalid_sinusoid_arguments_raise_value_error(backend, arguments):
     with pytest.raises(ValueError, match=r"even d_model|must be one of|at least 4"):
         backend.package.sinusoidal_encoding(*arguments)
 

@@ -34,7 +34,7 @@ def seen(calls):
     return found
 
 
-def test_masks_that_padding_needs_are_given(port, calls):
+def test_padding_masks_are_passed_only_when_needed(port, calls):
     model, plain = build(port, position_encoding="learned"), build(port, position_encoding="learned", fast=False)
     for source, target, expected in (
         (*FULL, [ALL, CAUSAL, ALL]),
@@ -66,7 +66,7 @@ def test_masks_are_looked_at_once_for_all_layers(port, calls, monkeypatch):
     assert counts.count(torch.Tensor) == 2 + 4  # states and masks of both stacks
 
 
-def test_a_mask_that_changes_between_calls_is_looked_at_again(port, calls):
+def test_mask_modified_between_calls_is_inspected_again(port, calls):
     """Also in inference mode, where tensors don't count their changes."""
     model, plain = build(port), build(port, fast=False)
     with torch.inference_mode():

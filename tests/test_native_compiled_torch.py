@@ -24,7 +24,7 @@ def backend(found):
     return lambda graph, _: found.append(graph) or graph.forward
 
 
-def test_a_step_is_one_graph_for_all_lengths(port, graphs):
+def test_decode_step_compiles_to_one_graph_for_all_lengths(port, graphs):
     """All layers share one length, which the compiler makes a variable in the second step."""
     model = build(port, num_decoder_layers=3)
     step = torch.compile(model.decode_step, fullgraph=True, backend=backend(graphs))
@@ -41,7 +41,7 @@ def test_a_step_is_one_graph_for_all_lengths(port, graphs):
 
 @pytest.mark.parametrize("search", ["greedy_search", "beam_search"])
 @pytest.mark.parametrize("wrapped", [False, True], ids=["the model", "what wraps it"])
-def test_a_search_runs_the_code_that_was_compiled(port, graphs, search, wrapped):
+def test_search_uses_the_compiled_model(port, graphs, search, wrapped):
     model = build(port)
     options = {"max_length": 12, "min_length": 12}
     expected = getattr(port.package, search)(model, SOURCE, **options)
@@ -70,7 +70,7 @@ def test_a_search_runs_a_step_of_the_callers(port, graphs):
     assert graphs
 
 
-def test_a_search_of_a_model_that_only_compiled_its_call_warns(port, graphs):
+def test_search_warns_if_only_the_call_is_compiled(port, graphs):
     model = build(port)
     expected = port.package.greedy_search(model, SOURCE, max_length=6)
     model.compile(backend=backend(graphs))
@@ -152,7 +152,7 @@ class Scaled(torch.Tensor):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_search_leaves_quantized_weights_alone(port, dtype):
+def test_search_does_not_change_layout_of_quantized_weights(port, dtype):
     """The layouts of a search are only for plain tensors."""
     model, expected = build(port, dtype), build(port, dtype)
     for layer in (model.decoder.layers[0].feed_forward.inner_proj, model.decoder.layers[0].self_attention.query_proj):

@@ -38,7 +38,7 @@ def asked(monkeypatch):
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_the_switch_goes_where_the_model_goes(port, fast, tmp_path):
+def test_fast_flag_is_preserved_by_copies_and_saved_models(port, fast, tmp_path):
     """Keras builds copies from the arguments of the constructor, which accelerates each copy."""
     import keras
 
@@ -54,7 +54,7 @@ def test_the_switch_goes_where_the_model_goes(port, fast, tmp_path):
         assert is_fast(port, getattr(port.package, part).from_weights(CONFIG, weights))
 
 
-def test_formulas_run_one_operation_at_a_time(port, asked):
+def test_plain_model_runs_eagerly_unless_compiled(port, asked):
     """A trainer traces a model with ``fast=False`` only for ``compile=True``."""
     fast, plain = (
         port.package.Transformer.from_weights(CONFIG, random_weights(CONFIG), "float64", fast=fast)

@@ -36,7 +36,7 @@ def test_jax_jit(port):
 
 @pytest.mark.only("jax")
 def test_jax_dropouts_draw_apart(port):
-    """Layers that drop the same places would be one layer, as far as regularisation goes."""
+    """Layers that drop the same places would be one layer, as far as regularization goes."""
     import jax
     from flax import nnx
 

@@ -136,7 +136,7 @@ class Tensor:
         return self.rows
 
 
-def test_a_prefix_of_another_framework(port):
+def test_prefix_ids_accept_arrays_of_other_frameworks(port):
     import jax.numpy as jnp
 
     model = build(port)
@@ -170,7 +170,7 @@ def test_frozen_variables_are_not_trained_in_silence(port):
     assert len(changed) > 10
 
 
-def test_parameters_that_are_missing_are_named(port):
+def test_missing_parameters_are_named_in_the_error(port):
     import jax.numpy as jnp
     from flax import nnx
 

@@ -54,7 +54,7 @@ def test_a_trainer_is_not_copied(port, duplicate, steps):
         duplicate(trainer)
 
 
-def test_new_settings_hold_for_the_next_step(port):
+def test_changed_settings_apply_to_the_next_step(port):
     changed = dataclasses.replace(SETTINGS, clip_norm=1e-3, beta1=0.5, accumulation_steps=2)
     trainer, expected = port.package.Trainer(build(port), SETTINGS), port.package.Trainer(build(port), SETTINGS)
     for each in (trainer, expected):
@@ -89,7 +89,7 @@ def test_a_regularizer_of_a_frozen_parameter_has_no_effect(port):
     port.package.Trainer(model, SETTINGS).train_step(*BATCH)
 
 
-def test_a_state_of_another_type_is_refused(port):
+def test_load_state_rejects_other_types(port):
     trainer = port.package.Trainer(build(port), SETTINGS)
     with pytest.raises(TypeError, match=r"state must be a TrainingState: got dict; write TrainingState\(\*\*state\)"):
         trainer.load_state(vars(trainer.export_state()))
@@ -114,7 +114,7 @@ def test_a_loss_does_not_round_labels(port, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_a_step_of_a_frozen_model_changes_nothing(port, dtype):
+def test_train_step_of_a_frozen_model_changes_no_weights(port, dtype):
     model = build(port, dtype)
     expected = model.export_weights()
     model.trainable = False
@@ -126,7 +126,7 @@ def test_a_step_of_a_frozen_model_changes_nothing(port, dtype):
 # --- Dropout ---
 
 
-def test_dropout_follows_a_model_that_calls_encode_and_decode(port):
+def test_dropout_follows_the_training_flag_of_an_outer_model(port):
     import keras
 
     class Outer(keras.Model):
@@ -199,14 +199,14 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_model_of_another_type_is_refused(port, call):
+def test_model_of_another_type_raises_type_error(port, call):
     for model in (functional(port), port.package.Encoder.from_weights(CONFIG, random_weights(CONFIG))):
         with pytest.raises(TypeError, match=f"model must be a Transformer: got {type(model).__name__}"):
             CALLS[call](port.package, model)
 
 
 @pytest.mark.parametrize("call", ["sample", "score", "gradients"])
-def test_what_needs_values_is_refused_in_a_function(port, call):
+def test_eager_only_calls_raise_inside_tf_function(port, call):
     import tensorflow as tf
 
     model = build(port)
@@ -229,7 +229,7 @@ def test_a_checkpoint_has_a_replaced_layer(port, tmp_path):
     assert_close(np.asarray(model(SOURCE, TARGET)), expected)
 
 
-def test_weights_of_a_model_that_lost_a_layer_are_not_exported(port):
+def test_export_rejects_a_model_with_a_removed_layer(port):
     model = build(port, num_encoder_layers=2)
     model.encoder.layers.pop()
     with pytest.raises(ValueError, match=r"the model must have encoder\.layers\.1\.self_attention\.query_proj"):

@@ -32,7 +32,7 @@ def replaced(model):
 
 
 @pytest.mark.parametrize("change", [assigned, replaced])
-def test_positions_are_exact_if_parameters_get_another_dtype(port, change):
+def test_positions_stay_exact_after_a_dtype_change(port, change):
     model, expected = change(build(port, "bfloat16")), build(port, "bfloat16").float()
     with torch.no_grad():
         torch.testing.assert_close(model(SOURCE, TARGET), expected(SOURCE, TARGET), rtol=0, atol=0)
@@ -58,7 +58,7 @@ def test_a_search_of_several_models_is_refused(port, names):
         port.package.greedy_search(models, SOURCE)
 
 
-def test_a_model_that_holds_another_one_is_searched(port):
+def test_search_works_on_a_model_that_contains_another_one(port):
     model, expected = build(port), port.package.greedy_search(build(port), SOURCE)
     model.teacher = build(port).requires_grad_(False)
     np.testing.assert_array_equal(port.package.greedy_search(model, SOURCE).ids, expected.ids)
@@ -95,7 +95,7 @@ def test_positions_of_a_subclass_are_decoded(port):
     torch.testing.assert_close(step, model(SOURCE, TARGET), rtol=0, atol=1e-12)
 
 
-def test_positions_of_another_kind_are_not_decoded(port):
+def test_search_rejects_a_replaced_position_module(port):
     model = build(port)
     model.target_position = nn.Identity()
     with pytest.raises(ValueError, match="target_position must add one vector per position: got Identity"):
@@ -153,7 +153,7 @@ def other_embedding(package, model):
         (other_embedding, "output_proj must be tied to target_embedding"),
     ],
 )
-def test_other_layers_of_a_frozen_model_are_not_lost(port, change, message):
+def test_export_rejects_added_layers_of_a_frozen_model(port, change, message):
     model = build(port, tie_embeddings="target_output")
     change(port.package, model)
     model.requires_grad_(False)(SOURCE, TARGET)
@@ -161,7 +161,7 @@ def test_other_layers_of_a_frozen_model_are_not_lost(port, change, message):
         model.export_weights()
 
 
-def test_frozen_layers_that_are_added_have_no_gradients(port):
+def test_added_frozen_layers_have_no_gradients(port):
     model = build(port)
     added_norm(port.package, model)
     model.encoder.final_norm.requires_grad_(False)
@@ -181,7 +181,7 @@ def replaced_layer(model):
 
 @pytest.mark.parametrize("change", [assigned_parameters, replaced_layer])
 @pytest.mark.parametrize("method", ["train_step", "gradient"])
-def test_parameters_that_a_trainer_does_not_know_are_named(port, change, method):
+def test_replaced_parameters_require_a_new_trainer(port, change, method):
     """They would keep their values."""
     model = build(port)
     trainer = port.package.Trainer(model, SETTINGS)

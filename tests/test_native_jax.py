@@ -34,7 +34,7 @@ CONFIG = tiny_config(num_encoder_layers=1, num_decoder_layers=1)
 
 
 @pytest.mark.parametrize("tie", tiers.first_alone(["all", "target_output"], "ties"))
-def test_a_tied_table_is_one_parameter_in_two_places(port, tie):
+def test_tied_embedding_is_a_single_parameter(port, tie):
     import jax
     from flax import nnx
 
@@ -81,7 +81,7 @@ def test_a_clone_between_two_steps_survives(port):
         np.testing.assert_array_equal(array, value)
 
 
-def test_a_trainer_takes_a_model_as_it_is(port, caplog):
+def test_second_train_step_does_not_recompile(port, caplog):
     """Built by the constructor, its arrays are bound to no device; the second step compiles nothing all the same."""
     import jax
     from flax import nnx
@@ -135,7 +135,7 @@ np.testing.assert_allclose(losses(sharded), losses(alone), rtol=1e-12)
 
 
 @pytest.mark.extended("places")
-def test_sharded_parameters_are_trained_where_they_are():
+def test_sharded_parameters_keep_their_sharding_in_training():
     """Moments lie where the parameters do, also after a state was loaded."""
     flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
     run_alone(SHARDED, XLA_FLAGS=flags)
@@ -183,7 +183,7 @@ def test_orbax_saves_and_restores(port, tmp_path):
     np.testing.assert_array_equal(port.to_numpy(fresh(SOURCE, TARGET)), port.to_numpy(model(SOURCE, TARGET)))
 
 
-def test_decode_step_leaves_its_argument_alone(port):
+def test_decode_step_does_not_modify_its_cache(port):
     model = build(port, "float64")
     empty = model.init_cache(SOURCE, 3)
     first, one = model.decode_step(TARGET[:, 0], empty)
@@ -294,7 +294,7 @@ def test_export_and_import(port):
         assert_close(port.to_numpy(called(*map(np.int32, ids))), port.to_numpy(model(*ids)))
 
 
-def test_no_hidden_transfers(port):
+def test_compiled_calls_make_no_implicit_transfers(port):
     import jax
     from flax import nnx
 
@@ -424,7 +424,7 @@ np.testing.assert_array_equal(free.export_weights()["encoder.layers.0.feed_forwa
 
 
 @pytest.mark.extended("places")
-def test_everything_is_where_the_model_is():
+def test_all_arrays_are_on_the_device_of_the_model():
     flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
     run_alone(TWO_DEVICES, XLA_FLAGS=flags)
 

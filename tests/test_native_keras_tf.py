@@ -30,7 +30,7 @@ def test_weights_of_more_layers_are_not_loaded_in_part(port, side, suffix, tmp_p
     assert_same_bits(same.export_weights(), saved.export_weights())
 
 
-def test_metrics_and_losses_of_keras_leave_padding_out_where_told(port):
+def test_metrics_and_losses_of_keras_can_ignore_padding(port):
     import keras
 
     model = build(port)

@@ -77,7 +77,7 @@ def test_training_refuses_adapters(port):
             call()
 
 
-def test_other_layers_are_refused(port):
+def test_unsupported_layers_and_parameters_are_rejected(port):
     """A layer that may compute with something else, and parameters that no name has."""
     from flax import nnx
 
@@ -93,7 +93,7 @@ def test_other_layers_are_refused(port):
     for layer in (wrapper, Scaled(*width, rngs=nnx.Rngs(0))):
         attention.value_proj = layer
         for call in (model.export_weights, lambda: port.package.gradients(model, *BATCH)):
-            with pytest.raises(ValueError, match=rf"value_proj must compute .* got a {type(layer).__name__}; .*restore"):
+            with pytest.raises(ValueError, match=rf"value_proj must compute .* got a {type(layer).__name__}; .*layer"):
                 call()
     attention.value_proj = own
     model.output_proj = Scaled(24, 37, rngs=nnx.Rngs(0))  # tied: its matrix has no name

@@ -152,7 +152,7 @@ def test_a_mask_of_scores_is_called_attention_mask(port):
         port.package.EncoderLayer(CONFIG)(random_vectors(4), mask=np.ones((1, 1, 4, 4), bool))
 
 
-def test_layers_follow_an_embedding_that_masks_zero(port, tmp_path):
+def test_layers_respect_the_mask_of_a_keras_embedding(port, tmp_path):
     import keras
 
     embedding = keras.layers.Embedding(50, 24, mask_zero=True)
@@ -206,7 +206,7 @@ def test_pooling_after_an_encoder_ignores_padding(port, form):
     np.testing.assert_allclose(port.to_numpy(found), expected, atol=1e-5)
 
 
-def test_a_mask_given_to_decode_replaces_that_of_the_memory(port):
+def test_source_mask_given_to_decode_overrides_the_memory_mask(port):
     """Keras attaches the mask of ``encode`` to the memory. The logits have none: they belong to the target."""
     model = build(port)
     memory = model.encode(SOURCE)
@@ -345,7 +345,7 @@ def test_a_saved_model_has_a_serving_signature(port, kind, tmp_path):
 # --- Errors ---
 
 
-def test_what_is_no_tensor_of_ids_is_an_error(port):
+def test_invalid_token_id_inputs_raise_clear_errors(port):
     import keras
     import tensorflow as tf
 
@@ -380,7 +380,7 @@ for kind in ("Transformer", "EncoderLayer"):
 """
 
 
-def test_keras_on_another_framework_is_an_error():
+def test_keras_with_another_backend_raises_an_error():
     said = run_alone(WRONG_BACKEND, KERAS_BACKEND="torch")
     assert said.splitlines() == 2 * ["KERAS_BACKEND must be tensorflow for transformer_tf: got torch"]
 
@@ -389,7 +389,7 @@ def test_keras_on_another_framework_is_an_error():
 
 
 @pytest.mark.parametrize("beam_size", [1, 2])
-def test_several_tokens_in_one_step(port, beam_size):
+def test_decode_step_accepts_several_tokens(port, beam_size):
     """A prefix, then single tokens. Each hypothesis of a sentence has its own prefix."""
     import tensorflow as tf
 

@@ -62,7 +62,7 @@ def test_torch_deepcopy(port):
 
 
 @pytest.mark.only("torch")
-def test_torch_search_leaves_modes_alone(port):
+def test_torch_search_preserves_training_modes(port):
     """A model in training with a frozen part searches without dropout, and is what it was."""
     model = build(port)
     model.train()

@@ -30,7 +30,7 @@ def build(dtype="float64", **overrides):
 
 @pytest.mark.parametrize("tie", ["target_output", "all"])
 @pytest.mark.parametrize("copied", [lambda x: x, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_tied_table_is_one_array_in_two_places(tie, copied):
+def test_tied_embedding_is_a_single_array(tie, copied):
     model = copied(build(tie_embeddings=tie))
     assert model.output_proj.embedding is model.target_embedding
     expected, x = model(SOURCE, TARGET), np.ones((1, 1, 24))
@@ -67,7 +67,7 @@ def test_numpy_numbers_in_settings():
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 1.0, np.float64(1.0), "1", None, np.ones(1)])
-def test_what_is_no_integer(value):
+def test_check_integer_rejects_non_integers(value):
     with pytest.raises(TypeError, match=r"^size must be an integer: got "):
         checks.check_integer("size", value, minimum=0)
 
@@ -76,7 +76,7 @@ def test_what_is_no_integer(value):
 
 
 class Tagged(np.ndarray):
-    """A subclass, such as those of units or of labelled axes."""
+    """A subclass, such as those of units or of labeled axes."""
 
 
 def kinds_of(array, folder):
@@ -113,7 +113,7 @@ def test_arrays_of_every_kind(tmp_path):
         assert {type(array) for array in twin.export_weights().values()} == {np.ndarray}
 
 
-def test_training_writes_into_nothing_it_is_given():
+def test_training_does_not_modify_its_inputs():
     weights = random_weights(tiny_config(**ONE_LAYER))
     for array in weights.values():
         array.flags.writeable = False
@@ -151,7 +151,7 @@ def test_threads_share_a_model():
         assert list(threads.map(run, batches)) == expected
 
 
-def test_global_state_is_left_alone():
+def test_global_numpy_state_is_not_modified():
     """Nor does it depend on any: not on NumPy's generator, nor on how errors are handled."""
     before, handling = np.random.get_state()[1].copy(), np.geterr()
     for factor in (1, 20):  # where scores are large, probabilities underflow
@@ -191,7 +191,7 @@ def test_a_dtype_in_every_spelling(dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.int32, "int32", "bfloat16", "half-precision", None, 4, {"f": 4}])
-def test_a_dtype_that_is_not_offered(dtype):
+def test_unsupported_dtype_raises_value_error(dtype):
     for build_it in (ref.Transformer, lambda config, dtype: build(dtype)):
         with pytest.raises(ValueError, match=r"^dtype must be one of float64, float32: got "):
             build_it(tiny_config(**ONE_LAYER), dtype)
@@ -209,7 +209,7 @@ def test_repr_shows_sizes_dtype_and_number_of_parameters():
 
 @pytest.mark.parametrize("rng", [0, True, np.random.RandomState(0), np.random])
 @pytest.mark.parametrize("rate", [0.0, 0.1])
-def test_a_seed_is_no_generator(rng, rate):
+def test_rng_must_be_a_numpy_generator(rng, rate):
     model = build(dropout=dict.fromkeys(("embedding", "attention", "residual", "feed_forward"), rate))
     for call in (lambda: model(SOURCE, TARGET, rng=rng), lambda: model.encoder(model.encode(SOURCE), rng=rng)):
         with pytest.raises(TypeError, match=r"^rng must be a numpy\.random\.Generator: got .*default_rng\(seed\)"):
@@ -270,7 +270,7 @@ def test_an_assigned_array_is_computed_with_exported_and_trained():
     assert not np.array_equal(model(SOURCE, TARGET), before)
 
 
-def test_other_layers_than_the_config_says_are_not_exported():
+def test_export_rejects_layer_counts_that_contradict_the_config():
     for change, found in ((lambda layers: layers.pop(), 1), (lambda layers: layers.append(layers[0]), 3)):
         model = build(num_encoder_layers=2)
         change(model.encoder.layers)
@@ -302,7 +302,7 @@ def test_a_model_without_weights_is_not_trained():
 
 
 @pytest.mark.parametrize("quick", [True, False])
-def test_new_settings_hold_for_the_next_step(quick):
+def test_changed_settings_apply_to_the_next_step(quick):
     config, changed = tiny_config(), TrainingConfig(beta1=0.5, beta2=0.9, epsilon=1e-3, clip_norm=0.1)
     trainers = [
         ref.Trainer(

@@ -104,7 +104,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("part", ["encoder", "decoder"])
-def test_a_search_with_layers_that_run_others(port, change, part):
+def test_search_runs_wrapped_layers_in_inference_mode(port, change, part):
     """Those are in inference mode too, and afterwards as they were."""
     model, plain = dropped_out(port)
     CHANGES[change](getattr(model, part).layers)
@@ -123,7 +123,7 @@ def test_a_search_with_a_compiled_model(port):
     np.testing.assert_array_equal(found.ids, port.package.greedy_search(plain, SOURCE, max_length=6).ids)
 
 
-def test_a_search_with_a_module_that_was_taken_away(port):
+def test_search_ignores_a_child_module_set_to_none(port):
     """PyTorch then keeps a child that is None."""
     model, plain = build(port), build(port)
     model.encoder.register_module("adapter", None)

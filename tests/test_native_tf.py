@@ -22,7 +22,7 @@ def moved(before, after):
 
 
 @pytest.mark.parametrize("tie", ["target_output", "all"])
-def test_a_tied_table_is_one_variable_in_two_places(port, tie, tmp_path):
+def test_tied_embedding_is_a_single_variable(port, tie, tmp_path):
     """Counted once, saved once, trained once."""
     import keras
 
@@ -43,7 +43,7 @@ def test_a_tied_table_is_one_variable_in_two_places(port, tie, tmp_path):
 
 
 @pytest.mark.parametrize("slices", tiers.first_alone([1, 2], "training"))
-def test_frozen_layers_stay_as_they_are(port, slices):
+def test_frozen_layers_keep_weights_and_moments(port, slices):
     """Their moments too, which a state has all the same; and from when on does not matter."""
     model = build(port)
     trainer = port.package.Trainer(model, TrainingConfig(**{**SETTINGS.to_dict(), "accumulation_steps": slices}))
@@ -76,7 +76,7 @@ def test_frozen_parameters_have_no_moments(port):
     assert set(again.optimizer.second_moment) == set(parameter_shapes(model.config))
 
 
-def test_gradients_say_what_is_frozen(port):
+def test_gradients_list_frozen_parameters(port):
     """Taps have theirs all the same, also where nothing before them is trained."""
     model = build(port)
     expected = port.package.gradients(model, *BATCH)
@@ -90,7 +90,7 @@ def test_gradients_say_what_is_frozen(port):
         assert_close(gradient, {**expected.parameters, **expected.taps}[name])
 
 
-def test_fit_with_callbacks_leaves_frozen_layers_alone(port, tmp_path):
+def test_fit_with_callbacks_does_not_change_frozen_layers(port, tmp_path):
     import keras
 
     keras.utils.set_random_seed(0)
@@ -247,7 +247,7 @@ def test_low_rank_adaptation(port):
             refused()
 
 
-def test_decode_step_leaves_its_argument_alone(port):
+def test_decode_step_does_not_modify_its_cache(port):
     model = build(port)
     empty = model.init_cache(SOURCE, 3)
     first, one = model.decode_step(TARGET[:, 0], empty)
@@ -346,7 +346,7 @@ def test_exported(port, tmp_path):
     close(port, next(iter(served.values())), expected, 1e-5)
 
 
-def test_every_layer_is_built_again_from_its_config(port):
+def test_every_layer_can_be_rebuilt_from_its_config(port):
     import keras
 
     model = port.package.Transformer(CONFIG.replace(tie_embeddings="none", output_bias=True), "mixed_bfloat16")
@@ -364,7 +364,7 @@ def test_every_layer_is_built_again_from_its_config(port):
         assert shapes[0] == shapes[1]
 
 
-def test_layers_in_a_model_of_ones_own(port, tmp_path):
+def test_encoder_layer_works_in_a_custom_keras_model(port, tmp_path):
     import keras
 
     x = keras.Input((None, 24))
@@ -454,7 +454,7 @@ def test_scopes_of_devices_and_strategies_are_respected():
 
 
 @pytest.mark.parametrize("form", [tuple, list, dict])
-def test_masks_beside_inputs_in_one_structure(port, form):
+def test_mask_keyword_works_with_structured_inputs(port, form):
     """A mask by keyword counts, in whatever form the ids come; twice the same is an error."""
     model, mask = build(port), np.array([[1, 0, 1, 1], [1, 1, 1, 0]], bool)  # not that of the padding
     inputs = IDS if form is dict else form(IDS.values())
@@ -473,7 +473,7 @@ def test_a_forgotten_target_is_an_error(port, source):
         build(port)(source)
 
 
-def test_recomputed_layers_restore_seeds_and_nothing_else(port, monkeypatch):
+def test_recomputed_layers_restore_only_dropout_seeds(port, monkeypatch):
     """Frozen weights are no state of dropout."""
     import keras
 

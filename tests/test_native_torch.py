@@ -33,7 +33,7 @@ def _refilled(model):
 
 @pytest.mark.parametrize("tie", ["target_output", "all"])
 @pytest.mark.parametrize("way", TIES)
-def test_a_tied_table_is_one_parameter_in_two_places(port, tie, way):
+def test_tied_embedding_is_a_single_parameter(port, tie, way):
     model = TIES[way](build(port, tie_embeddings=tie))
     table = model.output_proj.weight
     assert table is model.target_embedding.weight
@@ -160,7 +160,7 @@ def test_positions_are_copied(position):
     assert not module.state_dict()  # nothing that is to be learned or stored
 
 
-def test_print_says_what_a_module_is(port):
+def test_module_repr_shows_its_configuration(port):
     text = str(build(port, "float32", position_offset=2, tie_embeddings="none"))
     for line in (
         "TokenEmbedding(37, 24, multiplier=4.89898)",
@@ -202,7 +202,7 @@ assert torch.get_num_threads() == threads
 """
 
 
-def test_precision_is_left_alone():
+def test_matmul_precision_is_not_changed_implicitly():
     """Only ``precision`` sets it; it is never changed in between, which other threads would see."""
     run_alone(UNTOUCHED)
 
@@ -240,7 +240,7 @@ def test_arrays_with_any_strides(port):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
-def test_memory_that_cannot_be_written_to(port, dtype):
+def test_decode_accepts_read_only_memory(port, dtype):
     """As JAX gives its arrays away, those of bfloat16 among them."""
     model = build(port, dtype)
     tensor = model.encode(SOURCE).detach()

@@ -102,7 +102,7 @@ def test_a_compiled_part_of_a_layer(port, part):
     torch.compiler.reset()
 
 
-def test_frozen_parts_stay_as_they_are(port):
+def test_frozen_modules_keep_weights_and_moments(port):
     model = build(port)
     before = model.export_weights()
     model.encoder.requires_grad_(False)
@@ -116,7 +116,7 @@ def test_frozen_parts_stay_as_they_are(port):
         assert state.first_moment[name].any() == state.second_moment[name].any() == moved, name
 
 
-def test_gradients_say_what_is_frozen(port):
+def test_gradients_list_frozen_parameters(port):
     """Taps have theirs all the same, also where nothing before them is trained."""
     model = build(port)
     expected = port.package.gradients(model, *BATCH)
@@ -131,7 +131,7 @@ def test_gradients_say_what_is_frozen(port):
         assert_close(gradient, {**expected.parameters, **expected.taps}[name])
 
 
-def test_what_thaws_goes_on_as_if_it_had_been_resumed(port):
+def test_unfreezing_parameters_matches_resuming(port):
     """One number of steps for all is what a state has: the bias of the moments is corrected by it."""
     model = build(port)
     model.encoder.requires_grad_(False)
@@ -161,7 +161,7 @@ def test_groups_of_parameters_added_to_a_trainer(port):
     assert (frozen == 1.0).all()
 
 
-def test_the_callers_autocast_holds_in_training(port):
+def test_caller_autocast_applies_in_training(port):
     def first(mixed, autocast):
         trainer = port.package.Trainer(build(port, dtype="float32"), TrainingConfig(mixed_bfloat16=mixed))
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -170,7 +170,7 @@ def test_the_callers_autocast_holds_in_training(port):
     assert first(mixed=False, autocast=True) == first(mixed=True, autocast=False) != first(mixed=False, autocast=False)
 
 
-def test_gradients_and_evaluation_leave_modes_alone(port):
+def test_gradients_and_evaluation_preserve_training_modes(port):
     model = build(port)
     trainer = port.package.Trainer(model, SETTINGS)
     model.train()
@@ -287,7 +287,7 @@ def test_gradients_of_a_pruned_layer(port):
     assert (kernel == 0).sum() == kernel.size // 2
 
 
-def test_two_trainers_in_two_threads_draw_what_each_would_alone(port):
+def test_trainers_in_parallel_threads_have_independent_dropout(port):
     """Dropout depends on seed and step only, also if another trainer takes its steps meanwhile."""
     dropout = {"embedding": 0.3, "residual": 0.3, "attention": 0.3, "feed_forward": 0.3}
 

@@ -276,7 +276,7 @@ def test_unknown_dtypes_and_devices_are_refused(port):
         port.package.Transformer(tiny_config(), device=f"cuda:{count}")
 
 
-def test_objects_that_are_no_transformer_are_refused(port):
+def test_non_transformer_objects_raise_type_error(port):
     encoder = port.package.Encoder(tiny_config())
     for model, kind in ((nn.Linear(2, 2), "Linear"), (encoder, "Encoder"), (None, "NoneType")):
         for call in (

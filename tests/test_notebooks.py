@@ -85,7 +85,7 @@ def test_every_notebook_is_known_and_listed():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_stored_is_of_the_current_source(name):
+def test_stored_notebook_matches_its_source(name):
     prose, code = source(name)
     path = FOLDER / f"{name}.ipynb"
     assert [code_cells.joined(cell["source"]) for cell in stored(path, "code")] == code
@@ -94,7 +94,7 @@ def test_what_is_stored_is_of_the_current_source(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_cells_were_executed_in_order_and_complain_about_nothing(name):
+def test_cells_were_executed_in_order_without_errors(name):
     path = FOLDER / f"{name}.ipynb"
     cells = stored(path, "code")
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
@@ -104,7 +104,7 @@ def test_cells_were_executed_in_order_and_complain_about_nothing(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_has_one_title_something_to_look_at_and_a_way_on(name):
+def test_notebook_has_a_title_figures_and_next_steps(name):
     prose, code = source(name)
     assert re.findall(r"^# .+$", "".join(prose), re.MULTILINE) == re.findall(r"\A\s*(# .+)$", prose[0], re.MULTILINE)
     assert re.findall(r"^## (.+)$", "".join(prose), re.MULTILINE)[-1] == "What to try next"
@@ -114,7 +114,7 @@ def test_a_notebook_has_one_title_something_to_look_at_and_a_way_on(name):
     assert pictures(FOLDER / f"{name}.ipynb")
 
 
-def test_the_site_refuses_outputs_of_other_code():
+def test_site_rejects_outputs_of_outdated_code():
     _, code = source("tour")
     assert code_cells.outputs("tour", 0, code[0]) == stored(FOLDER / "tour.ipynb", "code")[0]["outputs"]
     with pytest.raises(ExtensionError, match=r"code cell 0 of docs/notebooks/tour.md has changed: run python docs/"):
@@ -150,7 +150,7 @@ def executed(name: str) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=executed(name)) for name in NAMES])
-def test_a_notebook_prints_and_draws_what_is_stored(name, tmp_path):
+def test_executed_notebook_reproduces_stored_outputs(name, tmp_path):
     # Without the suite's cache of what JAX has compiled: a reader has none.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "PYTEST_"))}
     before = os.times()

@@ -62,7 +62,7 @@ def test_the_choice_follows_the_measurement(gain, error, highest, fast, monkeypa
 
 
 @pytest.mark.parametrize("where", ["a GPU", "no oneDNN"])
-def test_nothing_is_measured(where, monkeypatch):
+def test_onednn_is_not_measured_on_a_gpu_or_when_unavailable(where, monkeypatch):
     """Where "medium" would allow TF32 on a GPU, and where there is nothing to choose."""
     monkeypatch.setattr(onednn, "measured", lambda: pytest.fail("it is measured"))
     module = torch.cuda if where == "a GPU" else torch.backends.mkldnn
@@ -116,7 +116,7 @@ def test_a_product_with_fewer_bits_is_seen(bits):
     assert onednn._error(torch.from_numpy(left), torch.from_numpy(right)) < onednn.ERROR
 
 
-def test_the_description_says_who_multiplies(monkeypatch):
+def test_describe_reports_the_matmul_library(monkeypatch):
     blas = "MKL" if torch.backends.mkl.is_available() else "the BLAS"
     assert transformer_torch.describe()["products on a CPU"] == blas
     measures(monkeypatch, 2.5, EXACT)
@@ -148,7 +148,7 @@ def test_attention_over_short_inputs_avoids_the_fused_kernel(length, monkeypatch
 
 
 @pytest.mark.parametrize("beam_size", first_alone([None, 3], "searches"))
-def test_a_search_takes_the_products_that_were_chosen(beam_size, monkeypatch):
+def test_search_uses_the_chosen_matmul_implementation(beam_size, monkeypatch):
     allowed = tolerance(2e-6)
     measures(monkeypatch, FAST, EXACT)
     seen = []

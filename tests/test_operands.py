@@ -31,7 +31,7 @@ def said(attention_bias, change):
 
 
 @pytest.mark.parametrize(("bias", "words"), [(True, ", with the correct bias"), (False, "")])
-def test_the_kernel_of_another_projection_is_recognized(bias, words):
+def test_kernel_of_another_projection_is_recognized(bias, words):
     """Query and key are exchanged, and their biases are not."""
     exchanged = {f"{BLOCK}.query_proj.kernel": f"{BLOCK}.key_proj.kernel"}
     found = said(bias, lambda weights: {name: weights[other] for name, other in exchanged.items()})
@@ -44,7 +44,7 @@ def test_a_transposed_kernel_is_recognized():
     assert said(False, lambda weights: {name: weights[name].T}) == f"the kernel is the transpose of {name}"
 
 
-def test_nothing_is_said_of_a_kernel_that_no_parameter_is():
+def test_unknown_kernel_is_not_reported():
     """A multiple of a kernel, and the kernel itself."""
     name = f"{BLOCK}.query_proj.kernel"
     assert said(False, lambda weights: {name: 2.0 * weights[name]}) == ""
@@ -63,7 +63,7 @@ def of_block(name, change):
     return of_operands(name, {**wanted, name: change(wanted, weights)}, wanted, weights, PRE)
 
 
-def test_a_projection_that_reads_another_tensor_is_recognized():
+def test_projection_of_another_tensor_is_recognized():
     """The input without its norm, and a tensor of another layer."""
     key = f"{LAYER}.self_attention.key"
 
@@ -79,7 +79,7 @@ def test_a_projection_that_reads_another_tensor_is_recognized():
     assert of_block(key, projected(f"{LAYER}.self_attention_norm.output")) == ""  # its own input
 
 
-def test_the_kernel_and_bias_of_another_projection_are_recognized():
+def test_kernel_and_bias_of_another_projection_are_recognized():
     config = tiny(attention_bias=True, d_k=None, d_v=None)
     case = Case("full/padded", "full model", config, "", token_ids(config))
     block, wanted = f"{LAYER}.cross_attention", observed(TRUTH, case)
@@ -88,7 +88,7 @@ def test_the_kernel_and_bias_of_another_projection_are_recognized():
     assert found == f"the projection uses the kernel and the bias of {block}.key_proj"
 
 
-def test_a_projection_that_reads_a_norm_of_a_tensor_is_recognized():
+def test_projection_of_a_normalized_tensor_is_recognized():
     """The memory is normed once more in each decoder layer."""
     key, norm = f"{LAYER}.cross_attention.key", f"{LAYER}.cross_attention_norm"
 
@@ -101,7 +101,7 @@ def test_a_projection_that_reads_a_norm_of_a_tensor_is_recognized():
 
 
 @pytest.mark.parametrize("name", ["encoder.output", f"{LAYER}.self_attention_norm.output"])
-def test_a_norm_with_other_parameters_is_recognized(name):
+def test_norm_with_other_parameters_is_recognized(name):
     norm = "encoder.final_norm" if name == "encoder.output" else f"{LAYER}.self_attention_norm"
 
     def with_parameters(pick):
@@ -118,7 +118,7 @@ def test_a_norm_with_other_parameters_is_recognized(name):
     assert with_parameters(lambda scale, bias: (scale**2, bias)) == ""
 
 
-def test_a_feed_forward_network_that_reads_the_residual_stream_is_recognized():
+def test_feed_forward_network_on_the_residual_stream_is_recognized():
     terms = [BEFORE, f"{LAYER}.self_attention.output", f"{LAYER}.cross_attention.output"]
 
     def change(tensors, weights):
@@ -140,7 +140,7 @@ def test_wrong_terms_of_a_residual_sum_are_measured():
     assert of_block(f"{LAYER}.output", lambda tensors, weights: tensors[f"{LAYER}.output"] + noise) == ""
 
 
-def test_heads_that_are_merged_in_another_order_are_recognized():
+def test_heads_merged_in_another_order_are_recognized():
     block = f"{LAYER}.cross_attention"
 
     def merged(merge):
@@ -172,7 +172,7 @@ SUMS = [f"{LAYER}.self_attention_norm.output", f"{LAYER}.feed_forward.output", f
         ([SUMS[0], SUMS[1], SUMS[2]], True, ""),
     ],
 )
-def test_tensors_that_a_norm_reads_are_recognized(terms, is_normed, words):
+def test_inputs_of_a_norm_are_recognized(terms, is_normed, words):
     norm = f"{LAYER}.feed_forward_norm"
     case = Case("full/padded", "full model", POST, "", token_ids(POST))
     weights, wanted = case.load_weights(), observed(TRUTH, case)
@@ -203,7 +203,7 @@ def softmax(scores, axis=-1):
         (lambda scores, allowed: softmax(np.where(allowed, 2.0 * scores, 0.0)), ""),
     ],
 )
-def test_the_scores_that_a_softmax_masks_are_measured(block, weights, words):
+def test_masked_scores_of_a_softmax_are_measured(block, weights, words):
     found = of_block(
         f"{block}.weights",
         lambda tensors, _: weights(tensors[f"{block}.scores"], tensors[f"{block}.weights"] > 0.0),

@@ -15,7 +15,7 @@ from transformer_parity.transformer.cases.standard import preset_case
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN
 from transformer_parity.transformer.diagnose.investigate import Investigation
-from transformer_parity.transformer.mistakes.catalogue import FORWARD
+from transformer_parity.transformer.mistakes.catalog import FORWARD
 from transformer_parity.transformer.mistakes.mistake import Edits, Mistake, together
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.user import PluginPort
@@ -61,7 +61,7 @@ def diagnosis_of(kind):
     return report.diagnosis
 
 
-def assert_recognised(diagnosis, names):
+def assert_recognized(diagnosis, names):
     """Fail unless one hypothesis reproduces everything, and no other comes near."""
     assert diagnosis.confidence == EXACT
     assert len(diagnosis.hypotheses) == 1
@@ -87,7 +87,7 @@ def assert_recognised(diagnosis, names):
 )
 @pytest.mark.only("torch")
 def test_conventions_of_torch_and_hugging_face(kind, conventions):
-    assert_recognised(diagnosis_of(kind), conventions)
+    assert_recognized(diagnosis_of(kind), conventions)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_conventions_of_torch_and_hugging_face(kind, conventions):
 @pytest.mark.only("tf")
 @pytest.mark.extended("ports of others", "tf")
 def test_conventions_of_keras_hub(kind, conventions):
-    assert_recognised(diagnosis_of(kind), conventions)
+    assert_recognized(diagnosis_of(kind), conventions)
 
 
 @pytest.mark.parametrize("kind", [others.Mistaken, others.MistakenUnseen])
@@ -123,12 +123,12 @@ def test_conventions_of_keras_hub(kind, conventions):
 def test_two_mistakes_at_once(kind, names, monkeypatch):
     both = Mistake("", "", together(*(KNOWN[name].edits for name in names)))
     monkeypatch.setattr(kind, "package", planted(both, "torch").port.package)
-    assert_recognised(diagnosis_of(kind), names)
+    assert_recognized(diagnosis_of(kind), names)
 
 
 @pytest.mark.parametrize("name", UNHEARD_OF)
 @pytest.mark.only("torch")
-def test_a_mistake_that_nobody_knows(name, monkeypatch):
+def test_unlisted_bug_gets_no_exact_diagnosis(name, monkeypatch):
     mistaken = planted(Mistake("", "", UNHEARD_OF[name]), "torch")
     monkeypatch.setattr(others.Mistaken, "package", mistaken.port.package)
     diagnosis = diagnosis_of(others.Mistaken)
@@ -158,7 +158,7 @@ def correct_ports() -> list:
 
 
 @pytest.mark.parametrize(("kind", "case"), correct_ports())
-def test_no_alarm_where_nothing_is_wrong(kind, case):
+def test_correct_ports_raise_no_false_alarm(kind, case):
     findings, reports = check(kind, [case])
     agreed = {finding.tap for finding in findings if finding.verdict == AGREES}
     assert {"encoder.output", "decoder.output", "logits", "output"} <= agreed

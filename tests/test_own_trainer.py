@@ -158,7 +158,7 @@ def as_objects(arrays):
 
 
 @pytest.mark.parametrize("kind", [Objects, Weights])
-def test_arrays_of_objects_are_refused_where_they_are_made(kind, monkeypatch):
+def test_object_arrays_raise_type_error(kind, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     probe = replace(port_probes()[0], steps=2)
     with pytest.raises(TypeError, match=r"^\S+ must contain numbers: got dtype object$"):
@@ -312,7 +312,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
         ("Uncounted", "data=2", "", "it does not define parameters_per_device()"),
     ],
 )
-def test_ports_that_are_not_distributed_fail(monkeypatch, tmp_path, kind, plan, at, said):
+def test_ports_without_distributed_training_fail(monkeypatch, tmp_path, kind, plan, at, said):
     monkeypatch.chdir(tmp_path)
     Path("devices.py").write_text(PORTS)
     found = failing(f"devices:{kind}", plan)

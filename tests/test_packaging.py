@@ -81,12 +81,12 @@ def bare(code: str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["check", "--backends", "torch"]])
-def test_without_its_libraries_the_command_line_says_what_to_install(arguments):
+def test_command_line_without_its_libraries_explains_what_to_install(arguments):
     done = bare("import runpy; runpy.run_module('transformer_parity', run_name='__main__')", *arguments)
     assert (done.returncode, done.stdout, done.stderr) == (3, "", f"parity: error: the parity command {NEEDS}")
 
 
-def test_one_library_that_is_missing_is_named():
+def test_missing_library_is_named():
     one = BARE.replace(str(LIBRARIES), "('psutil',)")
     code = "from transformer_parity.engine.system.machine import needs; print(needs())"
     done = subprocess.run([sys.executable, "-c", one + code], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -137,7 +137,7 @@ def required(extra: str, name: str) -> tuple[list[str], str]:
     return [], ""
 
 
-def test_everything_that_comes_along_is_pinned():
+def test_all_transitive_dependencies_are_pinned():
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     pins = [re.fullmatch(r"([a-z0-9-]+)==([0-9][0-9a-z.]*)", line) for line in lines if not line.startswith("#")]
     assert all(pins)
@@ -195,14 +195,14 @@ def test_the_source_distribution_has_everything(built):
     assert os.access(source / ".ci" / "run", os.X_OK) == os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
-def test_the_wheel_has_every_package_and_nothing_else(built):
+def test_wheel_contains_exactly_the_packages(built):
     _, wheel = built
     assert contents(wheel, PROGRAM) == contents(ROOT, PROGRAM)
     (info,) = {path.name for path in wheel.iterdir()} - set(PROGRAM)
     assert info.endswith(".dist-info")
 
 
-def test_the_description_has_no_link_that_leads_nowhere(built):
+def test_package_description_has_no_relative_links(built):
     _, wheel = built
     (metadata,) = wheel.glob("*/METADATA")
     found = importlib.metadata.Distribution.at(metadata.parent).metadata

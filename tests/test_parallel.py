@@ -39,16 +39,16 @@ def same(probe, plan, *, dropout="global"):
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("probe", first_alone(probes().values(), "plans"), ids=lambda probe: probe.name)
-def test_every_plan_gives_what_one_device_gives(probe, plan):
+def test_every_plan_matches_one_device(probe, plan):
     same(probe, plan)
 
 
 @pytest.mark.parametrize("name", ["dropout", "vocabulary of 37", "checkpointing"])
-def test_an_uneven_plan_gives_what_one_device_gives(name):
+def test_uneven_plan_matches_one_device(name):
     same(probes()[name], Plan(data=3, tensor=2))
 
 
-def test_dropout_of_each_share_is_another_one_if_it_is_local():
+def test_local_dropout_differs_from_global_dropout():
     probe = probes()["dropout"]
     globally, locally = (trainer(probe, mesh=Plan(data=2), dropout=kind) for kind in ("global", "local"))
     assert abs(globally.gradient(*probe.batch(0)).loss - locally.gradient(*probe.batch(0)).loss) > 1e-3

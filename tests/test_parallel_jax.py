@@ -81,12 +81,12 @@ assert_same_gradient(alone(probe), trainer(probe, "data=3", dropout="local"), pr
 
 
 @pytest.mark.extended("plans")
-def test_dropout_is_that_of_one_device():
+def test_global_dropout_matches_one_device():
     run(DROPOUT)
 
 
 @pytest.mark.extended("plans")
-def test_local_dropout_too_is_that_of_one_device():
+def test_local_dropout_matches_one_device():
     """For nothing: each device draws its part of the masks alone."""
     run(LOCAL)
 
@@ -169,7 +169,7 @@ for step in range(10**6):
 @pytest.mark.parametrize(
     "end", ["os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getpid(), signal.SIGTERM)", "raise ValueError('one')"]
 )
-def test_a_process_that_ends_ends_the_others(end):
+def test_terminated_process_stops_the_others(end):
     with started(DEATH.format(end=end), 2, 2) as ((leader, _), (other, said)):
         assert other.wait(300) != 0
         said.seek(0)
@@ -180,7 +180,7 @@ def test_a_process_that_ends_ends_the_others(end):
 
 
 @pytest.mark.extended("plans")
-def test_a_process_that_is_missing_is_an_error():
+def test_missing_process_raises_deadline_exceeded():
     program = "import transformer_jax\ntransformer_jax.make_mesh(Plan.parse('data=3'))"
     with started(program, 3, 1) as ((first, said), (second, _), (third, _)):
         third.kill()
@@ -217,7 +217,7 @@ else:
         ("seed, settings, and batch", "batch = probe.batch(1)"),
     ],
 )
-def test_processes_that_were_given_different_things_are_refused(what, change):
+def test_processes_with_different_inputs_are_rejected(what, change):
     run(DIFFERENT.format(what=what, change=change), processes=2, devices=1)
 
 
@@ -328,7 +328,7 @@ assert {what for _, _, what in moved} == {"all-reduce"}, moved  # nothing that i
 
 
 @pytest.mark.extended("plans")
-def test_masks_are_drawn_where_they_are_needed():
+def test_dropout_masks_are_drawn_without_communication():
     """Those of the whole batch cost no communication: each device draws its part."""
     run(COMMUNICATION)
 
@@ -341,7 +341,7 @@ def test_a_plan_needs_its_devices(port):
         port.package.make_mesh(Plan(data=2, tensor=2))
 
 
-def test_what_is_no_mesh_is_refused(port):
+def test_trainer_rejects_invalid_meshes(port):
     import jax
 
     model, settings = build(port), TrainingConfig()
@@ -354,7 +354,7 @@ def test_what_is_no_mesh_is_refused(port):
     assert port.package.make_mesh(Plan()).axis_names == ("data",)
 
 
-def test_what_one_device_holds(port):
+def test_single_device_holds_full_parameters(port):
     trainer = port.package.Trainer(build(port), TrainingConfig())
     held = port.package.shards(trainer)
     assert list(held) == list(parameter_shapes(SMALL))
@@ -446,13 +446,13 @@ assert (whole.state.step, whole.state.seed) == (5, probe.seed)
 
 
 @pytest.mark.extended("plans")
-def test_a_run_goes_on_from_a_folder_on_other_devices_and_in_numpy(tmp_path):
+def test_sharded_checkpoint_resumes_on_other_devices_and_in_numpy(tmp_path):
     folder = str(tmp_path / "run")
     run(SAVE.format(plan="data=2,fsdp=2", steps=5, folder=folder, exists=False), processes=2, devices=2)
     run(GO_ON.format(folder=folder, steps=5), devices=4)
 
 
 @pytest.mark.extended("plans")
-def test_a_folder_that_exists_is_left_alone(tmp_path):
+def test_existing_checkpoint_directory_is_not_overwritten(tmp_path):
     run(SAVE.format(plan="data=2", steps=0, folder=str(tmp_path), exists=True), processes=2, devices=1)
     assert list(tmp_path.iterdir()) == []

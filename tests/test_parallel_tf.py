@@ -73,14 +73,14 @@ def on_two_devices():
     assert assert_copies_are_equal(package, many) == {(0, 1)}
 
 
-def test_two_devices_give_what_the_reference_gives():
+def test_two_devices_match_the_reference():
     run_alone("import test_parallel_tf as t; t.on_two_devices()")
 
 
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize("name", ["plain", "vocabulary of 37", "untied", "accumulated", "checkpointing"])
 @pytest.mark.parametrize("plan", ["data=2", "data=3", "data=4"])
-def test_every_plan_gives_what_the_reference_gives(plan, name):
+def test_every_plan_matches_the_reference(plan, name):
     run_alone(f"import test_parallel_tf as t; t.same({plan!r}, {name!r}, steps=4)")
 
 
@@ -104,7 +104,7 @@ def with_dropout(plan):
 
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize("plan", ["data=2", "data=3"])
-def test_dropout_of_the_whole_batch_is_that_of_one_device(plan):
+def test_full_batch_dropout_matches_one_device(plan):
     run_alone(f"import test_parallel_tf as t; t.with_dropout({plan!r})")
 
 
@@ -148,7 +148,7 @@ def as_a_worker(name):
 
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize("name", ["plain", "accumulated"])
-def test_two_processes_give_what_the_reference_gives(name):
+def test_two_processes_match_the_reference(name):
     run_workers(f"import test_parallel_tf as t; t.as_a_worker({name!r})", 2)
 
 
@@ -172,7 +172,7 @@ def as_a_worker_of_its_own(change):
 
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize("change", ["seed", "batch", "weights"])
-def test_processes_that_were_given_different_things(change):
+def test_workers_with_different_inputs_are_rejected(change):
     run_workers(f"import test_parallel_tf as t; t.as_a_worker_of_its_own({change!r})", 2)
 
 
@@ -199,7 +199,7 @@ def saved_and_loaded(folder):
 
 
 @pytest.mark.extended("plans")
-def test_a_folder_is_read_on_another_plan(tmp_path):
+def test_checkpoint_directory_loads_under_another_plan(tmp_path):
     run_alone(f"import test_parallel_tf as t; t.saved_and_loaded({str(tmp_path)!r})")
 
 
@@ -207,7 +207,7 @@ def test_a_folder_is_read_on_another_plan(tmp_path):
 
 
 @pytest.mark.parametrize("plan", ["fsdp=2", "tensor=2", "data=2,fsdp=2"])
-def test_other_axes_than_data_are_refused(port, plan):
+def test_axes_other_than_data_are_rejected(port, plan):
     with pytest.raises(ValueError, match=r"^TensorFlow's strategies support only the axis 'data': got"):
         port.package.make_mesh(Plan.parse(plan))
 
@@ -221,7 +221,7 @@ def test_more_devices_than_there_are(port):
         port.package.make_mesh(Plan(data=7), "cpu")
 
 
-def test_what_is_no_mesh_of_this_framework(port):
+def test_trainer_rejects_unsupported_strategies(port):
     import tensorflow as tf
 
     model = port.package.Transformer.from_weights(probes()["plain"].config, probes()["plain"].weights())

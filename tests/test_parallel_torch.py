@@ -131,7 +131,7 @@ def test_two_processes(two_processes):
     assert_one_device_agrees(TRAINED, two_processes[1][: len(TRAINED)])
 
 
-def test_what_else_two_processes_do(two_processes):
+def test_two_processes_match_one_device_in_search_and_checkpoints(two_processes):
     """Search, meshes that the user made, what is refused; and what keeps ``loss_parallel`` out of use."""
     folder, results = two_processes
     expected = on_one_device("vocabulary of 37", 2, 2)
@@ -172,7 +172,7 @@ def test_every_case_on_every_plan(tmp_path, plan):
 
 
 @pytest.mark.parametrize(("world", "plan"), [(None, "data=2"), (1, "fsdp=2"), (3, "tensor=2")])
-def test_another_number_of_processes_than_the_plan_needs(monkeypatch, world, plan):
+def test_wrong_number_of_processes_raises_value_error(monkeypatch, world, plan):
     """Each process is told at once, before it waits for others."""
     for name, value in environment(0, world, 1).items() if world else ():
         monkeypatch.setenv(name, value)
@@ -180,7 +180,7 @@ def test_another_number_of_processes_than_the_plan_needs(monkeypatch, world, pla
         transformer_torch.make_mesh(Plan.parse(plan))
 
 
-def test_a_mesh_of_one_process():
+def test_single_process_mesh_matches_one_device():
     """Without a launcher, and with no more than this process."""
     probe = probes()["dropout"]
     try:
@@ -191,7 +191,7 @@ def test_a_mesh_of_one_process():
 
 
 @pytest.mark.extended("plans")
-def test_processes_that_do_not_start(tmp_path):
+def test_missing_processes_cause_a_timeout_error(tmp_path):
     (said,) = ends(tmp_path, 2, [0], ("join", {"seconds": 3}), 100).values()
     assert said.startswith("not all 2 processes have joined in 3 s: ")
     (said,) = ends(tmp_path, 2, [1], ("join", {"seconds": 3}), 100).values()
@@ -200,7 +200,7 @@ def test_processes_that_do_not_start(tmp_path):
 
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize("plan", ["data=2", "fsdp=2", "tensor=2"])
-def test_a_process_that_is_killed(tmp_path, plan):
+def test_killed_process_stops_the_other(tmp_path, plan):
     """The other one does not wait for it."""
     found = ends(tmp_path, 2, [0, 1], ("die", {"plan": plan}), 100)
     assert found[1] == -signal.SIGKILL
@@ -208,13 +208,13 @@ def test_a_process_that_is_killed(tmp_path, plan):
 
 
 @pytest.mark.extended("plans")
-def test_an_error_of_one_process_is_an_error_of_the_run(tmp_path):
+def test_error_in_one_process_fails_the_run(tmp_path):
     with pytest.raises(Exception, match="the plan data=2 needs 2 devices: got 3"):
         run(tmp_path, 3, [("train", {"plan": "data=2", "probe": "plain", "steps": 1})])
 
 
 @pytest.mark.extended("plans")
-def test_processes_that_torchrun_starts(tmp_path):
+def test_processes_started_by_torchrun_match_one_device(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, pickle, pathlib, parallel_torch\n"
@@ -243,7 +243,7 @@ def test_bfloat16_and_float32(tmp_path, plan):
 # --- Folders of parts ---
 
 
-def test_a_folder_and_the_one_file(tmp_path):
+def test_sharded_directory_and_single_file_convert_bit_exactly(tmp_path):
     """Either is made from the other, and every bit is the same."""
     probe = probes()["plain"]
     trainer = trainer_of(probe)
@@ -282,14 +282,14 @@ REFUSALS = {
     "no metadata": (OSError, "metadata"),
     "a negative step": (ValueError, "run.safetensors is not a usable .*: step must be at least 0: got -1"),
     "no parts": (OSError, "cannot read .*run: process 0: .*__0_0.distcp"),
-    "another model": (ValueError, r"must contain source_embedding.weight as float64 \[37, 32\]: got float64 \[40, 32\]"),
-    "another dtype": (ValueError, r"must contain source_embedding.weight as float32 \[40, 32\]: got float64 \[40, 32\]"),
-    "parts of another model": (ValueError, "must contain target_embedding.weight as float64 .*: got nothing"),
+    "another model": (ValueError, r"contain source_embedding.weight as float64 \[37, 32\]: got float64 \[40, 32\]"),
+    "another dtype": (ValueError, r"contain source_embedding.weight as float32 \[40, 32\]: got float64 \[40, 32\]"),
+    "parts of another model": (ValueError, "contain target_embedding.weight as float64 .*: got nothing"),
 }
 
 
 @pytest.mark.parametrize("way", REFUSALS)
-def test_a_folder_that_is_refused(tmp_path, way):
+def test_invalid_sharded_checkpoint_is_rejected(tmp_path, way):
     probe, (error, message) = probes()["plain"], REFUSALS[way]
     save_sharded(tmp_path / "run", trainer_of(probe))
     damaged(tmp_path / "run", way)
@@ -301,7 +301,7 @@ def test_a_folder_that_is_refused(tmp_path, way):
     assert_same_bits(trainer.model.export_weights(), before)
 
 
-def test_a_folder_that_could_not_be_written(tmp_path):
+def test_failed_sharded_save_leaves_no_directory(tmp_path):
     """Nothing of that name is there; what was left over is not in the way next time."""
     trainer = trainer_of(probes()["plain"])
     with pytest.raises(ValueError, match="finite numbers"):

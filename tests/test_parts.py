@@ -29,7 +29,7 @@ def alone(backend, part, config, weights, dtype="float64"):
 
 
 @pytest.mark.parametrize("convention", tiers.first_alone(CONVENTIONS, "parts", "torch", "jax", "tf"))
-def test_parts_compute_what_the_whole_model_does(backend, convention):
+def test_parts_match_the_whole_model(backend, convention):
     config = tiny_config(**CONVENTIONS[convention])
     weights = random_weights(config, dtype="float64")
     whole = backend.package.Transformer.from_weights(config, weights, "float64")
@@ -72,7 +72,7 @@ def test_a_file_of_a_part(backend, tmp_path, convention):
 
 @pytest.mark.extended("parts", "jax", "tf")
 @pytest.mark.parametrize("part", PARTS)
-def test_what_a_part_needs_is_checked(backend, part):
+def test_part_rejects_missing_and_unexpected_weights(backend, part):
     config = tiny_config(tie_embeddings="none")
     weights = random_weights(config)
     name, *others = parameter_shapes(config, part)
@@ -101,7 +101,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize("case", MISSING)
-def test_a_decoder_is_given_a_memory_and_what_of_it_is_padding(backend, case):
+def test_standalone_decoder_requires_memory_and_source_padding(backend, case):
     config = tiny_config()
     options, message = MISSING[case]
     decoder = alone(backend, "decoder", config, random_weights(config))

@@ -60,7 +60,7 @@ def of_gradients(change, pattern):
         (lambda name: name != "source_embedding.table", "all parameters except source_embedding.table"),
     ],
 )
-def test_parameters_are_described_by_what_they_share(fits, words):
+def test_parameters_are_described_by_common_properties(fits, words):
     assert described([name for name in NAMES if fits(name)], NAMES) == words
 
 
@@ -89,7 +89,7 @@ def test_a_wrong_loss_next_to_right_gradients_is_named():
     assert said.startswith("only the loss differs (1.5 times the correct one): all ")
 
 
-def test_the_first_wrong_step_and_the_weights_that_move_too_far_are_named():
+def test_first_wrong_step_and_overshooting_weights_are_reported():
     case, truth = CASES["steps/port"], observed_in("steps/port")
     start = case.load_weights()
     changed = {
@@ -108,7 +108,7 @@ def test_the_first_wrong_step_and_the_weights_that_move_too_far_are_named():
     assert f"{losses}: the update of step 6 is wrong, or the forward pass with the weights after it" in said
 
 
-def test_sentences_that_differ_a_little_are_counted():
+def test_slightly_different_sentences_are_counted():
     """Sentences without padding differ by less than the others, and by more than rounding."""
     case, truth = CASES["full/padded"], observed_in("full/padded")
     padded = (case.inputs["source_ids"] == CONFIG.pad_id).any(1)
@@ -137,7 +137,7 @@ def test_returned_weights_are_not_taken_for_a_wrong_learning_rate():
     assert not any("training is correct" in words for words in patterns(shown("steps/port", few)))
 
 
-def test_a_factor_close_to_one_is_never_written_as_one():
+def test_factor_close_to_one_is_not_printed_as_one():
     assert [written(factor) for factor in (1.0 + 3e-7, 0.5, 2.0, 1.0 - 1e-10)] == [
         "1.0000003",
         "0.5",
@@ -156,7 +156,7 @@ def test_a_factor_close_to_one_is_never_written_as_one():
     assert any("1.000003 times as far" in words for words in patterns(shown("steps/port", wrong)))
 
 
-def test_weights_that_went_through_float32_are_named():
+def test_weights_rounded_to_float32_are_reported():
     truth = observed_in("steps/port")
     changed = {name: value.astype(np.float32).astype(np.float64) for name, value in truth.items() if " weight " in name}
     said = patterns(shown("steps/port", changed))
@@ -178,7 +178,7 @@ def test_errors_of_the_size_of_rounding_to_float32_are_called_so():
         assert any("causes errors of this size" in one for one in words) == said
 
 
-def test_a_step_is_not_blamed_for_a_batch_of_another_size_or_a_second_start():
+def test_step_is_not_blamed_for_a_batch_size_change_or_restart():
     for name, step, said in (
         ("steps/port/one_sentence", 2, "its batch has a different number of sentences"),
         ("steps/port/changing_slices", 8, "training restarts after step 7"),
@@ -187,7 +187,7 @@ def test_a_step_is_not_blamed_for_a_batch_of_another_size_or_a_second_start():
         assert any(said in words for words in patterns(shown(name, losses)))
 
 
-def test_calls_between_steps_that_use_old_weights_are_named():
+def test_calls_with_outdated_weights_are_reported():
     logits = observed_in("steps/port")["step 5 logits"]
     said = patterns(shown("steps/port", {"step 5 logits": 1.1 * logits}))
     assert any("they use weights from before the last update" in words for words in said)
@@ -241,7 +241,7 @@ def test_losses_of_float32_are_recognized():
         assert "float32" not in patterns(shown("gradients/padded", {"loss": np.asarray(other)}))[0]
 
 
-def test_labels_of_padding_that_count_are_found():
+def test_padding_labels_counted_in_the_loss_are_detected():
     """The probabilities that the loss aims at are right, and are not stated."""
     case, truth = CASES["gradients/padded"], observed_in("gradients/padded")
     padding = case.inputs["labels"] == CONFIG.pad_id
@@ -253,14 +253,14 @@ def test_labels_of_padding_that_count_are_found():
     assert not any("target probabilities" in one or "contribute to the loss" in one for one in said)
 
 
-def test_a_mean_over_padding_is_told_by_its_factor():
+def test_mean_over_padding_is_recognized_by_its_factor():
     labels = CASES["gradients/padded"].inputs["labels"]
     tokens = int((labels != CONFIG.pad_id).sum())
     words = f"{tokens} / {labels.size}, as if divided by the number of target positions instead of labels"
     assert words in of_gradients(lambda value: value * (tokens / labels.size), "")
 
 
-def test_the_probabilities_that_a_loss_aims_at_are_read_off_its_gradient():
+def test_target_probabilities_are_derived_from_the_loss_gradient():
     truth = observed_in("gradients/padded")
     labels = CASES["gradients/padded"].inputs["labels"]
     counted = labels != CONFIG.pad_id
@@ -301,7 +301,7 @@ def test_nan_is_located():
     assert said.startswith("output: 2 NaN and 1 infinite of 1036 values, the first at index [1, 2, 0]")
 
 
-def test_cases_that_agree_are_named():
+def test_agreeing_cases_are_listed():
     def found(name, verdict):
         return Finding("it", "float64", "", name, "fast", "tokens", 0.0, 1.0, verdict, stage=CASES[name].stage)
 
@@ -317,7 +317,7 @@ def test_cases_that_agree_are_named():
     assert said("full/longest") == ""
 
 
-def test_a_factor_that_changes_is_no_learning_rate():
+def test_varying_factor_is_not_attributed_to_the_learning_rate():
     case = CASES["steps/port"]
     other = replace(case, settings=replace(case.training, beta1=0.5))
     actual = tensors(DEFINITION.load(CONFIG, case.load_weights(), Placement("float64")), other)

@@ -71,14 +71,14 @@ def logits_of(peer):
 
 
 @peers(*(name for name in PEERS if name != "torch.nn compiled"))
-def test_the_logits_are_those_of_the_reference(name):
+def test_peer_logits_match_the_reference(name):
     found = logits_of(usual(name))
     assert found.dtype == np.float32
     assert error(found, reference()(SOURCE, TARGET)) < 2e-6
 
 
 @pytest.mark.only("torch")
-def test_torch_is_compiled_where_it_is_said(monkeypatch):
+def test_torch_is_compiled_when_requested(monkeypatch):
     import torch
 
     compiled = []
@@ -155,7 +155,7 @@ def test_dropout_is_for_training(name):
 
 
 @pytest.mark.only("torch")
-def test_torch_drops_what_the_others_drop():
+def test_torch_dropout_rates_match_the_other_peers():
     import torch
 
     config = CONFIG.replace(dropout=ref.DropoutRates(embedding=0.2, residual=0.3))
@@ -169,7 +169,7 @@ def test_torch_drops_what_the_others_drop():
 
 
 @pytest.mark.only("tf")
-def test_keras_hub_drops_what_the_others_drop():
+def test_keras_hub_dropout_rates_match_the_other_peers():
     import keras
 
     config = CONFIG.replace(dropout=ref.DropoutRates(embedding=0.2, residual=0.3))
@@ -185,7 +185,7 @@ def test_keras_hub_drops_what_the_others_drop():
 
 @peers("marian", "flax nnx", "keras hub", "keras hub XLA")
 @pytest.mark.extended("peers")
-def test_it_says_what_the_reference_says(name):
+def test_peer_greedy_search_matches_the_reference(name):
     expected = ref.greedy_search(reference(), SOURCE, TOKENS)
     lengths = (expected.ids != PAD).sum(1)
     assert lengths.tolist() == [TOKENS - 1, TOKENS, 1]
@@ -219,18 +219,18 @@ def test_training_needs_settings(name):
         ({}, {"accumulation_steps": 2}, "peers support training only with accumulation_steps=1: got 2"),
     ],
 )
-def test_other_work_is_refused(name, changes, training, message):
+def test_unsupported_peer_settings_are_rejected(name, changes, training, message):
     with pytest.raises(ValueError, match=message):
         built(name, CONFIG.replace(**changes), training=ref.TrainingConfig(**training))
 
 
 @pytest.mark.only("torch")
-def test_marian_has_one_rate():
+def test_marian_peer_requires_a_single_dropout_rate():
     with pytest.raises(ValueError, match="one rate"):
         built("marian", CONFIG.replace(dropout=ref.DropoutRates(embedding=0.2, residual=0.1)))
 
 
-def test_nothing_is_imported_before_it_is_asked_for():
+def test_peers_do_not_import_frameworks_before_use():
     code = "import sys, transformer_bench.peers; print(*{'torch', 'transformers', 'jax', 'flax', 'optax', "
     code += "'tensorflow', 'keras', 'keras_hub'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
@@ -240,7 +240,7 @@ def test_nothing_is_imported_before_it_is_asked_for():
 
 
 @peers(*PEERS)
-def test_it_says_what_it_runs_on(name):
+def test_peer_reports_version_device_and_threads(name):
     peer = PEERS[name]
     said = peer.prepare()
     assert list(said) == ["version", "device", "threads"]

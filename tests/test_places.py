@@ -16,7 +16,7 @@ from transformer_parity.transformer.diagnose.diagnosis import EXACT, UNKNOWN, di
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, hypotheses
 from transformer_parity.transformer.diagnose.hypotheses.places import Place, intervals, placed
 from transformer_parity.transformer.diagnose.hypotheses.trials import Trials
-from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE
+from transformer_parity.transformer.mistakes.catalog import EVERYWHERE
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 
@@ -106,21 +106,21 @@ def check_name(case, name, parts, words, shown=()):
 
 
 @pytest.mark.parametrize(("case", "name", "parts", "words"), MISTAKES)
-def test_mistake_at_one_place_is_named_with_its_place(case, name, parts, words):
+def test_local_bug_is_identified_with_its_location(case, name, parts, words):
     check_name(case, name, parts, words)
 
 
 @pytest.mark.parametrize(("case", "name", "parts", "words"), MISTAKES[:4])
-def test_mistake_at_one_place_is_named_without_taps(case, name, parts, words):
+def test_local_bug_is_identified_without_taps(case, name, parts, words):
     check_name(case, name, parts, words, ["output"])
 
 
-def test_mistake_at_one_place_is_named_with_few_taps():
+def test_local_bug_is_identified_with_few_taps():
     check_name(*MISTAKES[6], ["encoder.output", "decoder.output", "output"])
 
 
 @pytest.mark.parametrize("name", ["norm before the sum", "no residual connections", "normalized twice"])
-def test_residual_mistake_is_limited_to_one_sublayer(name):
+def test_residual_bug_is_limited_to_one_sublayer(name):
     known = [mistake for mistake in hypotheses(CASE.config, CASE.stage) if mistake.name.startswith(name)]
     every_place = [one for mistake in known for one in placed(mistake, CASE.config, CASE.load_weights(), [])]
     mistake, place = next(one for one in every_place if one[1].words == "decoder.layers.1.cross_attention")
@@ -132,7 +132,7 @@ def test_residual_mistake_is_limited_to_one_sublayer(name):
     assert f"{name}, in decoder.layers.1.cross_attention only" in found.sentence
 
 
-def test_frozen_norm_of_one_layer_is_named_by_its_gradients():
+def test_frozen_norm_of_one_layer_is_identified_by_its_gradients():
     case = gradient_case("paper_base")
     part = "encoder.layers.0.feed_forward_norm"
     found = diagnose(case, limited(case, "norms are frozen", part), "it")
@@ -146,7 +146,7 @@ def test_shown_taps_narrow_the_places():
     assert found == ["the encoder", "encoder.layers.0.feed_forward", "encoder.layers.1.feed_forward"]
 
 
-def test_mistake_with_one_place_has_no_other():
+def test_bug_with_a_single_location_has_no_variants():
     known = {mistake.name: mistake for mistake in hypotheses(CASE.config, CASE.stage)}
     for name in ("encoder without padding mask", "key bias of another layer", "tensor2tensor"):
         for mistake in (mistake for full, mistake in known.items() if full.startswith(name)):

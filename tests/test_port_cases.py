@@ -13,7 +13,7 @@ from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, diagnose
 from transformer_parity.transformer.diagnose.evidence.blame import distance
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
-from transformer_parity.transformer.mistakes.catalogue import EVERYWHERE, SEARCH, STEP_VARIANTS, STRUCTURE, TRAINING
+from transformer_parity.transformer.mistakes.catalog import EVERYWHERE, SEARCH, STEP_VARIANTS, STRUCTURE, TRAINING
 from transformer_parity.transformer.mistakes.unplanted.forward import UNPLANTED
 from transformer_parity.transformer.mistakes.unplanted.step_variants import LIMIT_OF_A_SUM
 from transformer_parity.transformer.ports.protocol import Placement
@@ -27,7 +27,7 @@ def load(case):
     return PORTS["numpy"].load(case.config, case.load_weights(), Placement("float64"))
 
 
-def test_the_weights_that_are_tried_first_have_most_to_decide(monkeypatch):
+def test_most_likely_weight_seed_is_first_choice_and_fallback(monkeypatch):
     chosen = for_ports._varied_seed.__wrapped__
     assert chosen(CONFIG) == for_ports.LIKELY
     monkeypatch.setattr(for_ports, "ENOUGH", (4,))  # which no model has
@@ -64,7 +64,7 @@ def test_training_before_a_forward_pass_changes_no_weight():
 
 
 @pytest.mark.parametrize("preset", ["paper_base", "marian", "bart", "fairseq", "annotated", "torch"])
-def test_the_widest_beam_shows_padding_that_is_excluded_before_the_log_softmax(preset):
+def test_widest_beam_detects_padding_excluded_before_log_softmax(preset):
     mistake = next(one for one in SEARCH if one.name == "padding is excluded before the log-softmax")
     config = tiny(preset, d_k=None, d_v=None)
     case = next(case for case in port_cases(config) if case.name == "decode/many_widest_beam")

@@ -1,4 +1,4 @@
-"""Each preset computes what the implementation it is named after computes, and its neighbours do not.
+"""Each preset computes what the implementation it is named after computes, and its neighbors do not.
 
 In float64, at every position that is not padding. What can be installed is run with our weights in it; what cannot
 is transcribed in ``third_party``.
@@ -20,10 +20,10 @@ from tiers import first_alone
 import reference_numpy as ref
 
 AGREES = 1e-12
-DIFFERS = 1e-7  # the nearest neighbours, two values of epsilon, are 3e-7 apart
+DIFFERS = 1e-7  # the nearest neighbors, two values of epsilon, are 3e-7 apart
 
 # The axes on which published Transformers differ. A convention that nobody looks at here would agree with its
-# neighbours one step along its axis, and the comparison would fail.
+# neighbors one step along its axis, and the comparison would fail.
 AXES = {
     "norm_order": ("post", "pre"),
     "final_norm": (True, False),
@@ -54,12 +54,12 @@ def sentences(config: ref.TransformerConfig):
 
 
 def assert_only_we_agree(theirs, config: ref.TransformerConfig, weights):
-    """Compare the logits of the real positions with ours, then with those of every neighbouring convention."""
+    """Compare the logits of the real positions with ours, then with those of every neighboring convention."""
     source, target = sentences(config)
     real = ref.target_padding_mask(target, config.pad_id)
 
     def error(config, **masks):
-        kept = {  # a parameter that only a neighbour has changes nothing by itself
+        kept = {  # a parameter that only a neighbor has changes nothing by itself
             name: weights.get(name, np.full(shape, float(name.endswith("scale")), np.float32))
             for name, shape in ref.parameter_shapes(config).items()
         }
@@ -154,7 +154,7 @@ def test_torch_scaled_dot_product_attention():
     assert not theirs[1, :, 2].any()
 
 
-def test_feed_forward_is_two_convolutions_with_kernel_size_one():
+def test_feed_forward_equals_two_convolutions_with_kernel_size_one():
     """Section 3.3 says so."""
     config = tiny_config()
     weights = random_weights(config)
@@ -251,7 +251,7 @@ def test_annotated():
 
 
 @pytest.mark.parametrize("preset", ["t2t_2017", "marian_cpp"])
-def test_decoder_that_starts_from_zeros(preset):
+def test_decoder_starting_from_a_zero_vector_matches_third_party_code(preset):
     config = tiny_config(preset)
     weights = random_weights(config)
     # Both feed a vector of zeros first; here the first token is PAD, and embeds to zero if its row in the table is.
@@ -292,7 +292,7 @@ def test_parameters_of_table_3(preset):
     assert tuple(parameters(preset, size, attention_bias=bias) for size, bias in cases) == TABLE_3[preset][1:]
 
 
-def test_no_one_vocabulary_explains_table_3():
+def test_no_single_vocabulary_size_explains_table_3():
     def explained(vocab_size):
         return {name for name, row in TABLE_3.items() if round(parameters(name, vocab_size) / 1e6) == row[0]}
 

@@ -58,7 +58,7 @@ ENTRY %main (a: f32[2,3], b: f32[3,4]) -> f32[4] {
 """
 
 
-def test_what_has_a_product_is_told_from_sums(tmp_path):
+def test_fusions_with_matrix_products_are_distinguished_from_sums(tmp_path):
     products = runpy.run_module(PROFILE)["products"]
     (tmp_path / "module_1.jit_step.cpu_after_optimizations.txt").write_text(PROGRAM)
     assert products(tmp_path) == {("jit_step", "ynn_fusion"): True, ("jit_step", "ynn_fusion.1"): False}

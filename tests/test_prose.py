@@ -84,7 +84,7 @@ def test_sentences_of_markdown_exclude_code_tables_and_headings():
     ]
 
 
-def test_flagged_sentences_are_those_of_the_baseline():
+def test_flagged_sentences_match_the_baseline():
     allowed, counts = json.loads(prose.BASELINE.read_text("utf-8")), prose.count()
     risen = {name: (allowed.get(name, 0), now) for name, now in counts.items() if now > allowed.get(name, 0)}
     assert not risen, f"{risen}: run `python tests/prose.py {' '.join(risen)}`, and rewrite the new sentences"
@@ -106,5 +106,5 @@ def test_help_and_error_messages_have_no_flagged_sentence(kind):
     assert [sentence for sentence in of_kind if prose.matches(sentence.text)] == []
 
 
-def test_tests_read_what_they_name():
+def test_checked_text_files_exist():
     assert all(Path(prose.ROOT / name).exists() for name in (*prose.TEXTS, *FOR_NEWCOMERS))

@@ -56,7 +56,7 @@ def test_directories_of_installers_keep_their_bytecode(tmp_path, is_current):
     assert found == ("FromSource" if is_current else "SourceFileLoader")
 
 
-def test_the_current_directory_comes_first(tmp_path):
+def test_current_directory_comes_first_in_the_import_path(tmp_path):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.py").write_text("")
@@ -65,7 +65,7 @@ def test_the_current_directory_comes_first(tmp_path):
     assert python(tmp_path / "first", code, path) == str(tmp_path / "first" / "mine.py")
 
 
-def test_a_namespace_with_the_name_of_the_reference_is_no_reference(tmp_path):
+def test_namespace_package_named_like_the_reference_is_ignored(tmp_path):
     (tmp_path / "reference_numpy").mkdir()
     assert provenance.other_reference([str(tmp_path)]) == ""
 
@@ -100,7 +100,7 @@ def test_the_reference_computes_its_known_numbers():
 
 
 @pytest.mark.parametrize("name", list(known_numbers.KNOWN))
-def test_a_reference_that_computes_other_numbers_is_refused(name, monkeypatch):
+def test_modified_reference_raises_usage_error(name, monkeypatch):
     changed = tuple(1.0001 * number for number in known_numbers.KNOWN[name])
     monkeypatch.setattr(known_numbers, "KNOWN", {**known_numbers.KNOWN, name: changed})
     with pytest.raises(UsageError, match=f"the reference has been modified: {name} of a small model"):
@@ -115,7 +115,7 @@ def test_a_result_lists_the_file_of_every_module(tmp_path):
     assert environment["file of transformer_jax"].endswith("/transformer_jax.py")
 
 
-def test_a_conftest_file_that_imports_a_port_does_not_use_its_bytecode():
+def test_port_imported_by_conftest_ignores_cached_bytecode():
     def prepare(folder: Path) -> None:
         stale(PycInvalidationMode.TIMESTAMP)(folder)
         (folder / "conftest.py").write_text("import mine")
@@ -124,7 +124,7 @@ def test_a_conftest_file_that_imports_a_port_does_not_use_its_bytecode():
     assert code == 1
 
 
-def test_a_port_that_was_imported_before_from_old_bytecode_is_refused():
+def test_port_imported_early_from_stale_bytecode_is_rejected():
     def prepare(folder: Path) -> None:
         stale(PycInvalidationMode.TIMESTAMP)(folder)
         (folder / "sitecustomize.py").write_text("import mine")

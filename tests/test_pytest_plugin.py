@@ -93,7 +93,7 @@ def outcomes(result) -> dict[str, int]:
     return result.parseoutcomes()
 
 
-def test_one_test_per_case_and_dtype_and_skips_that_say_why(write, start):
+def test_plugin_runs_one_test_per_case_and_dtype_with_skip_reasons(write, start):
     write(attributes="dtypes = ('float64', 'float32')")
     result = start("-v", "-rs")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
@@ -130,7 +130,7 @@ def test_a_run_without_some_tests_of_a_port_is_incomplete(write, run, pytester):
     assert nothing.ret == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
-def test_without_the_option_nothing_happens(pytester, plugins):
+def test_plugin_is_inactive_without_its_option(pytester, plugins):
     pytester.makepyfile(test_own="def test_own(): pass")
     result = pytester.runpytest_subprocess(*plugins)
     assert outcomes(result) == {"passed": 1}
@@ -142,7 +142,7 @@ def test_pytest_starts_without_importing_anything_heavy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
-def test_a_failure_is_one_line(write, run):
+def test_plugin_failure_starts_with_a_one_line_summary(write, run):
     write(ROUNDED)
     result = run("-k", "padded")
     assert result.ret == 1
@@ -156,7 +156,7 @@ def test_a_failure_is_one_line(write, run):
     assert "Traceback" not in result.stdout.str()
 
 
-def test_what_is_planted_is_what_compare_finds(write, run, pytester):
+def test_failed_plugin_tests_match_the_diverging_cases(write, run, pytester):
     """The tests that fail are the cases that diverge, and no others."""
     write("logits = np.where(np.arange(logits.shape[1])[:, None] > 0, logits * 1.5, logits)")
     result = run("--junitxml=result.xml", FORWARD)
@@ -187,7 +187,7 @@ WRONG = {
 }
 
 
-def test_what_goes_wrong_is_said(write, run):
+def test_plugin_failure_message_explains_the_error(write, run):
     for i, forward in enumerate(WRONG):
         write(forward, name=f"wrong{i}")
     ports = [f"--parity-port=wrong{i}:MyPort" for i in range(1, len(WRONG))]
@@ -199,14 +199,14 @@ def test_what_goes_wrong_is_said(write, run):
         assert message in failure, message
 
 
-def test_a_port_that_cannot_load_fails_everywhere(write, run):
+def test_port_that_cannot_load_fails_every_plugin_test(write, run):
     write(more=EXPORT + "\n    def load(self, config, weights, dtype):\n        raise OSError('no such file')\n")
     result = run()
     assert outcomes(result) == {"failed": N + 1 + OTHERS, "passed": 1}
     assert result.stdout.str().count("FAILED MyPort float64 full/padded: OSError: no such file") >= 2
 
 
-def test_weights_that_come_back_changed(write, run):
+def test_changed_exported_weights_fail_the_round_trip(write, run):
     body = "return {name: array + 1 for name, array in self.model.export_weights().items()}"
     write(more=f"\n    def export_weights(self):\n        {body}\n")
     result = run(FORWARD)
@@ -226,7 +226,7 @@ def test_weights_that_come_back_changed(write, run):
         ("half:MyPort", "port MyPort must support at least one of float64, float32, bfloat16: got ('float16',)"),
     ],
 )
-def test_a_port_that_cannot_be_collected_is_an_error(reference, message, write, run, pytester):
+def test_port_that_cannot_be_collected_interrupts_the_run(reference, message, write, run, pytester):
     write()
     write(name="odd", attributes="overrides = {'norm_order': 'middle'}")
     write(name="half", attributes="dtypes = ('float16',)")
@@ -271,7 +271,7 @@ def test_expected_failures(write, run, pytester):
         ('"*-full/*" = "r"\n"*-fool/*" = "r"', "expected failures must match a test, but these do not: *-fool/*"),
     ],
 )
-def test_expected_failures_that_are_wrong(content, message, write, run, pytester):
+def test_invalid_expected_failures_are_reported(content, message, write, run, pytester):
     write(ROUNDED)
     if content is not None:
         (pytester.path / "expected.toml").write_text(content)
@@ -286,7 +286,7 @@ def test_expected_failures_need_a_port(pytester, plugins):
     assert "requires --parity-port" in result.stderr.str()
 
 
-def test_what_was_asked_for_must_have_been_compared(write, run):
+def test_requested_stages_must_have_been_compared(write, run):
     write()
     result = run("-k", "steps or gradients")
     chosen = sum(case.stage in ("gradients", "steps") for case in CASES)
@@ -326,7 +326,7 @@ def test_what_was_asked_for_must_have_been_compared(write, run):
         (["--parity-stage=decode"], "requires --parity-port"),
     ],
 )
-def test_stages_that_are_wrong(options, message, pytester):
+def test_invalid_stages_are_a_pytest_usage_error(options, message, pytester):
     result = pytester.runpytest_subprocess(*options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert message in result.stderr.str()
@@ -357,7 +357,7 @@ def test_stages_that_are_wrong(options, message, pytester):
     ],
 )
 @pytest.mark.parametrize("when", ["import", pytest.param("load", marks=pytest.mark.extended("known answers"))])
-def test_a_port_that_changes_the_reference_fails_the_known_answer(patch, what, when, write, start, pytester):
+def test_port_that_modifies_the_reference_fails_the_known_answer(patch, what, when, write, start, pytester):
     write(more=EXPORT if when == "load" else f"{EXPORT}\n{patch}\n")
     if when == "load":
         loads = f"    def load(self, config, weights, dtype):\n        {patch}\n"
@@ -369,7 +369,7 @@ def test_a_port_that_changes_the_reference_fails_the_known_answer(patch, what, w
     assert what in result.stdout.str()
 
 
-def test_the_known_answer_comes_last_and_is_right_where_nothing_is_changed(write, run):
+def test_known_answer_runs_last_and_passes_for_an_unmodified_reference(write, run):
     write()
     result = run("--collect-only", "-q")
     names = [line for line in result.stdout.str().splitlines() if line.startswith("parity::")]
@@ -395,7 +395,7 @@ def test_several_processes(forward, write, start, pytester):
 
 
 @pytest.mark.extended("processes of pytest")
-def test_the_known_answer_is_asked_for_in_every_process(write, start):
+def test_known_answer_is_checked_in_every_process(write, start):
     patch = "        np.exp = lambda x, f=np.exp, **more: f(x, **more) * 1.01\n"
     write(
         more=EXPORT

@@ -106,7 +106,7 @@ def test_every_block_is_run_parsed_or_only_read(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_command_is_one(page):
+def test_every_documented_command_parses(page):
     for call in commands(page):
         arguments = shlex.split(re.sub(r"\s[>|] .*", "", call), comments=True)
         assert arguments[0] in COMMANDS, call
@@ -117,12 +117,12 @@ def test_every_command_is_one(page):
         assert "run" in options, call
 
 
-def test_a_command_that_does_not_exist_is_found(tmp_path, capsys):
+def test_invalid_documented_command_is_detected(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("```console\n$ parity check --no-such-option\n```\n\n```\nx | parity translate --beam 4 > y\n```\n")
     assert commands(page) == ["check --no-such-option", "translate --beam 4 > y"]
     with pytest.raises(pytest.fail.Exception, match="no-such-option: exit code 3"):
-        test_every_command_is_one(page)
+        test_every_documented_command_parses(page)
 
 
 def test_the_page_of_commands_has_every_command():
@@ -209,7 +209,7 @@ def without_backward(code: str) -> str:
     return "\n".join(lines)
 
 
-def test_so_much_of_the_forward_pass_is_the_same():
+def test_readme_states_the_share_of_identical_tokens():
     different = total = 0
     for module in READING_ORDER:
         codes = {backend: without_backward(piece.code) for backend, piece in panes.pieces(module).items()}
@@ -219,13 +219,13 @@ def test_so_much_of_the_forward_pass_is_the_same():
     assert same in " ".join(README.split())
 
 
-def test_the_table_is_that_of_the_last_full_check():
+def test_install_table_matches_the_last_full_check():
     table = "\n".join(results.closest())
     assert table in INSTALL.read_text("utf-8"), f"docs/how-to/install.md should have:\n{table}"
 
 
 @pytest.mark.parametrize("task", ["forward", "train", "decode"])
-def test_the_fastest_of_the_three_is_faster_than_both_others(task):
+def test_fastest_port_is_faster_than_the_other_implementations(task):
     rows = [row for row in speeds.compared(task) if "/ the fastest of the three |" in row]
     assert len(rows) == 3 * len(results.MACHINES)
     assert "\n".join(rows).count("the fastest |") == 2 * len(results.MACHINES)
@@ -288,7 +288,7 @@ def test_a_package_is_held_against_its_peers_in_the_race_of_both_its_forms(monke
     assert aims["intel"]["tf / best Keras hub mode, train"] == "2.00 (2.00 to 2.00), tf / keras hub"  # no such race
 
 
-def test_every_port_has_a_share_to_reach_and_the_best_another(monkeypatch):
+def test_performance_targets_apply_to_each_port_and_the_best_one(monkeypatch):
     for torch, jax, tf, is_met in ((1.0, 1.1, 1.1, True), (1.1, 1.1, 1.1, False), (1.0, 1.1, 1.3, False)):
         found = aims_of(monkeypatch, torch=torch, jax=jax, tf=tf)
         assert found["percentage of the peak, forward"].is_met is is_met
@@ -373,7 +373,7 @@ SAID = {  # on that page, by the name of the family
 }
 
 
-def test_the_names_that_a_user_gives_are_taken(tmp_path):
+def test_documented_names_file_is_accepted(tmp_path):
     from transformer_parity.apps.checkpoints.formats.torch_nn import ASKED, ASKED_OF_SINUSOIDS, OWN
     from transformer_parity.apps.checkpoints.options import ReadOptions
     from transformer_parity.apps.checkpoints.state_dict import read_names

@@ -65,7 +65,7 @@ def test_mask_leaves_exactly_the_allowed_keys(attend):
     np.testing.assert_array_equal(attend(query, key, value, mask), context)
 
 
-def test_query_that_may_attend_to_nothing():
+def test_fully_masked_query_outputs_only_the_bias():
     model, _, _ = model_and_ids("torch")
     attention = model.encoder.layers[0].self_attention
     mask = np.ones((2, 1, 4, 6), dtype=bool)
@@ -106,7 +106,7 @@ def test_activations():
     assert abs(x[distance.argmax()]) == pytest.approx(2.70, abs=0.01)
 
 
-def test_dropout_scales_what_it_keeps():
+def test_dropout_rescales_kept_values():
     x = np.full((400, 500), 3.0)
     y = functional.dropout(x, functional.draw_keep(x.shape, 0.2, np.random.default_rng(0)), 0.2)
     np.testing.assert_array_equal(np.unique(y), [0.0, 3.0 / 0.8])
@@ -119,7 +119,7 @@ def test_dropout_scales_what_it_keeps():
     close(np.ptp(context, axis=-1), 0.0)  # of weights, not of values: every channel loses the same
 
 
-def test_dropout_draws_anew_for_every_sentence_and_head_and_repeats_from_a_seed():
+def test_dropout_differs_per_sentence_and_head_and_is_reproducible():
     model, source, target = model_and_ids(dropout=ref.DropoutRates(attention=0.5, embedding=0.0, residual=0.0))
     attention = model.encoder.layers[0].self_attention
     for projection in (attention.query_proj, attention.key_proj, attention.value_proj):
@@ -156,7 +156,7 @@ def test_residual_dropout_removes_the_sublayers(norm_order):
     np.testing.assert_array_equal(decoder(x, memory, rng=rng), in_decoder)
 
 
-def test_other_dropouts_remove_what_they_are_named_after():
+def test_each_kind_of_dropout_drops_only_its_own_values():
     def train(site):
         model, source, target = model_and_ids("torch", **only(site))
         seen = ref.Recorder()
@@ -219,7 +219,7 @@ def test_layouts_and_offsets_only_reorder():
 
 
 @pytest.mark.parametrize(("sizes", "length"), [({}, 5), ({"d_k": 5, "d_v": 7}, 7)], ids=["L = M", "d_k is not d_v"])
-def test_heads_one_by_one(sizes, length):
+def test_multi_head_attention_matches_heads_computed_separately(sizes, length):
     """Section 3.2.2: Concat(head_1, ..., head_h) W^O with head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V)."""
     model, _, _ = model_and_ids("torch", **sizes)
     attention, config = model.decoder.layers[1].cross_attention, model.config
@@ -242,7 +242,7 @@ def test_heads_one_by_one(sizes, length):
 
 
 @pytest.mark.parametrize("norm_order", ["post", "pre"])
-def test_target_token_reaches_only_itself_and_what_follows(norm_order):
+def test_target_token_influences_only_itself_and_later_positions(norm_order):
     model, source, target = model_and_ids(norm_order=norm_order)
     logits = model(source, target)
     for j in range(6):
@@ -252,7 +252,7 @@ def test_target_token_reaches_only_itself_and_what_follows(norm_order):
         np.testing.assert_array_equal(moved, np.arange(6) >= j)
 
 
-def test_encoder_without_positions_does_not_know_the_order():
+def test_encoder_without_positions_is_permutation_equivariant():
     model, source, target = model_and_ids()
     order = np.array([3, 0, 6, 1, 5, 2, 4])
     x = random(2, 7, 24)
@@ -275,7 +275,7 @@ def test_padding_and_batching_change_no_logit(preset):
 
 
 @pytest.mark.parametrize("preset", ref.PRESETS)
-def test_taps_are_those_of_the_table_and_change_nothing(preset):
+def test_taps_match_tap_shapes_and_do_not_change_the_logits(preset):
     for depths in ((2, 3), (1, 1)):
         depth = dict(zip(("num_encoder_layers", "num_decoder_layers"), depths, strict=True))
         model, source, target = model_and_ids(preset, dtype="float32", **depth)
@@ -292,12 +292,12 @@ def test_taps_are_those_of_the_table_and_change_nothing(preset):
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "swish"])
-def test_no_activation_leaves_float32(activation):
+def test_activations_preserve_float32(activation):
     model, source, target = model_and_ids(dtype="float32", activation=activation)
     assert model(source, target).dtype == np.float32
 
 
-def test_recorder_keeps_what_the_patterns_name_and_serves_one_call():
+def test_recorder_keeps_matching_taps_of_a_single_call():
     model, source, target = model_and_ids()
     seen = ref.Recorder("decoder.layers.*.output", "encoder.output")
     model(source, target, tap=seen)
@@ -309,7 +309,7 @@ def test_recorder_keeps_what_the_patterns_name_and_serves_one_call():
         model(source, target, tap=seen)
 
 
-def test_replaced_tap_replays_what_follows():
+def test_replaced_tap_changes_everything_downstream():
     model, source, target = model_and_ids()
     other = source[:, ::-1].copy()
     memory = model.encode(other)

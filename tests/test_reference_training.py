@@ -86,7 +86,7 @@ def test_accumulation_is_invisible(slices):
         np.testing.assert_allclose(weights[name], array, rtol=1e-12, atol=1e-12)
 
 
-def test_a_step_writes_its_gradient_over_the_last_one():
+def test_train_step_reuses_gradient_buffers():
     trainer, _ = trained(ref.TrainingConfig(), 1, dropout=NO_DROPOUT)
     batch = tiny_batch(trainer.model.config, seed=1)
     names = [name.removesuffix(".kernel") for name in ref.parameter_shapes(trainer.model.config) if "kernel" in name]
@@ -105,7 +105,7 @@ def test_a_step_writes_its_gradient_over_the_last_one():
     assert_same_bits(kept, copies)
 
 
-def test_copies_of_a_trained_model_hold_no_buffers():
+def test_copies_of_a_trained_model_have_no_gradient_buffers():
     model = trained(ref.TrainingConfig(), 1, dropout=NO_DROPOUT)[0].model
     assert model.encoder.layers[0].feed_forward.inner_proj.buffer is not None
     for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -209,10 +209,10 @@ def test_dropout_depends_on_seed_and_step():
     assert first_loss(0, 1) == losses[1]
 
 
-def test_no_token_is_no_step_in_any_direction():
+def test_step_without_labels_changes_no_reference_weights():
     trainer = ref.Trainer(tiny_model(), ref.TrainingConfig(clip_norm=1.0))
     before = trainer.model.export_weights()
-    result = trainer.train_step(*tiny_batch(trainer.model.config, labelled=False))
+    result = trainer.train_step(*tiny_batch(trainer.model.config, labeled=False))
     assert (result.loss, result.tokens, result.gradient_norm) == (0.0, 0, 0.0)
     assert_same_bits(trainer.model.export_weights(), before)
 

@@ -35,7 +35,7 @@ from transformer_spec.names import parameter_shapes, tap_shapes
 FORGED = "[bold]x[/] :smile: \x1b[2J\x9b31m\r\nAGREE  3 ports\x85\u2028AGREE" + 200 * " " + "AGREE"
 
 
-def test_nothing_from_outside_is_markup_or_a_line_of_its_own():
+def test_quoted_text_is_never_interpreted_as_markup_or_line_breaks():
     """Names, reasons and what is missing, in every line that quotes them."""
     file = io.StringIO()
     console = PlainConsole(file=file, width=140, force_terminal=True, color_system="standard")
@@ -57,7 +57,7 @@ def test_nothing_from_outside_is_markup_or_a_line_of_its_own():
     assert "\x9b" not in file.getvalue()
 
 
-def test_a_table_keeps_its_colours_and_no_others():
+def test_a_table_keeps_its_colors_and_no_others():
     file = io.StringIO()
     console = PlainConsole(file=file, width=140, force_terminal=True, color_system="standard")
     print_summary(console, [replace(SIMPLE, tap="\x1b[31mred")], ["torch"])
@@ -66,7 +66,7 @@ def test_a_table_keeps_its_colours_and_no_others():
     assert "\N{REPLACEMENT CHARACTER}[31mre" in file.getvalue()
 
 
-def test_the_table_says_whose_comparison_is_the_closest():
+def test_table_names_the_comparison_closest_to_its_tolerance():
     file = io.StringIO()
     findings = [SIMPLE, replace(SIMPLE, backend="jax", tap="output", path="fast", error=2 * SIMPLE.error)]
     print_summary(PlainConsole(file=file, width=140), findings, ["torch", "jax"])
@@ -81,7 +81,7 @@ def drawn(blame: Blame) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def test_tree_folds_what_is_fine():
+def test_tree_collapses_correct_tensors():
     lines = drawn(blame_of({"decoder.layers.0.feed_forward.inner"}))
     assert lines[0] == "torch float64 full/padded"
     assert [line for line in lines if "encoder.layers.0 to 1  fine, 24 tensors" in line]
@@ -91,7 +91,7 @@ def test_tree_folds_what_is_fine():
     assert len(lines) <= LINES
 
 
-def test_tree_says_the_same_only_once():
+def test_tree_groups_repeated_findings():
     scores = {tap for tap in TAPS if tap.endswith(".scores")}
     lines = drawn(blame_of(scores))
     assert sum("<- introduced here, and in 5 similar places" in line for line in lines) == 1
@@ -128,5 +128,5 @@ def test_gradients_outside_of_layers_keep_their_names_in_a_line_of_several():
     assert not any("too: ," in line or line.endswith("too: ") for line in lines)
 
 
-def test_tree_of_nothing_wrong():
+def test_tree_without_errors_ends_with_the_number_of_tensors():
     assert drawn(blame_of(set()))[-1] == f"fine: {len(TAPS)} tensors"

@@ -47,7 +47,7 @@ def test_schema_refuses(result, change, violation):
     assert violations(broken) == [violation]
 
 
-def test_result_counts_skips_apart(result):
+def test_result_counts_skips_separately(result):
     assert (result["verdict"], result["exit_code"]) == ("DIVERGE", 1)
     assert result["result"]["skipped"] == len(result["result"]["skips"]) == 1
     wrong = len(TAPS) - TAPS.index(GUILTY)
@@ -66,7 +66,7 @@ def test_cases_have_their_stage_and_their_first_failure(result):
     assert rows["jax", "float64", "decode/beam"]["skips"] == ["no search"]
 
 
-def test_taps_are_of_the_main_case_and_of_what_failed(result):
+def test_result_contains_taps_of_the_main_case_and_failed_cases(result):
     order = [(row["backend"], row["dtype"], row["case"]) for row in result["result"]["taps"]]
     assert ("jax", "float64", "full/untied") in order  # beside the port that failed there
     assert [row["tap"] for row in result["result"]["taps"]][: len(TAPS)] == TAPS
@@ -78,7 +78,7 @@ def test_taps_are_of_the_main_case_and_of_what_failed(result):
     assert {row["case"] for row in preset["result"]["taps"]} == {"preset/t5"}
 
 
-def test_fingerprint_is_of_what_matters(tmp_path):
+def test_fingerprint_depends_only_on_the_inputs_of_a_check(tmp_path):
     def fingerprint(finding=SIMPLE, setting=SETTING, environment=ENVIRONMENT, cases=CASES, weights=None):
         common = {"reference": environment["numpy"], "machine": MACHINE, "cases": cases, "weights": weights}
         made = build(CheckResult(setting=setting, ports=ports_of([finding], environment), **common))
@@ -121,6 +121,6 @@ def test_a_report_is_written_whole_or_not_at_all(write, place, step, result, tmp
 
 
 @pytest.mark.parametrize("write", [write_html, write_json])
-def test_what_utf_8_cannot_hold_is_written_all_the_same(write, tmp_path):
+def test_report_replaces_text_that_utf_8_cannot_encode(write, tmp_path):
     write(tmp_path / "report", result_of([replace(SIMPLE, verdict=FAILED, detail="a \ud800 b")]))
     assert "a " in (tmp_path / "report").read_text("utf-8")

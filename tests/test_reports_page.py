@@ -69,7 +69,7 @@ def check_page(page: Page, result: dict) -> None:
         assert words in " ".join(page.text.split()), words
 
 
-def test_page_holds_everything(result):
+def test_page_contains_the_complete_result(result):
     page = Page(html(result))
     check_page(page, result)
     assert "object at 0x" not in page.text
@@ -91,13 +91,13 @@ def test_page_needs_no_network(result):
     assert re.findall(r"url\(|@import|https?://|fetch\(", text) == []
 
 
-def test_page_escapes_what_ports_say(result):
+def test_page_escapes_text_from_ports(result):
     text = html(result)
     assert text.count("&lt;script&gt;alert(") == 1  # the audit's detail
     assert "<script>alert" not in text
 
 
-def test_page_of_nothing_compared():
+def test_page_without_comparisons_is_incomplete():
     page = Page(html(result_of([])))
     assert "Incomplete" in page.text
     assert page.count("tr") == 0
@@ -124,7 +124,7 @@ def test_page_from_the_file_is_the_same(result, tmp_path):
     ("share", "step"),
     [(0.0, 0), (0.01, 1), (0.011, 2), (0.5, 3), (1.0, 3), (1.01, 4), (1e6, 6), (1e12, 7), (math.nan, 7)],
 )
-def test_colour_is_the_share_on_a_logarithmic_scale(share, step):
+def test_color_is_the_share_on_a_logarithmic_scale(share, step):
     verdict = AGREES if share <= 1.0 else DIVERGES
     page = Page(html(result_of([replace(SIMPLE, error=share, tolerance=1.0, verdict=verdict)])))
     cells = [kinds for tag, kinds, _ in page.elements if tag == "td" and kinds and kinds[0] != verdict]

@@ -170,7 +170,7 @@ def test_two_options_must_name_different_files(second, stale, capsys):
     assert f"--json {second}: another argument names the same file" in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_result_is_kept(stale, capsys):
+def test_file_without_a_result_is_not_deleted(stale, capsys):
     for line in (
         "check --help --json result.json",
         "info --json result.json",
@@ -190,7 +190,7 @@ def test_links_and_devices_remain(stale):
     assert os.path.exists("/dev/null")
 
 
-def test_every_option_that_names_a_file_of_results_is_known():
+def test_every_result_file_option_is_registered():
     for command in COMMANDS:
         (commands,) = (action.choices for action in make_parser(command)._actions if action.choices)
         parsers, found = [*commands.values()], set()
@@ -203,7 +203,7 @@ def test_every_option_that_names_a_file_of_results_is_known():
         assert found & written == {*RESULTS.get(command, ())}, command
 
 
-def test_the_schema_is_one():
+def test_result_schema_is_a_valid_json_schema():
     Draft202012Validator.check_schema(SCHEMA)
 
 
@@ -214,7 +214,7 @@ def test_every_command_is_in_the_schema_or_writes_no_result():
     assert tried | set(ELSEWHERE) == described
 
 
-def test_verdict_and_exit_code_belong_together():
+def test_schema_ties_the_verdict_to_the_exit_code():
     assert WORDS == {0: "AGREE", 1: "DIVERGE", 2: "IMPRECISE", 3: "INCOMPLETE"}
     result = {"path": "a", "out": "b", "format": "hf", "files": [], "notes": []}
     for code in WORDS:

@@ -29,7 +29,7 @@ MOST_FILES = 10
 LARGE_FOLDERS = {
     "cli": 20,  # a file for each command or two, for long lists of options, and for what comes before any import
     "transformer/ports": 13,  # the protocol, the four packages, the user's ports, their products and their source
-    "transformer/mistakes": 14,  # one file of data for each part of the catalogue
+    "transformer/mistakes": 14,  # one file of data for each part of the catalog
     "apps/checkpoints": 11,
     "apps/checkpoints/formats": 14,  # one file for each format, or for its settings
 }
@@ -80,11 +80,11 @@ def test_imports_run_downwards():
     assert upward(graph) == []
 
 
-def test_no_file_imports_itself_by_a_detour():
+def test_modules_have_no_indirect_circular_imports():
     assert circle(PACKAGE, types=True) == []
 
 
-def test_modules_beside_the_rooms_hold_no_code():
+def test_top_level_modules_contain_only_imports():
     for name, most in ABOVE.items():
         tree = ast.parse((PACKAGE / f"{name}.py").read_text("utf-8"))
         assert sum(isinstance(node, ast.Import | ast.ImportFrom) for node in tree.body) <= most + 1
@@ -108,7 +108,7 @@ def test_an_upward_import_is_found():
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_has_few_files_and_one_sentence(name):
+def test_subpackage_has_few_files_and_a_one_sentence_docstring(name):
     modules = [path.stem for path in (PACKAGE / name).glob("*.py") if path.stem != "__init__"]
     assert len(modules) <= LARGE_FOLDERS.get(name, MOST_FILES), sorted(modules)
     tree = ast.parse((PACKAGE / name / "__init__.py").read_text("utf-8"))

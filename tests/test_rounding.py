@@ -25,7 +25,7 @@ def test_runs_are_compared_at_their_checkpoints(monkeypatch, tmp_path, capfd):
 
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.only(name)) for name in ("torch", "jax", "tf")])
-def test_the_dates_on_four_devices_are_those_on_one(name, tmp_path):
+def test_dates_run_on_four_devices_matches_one_device(name, tmp_path):
     """To 1e-10; and so is a run that was moved by as much as a rounding."""
     for _, several, moved in rounding.compare(name, ["--parallel", "data=4"], 200, 100, tmp_path, rounding.SMALL):
         assert several < 1e-10

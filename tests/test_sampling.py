@@ -58,7 +58,7 @@ def test_tokens_are_drawn_with_the_probabilities_of_hugging_face(settings):
     assert ((counts > 0) == torch.isfinite(warped[0]).numpy()).all()
 
 
-def test_a_random_number_next_to_one_draws_an_allowed_token():
+def test_random_number_close_to_one_draws_an_allowed_token():
     log_probabilities = np.array([[*np.log([0.25, 0.125], dtype=np.float32), -inf, np.log(0.625)]], np.float32)
     uniforms = np.full((1, 1, 1), np.nextafter(np.float32(1.0), np.float32(0.0)))
     plan = SimpleNamespace(uniforms=uniforms, temperature=1.0, top_k=4, top_p=inf)
@@ -80,7 +80,7 @@ def test_a_sample_depends_on_seed_and_place_only(backend):
 
 
 @REPEATED
-def test_sampling_from_one_token_is_greedy_search(backend):
+def test_sampling_from_a_single_token_equals_greedy_search(backend):
     config, weights = lively()
     model, source_ids = load(backend, config, weights), sources(config)
     greedy = backend.package.greedy_search(model, source_ids, max_length=9)
@@ -144,7 +144,7 @@ def test_prefixes_may_be_padded_arrays_and_tensors():
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
-def test_hugging_face_goes_on_from_a_prefix_in_the_same_way(num_beams):
+def test_hugging_face_search_from_a_prefix_gives_the_same_ids(num_beams):
     config, weights, source_ids, theirs = _hugging_face()
     prefix_ids = np.random.default_rng(2).integers(3, 13, (5, 2))
     fields = {"num_beams": num_beams, "do_sample": False, "length_penalty": 0.0, "early_stopping": "never"}
@@ -172,7 +172,7 @@ def test_scores_are_hugging_faces_transition_scores():
 
 
 @pytest.mark.parametrize("search", [*EITHER, "sample"])
-def test_scores_of_hypotheses_are_those_of_the_search(backend, search):
+def test_score_matches_the_scores_of_the_search(backend, search):
     config, weights = lively()
     model, source_ids = load(backend, config, weights), sources(config)
     several = {"beam_search": {"num_hypotheses": 4, "length_penalty": 0.0}, "sample": {"num_samples": 3}}
@@ -186,7 +186,7 @@ def test_scores_of_hypotheses_are_those_of_the_search(backend, search):
     assert tuple(best.tokens.shape) == found.ids.shape
 
 
-def test_a_row_without_tokens_is_less_likely_than_any_other():
+def test_empty_hypothesis_has_score_minus_infinity():
     """A beam may find fewer hypotheses than were asked for."""
     config, weights = lively()
     labels = np.array([[[3, config.eos_id], [config.pad_id, config.pad_id]]] * 5)
@@ -244,7 +244,7 @@ def test_results_as_arrays_of_the_framework(port, search):
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(backend, given, error, message):
+def test_invalid_sampling_options_are_rejected(backend, given, error, message):
     config, weights = lively()
     with pytest.raises(error) as raised:
         backend.package.sample(load(backend, config, weights), sources(config), **given)
@@ -260,7 +260,7 @@ def test_what_makes_no_sense_is_refused(backend, given, error, message):
         (np.full((5, 3), 13), ValueError, "target_ids must be in [0, 13): got 13 at [0, 0]"),
     ],
 )
-def test_translations_that_make_no_sense_are_refused(backend, target_ids, error, message):
+def test_score_rejects_invalid_target_ids(backend, target_ids, error, message):
     config, weights = lively()
     with pytest.raises(error) as raised:
         backend.package.score(load(backend, config, weights), sources(config), target_ids)

@@ -71,21 +71,21 @@ def test_rates_are_measured_across_a_second_start() -> None:
     assert schedule_in_words(case, rates) == words
 
 
-def test_right_rates_before_the_first_wrong_one_are_not_listed() -> None:
+def test_correct_learning_rates_before_the_first_wrong_one_are_omitted() -> None:
     """The rate stays at its peak."""
     rates = [usual(min(step, 8)) for step in range(1, 21)]
     words = f"its learning rate is correct up to step 8, and {usual(8):.5g} in steps 8 to 20"
     assert schedule_in_words(CASE, rates) == words
 
 
-def test_a_schedule_that_counts_slices_is_named() -> None:
+def test_schedule_counting_micro_batches_is_identified() -> None:
     """Two slices for each step."""
     case = replace(CASE, settings=replace(CASE.training, accumulation_steps=2))
     rates = [CASE.training.learning_rate(2 * step, CASE.config.d_model) for step in range(1, 21)]
     assert schedule_in_words(case, rates) == "step n uses settings.learning_rate(2 * n, d_model)"
 
 
-def test_a_diagnosis_states_rates_that_no_known_mistake_explains() -> None:
+def test_diagnosis_reports_learning_rates_unexplained_by_known_bugs() -> None:
     """The sentence says in which case they were measured."""
     shown = trained_by(lambda step: usual(step) * (1.0 if step <= 10 else 0.5))
     found = diagnose(CASE, shown, "MyPort", known=hypotheses(CASE.config, STEPS, forward_agrees=True))
@@ -95,7 +95,7 @@ def test_a_diagnosis_states_rates_that_no_known_mistake_explains() -> None:
     )
 
 
-def test_many_different_rates_may_be_another_bias_correction() -> None:
+def test_varying_learning_rates_suggest_another_bias_correction() -> None:
     """A step that is counted one too high changes the rate and the corrections."""
     rates = [usual(step) * (1.0 + 1.0 / (step + 1)) for step in range(1, 21)]
     words = schedule_in_words(CASE, rates)
@@ -117,7 +117,7 @@ def test_rates_need_weights_after_the_first_step() -> None:
     assert measured_rates(CASE, shown) == []
 
 
-def test_nothing_is_measured_with_weights_that_are_not_finite_or_of_another_shape() -> None:
+def test_learning_rates_are_not_measured_from_invalid_weights() -> None:
     """A port that diverges has no rates."""
     shown = trained_by(lambda step: 1e-3)
     name = next(name for name in shown if name.startswith("step 20 weight"))

@@ -83,7 +83,7 @@ def textbook_beam_search(model, source, beam_size, max_length, penalty, min_leng
 @pytest.mark.parametrize("kind", ["gnmt", pytest.param("power", marks=REPEATED)])
 @pytest.mark.parametrize("alpha", [pytest.param(0.0, marks=REPEATED), 0.6, pytest.param(1.5, marks=REPEATED)])
 @pytest.mark.extended("searches", "jax", "tf")
-def test_a_wide_beam_finds_what_enumeration_finds(backend, alpha, kind):
+def test_wide_beam_matches_exhaustive_enumeration(backend, alpha, kind):
     config, weights = lively(size=5)
     reference, source_ids = load_reference(config, weights), sources(config)
     for max_length in (1, 4):

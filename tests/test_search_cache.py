@@ -66,7 +66,7 @@ def test_a_step_takes_several_tokens(backend, beam_size):
     np.testing.assert_allclose(np.concatenate(found, 1), whole, rtol=1e-11, atol=1e-12)
 
 
-def test_a_cache_that_is_full_refuses_more(backend):
+def test_append_to_a_full_cache_raises_value_error(backend):
     """Beyond its capacity a position would be dropped, or take the place of another."""
     config, weights = lively()
     cache = load(backend, config, weights).init_cache(sources(config), 3).past[0]
@@ -78,7 +78,7 @@ def test_a_cache_that_is_full_refuses_more(backend):
     assert cache.length == 3
 
 
-def test_a_decoding_step_gives_a_new_cache_or_says_that_it_does_not(backend):
+def test_decode_step_returns_a_new_cache_or_consumes_the_given_one(backend):
     """JAX and TensorFlow leave what they are given alone; NumPy and PyTorch write into it."""
     config, weights = lively()
     model = load(backend, config, weights)
@@ -107,7 +107,7 @@ FIRST, *OTHERS = VARIANTS
 
 @pytest.mark.parametrize("variant", [FIRST, *(pytest.param(variant, marks=REPEATED) for variant in OTHERS)])
 @pytest.mark.extended("searches", "jax", "tf")
-def test_cached_equals_uncached_where_conventions_differ(backend, variant):
+def test_cached_decoding_matches_uncached_under_all_conventions(backend, variant):
     config = tiny_config(**VARIANTS[variant])
     source_ids, target_ids = sources(config), sources(config, 5, (7, 1, 6, 3, 4))
     source_ids[2] = config.pad_id  # a sentence of nothing but padding

@@ -62,7 +62,7 @@ def test_lengths_and_start_symbol(backend, search):
 
 @pytest.mark.parametrize("search", EITHER)
 @REPEATED
-def test_padding_is_never_said(backend, search):
+def test_searches_never_generate_padding(backend, search):
     for overrides in ({}, {"bos_id": 0}):  # the start symbol may be padding
         config, weights = lively(**overrides)
         weights["output_proj.bias"][config.pad_id] = 1e3
@@ -164,7 +164,7 @@ def test_bad_input_is_refused_with_the_same_words(backend, limited, search, name
     assert str(caught.value) == message
 
 
-def test_lengths_that_contradict_each_other(backend):
+def test_min_length_above_max_length_raises_value_error(backend):
     model = load(backend, *lively())
     for find in (backend.package.greedy_search, backend.package.beam_search):
         with pytest.raises(ValueError, match="min_length must be at most max_length: got 6 and 5"):
@@ -182,7 +182,7 @@ def test_a_model_without_an_end(backend):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 @pytest.mark.parametrize("size", [13, pytest.param(300, marks=REPEATED)])
-def test_a_model_that_computes_nan(backend, size):
+def test_search_raises_if_the_model_computes_nan(backend, size):
     config, weights = lively(size=size)
     weights["decoder.final_norm.scale"][:] = 1e30
     weights["output_proj.kernel"][:] = 1e30

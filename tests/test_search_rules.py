@@ -88,7 +88,7 @@ def generated(name):
     "name",
     [pytest.param(name, marks=COMPILED if name in ("4 beams", "no n-gram twice") else REPEATED) for name in GENERATION],
 )
-def test_hugging_face_says_the_same(backend, name):
+def test_search_matches_hugging_face_generate(backend, name):
     config, weights, source_ids = lively_marian()
     expected, scores, options = generated(name)
     count = SENTENCES if backend.name in ("numpy", "torch") else 16
@@ -98,7 +98,7 @@ def test_hugging_face_says_the_same(backend, name):
         np.testing.assert_allclose(found.scores, scores[:count], rtol=2e-6)  # they add up in float32
 
 
-def test_the_paper_says_something_else():
+def test_hugging_face_rules_change_most_results():
     """Under most settings that were published; so that a rule that is not followed shows."""
     config, weights, source_ids = lively_marian()
     model, same, count = load_numpy(config, weights), {}, SENTENCES // 4
@@ -171,7 +171,7 @@ PROGRAMS = {
         for name in PROGRAMS
     ],
 )
-def test_other_programs_say_the_same(name):
+def test_search_matches_fairseq_and_marian(name):
     """All that is in their lists, in the same order and with the same scores."""
     config, weights, source_ids = lively_marian()
     settings, rules, options = PROGRAMS[name]
@@ -225,7 +225,7 @@ def test_every_backend_follows_the_rules(port, program, kind):
 
 
 @pytest.mark.parametrize("program", RULES)
-def test_the_cache_changes_nothing(program):
+def test_search_rules_give_equal_results_with_and_without_cache(program):
     config, weights, source_ids = lively_marian()
     model = load_numpy(config, weights)
     for options in searches_by(program):
@@ -237,7 +237,7 @@ def test_the_cache_changes_nothing(program):
         np.testing.assert_allclose(cached.nbest_scores, plain.nbest_scores, 1e-12)
 
 
-def test_what_the_rules_say_is_seen():
+def test_search_results_follow_the_rules():
     config, weights, source_ids = lively_marian()
     hf, fairseq, marian = (searches_by(program)[0] for program in RULES)
     found = {
@@ -257,7 +257,7 @@ def test_what_the_rules_say_is_seen():
 
 
 @COMPILED
-def test_an_ngram_that_no_hypothesis_can_hold_costs_nothing(backend):
+def test_huge_no_repeat_ngram_size_changes_nothing(backend):
     """Its tokens are not looked through one by one: that would take minutes."""
     config, weights, source_ids = lively_marian()
     model = load(backend, config, weights)
@@ -270,7 +270,7 @@ def test_an_ngram_that_no_hypothesis_can_hold_costs_nothing(backend):
     np.testing.assert_array_equal(found.nbest_ids, usual.nbest_ids)
 
 
-def test_where_no_maximum_length_is_given():
+def test_default_maximum_length_follows_each_preset():
     config, weights, _ = lively_marian()
     source_ids = np.array([[5, 6, 7, 8]])
     endless = np.where(np.arange(40) == config.eos_id, -1e3, weights["output_proj.bias"])
@@ -307,7 +307,7 @@ def test_bad_rules_are_refused(fields, error, message):
 
 
 @pytest.mark.parametrize("search", ["greedy_search", "beam_search"])
-def test_rules_that_do_not_fit_the_model_are_refused_with_the_same_words(backend, search):
+def test_invalid_rules_raise_the_same_error_in_every_backend(backend, search):
     config, weights, source_ids = lively_marian()
     model = load(backend, config, weights)
     for rules, error, message in (
@@ -350,7 +350,7 @@ def test_numpys_numbers_in_rules_become_pythons():
     assert json.loads(json.dumps(options.to_dict())) == options.to_dict()
 
 
-def test_rules_and_options_come_back_from_json():
+def test_search_rules_and_options_round_trip_through_json():
     for name in ("paper", "hf", "fairseq", "marian"):
         for options in (Search.preset(name), Search.preset(name, beam_size=4, max_length=9, start_id=3)):
             assert Search.from_dict(json.loads(json.dumps(options.to_dict()))) == options

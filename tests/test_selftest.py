@@ -14,7 +14,7 @@ from result_schema import read_document
 from transformer_parity.cli.main import main
 from transformer_parity.engine.findings import DIVERGES, Finding
 from transformer_parity.engine.processes.child import ChildEndedError
-from transformer_parity.transformer.mistakes import catalogue
+from transformer_parity.transformer.mistakes import catalog
 from transformer_parity.transformer.mistakes.mistake import ALL, Mistake, instead
 from transformer_parity.transformer.selftest import trials
 
@@ -23,7 +23,7 @@ def every() -> list:
     """Return each mistake in each port; in JAX and TF, all but the first of each part are extended."""
     parameters = []
     for name in ALL:
-        for part, mistakes in catalogue.parts().items():
+        for part, mistakes in catalog.parts().items():
             of_port = [mistake for mistake in mistakes if name in mistake.edits]
             for mistake in of_port:
                 marks = [pytest.mark.only(name)]
@@ -42,11 +42,11 @@ def test_mistake_is_caught_located_and_named(name, part, mistake):
     assert trial.named is not False, trial.said
 
 
-def test_there_are_no_two_of_a_name_and_most_have_one():
-    mistakes = [(mistake.name, mistake.case) for part in catalogue.parts().values() for mistake in part]
+def test_bug_names_are_unique_and_most_bugs_can_be_named():
+    mistakes = [(mistake.name, mistake.case) for part in catalog.parts().values() for mistake in part]
     assert len(set(mistakes)) == len(mistakes) > 190
     nameless = {
-        name: [m.name for part in catalogue.parts().values() for m in part if not trials.has_a_name(m, name)]
+        name: [m.name for part in catalog.parts().values() for m in part if not trials.has_a_name(m, name)]
         for name in ALL
     }
     assert max(map(len, nameless.values())) < 50, nameless
@@ -55,12 +55,12 @@ def test_there_are_no_two_of_a_name_and_most_have_one():
     assert only_there == {"jax": by_length, "tf": by_length}
 
 
-def test_the_figures_of_the_site_are_those_of_the_catalogue():
-    """Every mistake is proved above, one by one: here only the counts. After a change of the catalogue, measure again:
+def test_the_figures_of_the_site_are_those_of_the_catalog():
+    """Every mistake is proved above, one by one: here only the counts. After a change of the catalog, measure again:
     `parity selftest --json FILE`, then docs/results/keep.py."""
     kept = json.loads((Path(__file__).parent.parent / "docs" / "results" / "selftest.json").read_text("utf-8"))
     expected = []
-    for part, mistakes in catalogue.parts().items():
+    for part, mistakes in catalog.parts().items():
         places = [(mistake, name) for name in ALL for mistake in mistakes if name in mistake.edits]
         planted, named = len(places), sum(trials.has_a_name(*place) for place in places)
         expected.append({"part": part, **dict.fromkeys(("planted", "caught", "located"), planted)})
@@ -84,7 +84,7 @@ def test_a_mistake_in_the_wrong_place_is_not_located():
 
 
 @pytest.mark.only("torch")
-def test_what_is_no_mistake_is_not_caught():
+def test_equivalent_change_is_not_reported_as_a_bug():
     nothing = Mistake("nothing", "logits", instead("attention", "math.sqrt(d_k)", "d_k**0.5"))
     trial = trials.try_out("torch", "attention", nothing)
     assert (trial.caught, trial.located, trial.named) == (False, False, None)
@@ -126,7 +126,7 @@ def work(tmp_path, monkeypatch):
 
 
 @pytest.mark.only("torch")
-def test_what_was_tried_before_a_process_died_is_kept(work, tmp_path, capsys):
+def test_trials_completed_before_a_process_died_are_kept(work, tmp_path, capsys):
     work("dies")
     path = tmp_path / "selftest.json"
     assert main(["selftest", "--backends", "torch", "--part", "feed-forward", "--json", str(path)]) == 3
@@ -139,14 +139,14 @@ def test_what_was_tried_before_a_process_died_is_kept(work, tmp_path, capsys):
     assert [trial["mistake"] for trial in written["result"]["trials"]] == ["the first"]
 
 
-def test_a_process_that_is_silent_is_not_waited_for(work):
+def test_silent_trial_process_times_out(work):
     work("sleeps")
     with pytest.raises(ChildEndedError, match=r"^no answer for 1 s at torch: feed-forward: it printed nothing$"):
         list(trials.all_trials(["torch"], ["feed-forward"], timeout=1.0))
 
 
 @pytest.mark.parametrize(("gibibytes", "jobs", "count"), [(100, 60, 3), (100, 2, 2), (6, 60, 2), (1, 60, 1)])
-def test_as_many_processes_as_processors_and_memory_allow(gibibytes, jobs, count, monkeypatch):
+def test_number_of_processes_is_limited_by_cpus_and_memory(gibibytes, jobs, count, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 5}, raising=False)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=gibibytes * 2**30))

@@ -59,7 +59,7 @@ def test_a_failed_write_leaves_the_old_picture(capsys, tmp_path, monkeypatch):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("masks.png", "old")]
 
 
-def test_positions_are_those_of_the_presets():
+def test_positions_figure_matches_the_presets():
     paper, fairseq, _ = draw("positions", "--preset", "paper_base,fairseq", "--size", "12x8").axes
     np.testing.assert_array_equal(paper.images[0].get_array(), ref.sinusoidal_encoding(12, 8))
     shifted = ref.sinusoidal_encoding(12, 8, "split", "m_minus_1", 2)
@@ -69,7 +69,7 @@ def test_positions_are_those_of_the_presets():
     assert fairseq.get_title("left").endswith("the first position is p = 2")
 
 
-def test_masks_allow_what_the_model_allows():
+def test_masks_figure_matches_the_model():
     axes = draw("masks").axes
     encoder, causal, decoder, cross = ([list(row) for row in one.images[0].get_array().astype(int)] for one in axes)
     assert encoder == 7 * [[1, 1, 1, 1, 1, 0, 0]]
@@ -109,7 +109,7 @@ def test_attention_of_every_backend(backends, which):
     assert figure.get_supxlabel().endswith("counting from 0)" if len(names) > 1 else "with --backends.")
 
 
-def test_attention_of_the_model_that_ships():
+def test_attention_figure_uses_the_bundled_model():
     figure = draw("attention", "--backends", "numpy")
     panels = [axes for axes in figure.axes if axes.images]
     assert len(panels) == 4
@@ -120,7 +120,7 @@ def test_attention_of_the_model_that_ships():
 
 
 @pytest.mark.usefixtures("bare")
-def test_attention_is_that_of_what_is_installed(monkeypatch):
+def test_attention_figure_uses_installed_backends(monkeypatch):
     assert len([axes for axes in draw("attention").axes if axes.images]) == 4
     monkeypatch.setattr(show, "draw_attention", lambda asked: asked.backends)
     monkeypatch.setattr(PackagePort, "missing", lambda port: "keras" if port.name == "tf" else None)
@@ -151,7 +151,7 @@ def test_attention_of_a_weight_file(tmp_path):
     assert sum(r"\$" in key for key in keys) == 2  # as it is, and not as the borders of a formula
 
 
-def test_agreement_names_the_two_that_differ_the_most():
+def test_agreement_names_the_two_most_different_backends():
     seen = {name: np.zeros((2, 3, 4)) for name in ("torch", "jax", "tf")}
     seen["jax"][1, 2, 0], seen["tf"][1, 2, 0] = -0.25, 0.125
     assert "two backends: 3.8e-01 (jax and tf; head 1, query 2, key 0, counting from 0)" in attention.agreement(seen)

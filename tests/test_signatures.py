@@ -53,7 +53,7 @@ def spoilt(array, where, by=1.0):
         (softmax(HEADS, ALLOWED), softmax(HEADS), "252 keys that the mask allows get zero weight"),
     ],
 )
-def test_what_an_error_is_like(actual, wanted, said):
+def test_error_signature_is_described(actual, wanted, said):
     actual = np.asarray(actual, np.float64)
     found = [narrowed(actual, wanted), *signatures(actual, wanted, CONFIG, {"a.bias": BIAS, "b.bias": BIAS[::-1]})]
     assert any(said in words for words in found), found
@@ -91,21 +91,21 @@ def test_places_are_facts_and_name_no_cause(actual, wanted, where):
         (spoilt(STATES, np.s_[:, 1:], RNG.normal(size=(4, 6, 24))), STATES),  # all but the first position
     ],
 )
-def test_without_evidence_nothing_is_named(actual, wanted):
+def test_no_signature_is_reported_without_evidence(actual, wanted):
     assert signatures(actual, wanted, CONFIG) == []
 
 
-def test_of_sizes_that_are_equal_none_is_preferred():
+def test_factor_with_equal_sizes_lists_all_candidates():
     (found,) = signatures(STATES / math.sqrt(8), STATES, tiny(d_v=8))
     assert found.endswith("a factor of 1 / sqrt(d_k) or 1 / sqrt(d_v)")
 
 
-def test_what_is_right_or_shapeless_has_no_signature():
+def test_correct_and_unrelated_tensors_have_no_signature():
     assert signatures(STATES, STATES, CONFIG) == []
     assert signatures(RNG.normal(size=STATES.shape), STATES, CONFIG) == []
 
 
-def test_keys_at_one_distance_from_their_queries_are_described():
+def test_wrongly_masked_keys_are_described_by_their_distance():
     own = softmax(HEADS, ALLOWED & ~np.eye(7, dtype=bool) | (np.arange(7) == 0))
     (said,) = [words for words in signatures(own, softmax(HEADS, ALLOWED), CONFIG) if "allows" in words]
     assert said == "72 keys that the mask allows get zero weight: each is at the position of its query"

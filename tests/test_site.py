@@ -23,7 +23,7 @@ from transformer_parity.transformer.ports.source_marks import compare, tokens
 DOCS = ROOT / "docs"
 sys.path[:0] = [str(DOCS / "_ext"), str(DOCS / "examples")]
 
-import catalogue  # noqa: E402  of the site
+import catalog  # noqa: E402  of the site
 import compute  # noqa: E402
 import example_numbers  # noqa: E402
 import facts  # noqa: E402
@@ -57,7 +57,7 @@ def marked(code: str, reference: str) -> tuple[list[str], list[str]]:
     return spans["port"], spans["reference"]
 
 
-def test_tokens_that_differ_are_marked():
+def test_differing_tokens_are_marked():
     reference = "def f(x):\n    y = abs(x)\n    return np.exp(y)  # why\n"
     code = "def f(x):\n    return torch.exp(x, 1)  # why\n"
     assert marked(code, reference) == (["torch", "x, 1"], ["y = abs(x)", "np", "y"])
@@ -69,7 +69,7 @@ def test_tokens_that_differ_are_marked():
     assert marked(code, code) == ([], [])
 
 
-def test_what_any_port_lacks_is_marked_in_the_reference():
+def test_tokens_missing_from_any_port_are_marked_in_the_reference():
     marks = compare({"one": "f(b, c)", "reference": "f(a, b, c)", "two": "f(a, b)"}, "reference")
     assert marks["reference"].spans == [(2, 4), (6, 9)]
     assert panes.note(marks["reference"], is_base=True) == "8 tokens, 4 not in all ports"
@@ -88,12 +88,12 @@ def test_methods_are_compared_by_name():
     assert marked(code, reference) == (["def more(self): return 1"], [])
 
 
-def test_what_has_moved_within_a_function_is_not_marked():
+def test_code_moved_within_a_function_is_not_marked():
     reference = 'a = tap("a", a)\nb = softmax(a, mask)\nb = tap("b", b)\n'
     assert marked('a = tap("a", a)\nb = tap("b", softmax(a, mask))\n', reference) == ([], ["b =", "b"])
 
 
-def test_marks_are_whole_lines_where_they_can_be():
+def test_marks_cover_whole_lines_when_possible():
     assert marked("f(\n    a,\n    *b,\n    c,\n)", "f(\n    a,\n    c,\n)") == (["*b,"], [])
 
 
@@ -123,50 +123,50 @@ def test_panes_are_the_code_of_the_packages():
     assert panes.note(compare({"a": "a + 1", "b": "a + 1"}, "b")["a"]) == "3 tokens, the same"
 
 
-def test_a_name_that_is_gone_fails_the_build():
+def test_missing_name_fails_the_build():
     with pytest.raises(ExtensionError, match=r"no 'transformer_backward' in transformer_torch, transformer_jax"):
         panes.pieces("transformer_backward")
     assert panes.pieces("transformer_backward", ["numpy"])
 
 
-def test_what_is_said_to_tools_is_not_shown():
+def test_tool_directives_are_removed_from_shown_code():
     assert panes.to_readers("x = 1  # type: ignore[index]") == "x = 1"
     assert panes.to_readers("x = 1  # type: ignore[index]  # a reason") == "x = 1  # a reason"
     assert panes.to_readers("import a as A  # noqa: N812  a reason\ny") == "import a as A  # a reason\ny"
     assert not any("type: ignore" in piece.code for piece in panes.pieces("LayerNorm").values())
 
 
-def test_facts_that_are_gone_fail_the_build():
+def test_missing_facts_fail_the_build():
     with pytest.raises(ExtensionError, match="no example 'nothing'"):
         example_numbers.example("nothing")
     with pytest.raises(ExtensionError, match="no tap 'nothing': it has query, key"):
         example_numbers.values("attention", "nothing")
     with pytest.raises(ExtensionError, match="unknown parts nothing: choose from"):
-        catalogue.chosen("attention, nothing")
+        catalog.chosen("attention, nothing")
     with pytest.raises(ExtensionError, match="no bug in mask matches 'gone'"):
-        catalogue.chosen("mask", "gone")
+        catalog.chosen("mask", "gone")
     with pytest.raises(ExtensionError, match=r"there is no benchmarks/intel/nothing-small.json"):
         list(results.speed("nothing"))
-    assert catalogue.comment("x = 1\n# one\n# two\ny = 2  # three\n", "one two") == "one two"
-    assert catalogue.comment("x = 1\n# one\n# two\ny = 2  # three\n", "thr") == "three"
-    assert catalogue.comment("x = 1\n", "one") is None
+    assert catalog.comment("x = 1\n# one\n# two\ny = 2  # three\n", "one two") == "one two"
+    assert catalog.comment("x = 1\n# one\n# two\ny = 2  # three\n", "thr") == "three"
+    assert catalog.comment("x = 1\n", "one") is None
 
 
 def test_a_mistake_shows_whole_lines():
     source = "def f():\n    a = g(1,\n          2)\n    return a"
-    assert catalogue.whole_lines(source, "2)", "3)") == ("2)", "3)")
-    assert catalogue.whole_lines(source, "g(1,\n          2", "h(") == ("a = g(1,\n      2)", "a = h()")
-    assert catalogue.whole_lines(source, " a", " b")[0] == "a = g(1,"
-    for mistake in catalogue.chosen("attention, decoding"):
+    assert catalog.whole_lines(source, "2)", "3)") == ("2)", "3)")
+    assert catalog.whole_lines(source, "g(1,\n          2", "h(") == ("a = g(1,\n      2)", "a = h()")
+    assert catalog.whole_lines(source, " a", " b")[0] == "a = g(1,"
+    for mistake in catalog.chosen("attention, decoding"):
         for backend in mistake.edits:
-            assert catalogue.edit(backend, mistake).count("<del>") == len(mistake.edits[backend])
+            assert catalog.edit(backend, mistake).count("<del>") == len(mistake.edits[backend])
 
 
-def test_a_mistake_names_the_threads_that_reported_it():
-    known = {mistake.name for mistakes in catalogue.catalogue.parts().values() for mistake in mistakes}
-    assert len(known & set(catalogue.reports())) >= 60
-    (twice,) = catalogue.chosen("norm", "normalized twice")
-    assert ">k2-fsa/snowfall#184</a>, <a " in catalogue.entry(twice)
+def test_bug_entry_links_to_its_reports():
+    known = {mistake.name for mistakes in catalog.catalog.parts().values() for mistake in mistakes}
+    assert len(known & set(catalog.reports())) >= 60
+    (twice,) = catalog.chosen("norm", "normalized twice")
+    assert ">k2-fsa/snowfall#184</a>, <a " in catalog.entry(twice)
 
 
 def test_every_field_of_the_config_is_described():
@@ -185,14 +185,14 @@ def test_names_are_shown_with_symbols():
     assert not any(re.search(r"\[.*\d", row) for row in rows)
 
 
-def test_exit_codes_are_those_of_the_commands():
+def test_exit_code_table_covers_the_commands():
     rows = "\n".join(facts.exit_codes())
     assert "`transformer_bench/options.py` | 0 " in rows
     for command in ("check", "golden", "selftest", "train_options", "translate"):
         assert f"`cli/{command}.py` | 0 " in rows
 
 
-# --- Colours ---
+# --- Colors ---
 
 
 def palette(theme: str) -> dict[str, str]:
@@ -203,8 +203,8 @@ def palette(theme: str) -> dict[str, str]:
     )
 
 
-def luminance(colour: str) -> float:
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+def luminance(color: str) -> float:
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
 
@@ -214,26 +214,26 @@ def contrast(one: str, other: str) -> float:
     return (lighter + 0.05) / (darker + 0.05)
 
 
-def test_contrast_is_that_of_the_guidelines():
+def test_contrast_matches_the_wcag_definition():
     assert contrast("#ffffff", "#000000") == pytest.approx(21)
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_one_palette_and_its_contrast(theme):
-    colours = palette(theme)
-    assert {backend: colours[backend] for backend in style.BACKENDS} == style.BACKENDS
+def test_palette_has_sufficient_contrast(theme):
+    colors = palette(theme)
+    assert {backend: colors[backend] for backend in style.BACKENDS} == style.BACKENDS
     for on, below in (("on-mark", "mark"), ("note", "pane"), ("good", "pane"), ("bad", "pane")):
-        assert contrast(colours[on], colours[below]) >= 4.5, (on, below)
+        assert contrast(colors[on], colors[below]) >= 4.5, (on, below)
     for mark in ("mark-edge", *style.BACKENDS):  # what is not text
-        assert contrast(colours[mark], colours["pane"]) >= 3, mark
+        assert contrast(colors[mark], colors["pane"]) >= 3, mark
 
 
-def test_backends_have_their_colours_from_one_place():
-    """No other file writes a colour of a backend, and no figure one that is not in the style."""
+def test_backends_have_their_colors_from_one_place():
+    """No other file writes a color of a backend, and no figure one that is not in the style."""
     assert {name: style.PAGE[name][0] for name in style.BACKENDS} == style.BACKENDS
-    assert all(contrast(colour, "#ffffff") >= 3 for colour in style.BACKENDS.values())
-    colour = re.compile(r"#[0-9a-f]{6}\b|#[0-9a-f]{3}\b|tab:\w+", re.IGNORECASE)
+    assert all(contrast(color, "#ffffff") >= 3 for color in style.BACKENDS.values())
+    color = re.compile(r"#[0-9a-f]{6}\b|#[0-9a-f]{3}\b|tab:\w+", re.IGNORECASE)
     # The steps of the scale of errors, white on the darkest of them, and paper; what the site's style repeats is above.
     scale = re.compile(r"--(?:s\d|t7|page): #\w+;")
     files = [
@@ -243,14 +243,14 @@ def test_backends_have_their_colours_from_one_place():
         DOCS / "_static" / "site.js",
         DOCS / "paper" / "model.html",
     ]
-    found = {path.name: colour.findall(scale.sub("", path.read_text("utf-8"))) for path in files}
-    assert {name for name, colours in found.items() if colours} == {"style.py"}
+    found = {path.name: color.findall(scale.sub("", path.read_text("utf-8"))) for path in files}
+    assert {name for name, colors in found.items() if colors} == {"style.py"}
     drawn = re.compile(r"\bcolou?rs?=[\"']([^\"']+)[\"']")
     plain = {name for path in files for name in drawn.findall(path.read_text("utf-8"))}
     assert plain <= {"black", "white", "default"}
 
 
-def test_katex_is_of_one_version():
+def test_katex_files_have_the_same_version():
     folder = DOCS / "_static" / "katex"
     css = (folder / "katex.min.css").read_text("utf-8")
     assert f'version:"{re.search(r"content:.([0-9.]+)", css)[1]}"' in (folder / "katex.min.js").read_text("utf-8")

@@ -122,7 +122,7 @@ def test_pages_are_small_and_load_only_files(site, pages):
 
 
 @pytest.mark.extended("site")
-def test_no_code_of_the_packages_is_copied_into_the_sources():
+def test_package_code_is_not_copied_into_the_documentation():
     copied = sorted(page.name for page in DOCS.rglob("*.md") if "def forward(" in page.read_text("utf-8"))
     assert copied == ["broken-port.md", "check-my-port.md", "quickstart.md"]  # these contain the reader's own ports
 
@@ -221,7 +221,7 @@ def test_pages_are_accessible(look, width, theme):
 
 
 @pytest.mark.extended("site")
-def test_one_choice_for_the_whole_site(look):
+def test_framework_choice_applies_to_the_whole_site(look):
     page = look("paper/attention.html", 400)
     tab = page.locator(".panes-tabs [role=tab][data-framework=jax]").first
     tab.click()
@@ -240,7 +240,7 @@ def test_one_choice_for_the_whole_site(look):
 
 
 @pytest.mark.extended("site")
-def test_the_choice_is_carried_along_where_nothing_can_be_stored(look):
+def test_framework_choice_is_kept_in_links_without_local_storage(look):
     page = look("paper/index.html", 400)
     page.add_init_script(
         "for (const name of ['getItem', 'setItem']) {"
@@ -273,7 +273,7 @@ def test_tabs_are_worked_by_keyboard(look):
 
 
 @pytest.mark.extended("site")
-def test_panes_stand_two_by_two_and_long_lines_wrap(look):
+def test_panes_form_a_two_by_two_grid_and_long_lines_wrap(look):
     page = look("paper/attention.html")
     place = "pane => [pane.getBoundingClientRect().left, pane.getBoundingClientRect().top].map(Math.round)"
     boxes = page.locator(".panes").first.locator(".pane").evaluate_all(f"all => all.map({place})")

@@ -58,7 +58,7 @@ def test_source_prints_the_four(capsys, name, first, inside):
         assert (ROOT / file).read_text().splitlines()[int(line) - 1].strip() == text.splitlines()[0] or line == "1"
 
 
-def test_source_knows_where_the_packages_differ(capsys):
+def test_source_handles_names_that_differ_between_packages(capsys):
     printed = [parity(capsys, "source", f"EncoderLayer.{name}")[1] for name in ("forward", "__call__", "call")]
     assert len({text.partition("\n\n")[2] for text in printed}) == 1
     both = pieces(parity(capsys, "source", "Transformer.call", "--backends", "tf")[1])
@@ -73,7 +73,7 @@ def test_source_knows_where_the_packages_differ(capsys):
     assert lacking.endswith("\n# not in transformer_torch, transformer_jax, transformer_tf\n")
 
 
-def test_names_may_be_given_one_by_one(capsys):
+def test_backends_option_may_be_repeated(capsys):
     alone, together = (
         parity(capsys, "source", "Linear", *options)[1]
         for options in (["--backends", "tf", "--backend", "jax,tf"], ["--backends", "jax,tf"])
@@ -119,21 +119,21 @@ def test_every_piece_is_the_code_in_the_file(package):
 
 
 def on_terminal(capsys, monkeypatch, width, *arguments):
-    """Return what `parity source` prints on a terminal of some width, without colours and styles."""
+    """Return what `parity source` prints on a terminal of some width, without colors and styles."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))
     return re.sub(r"\x1b\[[0-9;]*m", "", parity(capsys, "source", *arguments)[1])
 
 
 @pytest.mark.parametrize(("width", "columns"), [(60, 1), (119, 1), (120, 2), (130, 2), (200, 2), (240, 4)])
-def test_source_stands_side_by_side_where_there_is_room(capsys, monkeypatch, width, columns):
+def test_source_columns_depend_on_terminal_width(capsys, monkeypatch, width, columns):
     out = on_terminal(capsys, monkeypatch, width, "split_heads")
     assert max(map(len, out.splitlines())) == width
     titles = [[package for package in PACKAGES if f"{package}/attention.py:" in line] for line in out.splitlines()]
     assert [row for row in titles if row] == [PACKAGES[i : i + columns] for i in range(0, 4, columns)]
 
 
-def test_source_points_at_what_differs(capsys):
+def test_source_comments_point_at_differing_tokens(capsys):
     """In a pipe: the output is Python, and the comments below its lines point at the tokens that the marks name."""
     name = "MultiHeadAttention.forward"
     codes = {package: parsed(package).find(name).code for package in PACKAGES}
@@ -164,7 +164,7 @@ def test_source_compares_with_the_reference_though_it_is_not_shown(capsys):
     assert [place.partition("  ")[2] for place in lacking] == ["base of the comparison"]
 
 
-def test_source_keeps_docstrings_as_they_are(capsys):
+def test_source_prints_docstrings_unchanged(capsys):
     for place, printed in printed_pieces(parity(capsys, "source", "LayerNorm", "--docstrings")[1]).items():
         package = place.partition("/")[0]
         assert ast.dump(ast.parse(printed)) == ast.dump(ast.parse(parsed(package).find("LayerNorm", True).code))
@@ -173,7 +173,7 @@ def test_source_keeps_docstrings_as_they_are(capsys):
 @pytest.mark.parametrize("width", [60, 100, 240])
 @pytest.mark.parametrize("name", ["MultiHeadAttention", "LayerNorm"])
 def test_marks_survive_folding(width, name):
-    """Every token that differs is highlighted, on a line with a mark in the margin; without colours too."""
+    """Every token that differs is highlighted, on a line with a mark in the margin; without colors too."""
     found = {package: parsed(package).find(name) for package in PACKAGES}
     marks = source_marks.compare({package: piece.code for package, piece in found.items()}, "reference_numpy")
     for package, piece in found.items():
@@ -189,7 +189,7 @@ def test_marks_survive_folding(width, name):
         assert max(map(len, lines)) <= width - source.FRAME + source.MARGIN
 
 
-def test_source_marks_without_colours(capsys, monkeypatch):
+def test_source_marks_without_colors(capsys, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     out = on_terminal(capsys, monkeypatch, 120, "LayerNorm", "--backends", "numpy,torch")
     marked = [line for line in out.splitlines() if "│ > " in line]
@@ -207,11 +207,11 @@ def test_source_has_colors_on_a_terminal(capsys, monkeypatch):
     assert "\x1b[94" in parity(capsys, "source", "split_heads")[1]
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[94" not in parity(capsys, "source", "split_heads")[1]
-    assert "\x1b[7m" in parity(capsys, "source", "split_heads")[1]  # reversed: no colour
+    assert "\x1b[7m" in parity(capsys, "source", "split_heads")[1]  # reversed: no color
 
 
 @pytest.mark.parametrize("width", [8, 20, 56])
-def test_folding_loses_nothing(width):
+def test_folded_lines_keep_all_text(width):
     for line in (ROOT / "transformer_torch" / "attention.py").read_text().splitlines():
         parts = [part.plain for part in source._fold(Text(line), width)]
         assert "".join("".join(parts).split()) == "".join(line.split())
@@ -231,7 +231,7 @@ def test_source_suggests_names(capsys, name, meant):
     assert names == "Run `parity source` without a name to list all names\n"
 
 
-def test_source_lists_names_where_it_can_suggest_none(capsys):
+def test_source_lists_all_names_if_no_suggestion_exists(capsys):
     code, _, err = parity(capsys, "source", "zzzzzz")
     error, _, names = err.partition("\n")
     assert (code, error) == (3, "parity source: error: none of the packages defines 'zzzzzz'")

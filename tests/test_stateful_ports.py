@@ -28,7 +28,7 @@ SETTING = Placements(("float64",))
         ("TwentyTokens", "decode", "decode/port_greedy/longest", ""),
     ],
 )
-def test_a_port_that_is_wrong_in_some_calls_only_diverges(kind, stage, failing, said):
+def test_port_that_is_wrong_only_in_some_calls_diverges(kind, stage, failing, said):
     port, kept = PluginPort(f"stateful_ports:{kind}"), {}
     cases = port_cases(port_config(port), [stage])
     findings = list(compare(cases, port, SETTING, kept=kept))

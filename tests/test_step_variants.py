@@ -76,7 +76,7 @@ def diagnosed(edits: Sequence[tuple[str, str, str]]) -> Diagnosis:
         ),
     ],
 )
-def test_other_formulas_of_adam_are_named(edits: Sequence[tuple[str, str]], name: str) -> None:
+def test_variants_of_adam_are_identified(edits: Sequence[tuple[str, str]], name: str) -> None:
     found = diagnosed([("optimizer", *edit) for edit in edits])
     assert (found.confidence, found.hypotheses) == (EXACT, (name,))
 

@@ -305,7 +305,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("package", PORTS)
-def test_a_change_in_one_port_is_seen(package, change):
+def test_change_in_a_single_port_is_detected(package, change):
     module, old, new, seen = CHANGES[change]
     changed = read(package)
     assert old in changed[module]

@@ -45,7 +45,7 @@ def test_a_name_in_two_rows_is_a_mistake_of_the_table():
         spelled_out((*table, Row("output_proj.bias", "bias")), config)
 
 
-def test_what_a_format_has_no_name_for_is_named_here():
+def test_tensor_without_a_name_in_the_format_raises_value_error():
     config, weights, _ = case()
     with pytest.raises(ValueError, match=r"this format cannot store output_proj\.kernel"):
         give(TABLE, weights, config)
@@ -53,7 +53,7 @@ def test_what_a_format_has_no_name_for_is_named_here():
         take(TABLE, give(table_of("bart"), weights, config), config)
 
 
-def test_one_table_there_for_two_here_needs_them_equal():
+def test_tables_shared_by_the_format_must_be_equal():
     config, weights, table = case()
     table = (*(row for row in table if row.name != SHARED.name), SHARED)
     with pytest.raises(ValueError, match=r"source_position\.table and target_position\.table must be equal because"):
@@ -63,7 +63,7 @@ def test_one_table_there_for_two_here_needs_them_equal():
     assert same(take(table, tensors, config)["target_position.table"], tensors["positions"])
 
 
-def test_what_does_not_fit_is_named_as_the_format_names_it():
+def test_tensor_mismatches_are_reported_with_format_names():
     config, weights, table = case()
     tensors = give(table, weights, config)
     tensors["lm_head.weight"] = tensors["lm_head.weight"].T
@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_named_as_the_format_names_it():
     assert "unexpected optimizer.step [3]" in str(error.value)
 
 
-def test_ignored_tensors_are_no_weights():
+def test_ignored_tensors_are_not_imported_as_weights():
     config, weights, table = case()
     tensors = give(table, weights, config) | {"optimizer.step": np.zeros(3)}
     assert "optimizer.step" not in take(table, tensors, config, ignored=("optimizer.*",))
@@ -96,10 +96,10 @@ def test_the_same_bytes(form):
 
 
 def test_an_origin_is_plain_values():
-    origin = Origin(format="hf", family="marian", preset="marian", files={"a": "b"}, licence=None)
+    origin = Origin(format="hf", family="marian", preset="marian", files={"a": "b"}, license=None)
     assert Origin.from_dict(origin.to_dict()) == origin
-    with pytest.raises(ValueError, match="missing fields of an origin: licence"):
-        Origin.from_dict({name: value for name, value in origin.to_dict().items() if name != "licence"})
+    with pytest.raises(ValueError, match="missing fields of an origin: license"):
+        Origin.from_dict({name: value for name, value in origin.to_dict().items() if name != "license"})
     with pytest.raises(TypeError, match="must be strings"):
         Origin.from_dict(origin.to_dict() | {"files": ["a"]})
     with pytest.raises(TypeError, match="must be a mapping of field names to values: got list"):

@@ -34,7 +34,7 @@ def test_every_tap_can_be_replaced(port):
 
 
 @pytest.mark.extended("taps", "jax", "tf")
-def test_recording_changes_nothing(backend):
+def test_recording_taps_does_not_change_the_logits(backend):
     config = tiny()
     model = backend.package.Transformer.from_weights(config, hard_weights(config), "float64")
     ids = [[5, 6, 7]], [[1, 8]]
@@ -47,7 +47,7 @@ def test_recording_changes_nothing(backend):
     assert len(some) == 2 + 3 * 2
 
 
-def test_what_was_not_kept_is_named_with_what_was():
+def test_missing_tap_error_lists_the_stored_values():
     seen = ref.Recorder("**.weights")
     with pytest.raises(KeyError, match=r"^'layers.0.wieghts is not among the 0 stored values'$"):
         seen["layers.0.wieghts"]
@@ -59,7 +59,7 @@ def test_what_was_not_kept_is_named_with_what_was():
     assert seen.get("layers.0.scores") is None
 
 
-def test_no_layer_binds_a_tap():
+def test_layers_do_not_bind_tap_prefixes():
     """The name of a sub-module stands where it is called; a preamble of taps would say it twice."""
     root = Path(ref.__file__).parent.parent
     layers = [path for package in PACKAGES.values() for path in (root / package).glob("*.py")]

@@ -42,7 +42,7 @@ def saved_weights(path):
     return ref.load_weights(path)[1]
 
 
-def test_a_run_leaves_what_it_promises(finished):
+def test_finished_run_leaves_the_documented_files(finished):
     assert {path.name for path in finished.iterdir()} == {
         "checkpoint-0000008.safetensors",  # the first one is gone: keep=2
         "checkpoint-0000012.safetensors",
@@ -54,7 +54,7 @@ def test_a_run_leaves_what_it_promises(finished):
     assert (finished / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_log_tells_the_whole_story(finished):
+def test_log_contains_all_events_of_a_run(finished):
     events = read_log(finished)
     assert sorted(losses(finished)) == list(range(1, 13))
     start = next(event for event in events if event["event"] == "start")
@@ -122,7 +122,7 @@ def test_a_run_goes_on_in_another_framework(backends, tmp_path):
 
 @pytest.mark.extended("training runs")
 @pytest.mark.only("torch", "jax", "tf")
-def test_lockstep_shows_where_the_curves_part(backends, tmp_path, capfd):
+def test_lockstep_shows_agreeing_curves(backends, tmp_path, capfd):
     names = [backend.name for backend in backends]
     assert train(tmp_path / "run", "--backend", ",".join(names), "--steps", 5, "--dtype", "float64") == 0
     steps, by_backend = curves.losses(read_log(tmp_path / "run"))
@@ -135,7 +135,7 @@ def test_lockstep_shows_where_the_curves_part(backends, tmp_path, capfd):
 
 
 @pytest.mark.only("torch")
-def test_a_mistake_in_one_backend_is_seen_in_lockstep(tmp_path, capfd, monkeypatch):
+def test_bug_in_one_backend_is_detected_in_lockstep(tmp_path, capfd, monkeypatch):
     """A schedule that is one step ahead: the first loss is the same, the second is not."""
     import transformer_torch
 
@@ -181,7 +181,7 @@ def test_all_backends_translate_the_same(finished, backends, tmp_path):
         assert result["loss"] == pytest.approx(results[(result["step"] and -1) or 0]["loss"], rel=1e-5)
 
 
-def test_how_long_a_translation_may_be():
+def test_longest_translation_is_limited_by_held_out_targets():
     config = ref.TransformerConfig(source_vocab_size=9, target_vocab_size=9)
     pairs = 40 * [([5, 2], [6] * 11 + [2])] + 42 * [([7] * 20 + [2], [8, 2])]
     held_out = Batches(pairs, config, 64)
@@ -189,7 +189,7 @@ def test_how_long_a_translation_may_be():
     assert longest_translation(held_out) == 12 + LONGER
 
 
-def test_evaluate_says_what_a_file_lacks(finished, tmp_path, capfd):
+def test_evaluate_reports_missing_and_invalid_file_contents(finished, tmp_path, capfd):
     def evaluate(path):
         assert main(["evaluate", str(path), "--task", "dates", "--backend", "numpy"]) == 3
         return capfd.readouterr().err
@@ -203,7 +203,7 @@ def test_evaluate_says_what_a_file_lacks(finished, tmp_path, capfd):
     assert "weights contains no vocabulary" in evaluate(tmp_path / "weights")
 
 
-def test_a_stop_in_between_changes_nothing_of_the_average(tmp_path):
+def test_interruption_does_not_change_the_averaged_weights(tmp_path):
     options = ("--backend", "numpy", "--steps", 8, "--set", "save_every=2", "average=3")
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert train(whole, *options) == 0
@@ -213,7 +213,7 @@ def test_a_stop_in_between_changes_nothing_of_the_average(tmp_path):
         assert array.tobytes() == saved_weights(halves / "model.safetensors")[name].tobytes(), name
 
 
-def test_an_older_checkpoint_is_a_branch_of_its_own(finished, tmp_path, capfd):
+def test_older_checkpoint_is_resumed_in_a_separate_directory(finished, tmp_path, capfd):
     old = finished / "checkpoint-0000008.safetensors"
     before = {path: path.read_bytes() for path in finished.iterdir()}
     assert resume(old, "--backend", "numpy") == 3
@@ -224,7 +224,7 @@ def test_an_older_checkpoint_is_a_branch_of_its_own(finished, tmp_path, capfd):
     assert {path: path.read_bytes() for path in finished.iterdir()} == before
 
 
-def test_a_run_that_ended_before_its_final_weights_can_be_finished(finished, tmp_path):
+def test_run_without_final_weights_can_be_finished(finished, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)
     (copy / "model.safetensors").unlink()
@@ -232,7 +232,7 @@ def test_a_run_that_ended_before_its_final_weights_can_be_finished(finished, tmp
     assert (copy / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
 
 
-def test_a_checkpoint_of_another_name_is_never_deleted(finished, tmp_path):
+def test_checkpoint_with_a_custom_name_is_never_deleted(finished, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)
     shutil.copy(copy / "checkpoint-0000008.safetensors", copy / "checkpoint-best.safetensors")
@@ -245,7 +245,7 @@ def test_a_checkpoint_of_another_name_is_never_deleted(finished, tmp_path):
 
 
 @pytest.mark.parametrize("stopped", [13, 16], ids=["in between", "at the end"])
-def test_a_run_that_goes_on_beyond_its_end_has_no_model_until_its_new_end(stopped, finished, tmp_path, monkeypatch):
+def test_extended_run_has_no_final_model_until_its_new_end(stopped, finished, tmp_path, monkeypatch):
     """It can be stopped and resumed as any other, also when all steps are taken."""
     copy, whole = tmp_path / "copy", tmp_path / "whole"
     for folder in (copy, whole):
@@ -266,7 +266,7 @@ def test_a_run_that_goes_on_beyond_its_end_has_no_model_until_its_new_end(stoppe
 
 
 @pytest.mark.parametrize("when", ["fails", "is stopped"])
-def test_a_run_that_takes_no_step_beyond_its_end_keeps_its_model(when, finished, tmp_path, monkeypatch):
+def test_extended_run_without_a_new_step_keeps_its_final_model(when, finished, tmp_path, monkeypatch):
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)
 
@@ -300,7 +300,7 @@ def test_it_can_be_finished_elsewhere(finished, tmp_path):
     ]
 
 
-def test_a_float64_run_goes_on_in_float64(tmp_path, capfd):
+def test_float64_run_is_resumed_in_float64(tmp_path, capfd):
     assert train(tmp_path / "run", "--backend", "numpy", "--steps", 4, "--stop-at", 2, "--dtype", "float64") == 0
     assert resume(tmp_path / "run", "--backend", "numpy", "--dtype", "float32") == 3
     assert "goes on in float64" in capfd.readouterr().err
@@ -308,7 +308,7 @@ def test_a_float64_run_goes_on_in_float64(tmp_path, capfd):
     assert {array.dtype.name for array in saved_weights(tmp_path / "run" / "model.safetensors").values()} == {"float64"}
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):
+def test_non_finite_loss_ends_the_run(tmp_path, capfd):
     with np.errstate(all="ignore"):
         assert train(tmp_path / "run", "--backend", "numpy", "--steps", 60, "--set", "learning_rate_factor=1e30") == 3
     assert "the loss is not finite at step" in capfd.readouterr().err
@@ -324,7 +324,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):
         ),
     ],
 )
-def test_a_run_that_diverges_names_the_step_and_saves_no_nan(backend, factor, every, tmp_path, capfd):
+def test_diverging_run_reports_the_step_and_saves_no_nan(backend, factor, every, tmp_path, capfd):
     """The first thing that isn't finite may be the loss, the held-out loss, a weight, or the logits of a search."""
     options = [f"save_every={every}", f"validate_every={every}", "warmup_steps=1", f"learning_rate_factor={factor}"]
     with np.errstate(all="ignore"):
@@ -344,7 +344,7 @@ def test_lines_longer_than_the_model_has_positions_are_cut_off(tmp_path, capfd, 
     assert "\nskipping 24 pairs that are longer than 16 tokens\n" in capfd.readouterr().err
 
 
-def test_which_sentences_are_held_out_does_not_depend_on_hashing(tmp_path):
+def test_held_out_sentences_do_not_depend_on_the_hash_seed(tmp_path):
     for side in "ab":
         (tmp_path / side).write_text("".join(f"same\n{side} {i}\n" for i in range(100)), "utf-8")
     found = set()
@@ -357,7 +357,7 @@ def test_which_sentences_are_held_out_does_not_depend_on_hashing(tmp_path):
     assert len(found) == 1
 
 
-def test_curves_of_several_runs_in_one_picture(finished, tmp_path, capfd):
+def test_curves_of_several_runs_are_drawn_in_one_figure(finished, tmp_path, capfd):
     main = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "examples" / "curves.py"))["main"]
     main([str(finished), "--out", str(tmp_path / "c.svg")])
     assert "<svg" in (tmp_path / "c.svg").read_text("utf-8")
@@ -374,7 +374,7 @@ def test_curves_of_several_runs_in_one_picture(finished, tmp_path, capfd):
 @pytest.mark.parametrize(
     "number", tiers.first_alone([signal.SIGINT, signal.SIGTERM], "signals"), ids=["ctrl-c", "sigterm"]
 )
-def test_a_stopped_run_is_saved_and_says_how_to_go_on(number, tmp_path):
+def test_stopped_run_is_saved_and_explains_how_to_resume(number, tmp_path):
     command = [sys.executable, "-m", "transformer_parity", "train", "--task", "dates", "--backend", "numpy"]
     folder = tmp_path / "run"
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}

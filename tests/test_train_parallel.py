@@ -61,7 +61,7 @@ def alone(tmp_path_factory):
     return folder
 
 
-def test_a_plan_changes_nothing_in_the_reference(alone, tmp_path, capfd):
+def test_reference_run_with_a_plan_matches_one_device(alone, tmp_path, capfd):
     folder = tmp_path / "run"
     plan = "--parallel", "data=2,tensor=2"
     assert train(folder, "--backend", "numpy", "--steps", 6, "--set", "dropout=0", *EXACT, *plan) == 0
@@ -73,7 +73,7 @@ def test_a_plan_changes_nothing_in_the_reference(alone, tmp_path, capfd):
 
 @pytest.mark.extended("plans", "jax", "tf")
 @pytest.mark.parametrize("name", IN_PROCESSES)
-def test_a_run_goes_on_with_other_devices_in_another_framework(name, alone, tmp_path, capfd):
+def test_run_is_resumed_on_other_devices_in_another_framework(name, alone, tmp_path, capfd):
     """Two processes, then one device of NumPy."""
     folder = tmp_path / "run"
     where = "--backend", name, "--parallel", "data=2", *TWO[name]
@@ -92,7 +92,7 @@ def test_a_run_goes_on_with_other_devices_in_another_framework(name, alone, tmp_
     ("name", "plan", "processes"),
     [pytest.param(name, *how, marks=pytest.mark.only(name)) for name, plans in PLANS.items() for how in plans],
 )
-def test_every_plan_ends_with_the_weights_of_one_device(name, plan, processes, alone, tmp_path):
+def test_every_plan_gives_the_final_weights_of_one_device(name, plan, processes, alone, tmp_path):
     options = "--backend", name, "--steps", 6, "--set", "dropout=0", *EXACT
     processes = [] if processes is None else ["--processes", processes]
     assert train(tmp_path / "run", *options, "--parallel", plan, *processes) == 0
@@ -149,7 +149,7 @@ def test_each_process_translates_a_share_and_has_all(count, monkeypatch):
     assert len(searched) == 5  # each line that is not empty, once
 
 
-def test_texts_of_any_language_come_together():
+def test_gathered_texts_support_any_script():
     texts = ["", "März", "三月三日", "mars", "🎉"]
     together = Summed(2)
 
@@ -201,7 +201,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_followed_is_refused(case, tmp_path, capfd):
+def test_unsupported_parallel_options_are_rejected(case, tmp_path, capfd):
     options, message = REFUSED[case]
     assert train(tmp_path / "run", "--backend", "numpy", "--steps", 1, *options) == 3
     assert message in capfd.readouterr().err
@@ -220,17 +220,17 @@ def test_what_cannot_be_followed_is_refused(case, tmp_path, capfd):
         ("numpy", {"WORLD_SIZE": "4"}, None),
     ],
 )  # fmt: skip
-def test_the_environment_says_which_process_this_is(name, environment, expected):
+def test_process_group_is_read_from_the_environment(name, environment, expected):
     assert group.found(name, environment) == expected
 
 
 @pytest.mark.parametrize("environment", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "first"}])
-def test_a_group_that_is_none(environment):
+def test_invalid_process_group_environment_raises_value_error(environment):
     with pytest.raises(ValueError, match=r"^the environment variables for multiple processes must"):
         group.found("torch", environment)
 
 
-def test_slurm_is_asked_for_what_torch_wants_to_know():
+def test_slurm_variables_are_translated_for_torch():
     srun = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
     with pytest.raises(
         ValueError, match=r"^under srun, the address of the first process must be set: export MASTER_ADDR="
@@ -244,7 +244,7 @@ def test_slurm_is_asked_for_what_torch_wants_to_know():
 
 
 @pytest.mark.parametrize("name", IN_PROCESSES)
-def test_a_file_is_split_and_joined_again(name, alone, tmp_path, capfd):
+def test_checkpoint_is_sharded_and_merged_bit_exactly(name, alone, tmp_path, capfd):
     path, folder, again = alone / "checkpoint-0000006.safetensors", tmp_path / "parts", tmp_path / "again.safetensors"
     assert main(["checkpoint", str(path), "--backend", name, "--out", str(folder)]) == 0
     assert main(["checkpoint", str(folder), "--out", str(again)]) == 0

@@ -70,7 +70,7 @@ def two(name):
     return "--backend", name, "--parallel", "data=2", *TWO[name]
 
 
-def test_a_process_that_is_killed_ends_all(tmp_path):
+def test_killed_process_ends_the_whole_run(tmp_path):
     with running(tmp_path / "run", "--backend", "numpy", "--parallel", "data=2") as (run, _):
         killed(run, 0, 1, tmp_path / "run")
 
@@ -99,7 +99,7 @@ ELSEWHERE = {  # where the run of a framework goes on
 @pytest.mark.extended("signals")
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", IN_PROCESSES)
-def test_a_run_of_which_a_process_was_killed_goes_on_elsewhere(name, rank, tmp_path):
+def test_run_with_a_killed_process_is_resumed_on_other_devices(name, rank, tmp_path):
     """In another framework, on other devices, as the run that nothing has interrupted."""
     folder, whole = tmp_path / "run", tmp_path / "whole"
     always = *EXACT, "--set", "dropout=0", "cooldown_steps=0"
@@ -131,7 +131,7 @@ def test_a_stopped_run_is_saved_at_the_same_step_by_all(name, number, tmp_path):
 
 @pytest.mark.extended("signals")
 @pytest.mark.parametrize("name", IN_PROCESSES)
-def test_the_processes_end_with_the_command_however_that_ends(name, tmp_path):
+def test_worker_processes_end_when_the_command_is_killed(name, tmp_path):
     with running(tmp_path / "run", *two(name)) as (run, _):
         found = members(run)
         run.kill()
@@ -155,7 +155,7 @@ def failed(folder, name, monkeypatch, function=None):
 
 @pytest.mark.extended("signals")
 @pytest.mark.parametrize("name", IN_PROCESSES)
-def test_an_exception_in_one_process_ends_all(name, tmp_path, monkeypatch, capfd):
+def test_exception_in_one_process_ends_the_whole_run(name, tmp_path, monkeypatch, capfd):
     failed(tmp_path / "run", name, monkeypatch, "fail_in_the_second")
     assert capfd.readouterr().err.splitlines()[-1] == (
         "parity train: error: process 1 of 2 failed, so the others were stopped: ZeroDivisionError: only here"
@@ -164,7 +164,7 @@ def test_an_exception_in_one_process_ends_all(name, tmp_path, monkeypatch, capfd
 
 @pytest.mark.extended("signals")
 @pytest.mark.parametrize("name", IN_PROCESSES)
-def test_a_process_that_never_comes_is_one_message(name, tmp_path, monkeypatch, capfd):
+def test_process_that_never_joins_is_reported_in_one_message(name, tmp_path, monkeypatch, capfd):
     failed(tmp_path / "run", name, monkeypatch, "lack_the_second")
     said = "process 1 of 2 did not join the others within 45 s, so all of them were stopped"
     assert capfd.readouterr().err.splitlines()[-1] == f"parity train: error: {said}"
@@ -173,7 +173,7 @@ def test_a_process_that_never_comes_is_one_message(name, tmp_path, monkeypatch, 
 
 @pytest.mark.extended("signals")
 @pytest.mark.parametrize("name", IN_PROCESSES)
-def test_a_port_in_use_is_one_message(name, tmp_path, monkeypatch, capfd):
+def test_network_port_in_use_is_reported_in_one_message(name, tmp_path, monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(environments, "_bound", lambda one: taken.getsockname()[1])
         failed(tmp_path / "run", name, monkeypatch)
@@ -187,7 +187,7 @@ UNEVEN = "the plan data=3 needs 3 devices: got 2"
 
 @pytest.mark.extended("signals")
 @pytest.mark.parametrize("name", IN_PROCESSES)
-def test_processes_that_do_not_fit_the_plan_all_end_with_an_error(name, tmp_path):
+def test_processes_that_contradict_the_plan_all_end_with_an_error(name, tmp_path):
     """Started by something else: each finds the other in its environment.
 
     One that has said what does not fit ends; JAX's other one may lose it before it has counted the devices.

@@ -62,7 +62,7 @@ NOT_UTF8 = {
 
 
 @pytest.mark.parametrize("content", NOT_UTF8)
-def test_a_log_that_is_not_utf8_is_refused(content, finished, tmp_path, capfd):
+def test_log_with_invalid_utf8_is_rejected(content, finished, tmp_path, capfd):
     text, line = NOT_UTF8[content]
     run = shutil.copytree(finished, tmp_path / "run")
     (run / "log.jsonl").write_bytes(text)
@@ -135,7 +135,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_cannot_work_is_refused_before_anything_is_written(why, finished, tmp_path, capfd, monkeypatch):
+def test_invalid_train_arguments_are_rejected_before_writing(why, finished, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments, message = REFUSED[why]
     (tmp_path / "empty").mkdir()
@@ -184,7 +184,7 @@ def test_the_second_of_two_runs_in_a_folder_is_refused_until_the_first_has_died(
     assert sorted(losses(folder)) == [1, 2, 3, 4]
 
 
-def test_where_there_are_no_locks_a_run_goes_on_without(tmp_path, monkeypatch):
+def test_run_proceeds_without_file_locks_if_unavailable(tmp_path, monkeypatch):
     def refuse(*args):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -192,7 +192,7 @@ def test_where_there_are_no_locks_a_run_goes_on_without(tmp_path, monkeypatch):
     assert train(tmp_path / "run", "--backend", "numpy", "--steps", 1) == 0
 
 
-def test_what_a_killed_run_left_half_written_goes_when_it_is_resumed(tmp_path):
+def test_resuming_deletes_partial_files_of_a_killed_run(tmp_path):
     folder = tmp_path / "run"
     assert train(folder, "--backend", "numpy", "--steps", 4, "--stop-at", 2) == 0
     for name in ("checkpoint-0000003.safetensors", "model.safetensors", "curve.png", "mine"):
@@ -202,7 +202,7 @@ def test_what_a_killed_run_left_half_written_goes_when_it_is_resumed(tmp_path):
     assert [path.name for path in folder.glob(".*")] == [".mine.0123abcd.tmp"]
 
 
-def test_what_a_killed_process_of_a_run_left_half_written_goes_with_the_run(tmp_path):
+def test_partial_files_of_killed_processes_are_deleted_after_the_run(tmp_path):
     with locked(tmp_path):
         for name in (".checkpoint-0000003.safetensors.0123abcd.tmp", ".tmpaRNRED", ".tmp-mine", "mine"):
             (tmp_path / name).write_bytes(b"half")
@@ -241,7 +241,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("why", SPOILT)
-def test_a_checkpoint_that_says_nonsense_is_refused_by_what_it_says(why, checkpoint, tmp_path, capfd):
+def test_invalid_checkpoint_metadata_is_rejected_with_its_value(why, checkpoint, tmp_path, capfd):
     path = tmp_path / "checkpoint-0000008.safetensors"
     entry, value, message = SPOILT[why]
     spoilt(checkpoint, path, *entry, value=value)
@@ -260,7 +260,7 @@ def test_more_slices_than_pairs_are_refused_at_once(checkpoint, tmp_path, capfd)
 
 @pytest.mark.parametrize("where", ["files", "held_out"])
 @pytest.mark.parametrize("what", ["a FIFO", "a device", "a folder"])
-def test_what_is_no_file_is_never_opened(what, where, texts, checkpoint, tmp_path, capfd):
+def test_special_files_in_a_checkpoint_are_never_opened(what, where, texts, checkpoint, tmp_path, capfd):
     other = {"a FIFO": tmp_path / "fifo", "a device": Path("/dev/zero"), "a folder": tmp_path}[what]
     os.mkfifo(tmp_path / "fifo")  # to open it would wait for ever
     origin = {**TEXT, "files": list(map(str, texts[:2])), "held_out": list(map(str, texts[2:]))}
@@ -278,7 +278,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_reason(finished, tmp_path, cap
     assert "is not a usable" in capfd.readouterr().err
 
 
-def test_a_log_that_breaks_off_in_the_middle_of_a_line_can_be_read(finished, tmp_path):
+def test_truncated_log_can_be_read(finished, tmp_path):
     lines = (finished / "log.jsonl").read_text("utf-8")
     (tmp_path / "log.jsonl").write_text(lines[:-20], "utf-8")
     assert losses(tmp_path) == losses(finished)

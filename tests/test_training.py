@@ -74,7 +74,7 @@ def test_gradients(backend, differentiated):
             assert_near(gradient, theirs[name], tolerance, name)
 
 
-def test_gradients_leave_the_model_as_it_is(backend, differentiated):
+def test_gradients_do_not_modify_the_model(backend, differentiated):
     model, _ = differentiated
     weights, mode = model.export_weights(), mode_of(backend, model)
     backend.package.gradients(model, *BATCH)
@@ -129,7 +129,7 @@ def transcribed_run(batches, settings):
         if rates == NO_DROPOUT and not settings.get("mixed_bfloat16")
     ],
 )
-def test_steps_are_what_is_written(backend, kind):
+def test_train_steps_match_the_written_formulas(backend, kind):
     """Weights, moments and reports, after the first step and after a few; the slices cannot be seen in any of them.
 
     One of the batches has no token, so that its step only lets the moments decay; one is clipped, and one is not.
@@ -158,7 +158,7 @@ def test_steps_are_what_is_written(backend, kind):
         assert min(norms[0], norms[1], norms[3]) < trainer.settings.clip_norm < max(norms)
 
 
-def test_a_batch_of_padding_is_no_step_in_any_direction(backend):
+def test_step_on_a_padding_batch_changes_no_weights(backend):
     trainer = at_the_start(backend, "four slices, clipped")
     result = trainer.train_step(*without_labels(BATCH))
     assert (float(result.loss), int(result.tokens), float(result.gradient_norm)) == (0.0, 0, 0.0)

@@ -136,7 +136,7 @@ def test_new_moments_in_jax_take_the_place_of_the_old(port):
 
 
 @pytest.mark.only("tf")
-def test_tf_computes_again(port):
+def test_tf_recomputes_activations_when_checkpointing(port):
     """What is kept is decided where the graph runs; here, that there are more matrix products in it."""
 
     def products(kind):
@@ -230,6 +230,6 @@ def test_xla(port, kind):
 
 @pytest.mark.only("tf")
 @pytest.mark.extended("training")
-def test_dropout_of_xla_draws_the_same_for_layers_that_are_computed_again(port):
+def test_dropout_of_xla_is_identical_for_layers_computed_again(port):
     kept, again = (losses_of(compiled_by_xla(port, kind), BATCHES[:2]) for kind in ("everything kept", "checkpointed"))
     assert_near(kept, again, 1e-12)

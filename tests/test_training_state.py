@@ -68,7 +68,7 @@ def test_a_state_is_a_copy(backend):
 
 
 @pytest.mark.extended("backends", "tf")
-def test_a_run_goes_on_bit_for_bit(backend, tmp_path):
+def test_resumed_run_is_bit_exact(backend, tmp_path):
     """Cut anywhere, with dropout, through a file, in a model and a trainer that never saw the first part."""
     trainer, batches = at_the_start(backend, "dropout"), [make_batch(seed) for seed in range(4)]
     trainer.load_state(zero_state(seed=7))
@@ -187,7 +187,7 @@ def test_bad_batches(backend, case):
     assert_same_bits(everything(trainer), before)
 
 
-def test_a_batch_that_does_not_fall_into_slices(backend):
+def test_batch_not_divisible_into_micro_batches_raises_value_error(backend):
     trainer = at_the_start(backend, "four slices, clipped")
     before = everything(trainer)
     batch = [array[:6] for array in BATCH]

@@ -57,7 +57,7 @@ def test_every_line_is_answered_in_order(model, capfd):
 
 
 @pytest.mark.extended("translations", "tf")
-def test_every_backend_says_the_same(model, capfd, backend):
+def test_every_backend_translates_identically(model, capfd, backend):
     lines = random_lines(20, seed=1)
     for options, asked in (({}, ()), ({"beam_size": 4}, ("--beam", 4))):
         expected = one_by_one(model, lines, **options)
@@ -105,7 +105,7 @@ def test_a_batch_is_bounded_also_in_positions(model, monkeypatch):
     assert sorted(sizes) == [(1, 41), (2, 10), (6, 5)]
 
 
-def test_what_separates_lines_is_the_newline_alone(model, capfd, monkeypatch):
+def test_only_newlines_separate_input_lines(model, capfd, monkeypatch):
     text = "ab\r\nc\x0bd\x0c\u2028e\x85f\n\n \ngh"  # the last line has none
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert main(["translate", "--weights", str(model), "--backend", "numpy", "--dtype", "float64"]) == 0
@@ -114,7 +114,7 @@ def test_what_separates_lines_is_the_newline_alone(model, capfd, monkeypatch):
     assert capfd.readouterr().out.split("\n") == [*expected, ""]
 
 
-def test_a_translation_is_one_line(tmp_path, capfd):
+def test_translation_never_contains_a_line_break(tmp_path, capfd):
     """Whatever the subwords are; some programs take this character for the end of a line."""
     config, weights = lively()
     vocabulary = Subwords.train(["abcdefgh\x85"], kind="char")
@@ -162,7 +162,7 @@ def test_json_has_it_all(model, capfd):
 
 
 @pytest.mark.usefixtures("_small_batches")
-def test_a_line_that_is_too_long_is_left_empty_and_named(short, capfd):
+def test_overlong_line_is_left_empty_with_a_warning(short, capfd):
     lines = ["abcde", "abcdef", "a", "abcdefghi", "", "bc"]  # with the end symbol, six and seven tokens
     code, found, said = translated(capfd, short, lines, "--backend", "numpy")
     assert code == 3
@@ -234,7 +234,7 @@ def many_lines(tmp_path_factory):
     return path
 
 
-def test_what_is_written_before_ctrl_c_is_a_prefix(model, many_lines):
+def test_output_before_ctrl_c_is_a_prefix_of_the_full_output(model, many_lines):
     with start(model, many_lines) as process:
         whole = process.stdout.read()
     assert process.returncode == 0
@@ -267,7 +267,7 @@ def test_ctrl_c_waits_for_a_line_to_be_written_whole(capfd, monkeypatch):
     assert str(output) == "stopped after input line 1"
 
 
-def test_a_reader_that_has_had_enough_is_no_error(model, many_lines):
+def test_closed_output_pipe_prints_no_error(model, many_lines):
     with start(model, many_lines) as process:
         assert process.stdout.readline()
         process.stdout.close()
@@ -309,7 +309,7 @@ def test_options_replace_the_beam_of_the_file(narrow, capfd, asked, lines):
     assert (code, len(found)) == (0, lines)
 
 
-def test_more_hypotheses_than_the_beam_of_the_file_need_another(narrow, capfd):
+def test_nbest_larger_than_the_stored_beam_is_rejected(narrow, capfd):
     code, found, said = translated(capfd, narrow, ["abc"], "--backend", "numpy", "--nbest", "4")
     assert (code, found) == (3, [])
     assert "--nbest 4 requires a beam of at least that size: add --beam 4" in said
@@ -353,7 +353,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_cannot_work_is_refused_in_a_line(why, model, short, tmp_path, capfd, monkeypatch):
+def test_invalid_translate_arguments_are_rejected_in_one_line(why, model, short, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("ab\ncd\n")
     (tmp_path / "text.gz").write_text("ab\ncd\n")
@@ -372,7 +372,7 @@ def test_what_cannot_work_is_refused_in_a_line(why, model, short, tmp_path, capf
 
 
 @pytest.mark.usefixtures("_small_batches")
-def test_a_text_that_breaks_off_is_translated_up_to_there(model, capfd, monkeypatch):
+def test_input_is_translated_up_to_the_first_invalid_line(model, capfd, monkeypatch):
     """From a pipe, nobody can know beforehand."""
     text = "".join(f"{line}\n" for line in random_lines(16)).encode() + b"\xff\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
@@ -383,7 +383,7 @@ def test_a_text_that_breaks_off_is_translated_up_to_there(model, capfd, monkeypa
     assert captured.err.endswith("(stopped after input line 16)\n")
 
 
-def test_a_line_is_translated_by_the_model_that_ships(capfd):
+def test_bundled_model_translates_a_line(capfd):
     assert main(["translate", "--text", "Freitag, 3. Mai 2024", "--backend", "numpy"]) == 0
     assert capfd.readouterr().out == "2024-05-03\n"
     assert main(["translate", "--text", "5/3/2024\nle 1er juin 1999", "--backend", "numpy"]) == 0

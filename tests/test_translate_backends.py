@@ -38,7 +38,7 @@ def test_backends_agree(asked, model, capfd, backends):
 
 @pytest.mark.parametrize(("asked", "mistake"), [((), {"max_length": 2}), (("--beam", 3), {"length_penalty": 6.0})])
 @pytest.mark.extended("translations", "jax", "tf")
-def test_a_backend_that_diverges_is_told(asked, mistake, model, capfd, monkeypatch, port):
+def test_diverging_backend_is_reported(asked, mistake, model, capfd, monkeypatch, port):
     right = PORTS[port.name].loaded.search
 
     def wrong(self, source_ids, options, on_step=None):
@@ -68,7 +68,7 @@ def test_a_backend_that_diverges_is_told(asked, mistake, model, capfd, monkeypat
 
 
 @pytest.mark.extended("translations", "jax", "tf")
-def test_a_near_tie_is_no_divergence(tmp_path, capfd, monkeypatch, port):
+def test_near_tie_is_not_a_divergence(tmp_path, capfd, monkeypatch, port):
     """Token 7 is what token 5 is, but likelier by a billionth of a nat, which float32 cannot see."""
     model = save(tmp_path / "model.safetensors", *twins(1e-9))
     search = PORTS[port.name].loaded.search
@@ -100,7 +100,7 @@ def test_a_near_tie_is_no_divergence(tmp_path, capfd, monkeypatch, port):
     assert report[0].endswith(": divergence")
 
 
-def test_what_near_ties_do_not_explain_is_a_divergence():
+def test_difference_unexplained_by_near_ties_is_a_divergence():
     line = Line(1, "a", (3, 2), None)
     said = {name: TranslatedLine(name, -1.0, (len(name), 2), (name, "</s>")) for name in ("numpy", "jax")}
     near, wrong = Doubt(1, 1, 1e-7, 1e-6, "near"), Doubt(1, 1, 1e-5, 1e-6, "wrong")
@@ -111,7 +111,7 @@ def test_what_near_ties_do_not_explain_is_a_divergence():
 
 
 @pytest.mark.extended("translations", "jax", "tf")
-def test_what_was_not_compared_is_no_agreement(model, short, capfd, port):
+def test_uncompared_lines_do_not_count_as_agreement(model, short, capfd, port):
     options = ("--compare", "--backends", f"numpy,{port.name}")
     code, report, _ = translated(capfd, model, ["", " "], *options)
     assert code == 3

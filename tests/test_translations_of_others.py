@@ -84,14 +84,14 @@ def translate(capfd, model, lines, *options):
 
 
 @COMPILED
-def test_marian_says_what_hugging_face_says(opus, capfd, backend):
+def test_marian_translations_match_hugging_face(opus, capfd, backend):
     model, expected = opus
     assert len(set(expected)) > 30
     assert translate(capfd, model, TEXT, "--backend", backend.name) == (0, expected, "")
 
 
 @COMPILED
-def test_nllb_says_what_hugging_face_says(multilingual, capfd, backend):
+def test_nllb_translations_match_hugging_face(multilingual, capfd, backend):
     model, expected, (source, target) = multilingual
     assert len(set(expected)) > 30
     asked = ("--from", source, "--to", target)
@@ -106,7 +106,7 @@ def by_reference(model, search, lines):
     return [trained.vocabulary.text(search.run(ref, loaded, source).ids[0]) for source in sources]
 
 
-def test_what_is_asked_for_wins_over_what_the_file_says(opus, capfd):
+def test_command_line_options_override_the_stored_search(opus, capfd):
     model, expected = opus
     search = read_trained(model).search
     assert (search.beam_size, search.max_length, search.rules.stop) == (4, 15, "current")
@@ -127,7 +127,7 @@ def test_what_is_asked_for_wins_over_what_the_file_says(opus, capfd):
     assert (code, len(found)) == (0, 6)
 
 
-def test_a_blank_line_is_left_blank_and_codes_may_stand_in_the_text(opus, capfd):
+def test_blank_lines_stay_blank_and_language_codes_in_text_are_used(opus, capfd):
     model, expected = opus
     code, found, _ = translate(capfd, model, ["", TEXT[0], "  "], "--backend", "numpy")
     assert (code, found) == (0, ["", expected[0], ""])
@@ -136,7 +136,7 @@ def test_a_blank_line_is_left_blank_and_codes_may_stand_in_the_text(opus, capfd)
     assert told[1] != expected[:9]
 
 
-def test_a_line_of_spaces_is_blank_even_where_spaces_have_ids():
+def test_line_of_spaces_is_blank_even_if_spaces_have_ids():
     """Byte-level pieces number each of them."""
     assert not Line(1, " \t ", [0, 7, 7, 7, 2], most=99, least=3).can_be_translated
     assert Line(1, " a ", [0, 7, 8, 7, 2], most=99, least=3).can_be_translated
@@ -150,13 +150,13 @@ def test_a_line_of_spaces_is_blank_even_where_spaces_have_ids():
         (("--from", "eng_Latn", "--to", "de"), "has no target language 'de': did you mean deu_Latn"),
     ],
 )
-def test_a_direction_that_is_not_known_is_refused(multilingual, capfd, asked, message):
+def test_unknown_translation_direction_is_rejected(multilingual, capfd, asked, message):
     code, found, said = translate(capfd, multilingual[0], TEXT[:1], "--backend", "numpy", *asked)
     assert (code, found) == (3, [])
     assert message in said
 
 
-def test_languages_are_refused_where_there_are_none(opus, capfd):
+def test_source_language_is_rejected_if_the_vocabulary_has_none(opus, capfd):
     code, found, said = translate(capfd, opus[0], TEXT[:1], "--backend", "numpy", "--from", "eng")
     assert (code, found) == (3, [])
     assert "this vocabulary has no source languages to choose from: got 'eng'" in said
@@ -169,7 +169,7 @@ def test_backends_are_compared_in_a_direction(multilingual, capfd):
     assert found[-1].startswith("AGREE  numpy, torch in float64, 20 lines: 20 same")
 
 
-def test_a_model_of_others_is_evaluated_by_its_own_search(multilingual, tmp_path, capfd):
+def test_imported_model_is_evaluated_with_its_own_search(multilingual, tmp_path, capfd):
     model, expected, _ = multilingual
     (tmp_path / "source").write_text("".join(f"{line}\n" for line in TEXT[:20]), "utf-8")
     (tmp_path / "target").write_text("".join(f"{line}\n" for line in expected[:20]), "utf-8")
@@ -181,7 +181,7 @@ def test_a_model_of_others_is_evaluated_by_its_own_search(multilingual, tmp_path
     assert "beam 3" in capfd.readouterr().out
 
 
-def test_a_search_that_is_none_is_refused(tmp_path, opus, capfd):
+def test_invalid_stored_search_is_rejected(tmp_path, opus, capfd):
     trained = read_trained(opus[0])
     files = VocabularyFiles(trained.vocabulary.kind, trained.vocabulary.files())
     for search, message in (({"beam": 4}, "unknown search options: beam"), ({"beam_size": 0}, "beam_size must be")):

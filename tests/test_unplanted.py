@@ -10,7 +10,7 @@ from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADI
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, misplaced_weights
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Trials, observed
-from transformer_parity.transformer.mistakes.catalogue import (
+from transformer_parity.transformer.mistakes.catalog import (
     BACKWARD_BLOCKS,
     BACKWARD_PATHS,
     LOSSES,

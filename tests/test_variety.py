@@ -25,7 +25,7 @@ def test_the_cases_for_ports_cover_all_pairs_of_dimensions(stage):
 
 
 @pytest.mark.parametrize("stage", DIMENSIONS)
-def test_the_cases_for_ports_have_each_value_that_is_not_paired(stage):
+def test_port_cases_cover_each_unpaired_value(stage):
     found = set().union(*(once(case) for case in CASES[stage] if case.stage == stage))
     assert sorted(ONCE[stage] - found) == []
 

@@ -56,7 +56,7 @@ def test_a_problem_never_agrees(dtype, error):
 
 
 @pytest.mark.parametrize("tolerance", [math.inf, math.nan, -1.0])
-def test_no_tolerance_is_infinite_or_nan(tolerance):
+def test_infinite_nan_and_negative_tolerances_raise_value_error(tolerance):
     with pytest.raises(ValueError, match="a tolerance must be finite and at least 0"):
         decide(math.inf, tolerance, "float32")
 
@@ -119,7 +119,7 @@ def test_a_subclass_cannot_answer_for_its_values():
     assert {finding.verdict for finding in findings_of(found)} == {DIVERGES, SKIPPED}
 
 
-def test_arrays_of_objects_are_refused_where_they_are_made():
+def test_object_arrays_raise_type_error():
     class Holding:
         config = PADDED.config
 
@@ -156,7 +156,7 @@ def overflowing(dtype):
 
 @pytest.mark.only("torch")
 @pytest.mark.parametrize("garbage", [False, True])
-def test_a_baseline_that_is_not_finite_fails_by_name(garbage):
+def test_non_finite_baseline_fails_and_names_the_tap(garbage):
     case = overflowing("float32")
     outputs = outputs_of(case, "float32", "torch")
     if garbage:
@@ -222,7 +222,7 @@ def test_a_whole_port_agrees():
         (OneCase, None, [f"{stage}: " for stage in STAGES]),
     ],
 )
-def test_what_was_asked_for_must_have_been_compared(kind, stages, missing):
+def test_requested_stages_must_have_been_compared(kind, stages, missing):
     verdict = verdict_of(kind, stages)
     assert verdict.word == "INCOMPLETE"
     assert len(verdict.missing) == len(missing)
@@ -231,7 +231,7 @@ def test_what_was_asked_for_must_have_been_compared(kind, stages, missing):
 
 
 @pytest.mark.parametrize("kind", [ForwardAlone, NoGenerate])
-def test_less_can_be_asked_for(kind):
+def test_single_stage_can_be_requested(kind):
     assert verdict_of(kind, [ACTIVATIONS]).verdict == AGREES
 
 
@@ -262,14 +262,14 @@ def test_steps_of_a_preset_are_refused(capsys):
         assert "--preset does not support optimizer steps" in capsys.readouterr().err
 
 
-def test_weights_that_come_back_are_no_comparison_of_the_model():
+def test_weight_round_trip_alone_is_not_a_comparison():
     author = PADDED.author("it", "float64")
     findings = [author.round_trip(""), author.skipped("run", "no forward")]
     assert Verdict.of(findings).word == "INCOMPLETE"
     assert Verdict.of([*findings, author.compared(TAPS, OUTPUT, 0.0, 1.0)]).word == "AGREE"
 
 
-def test_a_skip_counts_for_nothing():
+def test_skipped_cases_do_not_count_as_compared():
     planned = {(ACTIVATIONS, "float64"): 3}
     author = PADDED.author("it", "float64")
     one = author.compared(TAPS, OUTPUT, 0.0, 1.0)
@@ -316,7 +316,7 @@ def test_a_port_without_beam_search_can_be_compared():
     assert verdict_of(GreedyOnly, [DECODE]) == Verdict(AGREES)
 
 
-def test_the_reason_is_that_of_the_cases_that_are_missing():
+def test_incomplete_verdict_gives_reasons_of_the_missing_cases():
     assert verdict_of(Undeclared, [DECODE]).exit_code == 3
     (missing,) = verdict_of(FirstGreedyOnly, [DECODE]).missing
     assert missing.startswith("FirstGreedyOnly: decode: only 8 of 20 cases were compared, and at least half are ")
@@ -325,7 +325,7 @@ def test_the_reason_is_that_of_the_cases_that_are_missing():
     assert "cache" not in missing
 
 
-def test_a_case_that_does_not_exist_cannot_be_left_out():
+def test_unknown_case_in_left_out_raises_value_error():
     with pytest.raises(
         ValueError,
         match="left_out of Misspelt must contain names of cases: got 'decode/port_beem'; the cases are full/padded",
@@ -381,7 +381,7 @@ def test_a_changed_input_is_named():
     assert [(finding.verdict, finding.detail) for finding in named] == [(DIVERGES, "the port modifies its input array")]
 
 
-def test_weights_in_bfloat16_may_come_back_as_float32_that_holds_them():
+def test_bfloat16_weights_may_be_exported_as_exact_float32():
     values = np.array([1.5, -(2.0**-7), 2.0**100], np.float32)
     assert digest(values, "bfloat16") == digest(values.astype("bfloat16"), "bfloat16")
     assert digest(values, "float32") != digest(values.astype("bfloat16"), "float32")

@@ -191,7 +191,7 @@ OUT_OF_RANGE = {"marian_separate"}
     "name",
     [*list(OURS)[:4], *(pytest.param(name, marks=pytest.mark.extended("vocabularies")) for name in list(OURS)[4:])],
 )
-def test_ids_and_texts_are_those_of_hugging_face(tmp_path, name, unigram, bpe):
+def test_ids_and_texts_match_hugging_face(tmp_path, name, unigram, bpe):
     family, theirs, direction = OURS[name](tmp_path / "model", bpe if name.startswith("nllb") else unigram)
     ours = read_vocabulary_folder(tmp_path / "model", family, {})
     ours = ours.between(*direction) if direction else ours
@@ -219,7 +219,7 @@ def without(codes, ids):
     return [token for token in ids if token not in codes]
 
 
-def test_a_sentencepiece_model_alone_is_numbered_as_fairseq_does(tmp_path, bpe):
+def test_standalone_sentencepiece_model_uses_fairseq_numbering(tmp_path, bpe):
     """Pieces from 4, then the codes, then the mask; a line is cut as by the tokenizer but for spaces at its ends."""
     _, theirs, direction = nllb(tmp_path / "model", bpe)
     (tmp_path / "model" / "tokenizer.json").unlink()
@@ -232,7 +232,7 @@ def test_a_sentencepiece_model_alone_is_numbered_as_fairseq_does(tmp_path, bpe):
     assert ours.names([*ours.forced_ids, ours.sizes[0] - 1]) == ["deu_Latn", "<mask>"]
 
 
-def test_the_normalisation_of_a_sentencepiece_model_counts(tmp_path, unigram):
+def test_normalization_of_a_sentencepiece_model_is_applied(tmp_path, unigram):
     """Where transformers 5.23 leaves it out, as with mBART, what the model was trained with does not."""
     folder = write(tmp_path / "model", {"sentencepiece.bpe.model": unigram})
     ours = read_vocabulary_folder(folder, "mbart", {}).between("en_XX", "de_DE")
@@ -242,7 +242,7 @@ def test_the_normalisation_of_a_sentencepiece_model_counts(tmp_path, unigram):
 
 
 # Marian's own
-def test_ids_of_spm_vocabularies_are_those_of_the_models(tmp_path):
+def test_spm_vocabulary_ids_match_the_sentencepiece_models(tmp_path):
     options = {"bos_id": -1, "eos_id": 0, "unk_id": 1, "pad_id": -1}  # as Marian trains them
     models = [train(size=300, **options), train(size=400, **options)]
     paths = [tmp_path / "source.en.spm", tmp_path / "target.de.spm"]
@@ -259,7 +259,7 @@ def test_ids_of_spm_vocabularies_are_those_of_the_models(tmp_path):
     assert joint.target_ids("Hello") == joint.ids("Hello") == [*processors[0].encode("Hello"), 0]
 
 
-def test_a_table_of_marian_counts_where_there_is_one(tmp_path, unigram):
+def test_yml_table_overrides_sentencepiece_ids(tmp_path, unigram):
     pieces = ["</s>", "<unk>", ">>deu<<", *reversed(pieces_of(unigram)[3:])]
     lines = [f"{json.dumps(piece, ensure_ascii=False)}: {number}\n" for number, piece in enumerate(pieces)]
     (tmp_path / "vocab.yml").write_text("".join(lines), "utf-8")
@@ -272,7 +272,7 @@ def test_a_table_of_marian_counts_where_there_is_one(tmp_path, unigram):
     assert words.text(words.ids(f"{pieces[5]} zebra  {pieces[9]} </s>")) == f"{pieces[5]} {pieces[9]}"
 
 
-def test_marian_writes_tables_that_are_no_yaml():
+def test_marian_tables_with_invalid_yaml_are_read():
     lines = {
         **{
             "</s>: 0": "</s>",
@@ -322,7 +322,7 @@ def test_codes_merge_the_first_pair_everywhere():
 
 
 # Directions
-def test_a_direction_is_asked_for_by_name(tmp_path, bpe, unigram):
+def test_missing_or_unknown_language_raises_an_error_naming_it(tmp_path, bpe, unigram):
     folder = write(tmp_path / "model", {"sentencepiece.bpe.model": bpe})
     ours = read_vocabulary_folder(folder, "nllb", {})
     with pytest.raises(ValueError, match=r"requires a source language: choose one of ace_Arab, .* and 198 others$"):
@@ -346,7 +346,7 @@ def test_a_direction_is_asked_for_by_name(tmp_path, bpe, unigram):
         tagged.between(None, "ger")
 
 
-def test_languages_that_were_added_to_a_tokenizer_are_found(tmp_path, bpe):
+def test_languages_added_to_a_tokenizer_are_found(tmp_path, bpe):
     nllb(tmp_path / "model", bpe)
     path = tmp_path / "model" / "tokenizer.json"
     content = json.loads(path.read_text("utf-8"))

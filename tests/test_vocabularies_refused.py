@@ -39,7 +39,7 @@ ODD_TABLES = {
 
 
 @pytest.mark.parametrize(("content", "message"), ODD_TABLES.values(), ids=ODD_TABLES)
-def test_tables_that_are_odd_are_refused(content, message):
+def test_malformed_vocabulary_tables_are_rejected(content, message):
     with pytest.raises(ValueError, match=rf"^vocab\.json.* {message}"):
         read_map({"vocab.json": content.encode(errors="surrogateescape")}, "vocab.json")
 
@@ -53,7 +53,7 @@ def test_tables_that_are_odd_are_refused(content, message):
         (b"\xff: 0\n", "is not UTF-8 text"),
     ],
 )
-def test_lines_of_a_yml_table_that_are_odd_are_refused(content, message):
+def test_malformed_yml_table_lines_are_rejected(content, message):
     with pytest.raises(ValueError, match=message):
         read_map({"vocab.yml": content}, "vocab.yml")
 
@@ -65,7 +65,7 @@ def test_files_are_bounded(tmp_path, monkeypatch, unigram):
         read_vocabulary_folder(folder, "marian", {})
 
 
-def test_what_a_folder_lacks_is_named(tmp_path, unigram):
+def test_missing_vocabulary_files_are_named(tmp_path, unigram):
     files = marian_files(unigram)
     for family, message in {
         "marian": "must contain source.spm and target.spm and vocab.json for a Marian vocabulary",
@@ -81,7 +81,7 @@ def test_what_a_folder_lacks_is_named(tmp_path, unigram):
         read_vocabulary_folder(tmp_path / "model", "marian", {})
 
 
-def test_ids_that_a_model_does_not_have_are_refused(tmp_path, unigram):
+def test_ids_outside_the_model_vocabulary_are_rejected(tmp_path, unigram):
     files = marian_files(unigram)
     folder, size = write(tmp_path / "model", files), len(files["vocab.json"])
     for fields, has, side in (
@@ -100,7 +100,7 @@ def test_ids_that_a_model_does_not_have_are_refused(tmp_path, unigram):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "klingon"])
-def test_no_kind_is_built_from_nothing(kind):
+def test_vocabulary_without_valid_files_raises_value_error(kind):
     with pytest.raises(ValueError, match="vocabulary"):
         build_vocabulary(VocabularyFiles(kind, {"a": b""}), tiny_config())
 
@@ -110,7 +110,7 @@ PANIC["normalizer"]["precompiled_charsmap"] = "!"  # no base64: `tokenizers` pan
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"model": {"type": "BPE"}}', json.dumps(PANIC).encode()])
-def test_no_tokenizer_from_other_bytes(content):
+def test_invalid_tokenizer_json_raises_value_error(content):
     with pytest.raises(ValueError, match=r"^tokenizer.json cannot be used"):
         build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": content}), tiny_config())
 
@@ -122,7 +122,7 @@ def test_a_template_of_endless_symbols_is_refused_before_it_takes_memory():
 
 
 @pytest.mark.parametrize("part", ["normalizer", "decoder"])
-def test_replacements_that_double_a_text_again_and_again_are_refused(part):
+def test_exponentially_growing_replacements_are_rejected(part):
     """Forty of them make a terabyte of one letter."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
     component = tokenizers.normalizers if part == "normalizer" else tokenizers.decoders
@@ -148,7 +148,7 @@ def test_paths_of_a_marian_vocabulary_are_of_known_forms(tmp_path, names, messag
         read_marian_vocabulary(paths)
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch):
+def test_missing_tokenizers_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(
         UsageError, match=r"^this vocabulary requires tokenizers: pip install 'transformer-parity\[import\]'$"
@@ -156,7 +156,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
         build_vocabulary(VocabularyFiles("tokenizer", {"tokenizer.json": b"{}"}), tiny_config())
 
 
-def test_no_file_beside_those_of_the_kind_is_read(tmp_path, unigram):
+def test_only_vocabulary_files_of_its_kind_are_read(tmp_path, unigram):
     """A table that only another kind has changes nothing; what a vocabulary is made of is all that travels."""
     folder = write(tmp_path / "model", marian_files(unigram) | {"tokenizer.json": b"{}", "merges.txt": b"a b"})
     ours = read_vocabulary_folder(folder, "marian", {})

@@ -26,7 +26,7 @@ CONVENTIONS = {
 
 
 @pytest.mark.parametrize("convention", tiers.first_alone(CONVENTIONS, "weights", "jax", "tf"))
-def test_same_file_comes_back_bit_exact(backend, tmp_path, convention):
+def test_weight_file_round_trip_is_bit_exact(backend, tmp_path, convention):
     config = tiny_config(**CONVENTIONS[convention])
     weights = random_weights(config, dtype="float64")
     save_weights(tmp_path / "model.safetensors", config, weights)
@@ -78,7 +78,7 @@ def reform(array, form):
 
 
 @pytest.mark.parametrize("dtype", tiers.first_alone(["float32", "float64"], "weights", "jax", "tf"))
-def test_no_array_is_shared(backend, dtype):
+def test_model_shares_no_arrays_with_the_caller(backend, dtype):
     config = tiny_config("annotated", num_encoder_layers=1, num_decoder_layers=1)
     given = random_weights(config, dtype=dtype)
     original = {name: array.copy() for name, array in given.items()}
@@ -125,8 +125,8 @@ REPEATED = pytest.mark.extended("training", "jax", "tf")
     "convention", ["tied", pytest.param("output tied", marks=REPEATED), pytest.param("untied", marks=REPEATED)]
 )
 @pytest.mark.extended("training", "jax", "tf")
-def test_tied_tables_stay_one_through_training(port, convention):
-    """After a step of the framework's own optimiser, one table moved, and every use of it sees it."""
+def test_tied_embeddings_stay_tied_through_training(port, convention):
+    """After a step of the framework's own optimizer, one table moved, and every use of it sees it."""
     config = tiny_config(num_encoder_layers=1, num_decoder_layers=1, **CONVENTIONS[convention])
     weights = random_weights(config, dtype="float64")
     model = port.package.Transformer.from_weights(config, weights, dtype="float64")
@@ -142,7 +142,7 @@ def test_tied_tables_stay_one_through_training(port, convention):
 
 
 def step(port, model):
-    """Take one step of stochastic gradient descent with the framework's own optimiser; count what it moved."""
+    """Take one step of stochastic gradient descent with the framework's own optimizer; count what it moved."""
     if port.name == "torch":
         import torch
 

@@ -62,7 +62,7 @@ def test_the_gain_is_the_norm_of_the_jacobian():
 
 
 @pytest.mark.parametrize("d_k", [1, 4, 64, 1024])
-def test_the_variance_is_that_of_footnote_4(d_k):
+def test_score_variance_matches_footnote_4(d_k):
     raw, divided = (measurements.measure_saturation(d_k, divided=divided) for divided in (False, True))
     assert raw.variance == pytest.approx(d_k, rel=0.06)
     assert divided.variance == pytest.approx(raw.variance / d_k)
@@ -84,7 +84,7 @@ def test_only_raw_scores_saturate():
     )
 
 
-def test_few_queries_carry_the_gradient_of_a_layer_that_does_not_divide(monkeypatch):
+def test_unscaled_scores_concentrate_the_gradient_in_few_queries(monkeypatch):
     monkeypatch.setattr(measurements, "LAYERS", 4)
     raw, divided = (measurements.measure_layer(256, divided=divided) for divided in (False, True))
     assert raw.num_heads == 2
@@ -94,7 +94,7 @@ def test_few_queries_carry_the_gradient_of_a_layer_that_does_not_divide(monkeypa
 
 
 @pytest.mark.parametrize("divided", [False, True])
-def test_the_gradient_of_a_layer_is_that_of_finite_differences(divided):
+def test_layer_gradient_matches_finite_differences(divided):
     def rng():
         return np.random.default_rng(3)
 
@@ -204,7 +204,7 @@ def test_why_prints_draws_and_writes(capsys, tmp_path):
 
 
 @pytest.mark.usefixtures("small")
-def test_why_answers_one_question(capsys, tmp_path):
+def test_why_command_answers_a_single_question(capsys, tmp_path):
     code, out, _ = run(capsys, "sqrt-dk", "--out", tmp_path, "--format", "png")
     assert code == 0
     assert "multiply-adds" not in out

@@ -76,7 +76,7 @@ def only_problem(findings: list[Finding]) -> str:
     return problem.detail
 
 
-def test_a_plug_in_port_beside_a_built_in_one(write):
+def test_plugin_port_and_built_in_port_run_side_by_side(write):
     name = write()
     full = tuple(case for case in standard_cases() if case.name == "full/padded")
     compared = ports(name, "torch", cases={"torch": full})
@@ -122,7 +122,7 @@ def test_cases_may_be_given_outright(write):
     ],
     ids=["sys.exit", "os._exit", "prints", "segfault", "forks"],
 )
-def test_a_port_that_ends_its_process(forward, problem, write, capfd):
+def test_port_that_exits_its_process_is_reported(forward, problem, write, capfd):
     assert only_problem(compare(write(forward))) == problem
     assert capfd.readouterr() == ("", "")
 
@@ -138,12 +138,12 @@ def disturb():
 """
 
 
-def test_a_port_that_writes_to_standard_output_and_closes_it(write):
+def test_port_that_writes_to_and_closes_stdout_still_agrees(write):
     findings = compare(write("disturb()", head=DISTURB))
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
 
 
-def test_a_port_that_raises_fails_case_by_case(write):
+def test_exception_in_a_port_fails_each_case(write):
     findings = [finding for finding in compare(write("raise OSError('no disk')")) if finding.verdict == FAILED]
     assert sorted(finding.case for finding in findings) == sorted(FORWARD)
     assert {finding.detail for finding in findings} == {"OSError: no disk (mine.py, line 13, in forward)"}
@@ -158,7 +158,7 @@ def test_a_port_that_raises_fails_case_by_case(write):
         ("raise SystemExit", "it called sys.exit(None) at importing"),
     ],
 )
-def test_a_module_that_cannot_be_imported(head, problem, write):
+def test_port_module_import_error_is_reported(head, problem, write):
     assert only_problem(compare(write(head=head))) == problem
 
 
@@ -170,7 +170,7 @@ class Number:
 """
 
 
-def test_objects_of_a_port_do_not_come_into_this_process(write, monkeypatch, tmp_path):
+def test_custom_objects_of_a_port_do_not_reach_the_parent_process(write, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)  # from where it could be imported
     findings = compare(write("return np.array([[[Number()]]])", head=OBJECTS))
     said = {finding.detail.partition(" (")[0] for finding in findings if finding.verdict == FAILED}
@@ -178,7 +178,7 @@ def test_objects_of_a_port_do_not_come_into_this_process(write, monkeypatch, tmp
     assert "mine" not in sys.modules
 
 
-def test_conventions_that_make_no_sense(write):
+def test_invalid_port_conventions_are_reported(write):
     name = write()
     with open("mine.py", "a") as file:
         file.write("    overrides = {'norm_order': 'middle'}\n")
@@ -186,7 +186,7 @@ def test_conventions_that_make_no_sense(write):
     assert only_problem(compare(name)) == problem
 
 
-def test_silence_ends_a_port_and_no_other(write):
+def test_timeout_stops_only_the_silent_port(write):
     name = write("time.sleep(60) if source_ids.shape[0] == 1 else None; print('thinking')")
     findings = compare(name, "numpy", cases={"numpy": standard_cases()[:1]}, timeout=2.0)
     assert only_problem(findings) == "no answer for 2 s at float64 full/one_sentence: thinking"
@@ -199,14 +199,14 @@ def test_silence_ends_a_port_and_no_other(write):
     tiers.first_alone(["pass", "time.sleep(0.01)", "time.sleep(60)"], "timed processes"),
     ids=["never", "now and then", "once"],
 )
-def test_a_port_that_never_returns_is_ended_whether_it_computes_or_not(waits, write):
+def test_port_that_never_returns_is_stopped_busy_or_idle(waits, write):
     started = time.monotonic()
     problem = only_problem(compare(write(f"while True: {waits}"), timeout=2.0))
     assert problem == "no answer for 2 s at float64 full/padded: it printed nothing"
     assert time.monotonic() - started < 50.0
 
 
-def test_one_with_an_answer_in_time_is_not_ended(write):
+def test_port_that_answers_in_time_is_not_stopped(write):
     short = [case for case in port_cases(tiny(d_k=None, d_v=None), [ACTIVATIONS]) if "thousand" not in case.name]
     cases = {"mine:Mine": short}
     started = time.monotonic()
@@ -218,7 +218,7 @@ def test_one_with_an_answer_in_time_is_not_ended(write):
 
 @pytest.mark.extended("timed processes")
 @pytest.mark.needs(hasattr(os, "sched_setaffinity"), "processes that are bound to one processor")
-def test_one_that_waits_for_a_processor_is_not_ended(write, tmp_path):
+def test_port_waiting_for_a_cpu_is_not_stopped(write, tmp_path):
     one = {min(os.sched_getaffinity(0))}
     name = write("compute()")
     with open("mine.py", "a") as file:
@@ -284,7 +284,7 @@ def test_threads_are_shared_out_and_memory_is_kept(write, monkeypatch):
     assert "PJRT_NPROC" not in os.environ
 
 
-def test_processors_that_are_not_allowed_get_no_thread(write, monkeypatch):
+def test_thread_count_respects_cpu_affinity(write, monkeypatch):
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 5}, raising=False)
@@ -302,7 +302,7 @@ def other_python(tmp_path_factory):
     return str(python), subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
 
 
-def test_another_interpreter(write, other_python):
+def test_port_runs_in_another_interpreter(write, other_python):
     python, packages = other_python
     name = write("raise OSError(sys.executable)")
     options = {"interpreters": {name: python}}
@@ -320,12 +320,12 @@ def test_another_interpreter(write, other_python):
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
 
 
-def test_nothing_but_our_packages_is_found_beside_them():
+def test_module_finder_finds_only_project_packages():
     assert start.Ours.find_spec("reference_numpy").origin == reference_numpy.__file__
     assert start.Ours.find_spec("numpy") is None
 
 
-def test_an_interpreter_that_cannot_be_started(write):
+def test_missing_interpreter_is_reported(write):
     name, started = write(), time.monotonic()
     assert only_problem(compare(name, interpreters={name: "/absent/python"})) == (
         "the interpreter /absent/python cannot be started: No such file or directory"

@@ -1,4 +1,4 @@
-"""What is said of ports that were written without a look at the catalogue: the right name, a measured fact, or unknown.
+"""What is said of ports that were written without a look at the catalog: the right name, a measured fact, or unknown.
 
 One plain model in NumPy, with a mistake at a time, shown with all taps, with few and with none; a port whose forward is
 right and whose greedy search is not; and one whose gradients are right and whose learning rate is not.
@@ -196,7 +196,7 @@ SAID = {
 
 @pytest.mark.parametrize("shown", first_alone(["few", "all", "none"], "wrong ports"))
 @pytest.mark.parametrize("mistake", SAID)
-def test_no_mistake_has_a_false_name(mistake, shown):
+def test_bugs_are_never_identified_incorrectly(mistake, shown):
     said = SAID[mistake][list(TAPS).index(shown)]
     reports = reports_of(Plain, mistake=mistake, taps=TAPS[shown])
     if said is None:
@@ -222,7 +222,7 @@ class WrongWithoutTaps(Plain):
         return super().forward(source_ids, target_ids, tap)
 
 
-def test_a_mistake_that_only_the_output_without_taps_has_is_named():
+def test_bug_in_the_path_without_taps_is_identified():
     (report,) = reports_of(WrongWithoutTaps, of_fast_path="no mask in cross-attention")
     assert report.diagnosis.confidence == EXACT
     assert report.diagnosis.sentence.startswith(
@@ -237,7 +237,7 @@ def test_an_unknown_mistake_of_the_output_without_taps_is_called_a_difference():
     assert report.diagnosis.sentence.startswith("the output without taps differs from the output with taps (error ")
 
 
-def test_what_follows_a_tap_of_another_meaning_is_inherited():
+def test_errors_after_a_tap_with_another_meaning_are_inherited():
     (report,) = reports_of(Plain, mistake="norm before the sum")
     introduced = report.blame.introduced
     assert introduced
@@ -247,7 +247,7 @@ def test_what_follows_a_tap_of_another_meaning_is_inherited():
 # --- Search ---
 
 
-def test_a_table_that_ends_is_noticed_in_a_long_sentence():
+def test_truncated_position_table_is_detected_in_a_long_sentence():
     (report,) = reports_of(Plain, "activations", mistake="a table of 512 positions")
     assert report.case == "full/longest/of_a_thousand_tokens"
     said = " ".join(report.diagnosis.signatures)
@@ -346,7 +346,7 @@ def test_the_rule_of_a_search_is_named_and_no_cache(mistake, name):
 
 
 @pytest.mark.parametrize("other", first_alone(["late positions", "a token early"], "two mistakes"))
-def test_two_mistakes_are_never_exactly_one(other):
+def test_two_bugs_are_never_diagnosed_as_exactly_one(other):
     (found,) = said_of_search("padding", other)
     assert found.confidence != EXACT or all(" and " in name for name in found.hypotheses), found
     assert "exactly" not in found.sentence or " and " in found.sentence
@@ -358,7 +358,7 @@ SEARCH = (
 
 
 @pytest.mark.parametrize("mistakes", first_alone([("late positions",), ("padding", "late positions")], "two mistakes"))
-def test_a_search_that_does_not_follow_its_own_forward_is_told_so(mistakes):
+def test_search_inconsistent_with_its_own_forward_is_reported(mistakes):
     (found,) = said_of_search(*mistakes)
     assert found.confidence == LIKELY
     said = " ".join((found.sentence, *found.signatures))
@@ -374,14 +374,14 @@ FACTS = {
 
 
 @pytest.mark.parametrize("mistake", FACTS)
-def test_of_a_search_with_an_unknown_rule_its_tokens_are_described(mistake):
+def test_tokens_of_a_search_with_an_unknown_rule_are_described(mistake):
     (found,) = said_of_search(mistake)
     assert found.confidence == LIKELY
     assert any(re.search(SEARCH + ".*" + FACTS[mistake], said) for said in (found.sentence, *found.signatures)), found
     assert "cache" not in " ".join((found.sentence, *found.signatures))
 
 
-def test_a_search_that_follows_a_wrong_forward_is_not_to_blame():
+def test_search_is_not_blamed_for_a_wrong_forward():
     (found,) = said_of_search("scaled logits", "late positions", stages=("decode",))
     said = " ".join((found.sentence, *found.signatures))
     assert "`forward` itself differs from the reference" in said, found
@@ -437,7 +437,7 @@ def test_a_wrong_schedule_is_named(schedule, name):
 
 
 @pytest.mark.extended("schedules")
-def test_a_schedule_that_is_not_known_shows_in_how_far_the_weights_move(monkeypatch):
+def test_unknown_schedule_is_detected_from_weight_update_sizes(monkeypatch):
     monkeypatch.setattr(several, "ATTEMPTS", 10)
     (found,) = said_of_schedule("cubic")
     said = " ".join((found.sentence, *found.signatures))

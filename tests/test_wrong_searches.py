@@ -141,7 +141,7 @@ def test_the_rule_of_a_search_is_named_with_its_number(named):
 
 
 @pytest.mark.parametrize("kind", first_alone(["greedy", "beam"], "searches"))
-def test_a_mistake_of_one_kind_of_search_is_named_for_it_only(kind):
+def test_bug_in_one_kind_of_search_is_attributed_only_to_it(kind):
     (found,) = said_of(f"{kind} start")
     assert found.confidence == EXACT
     assert f"starts with EOS, in {kind} search only" in found.hypotheses
@@ -180,7 +180,7 @@ def test_a_length_penalty_without_the_end_symbol_changes_tokens(preset, monkeypa
     assert not all(map(np.array_equal, wrong, right))
 
 
-def test_padding_behind_a_hypothesis_makes_no_difference_to_a_diagnosis():
+def test_padding_after_a_hypothesis_does_not_change_the_diagnosis():
     case = next(case for case in port_cases(tiny("paper_base")) if case.name == "decode/many_beam")
     ids = np.array([[[5, case.config.eos_id, case.config.pad_id]], [[5, 6, case.config.eos_id]]])
     shorter, longer = (

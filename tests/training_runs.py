@@ -77,7 +77,7 @@ def at_the_start(backend, kind="plain", weights=WEIGHTS):
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_compilation(backends) -> Iterator[None]:
-    """Let XLA optimise little: that is half the time of these files. ``parity check`` takes the other way."""
+    """Let XLA optimize little: that is half the time of these files. ``parity check`` takes the other way."""
     if "jax" not in [backend.name for backend in backends]:
         yield
         return

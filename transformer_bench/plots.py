@@ -15,7 +15,7 @@ from transformer_bench.measurements import (
     ratio,
     work_bytes,
 )
-from transformer_parity.engine.style import BACKENDS, GOOD, GREY, OTHERS
+from transformer_parity.engine.style import BACKENDS, GOOD, GRAY, OTHERS
 from transformer_parity.transformer.ports.registry import PORTS
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def draw_times(title: str, details: str, entries: Sequence[Entry], machine: str)
     axes = figure.subplots()
     for place, entry in enumerate(ordered):
         times = Spread.of([1e3 * seconds for seconds in entry.seconds])
-        colour = GREY if not entry.has_result else GOOD if entry.name.split()[0] in OURS else OTHERS
-        axes.barh(place, times.median, color=colour, height=0.65)
+        color = GRAY if not entry.has_result else GOOD if entry.name.split()[0] in OURS else OTHERS
+        axes.barh(place, times.median, color=color, height=0.65)
         axes.plot([times.low, times.high], [place, place], color="black", linewidth=1)
         text = f"  {times.median:,.0f} ms"
         if against is not None and entry is not against:
@@ -61,14 +61,14 @@ def draw_times(title: str, details: str, entries: Sequence[Entry], machine: str)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_title(f"{title}\n", loc="left", fontsize=10, fontweight="bold")
     axes.annotate(
-        details, (0, 1), (0, 6), "axes fraction", "offset points", fontsize=8, color=GREY, annotation_clip=False
+        details, (0, 1), (0, 6), "axes fraction", "offset points", fontsize=8, color=GRAY, annotation_clip=False
     )
     note = machine
     if any(entry.has_result and entry.name.split()[0] not in OURS for entry in ordered):
         note += ". Light blue: implementations outside this project."
     if any(not entry.has_result for entry in ordered):
         note += ". Gray: matrix multiplications only."
-    figure.supxlabel(note, fontsize=8, color=GREY)
+    figure.supxlabel(note, fontsize=8, color=GRAY)
     return figure
 
 
@@ -96,7 +96,7 @@ def draw_growth(
         if name in BACKENDS:
             style["color"] = BACKENDS[name]
         if not any(entry.has_result for entry in timed):
-            style |= {"color": GREY, "linestyle": "--"}
+            style |= {"color": GRAY, "linestyle": "--"}
         for axes, kind, measure, unit in (
             (time_axes, "seconds", median_seconds, 1e3),
             *((axes, "work_bytes", work_bytes, 1 / MEBI) for axes in others),
@@ -117,5 +117,5 @@ def draw_growth(
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8, title="name: exponent of growth", title_fontsize=8)
     figure.suptitle(f"{title}\n{details}", fontsize=9)
-    figure.supxlabel(machine, fontsize=8, color=GREY)
+    figure.supxlabel(machine, fontsize=8, color=GRAY)
     return figure

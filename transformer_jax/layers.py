@@ -83,6 +83,6 @@ class LayerNorm(nnx.LayerNorm):
         if self.kind == "standard":
             return super().__call__(x)
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        centred = wide - wide.mean(-1, keepdims=True)
-        normed = centred / (wide.std(-1, ddof=1, keepdims=True) + self.epsilon)
+        centered = wide - wide.mean(-1, keepdims=True)
+        normed = centered / (wide.std(-1, ddof=1, keepdims=True) + self.epsilon)
         return normed.astype(x.dtype) * self.scale[...] + self.bias[...]  # type: ignore[index]

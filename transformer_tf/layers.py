@@ -112,9 +112,9 @@ class LayerNorm(Configured, keras.layers.LayerNormalization):
         if self.kind == "standard":
             return super().call(x)
         wide = tf.cast(x, keras.backend.result_type(x.dtype, "float32"))
-        centred = wide - tf.reduce_mean(wide, -1, keepdims=True)
-        variance = tf.reduce_sum(tf.square(centred), -1, keepdims=True) / (x.shape[-1] - 1)
-        normed = centred / (tf.sqrt(variance) + self.epsilon)
+        centered = wide - tf.reduce_mean(wide, -1, keepdims=True)
+        variance = tf.reduce_sum(tf.square(centered), -1, keepdims=True) / (x.shape[-1] - 1)
+        normed = centered / (tf.sqrt(variance) + self.epsilon)
         return tf.cast(normed, x.dtype) * self.gamma + self.beta
 
 

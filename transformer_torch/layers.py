@@ -134,6 +134,6 @@ class LayerNorm(nn.LayerNorm):
         if self.kind == "standard":
             return super().forward(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        centred = wide - wide.mean(-1, keepdim=True)
-        normed = centred / (wide.std(-1, correction=1, keepdim=True) + self.eps)
+        centered = wide - wide.mean(-1, keepdim=True)
+        normed = centered / (wide.std(-1, correction=1, keepdim=True) + self.eps)
         return normed.to(x.dtype) * self.weight + self.bias

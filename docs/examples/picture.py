@@ -31,8 +31,8 @@ def main() -> None:
         shown.screenshot(path=picture)
         browser.close()
         # MAXCOVERAGE also keeps the colors of small dots.
-        few_colours = Image.open(picture).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
-        few_colours.save(FOLDER.parent / "explore.png", optimize=True)
+        few_colors = Image.open(picture).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
+        few_colors.save(FOLDER.parent / "explore.png", optimize=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from transformer_parity.engine.report.tables import print_line
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
 from transformer_parity.engine.verdict import EXIT_CODES
 from transformer_parity.transformer.check.known_numbers import check_reference
-from transformer_parity.transformer.mistakes.catalogue import parts
+from transformer_parity.transformer.mistakes.catalog import parts
 from transformer_parity.transformer.mistakes.mistake import ALL
 from transformer_parity.transformer.selftest.trials import Trial, all_trials
 

@@ -21,9 +21,9 @@ DPI = 150
 # The palette of Okabe and Ito (2008), whose colors are distinct for people with color blindness and in print.
 BLUE, VERMILION = "#0072b2", "#d55e00"
 GREEN = "#008a5f"  # darker than in the palette, whose green only has a contrast of 3.4 to 1 on white
-GREY = "#767676"
+GRAY = "#767676"
 GOOD, BAD = BLUE, VERMILION
-BACKENDS = {"numpy": GREY, "torch": VERMILION, "jax": BLUE, "tf": GREEN}
+BACKENDS = {"numpy": GRAY, "torch": VERMILION, "jax": BLUE, "tf": GREEN}
 OTHERS = "#8fbfdf"  # implementations outside this project
 ALLOWED, FORBIDDEN = "#4a90c8", "#e9edf2"  # query-key pairs in the plot of a mask
 ZERO, PLUS, MINUS = "#fafaf8", "#004682", "#be4b00"  # the values 0, 1, and -1 in a heat map
@@ -42,7 +42,7 @@ PAGE = {
     "zero": (ZERO, "#22262a"),
     "plus": (PLUS, "#6cb6ee"),
     "minus": (MINUS, "#ff8c42"),
-    "numpy": (GREY, "#9aa0a6"),
+    "numpy": (GRAY, "#9aa0a6"),
     "torch": (VERMILION, "#f0803c"),
     "jax": (BLUE, "#56b4e9"),
     "tf": (GREEN, "#3fc79a"),
@@ -54,7 +54,7 @@ STYLE: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 9, "axes.tit
 OPEN_STYLE = {**STYLE, "axes.spines.top": False, "axes.spines.right": False}  # style of plots with curves or bars
 
 
-def page_colours() -> str:
+def page_colors() -> str:
     """Return the colors of a page in light and dark mode as CSS variables."""
     light, dark = ("".join(f"--{name}:{pair[i]};" for name, pair in PAGE.items()) for i in range(2))
     return f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"

@@ -21,7 +21,7 @@ from measurements import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-from transformer_parity.engine.style import BAD, GOOD, GREY
+from transformer_parity.engine.style import BAD, GOOD, GRAY
 
 LABELS = (  # for each panel of the first figure, the positions of the labels "raw" and "divided"
     ((0.80, 0.88), (0.97, 0.22)),
@@ -41,17 +41,17 @@ def draw_sqrt_dk(softmax: list[Saturation], layer: list[LayerGradient]) -> Figur
     (scores, largest), (gradient, carriers) = figure.subplots(2, 2)
     d_ks, layer_d_ks = sorted({entry.d_k for entry in softmax}), sorted({entry.d_k for entry in layer})
     sides = {False: (BAD, "raw"), True: (GOOD, r"divided by $\sqrt{d_k}$")}
-    for divided, (colour, name) in sides.items():
+    for divided, (color, name) in sides.items():
         entries = [entry for entry in softmax if entry.divided is divided]
-        scores.plot(d_ks, [entry.variance for entry in entries], "o", color=colour, markersize=4)
-        _curve(largest, d_ks, [entry.largest for entry in entries], colour)
-        _curve(gradient, d_ks, [entry.gradient for entry in entries], colour)
-        _curve(carriers, layer_d_ks, [entry.carriers for entry in layer if entry.divided is divided], colour)
+        scores.plot(d_ks, [entry.variance for entry in entries], "o", color=color, markersize=4)
+        _curve(largest, d_ks, [entry.largest for entry in entries], color)
+        _curve(gradient, d_ks, [entry.gradient for entry in entries], color)
+        _curve(carriers, layer_d_ks, [entry.carriers for entry in layer if entry.divided is divided], color)
         for panel, places in zip(figure.axes, LABELS, strict=True):
-            panel.text(*places[divided], name, color=colour, transform=panel.transAxes, ha="right")
-    scores.plot(d_ks, d_ks, d_ks, [1] * len(d_ks), color=GREY, linewidth=1, zorder=0)
-    scores.text(24, 90, "theory: $d_k$", color=GREY, ha="right")
-    scores.text(1, 0.45, "theory: 1", color=GREY, va="center")
+            panel.text(*places[divided], name, color=color, transform=panel.transAxes, ha="right")
+    scores.plot(d_ks, d_ks, d_ks, [1] * len(d_ks), color=GRAY, linewidth=1, zorder=0)
+    scores.text(24, 90, "theory: $d_k$", color=GRAY, ha="right")
+    scores.text(1, 0.45, "theory: 1", color=GRAY, va="center")
     carried = f"queries with {CARRIED:.0%} of the gradient"
     scores.set(yscale="log", ylim=(0.25, 8000), title="1  The scores spread", ylabel="variance of the scores")
     largest.set(ylim=(0, 1.03), title="2  Raw, one key takes all", ylabel=f"largest of {POSITIONS} weights")
@@ -84,37 +84,37 @@ def draw_additive(costs: list[Cost], steps: list[Step], length: int, d_k: int) -
     by_width = sorted((cost for cost in costs if cost.length == length), key=lambda cost: cost.d_k)
     lengths, widths = [cost.length for cost in by_length], [cost.d_k for cost in by_width]
     for axes, chosen, x in ((time_axes, by_length, lengths), (width_axes, by_width, widths)):
-        for name, colour in (("dot_seconds", GOOD), ("additive_seconds", BAD)):
+        for name, color in (("dot_seconds", GOOD), ("additive_seconds", BAD)):
             spreads = [getattr(cost, name) for cost in chosen]
-            _curve(axes, x, [Spread(*(1e3 * value for value in asdict(spread).values())) for spread in spreads], colour)
+            _curve(axes, x, [Spread(*(1e3 * value for value in asdict(spread).values())) for spread in spreads], color)
         last = chosen[-1]
-        for seconds, name, colour in (
+        for seconds, name, color in (
             (last.dot_seconds, "dot-product", GOOD),
             (last.additive_seconds, "additive", BAD),
         ):
-            _end_label(axes, x[-1], 1e3 * seconds.median, name, colour, above=name == "additive")
+            _end_label(axes, x[-1], 1e3 * seconds.median, name, color, above=name == "additive")
         axes.set(yscale="log", ylabel="milliseconds")
     time_axes.set(title=f"1  Time over length, $d_k$ = {d_k}", xlabel="length, of queries and of keys")
     width_axes.set(title=f"2  Time over $d_k$, length {length}", xlabel="$d_k$")
-    for name, colour, label in (("dot_bytes", GOOD, "dot-product"), ("additive_bytes", BAD, "additive")):
+    for name, color, label in (("dot_bytes", GOOD, "dot-product"), ("additive_bytes", BAD, "additive")):
         mebibytes = [getattr(cost, name) / 2**20 for cost in by_length]
-        memory_axes.plot(lengths, mebibytes, "o-", color=colour, markersize=4)
-        _end_label(memory_axes, lengths[-1], mebibytes[-1], label, colour, above=label == "additive")
+        memory_axes.plot(lengths, mebibytes, "o-", color=color, markersize=4)
+        _end_label(memory_axes, lengths[-1], mebibytes[-1], label, color, above=label == "additive")
     memory_axes.set(yscale="log", title=f"3  Memory over length, $d_k$ = {d_k}", ylabel="MiB, at its peak")
     memory_axes.set(xlabel="length, of queries and of keys")
     for axes in (time_axes, width_axes, memory_axes):
         _powers_of_two(axes, widths if axes is width_axes else lengths[::2])
         axes.margins(y=0.1)
         axes.yaxis.set_major_formatter("{x:g}")
-    colours = {"dot": GOOD, "additive": BAD, "both": GREY}
+    colors = {"dot": GOOD, "additive": BAD, "both": GRAY}
     names = [step.name for step in steps]
     for place, step in enumerate(steps):
         milliseconds = 1e3 * step.seconds.median
-        step_axes.barh(place, milliseconds, color=colours[step.used_by], height=0.65)
+        step_axes.barh(place, milliseconds, color=colors[step.used_by], height=0.65)
         step_axes.text(milliseconds, place, f" {milliseconds:.2g}", va="center", fontsize=8)
     step_axes.set_yticks(range(len(names)), names)
     for label, step in zip(step_axes.get_yticklabels(), steps, strict=True):
-        label.set_color(colours[step.used_by])
+        label.set_color(colors[step.used_by])
     step_axes.invert_yaxis()
     step_axes.margins(x=0.15)
     step_axes.set(title=f"4  The steps, length {length}, $d_k$ = {d_k}", xlabel="milliseconds (gray: in both)")
@@ -122,16 +122,16 @@ def draw_additive(costs: list[Cost], steps: list[Step], length: int, d_k: int) -
     return figure
 
 
-def _curve(axes: Axes, x: list[int], spreads: list[Spread], colour: str) -> None:
-    axes.plot(x, [spread.median for spread in spreads], "o-", color=colour, markersize=4)
+def _curve(axes: Axes, x: list[int], spreads: list[Spread], color: str) -> None:
+    axes.plot(x, [spread.median for spread in spreads], "o-", color=color, markersize=4)
     low, high = [spread.low for spread in spreads], [spread.high for spread in spreads]
-    axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+    axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
 
 
-def _end_label(axes: Axes, x: float, y: float, text: str, colour: str, *, above: bool) -> None:
+def _end_label(axes: Axes, x: float, y: float, text: str, color: str, *, above: bool) -> None:
     """Label a curve at its last point."""
     place, align = ((-12, 4), "bottom") if above else ((0, -26), "top")
-    axes.annotate(text, (x, y), place, textcoords="offset points", color=colour, ha="right", va=align)
+    axes.annotate(text, (x, y), place, textcoords="offset points", color=color, ha="right", va=align)
 
 
 def _powers_of_two(axes: Axes, ticks: list[int]) -> None:
@@ -147,4 +147,4 @@ def _finish(figure: Figure, note: str) -> None:
     for axes in figure.axes:
         axes.title.set_horizontalalignment("left")
         axes.title.set_x(0)
-    figure.supxlabel(note, fontsize=8, color=GREY)
+    figure.supxlabel(note, fontsize=8, color=GRAY)

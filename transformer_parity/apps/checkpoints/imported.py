@@ -31,14 +31,14 @@ class Origin:
         family: Name of the architecture in that format, such as ``m2m_100``.
         preset: The most similar preset of this project.
         files: SHA-256 of each file that was read, by file name.
-        licence: License named in the files, or None if they name no license.
+        license: License named in the files, or None if they name no license.
     """
 
     format: str
     family: str
     preset: str
     files: Mapping[str, str]
-    licence: str | None = None
+    license: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON-compatible values."""
@@ -58,7 +58,7 @@ class Origin:
         texts = [fields[name] for name in ("format", "family", "preset")]
         files = fields["files"]
         texts += [*files, *files.values()] if isinstance(files, Mapping) else [None]
-        texts += [fields["licence"]] if fields["licence"] is not None else []
+        texts += [fields["license"]] if fields["license"] is not None else []
         if not all(isinstance(text, str) for text in texts):
             raise TypeError("the fields of an origin must be strings, and files must map strings to strings")
         check_choice("preset", fields["preset"], tuple(PRESETS))

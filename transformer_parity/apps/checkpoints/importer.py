@@ -13,7 +13,7 @@ from typing import Any
 
 from transformer_parity.apps.checkpoints.imported import Imported, Origin
 from transformer_parity.apps.checkpoints.options import ReadOptions
-from transformer_parity.apps.checkpoints.unrecognised import seen
+from transformer_parity.apps.checkpoints.unrecognized import seen
 from transformer_parity.apps.text.kinds import build_vocabulary
 from transformer_parity.engine.processes.children import removed_afterwards
 from transformer_spec.checks import check_choice, check_integer
@@ -30,7 +30,7 @@ from transformer_spec.files import (
 from transformer_spec.presets import PRESETS
 from transformer_spec.search import Search
 
-# For each format, its module in ``formats`` and a short description. The module defines ``recognises``, ``read`` and,
+# For each format, its module in ``formats`` and a short description. The module defines ``recognizes``, ``read`` and,
 # if the format can be exported, ``write``. If more than one format recognizes a path, the first one is used.
 FORMATS = {
     "ctranslate2": ("ctranslate2", "a CTranslate2 directory with model.bin, not quantized"),
@@ -84,7 +84,7 @@ def import_checkpoint(path: str | Path, as_: str | None = None, options: ReadOpt
     for file in (path, *options.vocab, options.names):
         if file is not None:
             check_fetched(file)
-    name = as_ or recognised(path, options)
+    name = as_ or recognized(path, options)
     check_asked(path, name, options)
     try:
         imported = module_of(name).read(path, options)
@@ -126,7 +126,7 @@ def check_asked(path: Path, name: str, options: ReadOptions) -> None:
         raise ValueError(f"{path} has the format {name}, which {takes}: remove {', '.join(ignored)}")
 
 
-def recognised(path: Path, options: ReadOptions | None = None) -> str:
+def recognized(path: Path, options: ReadOptions | None = None) -> str:
     """Detect the format of a path.
 
     Args:
@@ -138,7 +138,7 @@ def recognised(path: Path, options: ReadOptions | None = None) -> str:
         ValueError: If the format is not recognized. The message describes the content of the path.
     """
     for name in FORMATS:
-        if module_of(name).recognises(path):
+        if module_of(name).recognizes(path):
             return name
     named, hint = seen(path)
     if named and options and options.names:

@@ -88,7 +88,7 @@ def _rows(model: Imported) -> dict[str, str]:
         "size": f"{_parameters(model):,} parameters in {' and '.join(_dtypes(model))}: {_sizes(config)}",
         **_vocabulary(model),
         "search": search_line(model.search),
-        "license": None if origin.format == OURS else origin.licence or "not specified in the files",
+        "license": None if origin.format == OURS else origin.license or "not specified in the files",
     }
     return {name: text for name, text in rows.items() if text is not None}
 

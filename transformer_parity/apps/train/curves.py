@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from transformer_parity.apps.train.log import LOG, read_log
-from transformer_parity.engine.style import BACKENDS, GREY, OPEN_STYLE, write
+from transformer_parity.engine.style import BACKENDS, GRAY, OPEN_STYLE, write
 from transformer_parity.engine.system.errors import UsageError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _figure(events: Sequence[dict[str, Any]]) -> Figure:
     if lockstep:
         apart = spread(by_backend)
         lower.plot(steps, np.where(apart > 0, apart, np.nan), ".", color="black", markersize=3)  # no dot if equal
-        lower.axhline(PARTED, color=GREY, linestyle=":", linewidth=0.9)
+        lower.axhline(PARTED, color=GRAY, linestyle=":", linewidth=0.9)
         lower.set(yscale="log", ylabel="largest relative difference\nof two losses")
     else:
         lower.set(ylabel="exact match [%]" if task == "dates" else "BLEU", ylim=(0, None))

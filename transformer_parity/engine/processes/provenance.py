@@ -163,8 +163,8 @@ def described_elsewhere(environment: Mapping[str, str]) -> list[str]:
 
 def _refusal(name: str, place: str, ours: str) -> str:
     return (
-        f"{place} differs from {ours}, which is the reference: "
-        f"rename or remove {place}, or remove its directory from PYTHONPATH"
+        f"{place} is a different {name} from {ours}, which is the reference: "
+        f"rename or remove it, or remove its directory from PYTHONPATH"
     )
 
 

@@ -49,7 +49,7 @@ class TapRow:
 class Curve:
     """A curve of the plot, for one backend in one dtype."""
 
-    colour: str
+    color: str
     dtype: str
     name: str
     path: str
@@ -150,8 +150,8 @@ def _plot(
             for entry in own
             if blames.get((backend, dtype, case, entry["tap"])) == INTRODUCED
         ]
-        colour = backend if backend in BACKENDS else "other"
-        lines.append(Curve(colour, dtype, f"{backend} {dtype}", path(own, "error"), marks))
+        color = backend if backend in BACKENDS else "other"
+        lines.append(Curve(color, dtype, f"{backend} {dtype}", path(own, "error"), marks))
         tolerances.setdefault(dtype, path(own, "tolerance"))
     firsts: dict[str, str] = {}
     for tap in taps:

@@ -127,8 +127,8 @@ def _varied_seed(config: TransformerConfig) -> int:
     for seed in sorted(range(SEEDS), key=lambda seed: seed != LIKELY):
         model = Transformer.from_weights(config, hard_weights(config, seed), "float64", fast=False)
         greedy = greedy_search(model, ids, LONGEST).ids
-        beam, unpenalised = (beam_search(model, ids, 4, alpha, LONGEST).ids for alpha in (PENALTY, 0.0))
-        lengths = [(found != config.pad_id).sum(1).tolist() for found in (greedy, beam, unpenalised)]
+        beam, unpenalized = (beam_search(model, ids, 4, alpha, LONGEST).ids for alpha in (PENALTY, 0.0))
+        lengths = [(found != config.pad_id).sum(1).tolist() for found in (greedy, beam, unpenalized)]
         ends = sum(int((found == config.eos_id).any(1).sum()) for found in (greedy, beam))
         # Effects of the length penalty, the beam and EOS, followed by the variety of the results.
         decisions = (lengths[1] != lengths[2]) + (lengths[0] != lengths[1]) + (ends > 0)

@@ -166,8 +166,8 @@ def _wide(config: TransformerConfig) -> dict[str, int]:
     If the encoder doesn't end with a norm, its weights keep their size, because otherwise all cross-attention scores
     would be large.
     """
-    is_normalised = config.norm_order == "post" or config.final_norm
-    feed_forward = f"{'' if is_normalised else 'decoder'}*.feed_forward"
+    is_normalized = config.norm_order == "post" or config.final_norm
+    feed_forward = f"{'' if is_normalized else 'decoder'}*.feed_forward"
     return {f"{feed_forward}.inner_proj.*": INNER_WIDER, f"{feed_forward}.output_proj.*": WIDER}
 
 

@@ -34,7 +34,7 @@ from transformer_parity.transformer.diagnose.measured.step import (
     rate_hypotheses,
     wavelength_hypotheses,
 )
-from transformer_parity.transformer.mistakes.catalogue import STEP_VARIANTS
+from transformer_parity.transformer.mistakes.catalog import STEP_VARIANTS
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_parity.transformer.stages.training_stage import LOSS

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from transformer_parity.engine.localization import FINE, INHERITED, INTRODUCED
 from transformer_parity.engine.report.matrix import number
-from transformer_parity.engine.style import BACKENDS, page_colours
+from transformer_parity.engine.style import BACKENDS, page_colors
 from transformer_parity.engine.system.files import write_text
 
 View = Mapping[str, Any]
@@ -56,7 +56,7 @@ def environment(package: str = "transformer_parity.transformer.explore") -> Envi
 def parts(views: Sequence[View]) -> dict[str, Any]:
     """Return the variables that a template requires if it includes ``explorer.html``."""
     return {
-        "colours": Markup(page_colours()),
+        "colors": Markup(page_colors()),
         "explorer_style": Markup((TEMPLATES / "explorer.css").read_text("utf-8")),
         "explorer_script": Markup((TEMPLATES / "explorer.js").read_text("utf-8")),
         "explorers": [_explorer(view) for view in views],
@@ -65,9 +65,9 @@ def parts(views: Sequence[View]) -> dict[str, Any]:
 
 def _explorer(view: View) -> dict[str, Any]:
     scale = Scale.of(view)
-    colours = [name if name in BACKENDS else "other" for name in view["ports"]]
+    colors = [name if name in BACKENDS else "other" for name in view["ports"]]
     content = _script({**view, "data": ""})
-    return {"view": view, "scale": scale, "ladder": ladder(view, scale), "colours": colours, "json": content}
+    return {"view": view, "scale": scale, "ladder": ladder(view, scale), "colors": colors, "json": content}
 
 
 def _script(content: Mapping[str, Any]) -> Markup:

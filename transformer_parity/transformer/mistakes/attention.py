@@ -191,7 +191,7 @@ ENTRIES: dict[str, Table] = {
         },
     },
 }
-CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}
+CATALOG = {part: table(entries) for part, entries in ENTRIES.items()}
 
 FULLY_MASKED = [
     Mistake(name, at, edits, case=case, detail=detail, unseen=("full/padded",))

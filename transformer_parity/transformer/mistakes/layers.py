@@ -93,7 +93,8 @@ ENTRIES: dict[str, Table] = {
     "norm": {
         f"{SELF}.query": {
             "pre-norm": but(
-                config={"norm_order": "pre"}, announced=f"{SELF}_norm.output fired where {SELF}.query was due"
+                config={"norm_order": "pre"},
+                announced=f"the order is wrong: got {SELF}_norm.output instead of {SELF}.query",
             )
         },
         f"{SELF}_norm.output": {
@@ -244,7 +245,7 @@ ENTRIES: dict[str, Table] = {
         },
     },
 }
-CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}
+CATALOG = {part: table(entries) for part, entries in ENTRIES.items()}
 
 
 EVERYWHERE = [

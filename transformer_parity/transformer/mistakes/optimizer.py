@@ -264,7 +264,7 @@ ENTRIES: dict[str, Table] = {
         },
     },
 }
-CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}
+CATALOG = {part: table(entries) for part, entries in ENTRIES.items()}
 
 CONTROLS = [
     # Equivalent formulations, which must not be reported.

@@ -195,4 +195,4 @@ ENTRIES: dict[str, Table] = {
         },
     },
 }
-CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}
+CATALOG = {part: table(entries) for part, entries in ENTRIES.items()}

@@ -401,7 +401,7 @@ ENTRIES: dict[str, Table] = {
         f"{ENCODER}.feed_forward.output": {"activation after both projections": ACTIVATED_LATE},
     },
 }
-CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}
+CATALOG = {part: table(entries) for part, entries in ENTRIES.items()}
 
 STRUCTURE_ENTRIES: dict[str, Table] = {
     "weights": {

@@ -159,7 +159,7 @@ ENTRIES: dict[str, Table] = {
         }
     },
 }
-CATALOGUE = {part: table(entries) for part, entries in ENTRIES.items()}
+CATALOG = {part: table(entries) for part, entries in ENTRIES.items()}
 
 SEARCH = [
     *table(

@@ -25,7 +25,7 @@ OWN = {"own_numbers": ("jax", "tf")}
 
 HOLDS_TOKEN = "(ids != self.config.pad_id) | (n == 0)"
 NORMED = "\n        if self.target_embedding_norm is not None:"
-PENALISED = "best / plan.penalties[n]"
+PENALIZED = "best / plan.penalties[n]"
 LONGEST = 'longest = n if plan.rules.stop == "current" else plan.limits'
 
 TWICE_THE_BEAM = together(
@@ -60,7 +60,7 @@ def planned(*lines: str) -> Edits:
     return instead("search_loop", PLANNED, **{port: f"{text}{more}" for port, text in PLANNED.items()})
 
 
-def penalised(penalties: str) -> Edits:
+def penalized(penalties: str) -> Edits:
     """Return edits of the length penalties in beam search. ``n`` is an array of lengths, ``alpha`` is the exponent."""
     return planned(
         "n, alpha = __import__('numpy').arange(len(plan.penalties)), search.length_penalty",
@@ -124,7 +124,7 @@ ONLY_HYPOTHESES = [
     ),
 ]
 
-CATALOGUE = [
+CATALOG = [
     *table(
         {
             LOGITS: {
@@ -259,8 +259,8 @@ CATALOGUE = [
                         "(*(tf.gather(x, rank, batch_dims=1) for x in (candidates, token)), parent[:, :beam_size])",
                     ),
                 ),
-                "no length penalty": instead("search", PENALISED, "best / 1.0"),
-                "length penalty does not count EOS": instead("search", PENALISED, "best / plan.penalties[n - 1]"),
+                "no length penalty": instead("search", PENALIZED, "best / 1.0"),
+                "length penalty does not count EOS": instead("search", PENALIZED, "best / plan.penalties[n - 1]"),
                 "stops at the first finished hypotheses": instead(
                     "search", "finished[:, -1] >= attainable", "finished[:, -1] > -9e9"
                 ),
@@ -343,10 +343,10 @@ CATALOGUE = [
             TOKENS: {
                 "EOS forbidden in the first step": planned("plan = plan._replace(min_length=2)"),
                 "EOS forbidden in the first two steps": planned("plan = plan._replace(min_length=3)"),
-                "scores multiplied by the length penalty": penalised("1.0 / plan.penalties"),
-                "length penalty with an alpha of 0.6": penalised("((5.0 + n) / 6.0) ** 0.6"),
-                "length penalty with an alpha of 1": penalised("(5.0 + n) / 6.0"),
-                "scores divided by the number of tokens": penalised("1.0 * n"),
+                "scores multiplied by the length penalty": penalized("1.0 / plan.penalties"),
+                "length penalty with an alpha of 0.6": penalized("((5.0 + n) / 6.0) ** 0.6"),
+                "length penalty with an alpha of 1": penalized("(5.0 + n) / 6.0"),
+                "scores divided by the number of tokens": penalized("1.0 * n"),
                 "stops when the number of finished hypotheses reaches the beam size": planned(
                     "from dataclasses import replace",
                     "plan = plan._replace(pool_size=plan.beam_size, rules=replace(plan.rules, stop='first'))",

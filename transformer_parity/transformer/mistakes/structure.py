@@ -95,7 +95,7 @@ STRUCTURE = table(
                         instead("attention", KEY_TAP, f"{KEY_TAP}            {QUERY_TAP}"),
                     )
                 ),
-                announced=f"{SELF}.key fired where {SELF}.query was due",
+                announced=f"the order is wrong: got {SELF}.key instead of {SELF}.query",
             ),
             "a tap that fires twice": but(
                 in_ports_alone(instead("attention", 'tap("weights", masked', 'tap("scores", masked')),
@@ -204,7 +204,7 @@ WEIGHTS = table(
                     port: [("weights", f"rounded(name, {array},", f'rounded(name, {array}.astype("float16"),')]
                     for port, array in {**dict.fromkeys(FOUR, "weights[name]"), "torch": "array"}.items()
                 },
-                announced="source_embedding.table does not come back as it was given",
+                announced="exported source_embedding.table differs from the loaded value",
             ),
         },
         ("encoder.output", "full/deeper_decoder"): {
@@ -219,13 +219,13 @@ WEIGHTS = table(
                     numpy=("parameter[...] = ", 'parameter[...] = 0.0 if name.endswith("norm.bias") else '),
                     tf=("parameter.assign(", 'name.endswith("norm.bias") or parameter.assign('),
                 ),
-                announced=f"{SELF}_norm.bias does not come back as it was given",
+                announced=f"exported {SELF}_norm.bias differs from the loaded value",
             )
         },
         "": {
             "weights exported in float32": but(
                 changed("weights", torch=("tensor.numpy().copy()", "tensor.float().numpy()")),
-                announced="source_embedding.table does not come back as it was given",
+                announced="exported source_embedding.table differs from the loaded value",
             ),
             "weights missing from the export": but(
                 {

@@ -26,7 +26,7 @@ from transformer_parity.transformer.diagnose.diagnosis import EXACT, Diagnosis, 
 from transformer_parity.transformer.diagnose.evidence.blame import REPLAYED, blame_files
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import content, hypotheses
 from transformer_parity.transformer.mistakes import training
-from transformer_parity.transformer.mistakes.catalogue import TRAINING, cases, parts
+from transformer_parity.transformer.mistakes.catalog import TRAINING, cases, parts
 from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.protocol import Placement, Placements
 from transformer_parity.transformer.ports.registry import DEFINITION, PORTS

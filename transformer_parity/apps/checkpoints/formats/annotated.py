@@ -51,7 +51,7 @@ NAMES = [
 ]
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Return whether a file contains a state dict of the Annotated Transformer."""
     if not path.is_file() or path.suffix not in (".pt", ".pth", ".bin", ".safetensors"):
         return False

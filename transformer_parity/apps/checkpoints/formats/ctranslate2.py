@@ -45,7 +45,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Return whether a path is a CTranslate2 directory."""
     return path.is_dir() and has(path, BINARY) and has(path, SETTINGS)
 

@@ -81,7 +81,7 @@ for _path, _prefix in (
     ]
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Return whether a file contains a model with its command-line options."""
     if not path.is_file() or path.suffix != ".pt":
         return False

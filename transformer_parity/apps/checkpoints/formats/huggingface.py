@@ -89,7 +89,7 @@ def table_of(family: str) -> tuple[Row, ...]:
     return (*TABLE, Row("output_proj.kernel", output_name(family), TRANSPOSED))
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Return whether a path is a directory that contains a config.json or an adapter_config.json."""
     return path.is_dir() and (has(path, CONFIG) or has(path, ADAPTER))
 
@@ -145,7 +145,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
         weights=weights,
         vocabulary=vocabulary,
         search=search,
-        origin=Origin(format="hf", family=family, preset=FAMILIES[family].preset, files=sums, licence=_licence(path)),
+        origin=Origin(format="hf", family=family, preset=FAMILIES[family].preset, files=sums, license=_license(path)),
         notes=tuple(notes),
     )
 
@@ -238,7 +238,7 @@ def _without_positions(found: Mapping[str, ndarray], config: TransformerConfig) 
     return {name: array for name, array in found.items() if name not in POSITIONS}
 
 
-def _licence(path: Path) -> str | None:
+def _license(path: Path) -> str | None:
     """Return the license in the front matter of a directory's README.md, or None."""
     if not has(path, "README.md"):
         return None

@@ -61,7 +61,7 @@ TIED = {
 }
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Return whether the path ends like a checkpoint and its directory contains the settings."""
     return path.is_file() and path.suffix == ".ckpt" and has(path.parent, SETTINGS)
 

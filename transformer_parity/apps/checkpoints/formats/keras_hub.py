@@ -56,7 +56,7 @@ _PARTS = (
 )
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Return whether the file name ends like a Keras file."""
     return path.is_file() and path.name.endswith((".weights.h5", ".keras"))
 

@@ -54,7 +54,7 @@ PROJECTIONS = {"query": "q", "key": "k", "value": "v", "output": "o"}
 FEED_FORWARD = {"inner": "1", "output": "2"}
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Return whether the file name ends like a Marian model."""
     return path.is_file() and path.suffix == ".npz"
 

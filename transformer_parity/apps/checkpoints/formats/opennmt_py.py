@@ -83,7 +83,7 @@ TIED = {
 }
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Return whether a file contains a model, a generator, a vocabulary and options."""
     if not path.is_file() or path.suffix != ".pt":
         return False

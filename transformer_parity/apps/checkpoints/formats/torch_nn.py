@@ -86,7 +86,7 @@ EXPRESSIBLE: dict[str, tuple[object, ...]] = {
 }
 
 
-def recognises(path: Path) -> bool:
+def recognizes(path: Path) -> bool:
     """Return False, because the names of the tensors do not determine the model."""
     return False
 

@@ -18,7 +18,7 @@ from numpy import ndarray
 
 from transformer_parity.transformer.cases.case import GRADIENTS
 from transformer_parity.transformer.diagnose.hypotheses.places import Place
-from transformer_parity.transformer.mistakes.catalogue import (
+from transformer_parity.transformer.mistakes.catalog import (
     BACKWARD_BLOCKS,
     BACKWARD_PATHS,
     EVERYWHERE,

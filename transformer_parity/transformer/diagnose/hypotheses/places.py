@@ -17,7 +17,7 @@ from numpy import ndarray
 from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.diagnose.evidence.blame import REPLAYED, blame_files
-from transformer_parity.transformer.mistakes.catalogue import BACKWARD_BLOCKS, EVERYWHERE, TRAINING
+from transformer_parity.transformer.mistakes.catalog import BACKWARD_BLOCKS, EVERYWHERE, TRAINING
 from transformer_parity.transformer.mistakes.mistake import Edit, Mistake
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION

@@ -14,7 +14,7 @@ from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypoth
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Attempt, Trials, observed
 from transformer_parity.transformer.diagnose.measured.search import returned
 from transformer_parity.transformer.mistakes.mistake import Edits, Mistake
-from transformer_parity.transformer.mistakes.search import penalised, planned
+from transformer_parity.transformer.mistakes.search import penalized, planned
 from transformer_parity.transformer.mistakes.unplanted.search import seen
 
 WIDEST = 10  # largest constant beam size to try
@@ -100,16 +100,16 @@ def _beams(size: int) -> Iterator[Parameter]:
 def _penalties(alpha: float) -> Iterator[Parameter]:
     for kind, formula in PENALTIES.items():
         about = f"a length penalty {'n^alpha ' if kind == 'power' else ''}with an alpha of {{}}"
-        fixed = {value: penalised(formula.format(n="n", alpha=value)) for value in ALPHAS if value != alpha}
+        fixed = {value: penalized(formula.format(n="n", alpha=value)) for value in ALPHAS if value != alpha}
         yield Parameter(f"{about}, regardless of length_penalty", fixed)
         if alpha == 0.0:
-            instead = {value: penalised(formula.format(n="n", alpha=f"(alpha or {value})")) for value in ALPHAS}
+            instead = {value: penalized(formula.format(n="n", alpha=f"(alpha or {value})")) for value in ALPHAS}
             yield Parameter(f"{about} instead of 0", instead)
-        capped = {value: penalised(formula.format(n="n", alpha=f"min(alpha, {value})")) for value in ALPHAS}
+        capped = {value: penalized(formula.format(n="n", alpha=f"min(alpha, {value})")) for value in ALPHAS}
         yield Parameter(f"{about} at most", {value: edits for value, edits in capped.items() if value < alpha})
     for words, n in LENGTHS.items():
         yield Parameter(
-            f"a length penalty n^alpha, {words}", {1: penalised(PENALTIES["power"].format(n=n, alpha="alpha"))}
+            f"a length penalty n^alpha, {words}", {1: penalized(PENALTIES["power"].format(n=n, alpha="alpha"))}
         )
 
 

@@ -116,8 +116,8 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
   }
 
   // Drawing
-  function colour(name) { return getComputedStyle(root).getPropertyValue(`--${name}`).trim(); }
-  function rgb(name) { return [1, 3, 5].map(i => parseInt(colour(name).slice(i, i + 2), 16)); }
+  function color(name) { return getComputedStyle(root).getPropertyValue(`--${name}`).trim(); }
+  function rgb(name) { return [1, 3, 5].map(i => parseInt(color(name).slice(i, i + 2), 16)); }
   function largest(get) {
     let most = 0;
     for (let i = 0, n = count(tap()); i < n; i++) { const x = Math.abs(get(i)); if (x > most && x < Infinity) most = x; }
@@ -194,10 +194,10 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
       pen.clearRect(0, 0, this.canvas.width, this.canvas.height);
       pen.imageSmoothingEnabled = false;
       pen.drawImage(this.image, this.left, 1, this.width, this.height);
-      pen.strokeStyle = colour("line"); pen.lineWidth = 1;
+      pen.strokeStyle = color("line"); pen.lineWidth = 1;
       pen.strokeRect(this.left - .5, .5, this.width + 1, this.height + 1);
       pen.font = "11px sans-serif"; pen.textBaseline = "middle";
-      const ink = colour("ink"), soft = colour("soft");
+      const ink = color("ink"), soft = color("soft");
       for (let row = 0; row < rows; row++) {
         pen.fillStyle = row === state.row ? ink : soft; pen.textAlign = "right";
         pen.fillText(rowLabel(row), this.left - 5, 1 + (row + .5) * this.high, this.left - 6);
@@ -217,7 +217,7 @@ for (const root of document.querySelectorAll(".explorer")) (async () => {
         pen.fillText(`${columns} channels`, this.left, this.height + 11);
       }
       const x = Math.floor(state.column * this.shown / columns);
-      pen.strokeStyle = colour("page"); pen.lineWidth = 4; this.box(pen, x);
+      pen.strokeStyle = color("page"); pen.lineWidth = 4; this.box(pen, x);
       pen.strokeStyle = ink; pen.lineWidth = 2; this.box(pen, x);
     }
     box(pen, x) {

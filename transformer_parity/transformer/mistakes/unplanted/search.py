@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from transformer_parity.transformer.mistakes.mistake import Edits, Mistake, changed, together
-from transformer_parity.transformer.mistakes.search import PENALISED, planned, ruled
+from transformer_parity.transformer.mistakes.search import PENALIZED, planned, ruled
 
 POSITION, IS_OVER = "cache.positions[n]", "is_over = finished[:, -1] >= attainable"
 SELF_MASK = "self_mask = cache.self_mask[..., :end] & causal_mask(end)[cache.length :]"
@@ -177,7 +177,7 @@ SEARCHES = [
             NEXT, NEXT.replace("log_softmax(logits)", "np.exp(log_softmax(logits))")
         ),
         "log-probability of EOS is not added": in_search(
-            PENALISED, PENALISED.replace("best", "np.where(token == plan.eos_id, self.alive[sentence, parent], best)")
+            PENALIZED, PENALIZED.replace("best", "np.where(token == plan.eos_id, self.alive[sentence, parent], best)")
         ),
         "earlier tokens of the beam are not reordered": in_search(
             "candidates = self.ids[sentence, parent]",

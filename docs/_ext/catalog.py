@@ -28,7 +28,7 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import OptionSpec
 
 from transformer_parity.engine.findings import DIVERGES
-from transformer_parity.transformer.mistakes import catalogue
+from transformer_parity.transformer.mistakes import catalog
 from transformer_parity.transformer.mistakes.mistake import Mistake
 
 
@@ -43,7 +43,7 @@ def chosen(part_names: str, only: str = "", without: str = "") -> list[Mistake]:
     Raises:
         ExtensionError: If a part doesn't exist or no bug matches.
     """
-    known = catalogue.parts()
+    known = catalog.parts()
     named = [part.strip() for part in part_names.split(",")]
     if unknown := [part for part in named if part not in known]:
         raise ExtensionError(f"mistakes: unknown parts {', '.join(unknown)}: choose from {', '.join(known)}")
@@ -138,12 +138,12 @@ class Mistakes(SphinxDirective):
         return [nodes.raw("", f'<div class="mistakes">{html}</div>', format="html")]
 
 
-class Catalogue(SphinxDirective):
+class Catalog(SphinxDirective):
     """List the names of all bugs by part, so that the site's search finds them."""
 
     def run(self) -> list[nodes.Node]:
         """Return a table for each part."""
-        parts = catalogue.parts()
+        parts = catalog.parts()
         text = []
         for name, mistakes in parts.items():
             text += [f"## {name[0].upper()}{name[1:]}", "", "| bug | first shows at | injected into |", "|---|---|---|"]
@@ -194,6 +194,6 @@ class SideNote(SphinxDirective):
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the directives."""
     app.add_directive("mistakes", Mistakes)
-    app.add_directive("catalogue", Catalogue)
+    app.add_directive("catalog", Catalog)
     app.add_directive("side-note", SideNote)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""A mistake planted in the reference computes what it computes in a port: the numbers by which it is recognised."""
+"""A mistake planted in the reference computes what it computes in a port: the numbers by which it is recognized."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.mistakes import search, training
-from transformer_parity.transformer.mistakes.catalogue import FORWARD, SEARCH, STRUCTURE, TRAINING
+from transformer_parity.transformer.mistakes.catalog import FORWARD, SEARCH, STRUCTURE, TRAINING
 from transformer_parity.transformer.mistakes.mistake import ALL
 from transformer_parity.transformer.ports.protocol import Implementation, Placement
 from transformer_parity.transformer.ports.registry import PORTS
@@ -83,7 +83,7 @@ def test_hypothesis_differs_from_the_reference(mistake):
 
 
 @pytest.mark.parametrize(("mistake", "name"), in_the_first_port())
-def test_hypothesis_computes_what_the_port_computes(mistake, name):
+def test_hypothesis_matches_the_port_with_the_same_bug(mistake, name):
     port, hypothesis = run_with(mistake, name), run_with(mistake, "numpy")
     assert list(port) == list(hypothesis)
     assert distance(port, hypothesis) <= limits(mistake)[0]

@@ -26,13 +26,13 @@ from transformer_parity.transformer.mistakes.unplanted import search as unplante
 Parts = Mapping[str, list[Mistake]]
 
 
-def merged(*catalogues: Parts) -> Parts:
+def merged(*catalogs: Parts) -> Parts:
     """Merge several catalogs. Bugs in the same part are adjacent in the result."""
-    names = dict.fromkeys(name for catalogue in catalogues for name in catalogue)
-    return {name: [mistake for catalogue in catalogues for mistake in catalogue.get(name, [])] for name in names}
+    names = dict.fromkeys(name for catalog in catalogs for name in catalog)
+    return {name: [mistake for catalog in catalogs for mistake in catalog.get(name, [])] for name in names}
 
 
-FORWARD = merged(attention.CATALOGUE, layers.CATALOGUE, reported.CATALOGUE)
+FORWARD = merged(attention.CATALOG, layers.CATALOG, reported.CATALOG)
 STRUCTURE = merged(
     {
         "weights": structure.WEIGHTS,
@@ -44,8 +44,8 @@ STRUCTURE = merged(
     },
     reported.STRUCTURE,
 )
-TRAINING = merged(training.CATALOGUE, optimizer.CATALOGUE, reported_training.CATALOGUE, other_optimizers.CATALOGUE)
-SEARCH = [*search.CATALOGUE, *reported_training.SEARCH]
+TRAINING = merged(training.CATALOG, optimizer.CATALOG, reported_training.CATALOG, other_optimizers.CATALOG)
+SEARCH = [*search.CATALOG, *reported_training.SEARCH]
 # Candidates for the diagnosis only, which are not injected into ports:
 EVERYWHERE = [*layers.EVERYWHERE, *reported.EVERYWHERE]
 UNPLANTED = forward.UNPLANTED
