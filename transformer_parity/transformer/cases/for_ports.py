@@ -87,7 +87,7 @@ def _steps(config: TransformerConfig) -> Iterator[Case]:
     cooldown: dict[str, Any] = {"cooldown_steps": 10}
     slices, clipped, far_below = {"accumulation_steps": 2}, {"clip_norm": CLIP}, {"clip_norm": FAR}
     noticed = {**clipped, "epsilon": 1e-3}  # with the usual epsilon, Adam's step barely depends on the gradient norm
-    below = {"clip_norm": _limit_above(config)}  # lies between the norms of the mean and the summed gradient
+    below = {"clip_norm": _limit_above(config)}  # is between the norms of the mean and the summed gradient
     unlike_the_paper = {"learning_rate_factor": 0.03, "warmup_steps": 5, "beta1": 0.8, "beta2": 0.95, "epsilon": 1e-6}
     between: dict[str, Any] = {"calls": CALLS}
     at_the_end: dict[str, Any] = {"snapshots": (20,)}  # any earlier difference also affects the final weights

@@ -123,7 +123,7 @@ class Selection:
         ]
 
     def asked(self, port: str, cases: Sequence[Case], offered: Sequence[str] = ALL_DTYPES) -> Coverage:
-        """Return the coverage that is required for a comparison of a port to count as complete.
+        """Return the coverage that a complete comparison of a port requires.
 
         Args:
             port: Name of the port.

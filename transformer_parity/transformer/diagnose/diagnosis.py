@@ -139,7 +139,7 @@ def diagnose(
         return found
     if pairs := _and_another(trials, exact, known, progress):
         return _exact(port, pairs, tried)
-    # A combination can fit a single case by chance. If the port returned only tokens, so can an individual bug.
+    # A combination can fit a single case by chance. If the port returned only tokens, an individual bug can as well.
     singles = [attempt for attempt in exact if len(attempt.hypothesis.parts) == 1 and trials.names != (TOKENS,)]
     sometimes = [one for one in singles if trials.differing_cases().holds_elsewhere(one.hypothesis)]
     if sometimes:

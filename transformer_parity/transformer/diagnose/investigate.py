@@ -309,7 +309,7 @@ class Investigation:
         return ""
 
     def _kept_state(self, case: Case, shown: Arrays, dtype: str) -> str:
-        """Report that a case agrees if the model is loaded again, if that is the case."""
+        """Report that a case agrees on a newly loaded model, or return "" if it doesn't or can't be run."""
         if dtype != "float64" or STAGES[case.stage].trains:
             return ""
         with suppress(Exception):

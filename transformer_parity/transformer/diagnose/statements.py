@@ -132,7 +132,7 @@ def of_place(
 ) -> Diagnosis:
     """Add statements about the first wrong block, unless a hypothesis already explains it.
 
-    The arguments are those of ``of_tensors``, plus ``errors``: the statements about the error of that block.
+    The function takes the same arguments as ``of_tensors`` and the statements about that block's error, ``errors``.
     """
     if not evidence.blame.introduced or found.confidence == EXACT or found.hypotheses:
         return found

@@ -92,7 +92,7 @@ def findings(
 
 
 def _are_of_own_parts(seen: Sequence[Seen], expected: Seen, plan: Plan) -> bool:
-    """Return True if each process uses the norm of its own gradient shard, so that the squared norms add up."""
+    """Return True if each process returns only the norm of its gradient shard, so that the squared norms add up."""
     squares = sum(one.norms[0] ** 2 for one in seen)
     return math.isclose(squares, plan.data * expected.norms[0] ** 2, rel_tol=1e-9)
 

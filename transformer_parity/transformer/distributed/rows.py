@@ -18,7 +18,7 @@ from transformer_parity.transformer.distributed.worker import Seen, own_batch
 from transformer_spec.names import parameter_shapes
 from transformer_spec.parallel_plan import Plan
 
-EXACT = 1e-6  # maximum relative residual for a gradient to count as a sum over rows
+EXACT = 1e-6  # maximum relative residual of a gradient that is a sum over rows
 READ = 0.01  # minimum coefficient of a row that was read; the exact value is 1
 LOSS = 1e-9  # maximum relative error of a loss
 

@@ -22,7 +22,7 @@ from transformer_parity.transformer.stages.gradients import tolerance
 from transformer_parity.transformer.stages.training_stage import WHOLE, training_error
 from transformer_spec.parallel_plan import Plan, spread, tensor_axis
 
-EXACT = 1e-8  # relative difference below which two numbers count as equal
+EXACT = 1e-8  # relative tolerance for comparing two numbers
 ROUNDED = {"float32": 2.0**-23, "bfloat16": 2.0**-7}  # maximum relative rounding error
 MOST = 3  # maximum number of groups of tensors in a message
 # Endings of messages that ``compare`` extends.

@@ -59,7 +59,7 @@ def view(recording: Recording, title: str, tokens: Mapping[str, Sequence[Sequenc
     """Return the data that the page shows as built-in Python types.
 
     Args:
-        recording: The taps of a batch, of which the page shows one sentence.
+        recording: The taps of a batch. The page shows only one sentence of the batch.
         title: The title of the page.
         tokens: The ``source`` and ``target`` tokens of each sentence as text.
     """

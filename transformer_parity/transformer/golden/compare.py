@@ -180,7 +180,7 @@ def _compare_case(pair: FolderPair, case: Case, dtype: str, reference: Reference
 
 
 def investigate(pair: FolderPair, findings: Sequence[Finding]) -> list[FailureReport]:
-    """Return reports, based only on B's tensors, on where differences are introduced and what causes them."""
+    """Return reports on the origins and causes of differences, based only on B's tensors."""
     candidate, prefix = pair.candidate, f"{pair.name}/" if pair.name else ""
 
     def shown(case: Case) -> dict[str, ndarray]:

@@ -161,7 +161,7 @@ def number_of_processes(jobs: int) -> int:
 
 
 def all_trials(backends: Sequence[str], chosen: Sequence[str], timeout: float = SILENCE) -> Iterator[Trial]:
-    """Yield the result for each bug in each backend as soon as it is available.
+    """Yield the result for each bug in each backend once it is available.
 
     Args:
         backends: Names of the ports.

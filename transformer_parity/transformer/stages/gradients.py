@@ -23,7 +23,7 @@ AT = "at "  # prefix of the gradients at taps; gradients of parameters have the 
 
 
 class GradientStage(TrainingStage):
-    """Compares the loss and the gradients in the order of the backward pass, so that a bug shows first where it is."""
+    """Compares the loss and the gradients in backward-pass order, so that the first difference locates the bug."""
 
     name = component = GRADIENTS
     perturbed_baselines = 4  # with a single run, 10% of correct implementations would exceed the tolerance

@@ -158,7 +158,7 @@ def _different_tokens(name: str, shown: PathTensors) -> str:
 
 
 def other_calls(case: Case, loaded: Any) -> Iterator[tuple[str, ndarray]]:
-    """Yield the results of those of ``forward``, ``gradients``, and ``generate`` that the port defines.
+    """Yield the results of ``forward``, ``gradients``, and ``generate``, except undefined methods.
 
     The gradients are concatenated into one tensor, without key biases. The tokens are padded to a fixed shape and
     returned as floats.

@@ -159,7 +159,7 @@ def _without_hidden_keys(evidence: Evidence) -> Evidence:
 
 
 def blame_files(case: Case, actual: Arrays, truth: LoadedPackage, backend: str) -> Evidence:
-    """Return the same evidence as ``blame``, but for float64 tensors from files."""
+    """Return the same evidence as ``blame`` for float64 tensors that were read from files."""
     subject = Subject(case, backend, "float64", case.inputs, truth)
     if STAGES[case.stage].has_loss:
         return _replay_backward(actual, subject)

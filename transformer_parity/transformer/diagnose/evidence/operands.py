@@ -26,7 +26,7 @@ def of_operands(
 
     Args:
         name: Name of the first wrong tap.
-        alone: The port's tensors, each of which was computed from correct inputs.
+        alone: The port's tensors, each computed from correct inputs.
         wanted: The correct tensors for the same inputs.
         weights: The parameters.
         config: Config of the model.
@@ -168,7 +168,7 @@ def other_normed(
 
 
 def other_affine(name: str, alone: Arrays, wanted: Arrays, weights: Mapping[str, ndarray]) -> str:
-    """Describe the parameters that a norm uses instead of its own scale and bias, if any."""
+    """Describe the parameters that a norm uses instead of the correct scale and bias, if any."""
     norm = name.removesuffix(".output")
     norm = norm if f"{norm}.scale" in weights else f"{norm}.final_norm"
     if f"{norm}.scale" not in weights or alone[name].shape != wanted[name].shape:

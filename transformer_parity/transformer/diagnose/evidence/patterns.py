@@ -160,7 +160,7 @@ def wrong_parameters(shown: Differing) -> str:
 
 
 def as_small_as_rounding(shown: Differing) -> str:
-    """Report that the errors of float64 losses and gradients are no larger than float32 rounding errors."""
+    """Report that the errors of float64 losses and gradients don't exceed float32 rounding errors."""
     if shown.case.stage != GRADIENTS or not shown.wrong:
         return ""
     errors = [

@@ -64,7 +64,7 @@ class _Runs:
 
 
 def lacking(case: Case, port: Implementation, placement: Placement, noise: float = 0.0) -> list[str]:
-    """Return the properties of a correct model that a port lacks, starting with those that explain others.
+    """Return the properties of a correct model that a port lacks. Properties that explain others come first.
 
     Args:
         case: A case that runs the full model on source and target IDs.

@@ -1,1 +1,1 @@
-"""Hypotheses about a port: bugs and conventions, where they apply, their combinations, and the code that tries them."""
+"""Hypotheses about a port: bugs and conventions, their places, their combinations, and the code that tries them."""

@@ -258,7 +258,7 @@ def _words(fields: Mapping[str, Any]) -> str:
 
 
 def _changes(mistake: Mistake, config: TransformerConfig) -> bool:
-    """Whether a bug has an effect. A bug that only sets config fields has none if the config already has the values."""
+    """Whether a bug has an effect. A bug that only sets config fields must change at least one of their values."""
     return bool(
         mistake.edits["numpy"]
         or mistake.convert is not dict

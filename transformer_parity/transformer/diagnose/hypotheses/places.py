@@ -1,7 +1,7 @@
 """Places: the parts of the model to which a known bug can be limited, such as one layer or one kind of attention.
 
-A bug edits a class, so it affects every instance of that class. To limit the bug to one place, the corresponding parts
-of the unedited model are replaced with those of the edited model.
+A bug edits a class, so it affects every instance of that class. To limit the bug to one place, the model parts in that
+place are replaced with the corresponding parts of the edited model.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def _names(parts: Sequence[Mistake]) -> frozenset[str]:
 def _changed(
     parts: Sequence[Mistake], mistake: Mistake, known: Sequence[Mistake], config: TransformerConfig
 ) -> tuple[Mistake, ...]:
-    """Return the parts plus one more, whose config fields override those of the other parts."""
+    """Return the parts plus one more, which overrides the config fields that other parts also set."""
     others = [part for part in parts if not is_convention(part)]
     fields: dict[str, Any] = {}
     for part in (*parts, mistake):

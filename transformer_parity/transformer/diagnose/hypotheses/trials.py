@@ -33,7 +33,7 @@ class Attempt:
         hypothesis: The hypothesis that was tried.
         matched: Number of matching tensors before the first mismatch.
         of: Number of tensors that were compared.
-        worst: Largest relative error of all tensors or, after a mismatch, of the tensors so far and the last tensor.
+        worst: Largest relative error. The search for it stops at the first mismatch but includes the last tensor.
     """
 
     hypothesis: Hypothesis

@@ -28,7 +28,7 @@ from transformer_parity.transformer.stages.training_stage import LOSS, is_noise
 Arrays = Mapping[str, ndarray]
 BETAS = {"beta1": (0.9, 0.95, 0.85, 0.5), "beta2": (0.98, 0.99, 0.999, 0.95)}  # from published recipes
 EPSILONS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-9, 1e-10, 1e-12, 1e-16)  # the bug catalog contains 1e-8
-CLOSE = 1e-3  # relative tolerance: larger than epsilon's effect, smaller than that of one more step on a correction
+CLOSE = 1e-3  # relative tolerance: above the effect of epsilon, below the effect of an extra step on a correction
 GROUPS = 3  # maximum number of different factors in a sentence
 COUNTED = 200  # largest step count that is recognized
 RANGES = {  # logarithms of the value, of 1 - beta, or of the clip norm divided by the first gradient norm
@@ -112,7 +112,7 @@ def _median_ratio(moved: ndarray, right: ndarray) -> float:
 
 
 def _counters(case: Case, ratios: Mapping[str, float]) -> Iterator[Mistake]:
-    """Yield bias corrections in which each tensor has its own step count, as measured in the first step."""
+    """Yield bias corrections that use a different step number for each tensor, as measured in the first step."""
     beta1, beta2 = case.training.beta1, case.training.beta2
     steps = np.arange(1, COUNTED)
     of_steps = (1.0 - beta1) / (1.0 - beta1**steps) * np.sqrt((1.0 - beta2**steps) / (1.0 - beta2))

@@ -25,14 +25,14 @@ Arrays = Mapping[str, ndarray]
 FITTED = 1e-8  # relative tolerance for losses and weights that the measured rates reproduce
 SOLVED = 1e-14  # relative error of a loss at which the solver stops
 TRIES = 40  # iterations of the secant method
-FLOAT32 = 1e-6  # relative difference below which two rates count as equal
+FLOAT32 = 1e-6  # relative tolerance for comparing two rates
 LISTED = 5  # maximum number of rates or factors in a sentence
 
 
 def measured_rates(case: Case, shown: Arrays) -> list[float]:
     """Return the learning rate at each step, or an empty list if no rates explain every loss and every weight.
 
-    Two rates can lead to the same loss. The search first tries a rate near that of the previous step, then near the
+    Two rates can lead to the same loss. The search first tries a rate near the previous step's rate, then near the
     same multiple of the scheduled rate, and then near the scheduled rate.
 
     Args:
