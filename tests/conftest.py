@@ -60,7 +60,7 @@ from numpy import ndarray
 
 from transformer_spec import PRESETS, TransformerConfig, init_weights
 
-# otherwise, each of hundreds of child processes would recompile the packages
+# Otherwise, each of hundreds of child processes would recompile the packages.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -287,7 +287,7 @@ def pytest_configure(config):
     tiers.keep_what_is_compiled(config)  # JAX reads these settings on import
     config.requested_backends = [Backend(name) for name in names]
     if not config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        # import all packages now; each pytest-xdist worker imports only what its tests require
+        # Import all packages now; each pytest-xdist worker imports only what its tests require.
         for backend in config.requested_backends:
             _ = backend.package
     if "gpu" in config.requested_devices:
@@ -326,7 +326,7 @@ def _find_browser(name):
 
 @cache
 def _import(name):
-    # in some builds, TensorFlow crashes if it is imported before torch
+    # In some builds, TensorFlow crashes if it is imported before torch.
     if name == "tf" and importlib.util.find_spec("torch"):
         import torch  # noqa: F401
     try:
@@ -402,7 +402,7 @@ def pytest_report_header(config):
 
 
 def pytest_sessionfinish(session):
-    # a pytest-xdist worker sends these to the main process, which collects no tests
+    # A pytest-xdist worker sends these to the main process, which collects no tests.
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["tests"] = {"left_out": dict(session.config.left_out), "peak": tiers.peak()}
     if _not_run(session.config) and session.exitstatus == pytest.ExitCode.OK:

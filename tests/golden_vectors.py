@@ -130,8 +130,7 @@ def edit_manifest(folder, change):
 
 
 def edit(folder, case, dtype, change, *, describe=True):
-    """Change the tensors in one file and update its hash in the manifest and, with ``describe``, its list of tensors.
-    """
+    """Change the tensors in one file and its hash in the manifest and, with ``describe``, its list of tensors."""
 
     def rewrite(manifest):
         entry = next(entry for entry in manifest["cases"] if entry["name"] == case)

@@ -221,7 +221,7 @@ def check_model(model, seed=None, *, smooth):
         assert_gradient(moved, gradient, step, name)
 
 
-# presets without conventions of their own
+# Presets without conventions of their own.
 REPEATED = {parameter.values[0] for parameter in tiers.presets() if parameter.marks}
 
 

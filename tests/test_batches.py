@@ -13,7 +13,7 @@ from conftest import tiny_config
 from transformer_parity.apps.train import batches
 from transformer_parity.apps.train.batches import Batches
 
-# each preset has different special IDs
+# Each preset has different special IDs.
 PRESETS = ["paper_base", "t2t_2017", "annotated", "marian", "fairseq", "flax_wmt"]
 CONFIG = tiny_config(pad_id=3, bos_id=1, eos_id=2)
 
