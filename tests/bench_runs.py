@@ -43,7 +43,7 @@ class Wrong(DecodePackage):
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
     monkeypatch.setattr(rounds, "PAUSE", 0.0)
-    # Measuring every library takes long, and one test does it.
+    # Measuring every library takes long, so only one test does it.
     monkeypatch.setattr("transformer_bench.run.libraries", lambda *_, **__: [Library("numpy")])
     here = str(Path(__file__).parent)  # directory from which child processes import the participants defined here
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]))

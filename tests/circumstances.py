@@ -1,6 +1,6 @@
 """A process that imports every command once, then runs each requested command in a fork of itself.
 
-A fork starts in a millisecond, and nothing that happens in it affects other runs. The process reads requests as lines
+A fork starts in a millisecond, and its effects are isolated from other runs. The process reads requests as lines
 of JSON from standard input and writes the answers to standard output, also as JSON. If it is started with a command as
 its arguments, it runs only that command.
 """

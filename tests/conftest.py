@@ -432,7 +432,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def _not_run(config):
-    if hasattr(config, "workerinput"):  # pytest-xdist workers don't count; the main process does
+    if hasattr(config, "workerinput"):  # the main process adds up the results of pytest-xdist workers
         return 0
     stats = config.pluginmanager.get_plugin("terminalreporter").stats
     return len(stats.get("skipped", [])) + len(stats.get("xfailed", []))

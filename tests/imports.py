@@ -18,8 +18,8 @@ PROGRAM = (SPEC, *BACKENDS, PARITY, BENCH)
 def imports(folder: Path, *, types: bool) -> dict[str, set[str]]:
     """Return the imports among a package's own modules: for each module, the imported modules, by dotted name.
 
-    An import of a submodule counts only as an import of that submodule, although Python first runs the ``__init__`` of
-    each parent package. Otherwise, no ``__init__`` could export anything.
+    Importing a submodule isn't considered an import of its parent packages, although Python runs their ``__init__``
+    first. Otherwise, no ``__init__`` could export anything.
 
     Args:
         folder: Directory of the package; subdirectories are subpackages.

@@ -221,7 +221,7 @@ def check_model(model, seed=None, *, smooth):
         assert_gradient(moved, gradient, step, name)
 
 
-# Presets without conventions of their own.
+# Presets that introduce no new convention.
 REPEATED = {parameter.values[0] for parameter in tiers.presets() if parameter.marks}
 
 

@@ -32,7 +32,7 @@ from transformer_parity.engine.system.machine import processors
 
 
 class Process:
-    """A stand-in for a process, which records the requests it receives and reports one second less with each run."""
+    """A fake process that records its requests and reports one second less with each run."""
 
     def __init__(self, name, asked, fails_at=None):
         self.entry = Entry(name)
@@ -205,7 +205,7 @@ def test_interrupted_benchmark_prints_partial_results_and_cleans_up(number, tmp_
         while "round 3 of" not in errors.read_text() and time.monotonic() < deadline:
             time.sleep(0.05)
         started = psutil.Process(process.pid).children(recursive=True)
-        # Numpy, the throughput measurement, and the process that ends these two if their parent is killed.
+        # NumPy, the throughput measurement, and the process that ends these two if their parent is killed.
         assert len(started) >= 3
         assert [path.suffix for path in temporary.glob("*/*.*")] == [".safetensors"]
         process.send_signal(number)

@@ -1,4 +1,4 @@
-"""`parity bench`: ratios, operation counts, fitted exponents, and the machine's peak performance."""
+"""`parity bench`: ratios, numbers of operations, fitted exponents, and the machine's peak performance."""
 
 from __future__ import annotations
 

@@ -49,9 +49,7 @@ def test_combined_reply_uses_slowest_time_and_largest_memory():
 
 @dataclass
 class Two(Participant):
-    """Two processes that return their numbers; with ``fails``, process 1 exits in ``run`` and process 0 raises or
-    hangs.
-    """
+    """Two processes that return their numbers; with ``fails``, process 1 exits and process 0 raises or hangs."""
 
     name: str = "two"
     processes: int = 2
@@ -215,8 +213,8 @@ def test_ctrl_c_leaves_no_process(tmp_path):
         while "round 3 of" not in errors.read_text() and time.monotonic() < deadline:
             time.sleep(0.05)
         started = psutil.Process(process.pid).children(recursive=True)
-        # The single-process participant, two processes for the plan, the throughput measurement, and the process that
-        # ends them if their parent is killed.
+        # One process runs without a plan, two run the plan, one measures the throughput, and one ends the others if
+        # their parent is killed.
         assert len(started) >= 5
         process.send_signal(signal.SIGINT)
         printed, _ = process.communicate(timeout=60)

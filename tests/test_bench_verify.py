@@ -126,9 +126,7 @@ def test_near_tie_is_accepted():
 
 @pytest.mark.parametrize("beam_size", [None, 3])
 def test_bfloat16_near_ties_use_bfloat16_noise(beam_size):
-    """A search in bfloat16 is accepted, unless its weights are wrong or the verifier applies the noise level of
-    float32.
-    """
+    """A bfloat16 search is accepted, unless its weights are wrong or the verifier expects float32 noise."""
     import transformer_torch
 
     work = DecodeWork("tiny", dtype="bfloat16", target=24, beam_size=beam_size)

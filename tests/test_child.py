@@ -1,4 +1,4 @@
-"""Child processes exchange messages undisturbed and end without leaving a process or a file, whatever the cause."""
+"""Child processes exchange messages undisturbed, and however they end, they leave no process and no file."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def test_killed_command_leaves_no_processes_or_files(tmp_path):
 
 
 class Clock:
-    """A stand-in for the machine, with a wall-clock time, a CPU time, and the idle times of two processors."""
+    """A fake machine with a wall-clock time, a CPU time, and the idle times of two processors."""
 
     def __init__(self):
         self.now, self.used, self.idle = 0.0, 0.0, [0.0, 0.0]

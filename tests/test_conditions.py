@@ -12,7 +12,7 @@ CASES = port_cases(tiny(d_k=None, d_v=None))
 
 
 def said(stage, differs):
-    """Return the statement about the cases in a stage, of which some but not all differ."""
+    """Return the statement about a stage in which some cases differ and others agree."""
     cases = [case for case in CASES if case.stage == stage]
     differ = [case for case in cases if differs(case)]
     assert 0 < len(differ) < len(cases)

@@ -1,6 +1,4 @@
-"""A test run stops if a requested backend is missing, lists everything that it leaves out, and fails if a test is
-skipped.
-"""
+"""A test run stops if a backend is missing, lists everything that it leaves out, and fails if a test is skipped."""
 
 from __future__ import annotations
 
@@ -174,7 +172,7 @@ def test_tests_with_shared_state_run_in_one_process(run):
 
 
 def test_tensorflow_tests_run_in_dedicated_processes(run):
-    """With four processes, one is reserved for TensorFlow; with fewer, none is."""
+    """One of four processes is reserved for TensorFlow; fewer processes share all tests."""
     names = [*(f"tf-{i}" for i in range(4)), *(f"torch-{i}" for i in range(40)), *(f"a-jax-{i}" for i in range(5))]
     test = f"@pytest.mark.parametrize('name', {names})\ndef test(name): pass\ndef test_info_describes_it(): pass"
     for processes, alone in (("1", False), ("4", True)):
