@@ -1,5 +1,4 @@
-"""The model code of the Annotated Transformer (Harvard NLP, 2022), so that its original code determines the tensor
-names.
+"""The Annotated Transformer (Harvard NLP, 2022), whose original code determines the names of the tensors in tests.
 
 Copied from harvardnlp/annotated-transformer, the_annotated_transformer.py (MIT license), without dropout, which has no
 parameters, and without the masks that only training requires.

@@ -23,7 +23,7 @@ def bench(capsys, *arguments, task="decode"):
 
 
 def read(path):
-    """Return the results of the first workload and the merged contents of the document."""
+    """Return the results of the first workload, and the contents of the file merged with its ``result`` entry."""
     document = json.loads(path.read_text())
     found = document["result"]
     return found["races"][0], {**document, **found}

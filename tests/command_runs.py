@@ -17,7 +17,7 @@ parsed = cache(source_code.SourcePackage)  # parse the sources only once for all
 
 @pytest.fixture(autouse=True)
 def _pipe(monkeypatch):
-    """Format output as for a pipe of 80 columns, regardless of the terminal that runs the tests."""
+    """Format output for a pipe that is 80 columns wide, regardless of the terminal that runs the tests."""
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "80")

@@ -2,8 +2,8 @@
 
     pytest --backends numpy,torch,jax,tf --devices cpu,gpu --browser chromium --all
 
-If a requested backend or device is missing, the run stops. The header and the summary list the ones that you didn't
-request. A skipped test fails the run, because a test that didn't run hasn't passed.
+If a requested backend or device is missing, the run stops. The header and the summary list the backends and devices
+that you didn't request. A skipped test fails the run, because a test that didn't run hasn't passed.
 
 Without ``--all``, pytest deselects the tests marked ``@pytest.mark.extended(kind, *backends)``, either for these
 backends or for all. They repeat a check for another framework, bug, or preset. The summary shows how many tests of each
@@ -18,7 +18,7 @@ Fixtures for every test file:
     device    each requested device in turn ("cpu", "gpu"); NumPy is never combined with "gpu"
     browser   path of the Chromium that opens reports; without one, tests that use this fixture are deselected
 
-Mark a test for one framework with ``@pytest.mark.only("jax")``; ``port`` is then that framework.
+Mark a test for one framework with ``@pytest.mark.only("jax")``; ``port`` is then that framework's backend.
 
 ``tiny_config`` and ``random_weights`` are functions that you can use as fixtures or import from this module. Import
 ``assert_same_bits``, ``assert_near``, ``refusal``, ``exit_code``, ``parity``, ``child_processes``, and
@@ -178,7 +178,7 @@ def assert_same_bits(got: Mapping[str, ndarray], expected: Mapping[str, ndarray]
 
 
 def assert_near(found: Mapping[str, ndarray], expected: Mapping[str, ndarray], tolerance: float = 1e-12) -> None:
-    """Fail unless the arrays of each name differ by at most ``tolerance`` times the largest expected magnitude."""
+    """Fail unless arrays with the same name differ by at most ``tolerance`` times the largest expected magnitude."""
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         assert np.abs(found[name] - array).max() <= tolerance * np.abs(array).max(), name
@@ -214,7 +214,7 @@ def child_processes() -> list:
 
 
 def still_running(processes, seconds: float = 5.0) -> list:
-    """Return the processes that are still running after a grace period, because init may be slow to reap them."""
+    """Return the processes still running after a grace period, which gives init time to reap exited processes."""
     deadline = time.monotonic() + seconds
     while left := [process for process in processes if _is_running(process)]:
         if time.monotonic() > deadline:
@@ -432,7 +432,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def _not_run(config):
-    if hasattr(config, "workerinput"):  # the main process adds up the results of pytest-xdist workers
+    if hasattr(config, "workerinput"):  # only the main process reports skipped tests
         return 0
     stats = config.pluginmanager.get_plugin("terminalreporter").stats
     return len(stats.get("skipped", [])) + len(stats.get("xfailed", []))

@@ -1,4 +1,4 @@
-"""Bugs injected into the ports' training on multiple devices, chosen among those that users of each framework can make.
+"""Bugs that users of each framework can introduce into training on multiple devices, injected into the ports.
 
 In PyTorch, each process has its own copy or shard of the model; in TensorFlow, a strategy manages the copies. JAX
 partitions the whole program, so there are no such bugs until the per-device computation is written with ``shard_map``.

@@ -42,7 +42,7 @@ class Forward(Port):
 
 
 class Full(Port):
-    """A port that supports every optional method, but reports only half of the gradients at taps."""
+    """A port that supports every optional method, but reports gradients only at the output taps."""
 
     taps = ("**.output",)
     is_used = False
@@ -130,7 +130,7 @@ def edit_manifest(folder, change):
 
 
 def edit(folder, case, dtype, change, *, describe=True):
-    """Change the tensors in one file and its hash in the manifest and, with ``describe``, its list of tensors."""
+    """Change the tensors in one file, and update its hash and (if ``describe``) its tensor list in the manifest."""
 
     def rewrite(manifest):
         entry = next(entry for entry in manifest["cases"] if entry["name"] == case)

@@ -22,7 +22,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Form:
-    """A model family, its config fields, and the way in which the checkpoint is saved."""
+    """A model family, its config fields, and options for saving the checkpoint."""
 
     family: str
     fields: dict = field(default_factory=dict)

@@ -15,7 +15,7 @@ from transformer_spec.search import Search
 
 
 def ours(config: ref.TransformerConfig, weights: Mapping[str, ndarray] | None = None) -> Imported:
-    """Return one of this project's models in the form in which it is exported; the default weights are random."""
+    """Return one of this project's models in the form that can be exported, with random weights by default."""
     origin = Origin(format="ours", family="", preset="", files={})
     weights = random_weights(config) if weights is None else weights
     return Imported(config=config, weights=weights, vocabulary=None, search=Search(), origin=origin)
@@ -34,7 +34,7 @@ def assert_only_this_computes_it(
     others: Iterable[dict[str, Any]] = (),
     limits: tuple[float, float] = (1e-12, 1e-7),
 ) -> None:
-    """Fail unless the imported model computes the given logits, and doesn't with any of the other field values."""
+    """Fail unless the model computes the given logits and, with any of the changed fields, different logits."""
     assert relative_error(logits_of(imported.config, imported.weights, *ids), theirs) <= limits[0]
     for change in others:
         config = imported.config.replace(**change)

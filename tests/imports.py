@@ -16,7 +16,7 @@ PROGRAM = (SPEC, *BACKENDS, PARITY, BENCH)
 
 
 def imports(folder: Path, *, types: bool) -> dict[str, set[str]]:
-    """Return the imports among a package's own modules: for each module, the imported modules, by dotted name.
+    """Return the modules of the same package that each module of a package imports, by dotted name.
 
     Importing a submodule isn't considered an import of its parent packages, although Python runs their ``__init__``
     first. Otherwise, no ``__init__`` could export anything.

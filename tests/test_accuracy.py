@@ -1,4 +1,4 @@
-"""GELU and swish, forward and backward, match 60-digit results on [-40, 40], without loss of digits by cancellation."""
+"""GELU and swish, forward and backward, match results with 60 digits on [-40, 40], without cancellation."""
 
 from __future__ import annotations
 

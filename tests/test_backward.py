@@ -1,5 +1,4 @@
-"""Check the reference's backward pass against finite differences of its forward pass, and test the trainer that uses
-it.
+"""The reference's backward pass compared with finite differences, and the trainer that uses it.
 
 These tests use NumPy in float64. Each parameter and tap is displaced in a random direction, and the change in the loss
 must match the gradient. The four-point formula for ``f'`` has an error proportional to the fourth power of the step.
@@ -41,7 +40,7 @@ CORNERS = {  # settings that no preset uses
 
 
 def distinct_presets():
-    """Return one of each group of presets that differ only in sizes, dropout, and the amount of label smoothing."""
+    """Return one preset per group of presets that differ only in sizes, dropout, and the amount of label smoothing."""
     configs = {}
     for preset in ref.PRESETS:
         same = {"dropout": ref.DropoutRates(), "label_smoothing": 0.1, "d_k": 8, "d_v": 8}

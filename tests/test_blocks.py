@@ -156,7 +156,7 @@ def test_a_port_attends_in_blocks(port, shape, monkeypatch):
     arrays = random(2, 3, 9, 5), random(2, 3, 7, 5, seed=1), random(2, 3, 7, 6, seed=2)
     mask = masks(2, 3, 9, 7)[shape]
     in_blocks = context_and_gradients(port.name, attention, arrays, mask)
-    # JAX also traces the computation for GPUs, but runs only the one in blocks.
+    # JAX also traces the branch for GPUs, but runs only the branch that computes in blocks.
     assert set(shapes) - ({(2, 3, 9, 7)} if port.name == "jax" else set()) == {(1, 1, 4, 7)}
     shapes.clear()
     at_once = context_and_gradients(port.name, attention, arrays, mask, tap=look)

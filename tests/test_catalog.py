@@ -41,7 +41,7 @@ def case_of(mistake: str) -> Case:
 
 
 def limits(mistake: str) -> tuple[float, float]:
-    """Return the largest allowed difference between backends with the same bug, and the smallest from the reference."""
+    """Return the maximum difference between backends with the same bug, and the minimum from the reference."""
     return (SAME, DIFFERENT) if HYPOTHESES[mistake] in OF_THE_MODEL + OTHERS else (ALIKE, ALIKE)
 
 

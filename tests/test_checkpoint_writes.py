@@ -76,7 +76,7 @@ save_weights(sys.argv[1], config, weights)
 
 
 def test_two_writers_at_once(path, monkeypatch):
-    """Each writer uses a separate temporary file, so the one that finishes last leaves a complete checkpoint."""
+    """Each writer uses a separate temporary file, so the writer that finishes last leaves a complete checkpoint."""
     first, second = make(progress={"writer": 1}), make(progress={"writer": 2})
     replace = os.replace
 

@@ -344,8 +344,7 @@ def test_truncated(path, saved):
 
 
 def test_flipped_bits_of_the_header(path, saved):
-    """Damage is rejected, unless it only changes whitespace or turns a value in the description into another legal
-    value.
+    """Damage is rejected, unless it only changes whitespace or turns a description value into a different legal value.
 
     For example, nothing shows that a step of 41 was originally 43. Even then, all tensors are restored exactly.
     """

@@ -1,4 +1,4 @@
-"""Child processes exchange messages undisturbed, and however they end, they leave no process and no file."""
+"""Child processes exchange messages reliably and, however they end, leave no processes or files."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_unread_messages_block_the_sender(start):
     assert [child.receive()[0] for _ in range(9_999)] == list(range(1, 10_000))
     with pytest.raises(ChildEndedError, match="exit code 0"):
         child.receive()
-    start("many").receive()  # a waiting child is ended when the block exits
+    start("many").receive()  # leaving the block ends a child that is still waiting
 
 
 def test_garbage_on_stdout_is_not_parsed_as_a_message(start, capfd):
@@ -303,7 +303,7 @@ def test_killed_command_leaves_no_processes_or_files(tmp_path):
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
-    assert any("torch: " in line for line in parent.stderr)  # returns when its processes have started
+    assert any("torch: " in line for line in parent.stderr)  # reading stops when its processes have started
     started = psutil.Process(parent.pid).children(recursive=True)
     assert len(started) == 2
     assert len(list(tmp_path.iterdir())) == 1

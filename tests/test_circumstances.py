@@ -1,9 +1,8 @@
-"""Test every command in adverse circumstances: its exit code, and that it leaves no traceback, partial file, or
-process.
+"""Every command in adverse circumstances: its exit code, and no traceback, partial file, or leftover process.
 
-No command has a terminal here. A limit on the size of files replaces a full disk, because it causes the same kind of
-error. The read-only directory belongs to the kernel, so not even root can write to it. If the tests don't run as root,
-the ``another user`` circumstance can't switch users, so the directory is only made unwritable.
+No command has a terminal here. A limit on file size simulates a full disk, because it causes the same kind of error.
+The read-only directory belongs to the kernel, so not even root can write to it. If the tests don't run as root, the
+``another user`` circumstance can't switch users, so the directory is only made unwritable.
 """
 
 from __future__ import annotations

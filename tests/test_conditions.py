@@ -57,7 +57,7 @@ def test_condition_is_stated_with_the_number_of_agreeing_cases():
 
 
 def test_uninformative_conditions_are_omitted():
-    """All cases differ, none differ, or too few agree."""
+    """No condition is stated if every case differs, if no case differs, or if too few cases agree."""
     cases = [case for case in CASES if case.stage == STEPS]
     assert circumstances(cases, []) == ""
     assert circumstances([], cases) == ""

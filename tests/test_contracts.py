@@ -18,8 +18,7 @@ LONG = 300  # number of queries; above 256, fast attention computes them in bloc
 BOOLEAN = "must be boolean, True where attention is allowed"
 RAGGED = "must have rows of equal length: got different lengths; pad the rows"
 
-# Invalid IDs, and the type and the message of the exception (after the argument's name). There are 29 learned
-# positions.
+# Invalid IDs, the exception, and its message after the argument's name. The model has 29 learned positions.
 BAD_IDS = {
     "negative": ([[5, -6], [1, 2]], ValueError, "must be in [0, 37): got -6 at [0, 1]"),
     "too large": ([[5, 3], [37, 2]], ValueError, "must be in [0, 37): got 37 at [1, 0]"),
@@ -348,7 +347,7 @@ def test_arguments_are_neither_changed_nor_kept(backend, model):
     decoded = model.decode(target, memory, source)
     for array, original in ((source, SOURCE), (target, TARGET), (masks[0], SOURCE != 0), (masks[1], TARGET != 0)):
         np.testing.assert_array_equal(array, original)
-        array[...] = 1  # some frameworks compute later, from the caller's memory
+        array[...] = 1  # some frameworks compute asynchronously from the caller's memory
     np.testing.assert_array_equal(backend.to_numpy(logits), expected)
     np.testing.assert_array_equal(backend.to_numpy(memory), MEMORY)
     expected = backend.to_numpy(model.decode(TARGET, memory, SOURCE))

@@ -214,7 +214,7 @@ def tf_sends():
         known = Counter(part.op.inputs[0].shape.num_elements() for part in parts)
         unknown = known.pop(None, 0)  # unknown until the graph runs
         assert known <= sizes
-        assert unknown == (sizes - known).total()  # as many as there are remaining sizes
+        assert unknown == (sizes - known).total()  # one for each remaining size
         assert known
 
 

@@ -250,7 +250,7 @@ def test_date_lines_contain_every_character(dates, held_out_dates):
 
 
 def test_lines_end_at_a_newline_and_nowhere_else(tmp_path):
-    """Otherwise, a carriage return within a line would misalign all later pairs."""
+    """If a carriage return ended a line, all later pairs would be misaligned, in training as well as in translation."""
     text = "a\rb\x0bc\u2028d\x85e\r\nf\n"
     (tmp_path / "a").write_bytes(text.encode())
     (tmp_path / "b.gz").write_bytes(gzip.compress(text.encode()))

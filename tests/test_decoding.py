@@ -1,4 +1,4 @@
-"""The verification of searches distinguishes near-ties from bugs, and locates each kind of bug at its token."""
+"""The verification of searches distinguishes near-ties from bugs and detects bugs of every kind."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_near_ties_are_distinguished_from_bugs_under_all_search_rules(name, toke
 
 @pytest.mark.parametrize("options", [GREEDY, BEAM, *BY_RULES.values()], ids=["greedy", "beam", *BY_RULES])
 def test_reference_search_raises_no_doubts(options):
-    """Following a correct search finds that every step made the best choice."""
+    """The search is followed even though its result is correct, and each of its steps must be the best choice."""
     for seed in (13, 28, 6):
         config, weights = lively(seed=seed)
         truth = load_reference(config, weights)
@@ -189,7 +189,7 @@ def test_mistakes_in_a_search_are_found(options, old, new):
 
 @pytest.mark.parametrize("condition", ["np.isfinite(state.finished).all()", "n == plan.capacity - 1"])
 def test_search_that_stops_too_early_is_detected(condition):
-    """Each search has one sentence, because other sentences could keep a search running that should stop."""
+    """The searches run on one sentence at a time, because an unfinished sentence would keep its batch running."""
     mistaken = mistaken_package("if not state.goes_on():", f"if not state.goes_on() or {condition}:")
     wrong = 0
     for seed, row, count in itertools.product((13, 28, 6), range(5), (1, 2)):

@@ -1,4 +1,4 @@
-"""Models whose results don't depend on their input are rejected, because even a wrong program would agree with them."""
+"""Models whose results don't depend on their input are rejected, because a wrong program could agree with them."""
 
 import re
 from dataclasses import replace

@@ -51,9 +51,7 @@ def test_agreeing_activations_exclude_forward_mistakes(stage):
 
 
 def test_search_is_not_diagnosed_with_a_forward_bug_if_activations_agree():
-    """If activations agree, unscaled scores can't be the cause, even if the search returns the tokens that they would
-    produce.
-    """
+    """If activations agree, unscaled scores aren't the cause, even if a search returns exactly their tokens."""
     unscaled = named("scores not scaled", DECODE)
     activations = next(case for case in CASES if case.name == "full/padded")
     wrong = {case.name: only_tokens(shown(unscaled, case)) for case in SEARCHES}

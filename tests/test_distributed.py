@@ -75,7 +75,7 @@ def test_per_shard_clipping_is_diagnosed_without_reported_norms():
 
 @pytest.fixture(scope="module")
 def two():
-    """A function that returns a framework's group of processes with two devices, started only once."""
+    """A function that returns a framework's process group with two devices, which is started only once."""
     with ExitStack() as stack:
         yield cache(lambda name: stack.enter_context(processes.group(name, 2, timeout=200)))
 

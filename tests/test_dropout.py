@@ -4,8 +4,7 @@ If nearly everything is dropped at one site, the result is the model without the
 reference can compute without dropout. In a second model, the taps reveal the factor by which each element was
 multiplied, 0 or 1 / (1 - rate), so the masks can be counted and compared.
 
-Each ``check_`` function takes a backend, possibly an edited copy with a bug. ``test_mutants`` shows that they then
-fail.
+Each ``check_`` function takes a backend or an edited copy with a bug; ``test_mutants`` shows that it then fails.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from transformer_parity.transformer.cases.inputs import hard_weights
 from transformer_parity.transformer.cases.standard import gradient_case
 from transformer_spec.names import tap_shapes
 
-# Among the 10^4 elements of a step, one is kept in one of a thousand runs, and the seed is fixed.
+# A step has about 10^4 elements. This rate keeps one of them in one of a thousand runs, and the seed is fixed.
 NEARLY_ALL = 1.0 - 1e-7
 SITES = {  # the taps at which each rate drops values
     "embedding": ("_embedding.output",),
@@ -132,7 +131,7 @@ def without(config: TransformerConfig, batch: Mapping[str, ndarray], site: str) 
 
 
 def is_at(tap: str, site: str) -> bool:
-    """Return True if a dropout site applies to a tap."""
+    """Return True if a tap is at a dropout site."""
     return tap.endswith(SITES[site])
 
 
@@ -174,7 +173,7 @@ AXES = {3: ("sentences", "positions", "channels"), 4: ("sentences", "heads", "po
 def transparent() -> tuple[TransformerConfig, dict[str, ndarray]]:
     """Return a config and weights with which the taps determine every dropout mask."""
     config = tiny(
-        d_ff=4,  # not wider than the network's output, so that the equations have a solution
+        d_ff=4,  # not wider than its output, so that the inner values can be computed from it
         d_v=8,  # at least as many channels as keys, for the same reason
         num_decoder_layers=1,
         norm_order="pre",
@@ -249,8 +248,7 @@ def check_masks(backend: Backend) -> None:
     for name, factor in first.items():
         rate, visible = rate_of(name), factor[~np.isnan(factor)]
         kept = visible > 0.5
-        # If the values are 0 or 1 / (1 - rate) in the expected proportions, their mean and variance are correct as
-        # well.
+        # If values are 0 or 1 / (1 - rate) in the expected proportions, their mean and variance are also correct.
         assert np.abs(visible - kept / (1.0 - rate)).max() < 1e-4, f"{name}: not scaled by 1 / (1 - {rate})"
         allowed = 5.0 * np.sqrt(rate * (1.0 - rate) / kept.size)
         assert abs(kept.mean() - (1.0 - rate)) < allowed, f"{name}: {kept.mean():.3f} are kept"

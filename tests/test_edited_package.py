@@ -227,7 +227,7 @@ def test_torch_compiles_each_copy():
 @pytest.mark.parametrize("case", tiers.first_alone(["full/padded", "attention/padding"], "edited packages"))
 @pytest.mark.parametrize("taps", tiers.first_alone([False, True], "edited packages"))
 def test_injected_bug_is_not_masked_by_the_jax_compilation_cache(case, taps):
-    """All models in one package share a compiled function, but different packages must not."""
+    """All models in a package share compiled functions, but different packages must not share them."""
     right = output(PORTS["jax"], taps=taps, case=case)
     for mistake in (UNSCALED, SQUARED):
         wrong = output(planted(mistake, "jax"), taps=taps, case=case)

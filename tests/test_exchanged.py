@@ -71,7 +71,7 @@ def test_exchanged_gradients_are_recognized(changes: dict[str, ndarray], words: 
 
 
 def test_zeros_and_noise_show_no_dtype() -> None:
-    """They also fit into float32."""
+    """Zeros and this noise can also be represented exactly in float32."""
     wanted = RNG.normal(size=16)
     noise = (1e-18 * RNG.normal(size=16)).astype(np.float32).astype(np.float64)
     for nothing in (np.zeros(16), noise):

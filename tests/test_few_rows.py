@@ -1,4 +1,4 @@
-"""Packing the weights in PyTorch's searches gives correct results, is never stale, and lasts for one search."""
+"""The packed weights in PyTorch's searches give correct results, are never stale, and last for one search."""
 
 from __future__ import annotations
 

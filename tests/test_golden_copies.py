@@ -122,7 +122,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.extended("golden vectors")) for n
 @pytest.mark.parametrize("preset", ["paper_base", *OTHERS])
 @pytest.mark.parametrize("name", PRODUCERS)
 def test_independently_computed_tensors_are_not_flagged_as_copies(name, preset):
-    """The presets differ in what they compute before any rounding, for example norms first or norms of embeddings."""
+    """The presets differ in what they compute before any rounding, for example a norm of the embeddings."""
     cases = golden_cases(tiny(preset, d_k=None, d_v=None))
     sides = []
     for port in (DEFINITION, PORTS[name]):

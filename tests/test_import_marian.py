@@ -1,4 +1,4 @@
-"""Marian's .npz files: imported models compute the same as Marian, and exporting them restores every bit."""
+"""Marian's .npz files: imported models compute the same as Marian, and exporting them reproduces the files."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_export_to_marian_round_trips_bit_exactly(save, name, tmp_path):
 
 
 def test_model_trained_here_can_be_exported_to_marian(tmp_path):
-    """The preset's padding ID is inside the vocabulary; its row stays there and is the zero vector at the start."""
+    """The preset's padding ID is inside the vocabulary, so its row is kept and becomes Marian's zero start vector."""
     config = tiny_config("marian_cpp")
     weights = random_weights(config)
     weights["source_embedding.table"][config.pad_id] = 0.0

@@ -1,4 +1,4 @@
-"""OpenNMT-py and JoeyNMT: tiny models that their own code built, with the logits that it computed.
+"""OpenNMT-py and JoeyNMT: tiny models built by their own code, and the logits that this code computed.
 
 ``tests/data`` contains tensors, settings, IDs, and logits of OpenNMT-py 3.5.1 and JoeyNMT 2.3.0. The logits were
 computed in float64, including the positional encoding and the softmax. The tests write the files around these tensors

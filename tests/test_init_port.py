@@ -29,7 +29,7 @@ IN_EVERY_FRAMEWORK = [
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Change to an empty directory, and afterwards forget the modules imported from it."""
+    """Change to an empty directory, and afterwards unload the modules imported from it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     before = set(sys.modules)

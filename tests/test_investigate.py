@@ -172,7 +172,7 @@ def test_blame_from_files_matches_blame_of_the_port():
 
 
 def test_block_after_a_wrong_block_is_not_blamed_for_its_padding():
-    """Padding has the reference's values, so recomputing a block from them and from wrong values changes its result."""
+    """Padding keeps the reference's values, so a replayed block combines them with wrong values and differs."""
     case = replace(model_cases(tiny(norm_order="pre", final_norm=True))[0], compares_padding=False)
     name = "decoder.layers.0.output"
     loaded = numpy(case)

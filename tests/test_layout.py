@@ -33,7 +33,7 @@ FRAMEWORKS = {
 }
 OPTIONAL = {"orbax"}  # only for directories of sharded checkpoints
 ENGINE = f"{PARITY}/engine"
-# Files in transformer_parity that import a package only as a template for users, so they are copied, not imported.
+# Templates in transformer_parity import a framework only to show users how. They are copied, not imported.
 TEMPLATES = f"{PARITY}/transformer/ports/templates/"
 
 

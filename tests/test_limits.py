@@ -1,4 +1,4 @@
-"""Limits on the length of files and signatures, which call for a review; each exception is listed with its reason."""
+"""Size limits for files and signatures that call for a review; each exception is listed here with its reason."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ LABELS = np.array([[4, 0, 3], [2, 3, 3], [1, 1, 4]])
 
 
 def loss_config(kind="uniform", smoothing=0.1):
-    """Return a config with five words, so that one class matters; the padding ID is neither the first nor the last."""
+    """Return a config with so few words that each class affects the loss; the padding ID is neither first nor last."""
     config = tiny_config(source_vocab_size=5, target_vocab_size=5, pad_id=3, bos_id=0, eos_id=1)
     return config.replace(label_smoothing=smoothing, label_smoothing_kind=kind)
 
@@ -215,7 +215,7 @@ def labels_with(label):
 
 @pytest.mark.parametrize("label", [-100, -1, 5])
 def test_cross_entropy_of_a_label_outside_the_vocabulary(backend, label):
-    """One of these labels is the one that torch ignores silently."""
+    """The labels include the value that torch ignores silently."""
     logits, labels = np.zeros((3, 3, 5)), labels_with(label)
     for given in (labels, backend.from_numpy(labels)):
         assert refusal(backend.package.cross_entropy, backend.from_numpy(logits), given, loss_config()) == (
