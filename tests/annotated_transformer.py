@@ -1,7 +1,7 @@
-"""The Annotated Transformer (Harvard NLP, 2022) as its file has it, so that its own code names the tensors.
+"""The Annotated Transformer (Harvard NLP, 2022), whose original code determines the names of the tensors in tests.
 
-From harvardnlp/annotated-transformer, the_annotated_transformer.py (MIT license); dropout, which has no parameters, and
-masks that only training needs are left out.
+Copied from harvardnlp/annotated-transformer, the_annotated_transformer.py (MIT license), without dropout, which has no
+parameters, and without the masks that only training requires.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def clones(module, n):
 
 
 class Stack(nn.Module):
-    """Encoder or Decoder, which are the same but for what a layer takes."""
+    """The encoder or the decoder, which differ only in the arguments of their layers."""
 
     def __init__(self, layer, n):
         super().__init__()

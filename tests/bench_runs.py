@@ -1,4 +1,4 @@
-"""Runs of `parity bench` as tests call it."""
+"""Helpers for tests that run `parity bench`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bench(capsys, *arguments, task="decode"):
 
 
 def read(path):
-    """Return the results of the first work, and everything else."""
+    """Return the results of the first workload, and the contents of the file merged with its ``result`` entry."""
     document = json.loads(path.read_text())
     found = document["result"]
     return found["races"][0], {**document, **found}
@@ -31,7 +31,7 @@ def read(path):
 
 @dataclass
 class Wrong(DecodePackage):
-    """Says another token, from the third call on."""
+    """A participant that returns a wrong token from the third call on."""
 
     calls: int = 0
 
@@ -43,7 +43,7 @@ class Wrong(DecodePackage):
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
     monkeypatch.setattr(rounds, "PAUSE", 0.0)
-    # One test measures what all libraries can do.
+    # Measuring every library takes long, so only one test does it.
     monkeypatch.setattr("transformer_bench.run.libraries", lambda *_, **__: [Library("numpy")])
-    here = str(Path(__file__).parent)  # where processes find the participants of this file
+    here = str(Path(__file__).parent)  # directory from which child processes import the participants defined here
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]))

@@ -1,4 +1,4 @@
-"""Checkpoints of a small model, for tests."""
+"""Checkpoints of a small model for tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def small_config(**changes):
 
 
 def make(config=None, dtype="float32", moments=None, **changes):
-    """Return a checkpoint with nothing left at zero or at a default."""
+    """Return a checkpoint in which no value is zero or a default."""
     config = config or small_config()
     moments = moments or dtype
     second = {name: array**2 for name, array in random_weights(config, 2, moments).items()}
@@ -62,6 +62,6 @@ def path(tmp_path):
 
 @pytest.fixture
 def saved(path):
-    """Return the bytes of a good checkpoint, which lies at ``path``."""
+    """Save a valid checkpoint at ``path`` and return its bytes."""
     save_checkpoint(path, make())
     return path.read_bytes()

@@ -1,7 +1,8 @@
-"""A process that has imported every command, and runs one after another, each in a fork of itself.
+"""A process that imports every command once, then runs each requested command in a fork of itself.
 
-A fork starts in a millisecond, and what happens to it happens to nothing else. Requests come as lines of JSON on
-standard input, and answers leave the same way. Started with a command as its arguments, it runs that alone.
+A fork starts in a millisecond, and its effects are isolated from other runs. The process reads requests as lines
+of JSON from standard input and writes the answers to standard output, also as JSON. If it is started with a command as
+its arguments, it runs only that command.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pathlib import Path
 
 from transformer_parity.cli.main import COMMANDS, main
 
-STRANGER = 12345  # a user without a name, a home, or a file
-SMALL = {  # the least that shows how a command ends
+STRANGER = 12345  # a user ID without a name, a home directory, or files
+SMALL = {  # the smallest amount of work that shows how a command ends
     "transformer_parity.transformer.cases.for_ports:SEEDS": lambda real: 1,
     "transformer_parity.transformer.cases.for_ports:ENDING_SEEDS": lambda real: 1,
     "transformer_parity.cli.golden:golden_cases": lambda real: lambda config: real(config)[:1],
@@ -30,11 +31,11 @@ SMALL = {  # the least that shows how a command ends
 
 
 def prepare(command: str | None = None) -> None:
-    """Import the module of a command, or of all; and make its work small."""
+    """Import the module of one command or of all commands, and reduce the amount of work that they do."""
     for module in {module for name, (module, _, _) in COMMANDS.items() if command in (None, name)}:
         import_module(module if "." in module else f"transformer_parity.cli.{module}")
     if command in (None, "show"):
-        import_module("matplotlib.figure")  # a stranger may not read Python's own library
+        import_module("matplotlib.figure")  # the unprivileged user may not be able to read Python's own library
     for place, change in SMALL.items():
         name, _, attribute = place.partition(":")
         if command is None or name in sys.modules:
@@ -43,7 +44,7 @@ def prepare(command: str | None = None) -> None:
 
 
 class Moment:
-    """Counts what the interpreter does (imports, opened files, processes), and sends a signal at one of them."""
+    """An audit hook that counts events (imports, opened files, processes) and sends a signal at one of them."""
 
     def __init__(self, number: int = 0, at: int = 0) -> None:
         self.number, self.at, self.passed = number, at, 0
@@ -55,7 +56,7 @@ class Moment:
 
 
 def ended(arguments: list[str]) -> int:
-    """Run a command as the interpreter does, and return its exit code."""
+    """Run a command as the interpreter would, and return its exit code."""
     try:
         return main(arguments)
     except SystemExit as leaving:
@@ -66,8 +67,8 @@ def ended(arguments: list[str]) -> int:
 
 
 def run(request: dict, stderr: int) -> None:
-    """Bring the circumstance about, run the command, and leave the number of moments behind."""
-    os.setsid()  # no terminal
+    """Set up the requested circumstance, run the command, and write the number of events to a file."""
+    os.setsid()  # detach from the terminal
     os.chdir(request["folder"])
     os.environ |= {"CIRCUMSTANCE": request["mark"], "TMPDIR": request["temporary"]}
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -95,9 +96,9 @@ def run(request: dict, stderr: int) -> None:
 
 
 def serve() -> None:
-    """Answer requests with exit codes, or the negative number of a signal."""
+    """Answer each request with an exit code or, if a signal ended the command, the negative signal number."""
     for line in sys.stdin:
-        reading, writing = os.pipe()  # of which there is enough also where the disk is full
+        reading, writing = os.pipe()  # a pipe can capture the output even if the disk is full
         if (pid := os.fork()) == 0:
             run(json.loads(line), writing)
         _, status = os.waitpid(pid, 0)
@@ -109,7 +110,7 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes start with SIGINT ignored
     if len(sys.argv) > 1:
         prepare(sys.argv[1])
         sys.exit(ended(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Runs of short commands."""
+"""Fixtures for tests that run short commands."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transformer_parity.transformer.ports import source_code
 from transformer_parity.transformer.ports.registry import PORTS
 
 FRAMEWORKS = {module for port in PORTS.values() for module in port.needs}
-parsed = cache(source_code.SourcePackage)  # once for all tests
+parsed = cache(source_code.SourcePackage)  # parse the sources only once for all tests
 
 
 @pytest.fixture(autouse=True)
 def _pipe(monkeypatch):
-    """Print as into a pipe of 80 columns, whatever runs the tests."""
+    """Format output for a pipe that is 80 columns wide, regardless of the terminal that runs the tests."""
     for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
@@ -26,6 +26,6 @@ def _pipe(monkeypatch):
 
 @pytest.fixture
 def bare(monkeypatch):
-    """Have no framework installed."""
+    """Make every framework appear to be missing."""
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in FRAMEWORKS else real(name))

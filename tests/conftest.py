@@ -1,26 +1,28 @@
-"""What is tested: chosen on the command line, never discovered at run time.
+"""The pytest configuration, which selects tests by command-line options and never by what happens to be installed.
 
     pytest --backends numpy,torch,jax,tf --devices cpu,gpu --browser chromium --all
 
-A backend or device that is asked for and missing stops the run. One that is not asked for is named in the header and
-in the summary. A skipped test fails the run: a test that did not run has not passed.
+If a requested backend or device is missing, the run stops. The header and the summary list the backends and devices
+that you didn't request. A skipped test fails the run, because a test that didn't run hasn't passed.
 
-Without ``--all``, tests marked ``@pytest.mark.extended(kind, *backends)`` are left out, for these backends or for all:
-they repeat for another framework, mistake or preset what other tests show for one. How many of each kind is printed.
-``--shard 2/7`` runs a seventh of them, and no others. Without either, JAX optimizes little.
+Without ``--all``, pytest deselects the tests marked ``@pytest.mark.extended(kind, *backends)``, either for these
+backends or for all. They repeat a check for another framework, bug, or preset. The summary shows how many tests of each
+kind were deselected. ``--shard 2/7`` runs only the second of seven parts of the extended tests. Without either option,
+JAX compiles with few optimizations.
 
 Fixtures for every test file:
-    backend   each requested backend in turn, a ``Backend``
-    port      likewise, without NumPy
-    backends  all requested backends, a list; ``ports`` likewise, without NumPy
-    device    each requested device in turn ("cpu", "gpu"); NumPy never meets "gpu"
-    browser   the Chromium that opens reports; its tests are left out where there is none
+    backend   each requested backend in turn, as a ``Backend``
+    port      each requested backend except NumPy in turn, as a ``Backend``
+    backends  the list of all requested backends
+    ports     the list of all requested backends except NumPy
+    device    each requested device in turn ("cpu", "gpu"); NumPy is never combined with "gpu"
+    browser   path of the Chromium that opens reports; without one, tests that use this fixture are deselected
 
-A test of one framework is marked ``@pytest.mark.only("jax")``; ``port`` is then that one.
+Mark a test for one framework with ``@pytest.mark.only("jax")``; ``port`` is then that framework's backend.
 
-``tiny_config`` and ``random_weights`` are functions; take them as fixtures or import them from here. Likewise
-``assert_same_bits``, ``assert_near``, ``refusal``, ``exit_code``, ``parity``, ``child_processes`` and
-``still_running``, to be imported.
+``tiny_config`` and ``random_weights`` are functions that you can use as fixtures or import from this module. Import
+``assert_same_bits``, ``assert_near``, ``refusal``, ``exit_code``, ``parity``, ``child_processes``, and
+``still_running`` from this module.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ import os
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-os.environ["PARITY_CACHE"] = ""  # the user's own is left alone
-# As by default: where a variable of glibc is set, `parity train` does not keep what a process of the tests frees.
+os.environ["PARITY_CACHE"] = ""  # don't use the developer's own cache
+# 8 is glibc's default. Because a malloc variable is set, `parity train` doesn't make test processes keep freed memory.
 os.environ["MALLOC_ARENA_TEST"] = "8"
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # in models this small, threads mostly wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # with models this small, threads mostly wait for each other
 
 import gc
 import importlib
@@ -58,10 +60,11 @@ from numpy import ndarray
 
 from transformer_spec import PRESETS, TransformerConfig, init_weights
 
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile the packages anew
+# Otherwise, each of hundreds of child processes would recompile the packages.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as under nohup: what the tests start could not be interrupted
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # nohup ignores SIGINT, and child processes inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 PACKAGES = {"numpy": "reference_numpy", "torch": "transformer_torch", "jax": "transformer_jax", "tf": "transformer_tf"}
@@ -72,28 +75,28 @@ TINY = {"d_model": 24, "num_heads": 3, "d_ff": 40, "num_encoder_layers": 2, "num
 
 @dataclass(frozen=True)
 class Backend:
-    """One of the four packages, and the way of arrays in and out of its framework."""
+    """One of the four packages, with functions that convert arrays to and from its framework."""
 
-    name: str  # numpy, torch, jax or tf
-    copy: ModuleType | None = None  # in place of the package
+    name: str  # "numpy", "torch", "jax", or "tf"
+    copy: ModuleType | None = None  # an edited copy to use instead of the installed package
 
     @property
     def package(self) -> ModuleType:
-        """The package; a process in which no test needs it never imports it."""
+        """Import the package on first use, so that a process imports only the packages that its tests require."""
         return self.copy or _import(self.name)
 
     def to_numpy(self, array: Any) -> ndarray:
-        """Return a copy of a framework's array, bfloat16 as ml_dtypes' bfloat16."""
+        """Return a copy of a framework's array as a NumPy array; bfloat16 becomes the ml_dtypes type."""
         if self.name == "torch":
             import torch
 
             array = array.detach().cpu()
-            if array.dtype == torch.bfloat16:  # which Tensor.numpy refuses
+            if array.dtype == torch.bfloat16:  # Tensor.numpy doesn't support bfloat16
                 return array.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16).copy()
         return np.array(array.numpy() if hasattr(array, "numpy") else array)
 
     def from_numpy(self, array: Any) -> Any:
-        """Return the framework's own array with the same content, on its default device."""
+        """Return the framework's own array with the same values, on the default device."""
         array = np.array(array)
         if self.name == "torch":
             import torch
@@ -112,7 +115,7 @@ class Backend:
         return array
 
     def gradients(self, model: Any, *inputs: Any, **options: Any) -> list[ndarray]:
-        """Return the gradient of the sum of squared logits with regard to each parameter of a port."""
+        """Return the gradient of the sum of the squared logits with respect to each parameter of a port."""
         if self.name == "torch":
             model.zero_grad()
             model(*inputs, **options).square().sum().backward()
@@ -136,9 +139,9 @@ class Backend:
 
 
 def tiny_config(preset: str = "paper_base", **overrides: Any) -> TransformerConfig:
-    """Return a preset shrunk until every axis has its own small size, with any field replaced.
+    """Return a preset with every dimension reduced to a distinct small size, and with any field replaced.
 
-    Source vocabulary 37; target vocabulary 41, or 37 where both share one table.
+    The source vocabulary has 37 entries. The target vocabulary has 41, or 37 if both sides share one embedding matrix.
     """
     fields = {**TINY, **overrides}
     tied = fields.get("tie_embeddings", PRESETS[preset].get("tie_embeddings", "all")) == "all"
@@ -147,9 +150,10 @@ def tiny_config(preset: str = "paper_base", **overrides: Any) -> TransformerConf
 
 
 def random_weights(config: TransformerConfig, seed: int = 0, dtype: str = "float32") -> dict[str, ndarray]:
-    """Return weights that let no mistake hide: random biases and scales, sharp attention, every bit in use.
+    """Return weights that expose bugs: random biases and scales, large attention logits, and full-precision values.
 
-    Fresh weights would: zero biases and unit scales make a forgotten one invisible.
+    Freshly initialized weights would hide bugs: their biases are zero and their scales are one, so omitting them
+    changes nothing.
     """
     rng = np.random.default_rng(seed)
     weights = {}
@@ -166,7 +170,7 @@ def random_weights(config: TransformerConfig, seed: int = 0, dtype: str = "float
 
 
 def assert_same_bits(got: Mapping[str, ndarray], expected: Mapping[str, ndarray]) -> None:
-    """Fail unless names, dtypes, shapes and every bit agree; of NaN and -0.0 too."""
+    """Fail unless names, dtypes, shapes, and all bits match, including the bits of NaN and -0.0."""
     assert set(got) == set(expected)
     for name, array in expected.items():
         assert (got[name].dtype, got[name].shape) == (array.dtype, array.shape), name
@@ -174,43 +178,43 @@ def assert_same_bits(got: Mapping[str, ndarray], expected: Mapping[str, ndarray]
 
 
 def assert_near(found: Mapping[str, ndarray], expected: Mapping[str, ndarray], tolerance: float = 1e-12) -> None:
-    """Fail unless arrays agree by name, each up to a share of the largest magnitude of the expected one."""
+    """Fail unless arrays with the same name differ by at most ``tolerance`` times the largest expected magnitude."""
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         assert np.abs(found[name] - array).max() <= tolerance * np.abs(array).max(), name
 
 
 def refusal(function, *args, **kwargs):
-    """Return type and message of what a call raises."""
+    """Return the type and the message of the exception that a call raises."""
     try:
         function(*args, **kwargs)
-    except Exception as error:  # whatever it is, its type and message are compared
+    except Exception as error:  # the caller compares the type and message of any exception
         return type(error), str(error)
     return None, "accepted"
 
 
 def exit_code(*arguments) -> int:
-    """Run a command of `parity` and return its exit code."""
+    """Run a `parity` command and return its exit code."""
     from transformer_parity.cli.main import main
 
     try:
         return main(list(map(str, arguments)))
-    except SystemExit as leaving:  # argparse's way out
+    except SystemExit as leaving:  # argparse exits this way
         return leaving.code
 
 
 def parity(capture, *arguments):
-    """Run a command of `parity`; return its exit code, its output and what it wrote to standard error."""
+    """Run a `parity` command; return its exit code, its standard output, and its standard error."""
     return exit_code(*arguments), *capture.readouterr()
 
 
 def child_processes() -> list:
-    """Return the processes that this one has started, but the one by which Python tracks what libraries share."""
+    """Return the child processes of this process, except Python's multiprocessing resource tracker."""
     return [child for child in psutil.Process().children() if "multiprocessing" not in " ".join(child.cmdline())]
 
 
 def still_running(processes, seconds: float = 5.0) -> list:
-    """Return which processes do not end in time; one that has ended may wait seconds for init to take note of it."""
+    """Return the processes still running after a grace period, which gives init time to reap exited processes."""
     deadline = time.monotonic() + seconds
     while left := [process for process in processes if _is_running(process)]:
         if time.monotonic() > deadline:
@@ -252,7 +256,7 @@ def browser(pytestconfig):
 
 @pytest.fixture(autouse=True)
 def _imported(request):
-    """Import the package that a test is about, which sets its framework up, before the test imports the framework."""
+    """Import the package under test before the test imports the framework, because the package configures it."""
     for name in {"backend", "port"} & set(request.fixturenames):
         _ = request.getfixturevalue(name).package
     yield
@@ -280,10 +284,11 @@ def pytest_configure(config):
     config.browser = _find_browser(config.getoption("--browser"))
     names = _choices(config, "--backends", tuple(PACKAGES))
     config.requested_devices = _choices(config, "--devices", DEVICES)
-    tiers.keep_what_is_compiled(config)  # before JAX is imported
+    tiers.keep_what_is_compiled(config)  # JAX reads these settings on import
     config.requested_backends = [Backend(name) for name in names]
     if not config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        for backend in config.requested_backends:  # at once; pytest-xdist's processes import what their tests need
+        # Import all packages now; each pytest-xdist worker imports only what its tests require.
+        for backend in config.requested_backends:
             _ = backend.package
     if "gpu" in config.requested_devices:
         for backend in config.requested_backends:
@@ -321,7 +326,8 @@ def _find_browser(name):
 
 @cache
 def _import(name):
-    if name == "tf" and importlib.util.find_spec("torch"):  # before TensorFlow, which else crashes in some builds
+    # In some builds, TensorFlow crashes if it is imported before torch.
+    if name == "tf" and importlib.util.find_spec("torch"):
         import torch  # noqa: F401
     try:
         package = importlib.import_module(PACKAGES[name])
@@ -331,12 +337,12 @@ def _import(name):
             f"backend {name} was asked for, but {error}. Install it with: pip install 'transformer-parity{extra}', "
             "or leave it out of --backends"
         ) from error
-    if name == "jax":  # whichever test runs first: JAX has float64 for the whole process or not at all
+    if name == "jax":  # JAX's float64 setting applies to the whole process, so no test may run before it is set
         import jax
 
         jax.config.update("jax_enable_x64", True)
     gc.collect()
-    gc.freeze()  # what was imported stays: it is not looked through again, hundreds of times
+    gc.freeze()  # exempt the imported modules from hundreds of later garbage collections
     return package
 
 
@@ -348,7 +354,7 @@ def _need_gpu(backend):
 
 
 def pytest_generate_tests(metafunc):
-    """Parametrise ``backend``, ``port`` and ``device`` over what was asked for; fixtures of a module may use them."""
+    """Parametrize ``backend``, ``port``, and ``device`` over the requested values, also for module-scoped fixtures."""
     backends, devices = metafunc.config.requested_backends, metafunc.config.requested_devices
     names = metafunc.fixturenames
     if marker := metafunc.definition.get_closest_marker("only"):
@@ -366,13 +372,13 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leave out a file about one framework that was not asked for: it need not be there to be imported."""
+    """Ignore a file about one framework unless that framework was requested, because it may not be installed."""
     about = collection_path.stem.rpartition("_")[2]
     return True if about in set(PACKAGES) - {backend.name for backend in config.requested_backends} else None
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out the tests of frameworks, or of a browser, that were not asked for: they are named, and not skipped."""
+    """Deselect (rather than skip) the tests for frameworks or browsers that weren't requested."""
     requested = {backend.name for backend in config.requested_backends}
 
     def is_wanted(item):
@@ -396,7 +402,8 @@ def pytest_report_header(config):
 
 
 def pytest_sessionfinish(session):
-    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist: the one that reports has collected nothing
+    # A pytest-xdist worker sends these to the main process, which collects no tests.
+    if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["tests"] = {"left_out": dict(session.config.left_out), "peak": tiers.peak()}
     if _not_run(session.config) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -409,9 +416,9 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Take over what a process of pytest-xdist tells at its end; one that crashed tells nothing."""
+    """Store the results that a pytest-xdist worker sent when it ended; a crashed worker sends none."""
     if told := getattr(node, "workeroutput", {}).get("tests"):
-        node.config.left_out = told["left_out"]  # every process collects the same
+        node.config.left_out = told["left_out"]  # the same in every worker, because all workers collect the same tests
         node.config.peaks.append(told["peak"])
 
 
@@ -425,7 +432,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def _not_run(config):
-    if hasattr(config, "workerinput"):  # a process of pytest-xdist: the one that reports counts
+    if hasattr(config, "workerinput"):  # only the main process reports skipped tests
         return 0
     stats = config.pluginmanager.get_plugin("terminalreporter").stats
     return len(stats.get("skipped", [])) + len(stats.get("xfailed", []))

@@ -1,7 +1,8 @@
-"""Known mistakes of training on several devices in the ports: those that users of each framework can make.
+"""Bugs that users of each framework can introduce into training on multiple devices, injected into the ports.
 
-In PyTorch each process has a copy, or a part, of its own; in TensorFlow a strategy has them. JAX divides a whole
-program, and leaves no such mistakes to make until the parts are written out by ``shard_map``, which is planted first.
+In PyTorch, each process has its own copy or shard of the model; in TensorFlow, a strategy manages the copies. JAX
+partitions the whole program, so there are no such bugs until the per-device computation is written with ``shard_map``.
+The JAX entries therefore switch to ``shard_map`` first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ in_torch, in_jax, in_tf = (partial(planted, port=port) for port in ("torch", "ja
 AVERAGED = "all gradients: averaged over the shards after dividing by the number of tokens (0.5, 0.5)"
 MEANS = "each shard divided by its own token count, then averaged: a mean of means"
 TWICE = "all gradients: reduced twice (2, 2)"
-ALONE = " contributes: not reduced"  # of either share: each device has its own
+ALONE = " contributes: not reduced"  # either shard can be reported, because each device has its own gradient
 COPIES_COUNT = "its norm is 1.41421 times the expected norm: every tensor is included 2 times"
 
 # --- PyTorch ---
@@ -102,7 +103,7 @@ IN_TORCH = table(
             ),
         },
         run("data=2", "", "checkpointing"): {
-            "reentrant checkpoints": in_torch(  # whose parameters are taken for unused
+            "reentrant checkpoints": in_torch(  # find_unused_parameters considers their parameters unused
                 "Expected to mark a variable ready only once",
                 ("encoder", "use_reentrant=False", "use_reentrant=True"),
                 ("decoder", "use_reentrant=False", "use_reentrant=True"),
@@ -157,7 +158,7 @@ JAX_NORM = "norm = global_norm(gradient) / count"
 
 
 def on_each(*reduced: str, rows: str = "whole, rows, whole") -> list[Edit]:
-    """Return edits that compute each device's rows apart, and reduce what they give in these lines."""
+    """Return edits that compute each device's rows separately and reduce the results with the given lines."""
     text = SHARES.replace("REDUCED", "\n        ".join(reduced)).replace("whole, rows, whole", rows)
     return [
         ("training", "\n\ndef _loss_with_dropout(", text),
@@ -289,7 +290,7 @@ IN_TF = table(
 )
 
 MISTAKES = {"torch": IN_TORCH, "jax": IN_JAX, "tf": IN_TF}
-APART = {  # those with which copies are
+APART = {  # bugs that leave each device with its own copy
     "torch": ("no reduction", "past the engine", "one tensor left out", "weights differ between devices"),
     "jax": ("no psum", "table without psum"),
     "tf": ("no reduction",),

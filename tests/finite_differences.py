@@ -1,4 +1,4 @@
-"""Tiny models of the reference, and batches with padding on all sides, for tests of its backward pass."""
+"""Tiny reference models and padded batches for tests of the backward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tiny_model(preset="paper_base", dtype="float64", **overrides):
 
 
 def tiny_batch(config, seed=0, labeled=True):
-    """Return ids with padding on all sides, a source that is nothing but padding, and uneven numbers of labels."""
+    """Return a batch with padding on both sides, an all-padding source, and rows with different numbers of labels."""
     rng = np.random.default_rng(seed)
     source, target, labels = (rng.integers(3, 37, shape) for shape in ((4, 7), (4, 5), (4, 5)))
     target[:, 0] = config.bos_id

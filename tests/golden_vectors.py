@@ -1,4 +1,4 @@
-"""Ports and changes of golden vectors, for tests."""
+"""Ports that write golden vectors, and functions that change golden vectors, for tests."""
 
 import hashlib
 import json
@@ -21,13 +21,13 @@ PADDED, STEPS, GREEDY = "full/padded", "steps/port", "decode/port_greedy"
 
 
 def moved(array):
-    """Return an array as another program rounds: each number is the next one."""
+    """Return an array with each value replaced by the next larger one, as if computed with different rounding."""
     array = np.asarray(array)
     return np.where(array == 0, array, np.nextafter(array, np.asarray(np.inf, array.dtype)))
 
 
 class Forward(Port):
-    """A port that offers the least, and leaves a case out."""
+    """A minimal port, which also leaves a case out."""
 
     overrides = MappingProxyType({"norm_order": "pre", "final_norm": True})
     taps = ("encoder.**",)
@@ -42,7 +42,7 @@ class Forward(Port):
 
 
 class Full(Port):
-    """A port that offers all that can be asked of one, but half of the gradients at taps."""
+    """A port that supports every optional method, but reports gradients only at the output taps."""
 
     taps = ("**.output",)
     is_used = False
@@ -84,7 +84,7 @@ class Full(Port):
 
 
 class Failing(Forward):
-    """A port that breaks in the middle."""
+    """A port that raises an error in the middle of a run."""
 
     def forward(self, source_ids, target_ids, tap):
         if len(source_ids) == 1:
@@ -93,14 +93,14 @@ class Failing(Forward):
 
 
 class Empty(Forward):
-    """A port that computes in no dtype that is asked for."""
+    """A port that supports none of the requested dtypes."""
 
     dtypes = ()
     left_out = {}
 
 
 def rounded(folder):
-    """Move every number that was computed by one unit in its last place."""
+    """Change every computed value by one unit in the last place."""
     for case in manifest_of(folder)["cases"]:
         for dtype in case["outputs"]:
             edit(folder, case["name"], dtype, move)
@@ -130,7 +130,7 @@ def edit_manifest(folder, change):
 
 
 def edit(folder, case, dtype, change, *, describe=True):
-    """Change the tensors of one file, and the manifest with it: its hash, and unless denied what it says of tensors."""
+    """Change the tensors in one file, and update its hash and (if ``describe``) its tensor list in the manifest."""
 
     def rewrite(manifest):
         entry = next(entry for entry in manifest["cases"] if entry["name"] == case)
@@ -151,7 +151,7 @@ def edit(folder, case, dtype, change, *, describe=True):
 
 
 def set_field(*path, value):
-    """Return a change of one field of the manifest; a case may be named instead of numbered."""
+    """Return a function that changes one field of the manifest; ``path`` can refer to a case by name or by index."""
 
     def change(folder):
         def assign(manifest):
@@ -191,11 +191,11 @@ def _of_another_program(folder):
 
 @pytest.fixture(scope="session")
 def truth(tmp_path_factory):
-    """What `parity golden` writes, once for all files of tests."""
+    """The golden vectors that `parity golden` writes, created only once for all test files."""
     return _truth(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture
 def copy(tmp_path_factory, tmp_path):
-    """What another program writes, for one test to change."""
+    """A copy of another program's golden vectors, for one test to change."""
     return shutil.copytree(_of_another_program(tmp_path_factory.getbasetemp()), tmp_path / "copy")

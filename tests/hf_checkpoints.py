@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face as tests write them."""
+"""Hugging Face checkpoints that the tests create."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Form:
-    """A family, what its config says, and how it is saved."""
+    """A model family, its config fields, and options for saving the checkpoint."""
 
     family: str
     fields: dict = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Form:
 
 
 def made(form: Form) -> torch.nn.Module:
-    """Return a model of transformers' with random parameters and buffers, but for static tables of positions."""
+    """Return a transformers model with random parameters and buffers, except for static position tables."""
     import transformers
 
     family = huggingface_families.FAMILIES[form.family]
@@ -56,16 +56,16 @@ def made(form: Form) -> torch.nn.Module:
 
 
 def saved(form: Form, folder: Path) -> torch.nn.Module:
-    """Save such a model as a user would, and return it in float64."""
+    """Save the model as a user would, and return it in float64."""
     model = made(form)
     model.save_pretrained(folder, max_shard_size=form.shard)
-    if form.pickled:  # as releases before 5 wrote it: every name of a tied table is there
+    if form.pickled:  # releases before 5 wrote it like this, with every name of a tied matrix
         pickle(folder, model)
     return model.double()
 
 
 def pickle(folder: Path, model: torch.nn.Module) -> None:
-    """Write the weights as torch's files, in one or in as many as there are shards."""
+    """Write the weights as torch files: one file, or one per shard."""
     files, state = sorted(folder.glob("*.safetensors")), model.state_dict()
     names = list(state)
     places = {name: f"pytorch_model-{at * len(files) // len(names)}.bin" for at, name in enumerate(names)}
@@ -86,5 +86,5 @@ def _marian(folder: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path_factory, tmp_path) -> Path:
-    """A copy of one model to change."""
+    """A copy of one model that a test can change."""
     return shutil.copytree(_marian(tmp_path_factory.getbasetemp()), tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Models as imports yield them, and whether they compute what other software computes."""
+"""Imported models, and a check that they compute the same as other software."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from transformer_spec.search import Search
 
 
 def ours(config: ref.TransformerConfig, weights: Mapping[str, ndarray] | None = None) -> Imported:
-    """Return a model of ours as it would be exported, with random weights where none are given."""
+    """Return one of this project's models in the form that can be exported, with random weights by default."""
     origin = Origin(format="ours", family="", preset="", files={})
     weights = random_weights(config) if weights is None else weights
     return Imported(config=config, weights=weights, vocabulary=None, search=Search(), origin=origin)
 
 
 def logits_of(config: ref.TransformerConfig, weights: Mapping[str, ndarray], *ids: ndarray) -> ndarray:
-    """Return the reference's logits in float64; weights that a config has no place for are left out."""
+    """Return the reference's float64 logits, ignoring weights that the config doesn't define."""
     kept = {name: weights[name] for name in ref.parameter_shapes(config)}
     return ref.Transformer.from_weights(config, kept, dtype="float64")(*ids)
 
@@ -34,7 +34,7 @@ def assert_only_this_computes_it(
     others: Iterable[dict[str, Any]] = (),
     limits: tuple[float, float] = (1e-12, 1e-7),
 ) -> None:
-    """Fail unless an imported model computes given logits, and with any of some other fields does not."""
+    """Fail unless the model computes the given logits and, with any of the changed fields, different logits."""
     assert relative_error(logits_of(imported.config, imported.weights, *ids), theirs) <= limits[0]
     for change in others:
         config = imported.config.replace(**change)

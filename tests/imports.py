@@ -1,4 +1,4 @@
-"""What the packages import, read from their source: ``ast`` sees every import statement, executed or not."""
+"""Find the imports of the packages in their source, using ``ast`` to include imports that never run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TYPE_CHECKING = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 SPEC, PARITY, BENCH = "transformer_spec", "transformer_parity", "transformer_bench"
-BASE = {"numpy", "safetensors", "ml_dtypes"}  # packages that every install has
+BASE = {"numpy", "safetensors", "ml_dtypes"}  # packages that every installation has
 BACKENDS = ("reference_numpy", "transformer_torch", "transformer_jax", "transformer_tf")
 PROGRAM = (SPEC, *BACKENDS, PARITY, BENCH)
 
@@ -18,12 +18,12 @@ PROGRAM = (SPEC, *BACKENDS, PARITY, BENCH)
 def imports(folder: Path, *, types: bool) -> dict[str, set[str]]:
     """Return the modules of the same package that each module of a package imports, by dotted name.
 
-    A sub-module that is imported is an import of that sub-module alone, though Python runs the ``__init__`` of each
-    package above it first: else no ``__init__`` could export anything.
+    Importing a submodule isn't considered an import of its parent packages, although Python runs their ``__init__``
+    first. Otherwise, no ``__init__`` could export anything.
 
     Args:
-        folder: The folder of the package, sub-packages in sub-folders.
-        types: Counts the imports under ``if TYPE_CHECKING`` too.
+        folder: Directory of the package; subdirectories are subpackages.
+        types: Whether to include imports under ``if TYPE_CHECKING``.
     """
     files = {module_name(path, folder.parent): path for path in sorted(folder.rglob("*.py"))}
     return {
@@ -34,7 +34,7 @@ def imports(folder: Path, *, types: bool) -> dict[str, set[str]]:
 
 
 def imported(module: str, path: Path, types: bool) -> Iterator[str]:
-    """Yield the dotted name of everything that a file imports, be it a module or a name inside one."""
+    """Yield the dotted name of everything that a file imports, whether a module or a name in a module."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) in TYPE_CHECKING]
     skipped = {inner for guard in guards for node in guard.body for inner in ast.walk(node) if not types}
@@ -50,7 +50,7 @@ def imported(module: str, path: Path, types: bool) -> Iterator[str]:
 
 
 def packages_of(folder: Path, *, types: bool = False, root: Path = ROOT) -> dict[str, set[str]]:
-    """Return the top-level packages that each file of a package imports, by its path below the root."""
+    """Return the top-level packages that each file of a package imports, by the file's path relative to the root."""
     return {
         path.relative_to(root).as_posix(): {
             name.partition(".")[0] for name in imported(module_name(path, root), path, types)
@@ -60,13 +60,13 @@ def packages_of(folder: Path, *, types: bool = False, root: Path = ROOT) -> dict
 
 
 def module_name(path: Path, root: Path) -> str:
-    """Return the dotted name of a file."""
+    """Return the dotted module name of a file."""
     parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def circle(folder: Path, *, types: bool) -> list[str]:
-    """Return modules of a package, each of which imports the next and the last of which is the first; or none."""
+    """Return an import cycle in a package, as modules that each import the next, or an empty list if there is none."""
     try:
         TopologicalSorter(imports(folder, types=types)).prepare()
     except CycleError as error:

@@ -1,4 +1,4 @@
-"""GELU and swish, forward and backward, against 60 decimal digits: no input from -40 to 40 cancels."""
+"""GELU and swish, forward and backward, match results with 60 digits on [-40, 40], without cancellation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from reference_numpy import functional
 
 EPS = Decimal(float(np.finfo(np.float64).eps))
-TINY = Decimal("1e-300")  # below, float64 has fewer digits
+TINY = Decimal("1e-300")  # smaller float64 values are subnormal and have fewer digits
 X = [Decimal(step) / 8 for step in range(-320, 321) if step]
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
 
@@ -32,7 +32,7 @@ def phi(x):
 
 
 def normal_cdf(x):
-    """Return the standard normal distribution, by its power series near zero and by a continued fraction elsewhere."""
+    """Return the standard normal CDF, using a power series near zero and a continued fraction elsewhere."""
     if x > 0:
         return 1 - normal_cdf(-x)
     if x > -6:
@@ -48,12 +48,12 @@ def normal_cdf(x):
     return phi(x) / (-x + fraction)
 
 
-# The value, and the terms of the derivative: they have opposite signs where the derivative has a root.
+# The function and the terms of its derivative, which have opposite signs where the derivative has a root.
 EXACT = {
     "swish": (lambda x: x * sigmoid(x), lambda x: (sigmoid(x), x * sigmoid(x) * sigmoid(-x))),
     "gelu": (lambda x: x * normal_cdf(x), lambda x: (normal_cdf(x), x * phi(x))),
 }
-# The relative error of exp(x) and of erfc(x) grows with the rounding of x, the square of x, or both.
+# The relative error of exp(x) and erfc(x) grows with the rounding error of x, of its square, or of both.
 ALLOWED = {"swish": (lambda x: 2, lambda x: 2 + abs(x)), "gelu": (lambda x: 2 + x * x, lambda x: 2 + x * x)}
 
 

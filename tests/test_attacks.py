@@ -1,4 +1,4 @@
-"""Attacks on the verdict AGREE: each attack gets its expected verdict."""
+"""Attacks on the `AGREE` verdict: each attack gets its expected verdict."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "reference" / "attacks.md"
 
 @pytest.fixture(autouse=True)
 def _attacks_can_be_imported(monkeypatch):
-    """Let new processes import the attacks like a user's port."""
+    """Let new processes import the attacks in the same way as a user's port."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])))
 
 
@@ -34,7 +34,7 @@ def _title(attack: Attack) -> str:
 
 
 def _every_attack() -> list:
-    """Return all attacks. Only the first of each family and expected verdict runs without --all."""
+    """Return all attacks; without ``--all``, only the first few of each family and expected verdict run."""
     parameters, seen = [], Counter()
     for attack in table.table():
         seen[attack.family, attack.expected] += 1
@@ -73,7 +73,7 @@ def test_concurrent_trials_restore_warning_filters(monkeypatch):
     before, both, seen = list(warnings.filters), Barrier(2, timeout=20.0), []
 
     def run_all(jobs, timeout):
-        if both.wait() > 0:  # the first thread finishes first
+        if both.wait() > 0:  # ensure that the first thread finishes first
             time.sleep(0.2)
         seen.append(warnings.filters[0])
         return iter(())

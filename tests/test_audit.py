@@ -1,4 +1,4 @@
-"""What became of each weight, found out from the outside: of the reference with mistakes in it, and of a plug-in."""
+"""The audit finds how a model uses each weight, for the reference with injected bugs and for a user's port."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ATTENTION, CROSS = "encoder.layers.0.self_attention", "decoder.layers.0.cross_at
 
 
 def fates(mistake: str) -> dict[str, tuple[str, str]]:
-    """Return what is wrong with which weight."""
+    """Return the verdict and the detail for each weight that a bug affects."""
     planned = next(known for known in MISTAKES if known.name == mistake)
     found = audit(planted(planned, "numpy"), CASES[planned.case], Placement("float64"))
     return {fate.name: (fate.verdict, fate.detail) for fate in found if fate.verdict not in (USED, HIDDEN)}
@@ -85,7 +85,7 @@ def test_every_weight_of_the_reference_is_used():
 
 
 class Blind(Port):
-    """Shows logits only, and has a kernel that nobody gave it."""
+    """A port that has no taps and replaces one loaded kernel with random values."""
 
     overrides = {"attention_bias": True}
 
@@ -114,7 +114,7 @@ def test_audit_without_taps_finds_unused_weights_and_hidden_key_biases():
 
 
 class Forgetful(Blind):
-    """Leaves a weight as the dice fell, anew at each load."""
+    """A port that leaves a weight uninitialized, so each load gives different values."""
 
     taps = ("**.output",)
 
@@ -129,7 +129,7 @@ class Forgetful(Blind):
 
 
 class Dropping(Forgetful):
-    """Still drops."""
+    """A port whose dropout is still active."""
 
     def forward(self, source_ids, target_ids, tap):
         return super().forward(source_ids, target_ids, tap) * np.random.default_rng().random()
@@ -159,9 +159,9 @@ def test_replaced_weight_becomes_a_hypothesis():
 
 
 class Overwriting(Blind):
-    """Writes to the ids that it is given."""
+    """A port that writes to its input IDs."""
 
-    shares_memory = False  # as a framework's tensor does, past NumPy's own guard
+    shares_memory = False  # framework tensors can bypass NumPy's write protection
 
     def forward(self, source_ids, target_ids, tap):
         if self.shares_memory:
@@ -171,7 +171,7 @@ class Overwriting(Blind):
 
 
 class OverwritingUnseen(Overwriting):
-    """Likewise, and nothing is raised."""
+    """A port that writes to its input IDs without raising an error."""
 
     shares_memory = True
 

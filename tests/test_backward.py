@@ -1,7 +1,7 @@
-"""The backward pass of the reference against differences of its forward pass, and the trainer that stands on it.
+"""The reference's backward pass compared with finite differences, and the trainer that uses it.
 
-NumPy only, float64. Every parameter and every tap is moved along a random direction of its own; what the loss then does
-must be what the gradient says. ``f'`` comes from four points, with an error of the fourth power of the step.
+These tests use NumPy in float64. Each parameter and tap is displaced in a random direction, and the change in the loss
+must match the gradient. The four-point formula for ``f'`` has an error proportional to the fourth power of the step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from reference_numpy.attention import scaled_dot_product_attention_backward
 from reference_numpy.training import cross_entropy_backward
 from transformer_spec.names import find
 
-CORNERS = {  # what no preset has
+CORNERS = {  # settings that no preset uses
     "gelu": ("paper_base", {"activation": "gelu"}),
     "gelu_tanh": ("torch", {"activation": "gelu_tanh", "output_bias": False}),
     "annotated post-norm": (
@@ -40,7 +40,7 @@ CORNERS = {  # what no preset has
 
 
 def distinct_presets():
-    """Return the presets that still differ when all sizes, dropout and the amount of smoothing are the same."""
+    """Return one preset per group of presets that differ only in sizes, dropout, and the amount of label smoothing."""
     configs = {}
     for preset in ref.PRESETS:
         same = {"dropout": ref.DropoutRates(), "label_smoothing": 0.1, "d_k": 8, "d_v": 8}
@@ -52,10 +52,10 @@ CASES = {**distinct_presets(), **CORNERS}
 
 
 def assert_gradient(f, gradient, step=1e-4, what=""):
-    """Assert what a function of a displacement does along a random direction.
+    """Check the directional derivative of a function in a random direction against its gradient.
 
-    The error is taken relative to the whole gradient, as the slope may happen to be nearly zero, beside what rounding
-    does to a difference over so short a step.
+    The error is relative to the norm of the gradient, because the slope in one direction may be nearly zero. The bound
+    also allows for the rounding error of a difference over such a short step.
     """
     direction = np.random.default_rng(0).normal(size=gradient.shape)
     direction /= np.linalg.norm(direction)
@@ -69,9 +69,9 @@ def random(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape)
 
 
-# The functions, each on its own.
+# Tests of the individual functions.
 def check_arguments(function, arguments, dresult, gradients):
-    """Compare the gradient of each argument with differences of ``sum(dresult * function(*arguments))``."""
+    """Check the gradient of each argument against finite differences of ``sum(dresult * function(*arguments))``."""
     for i, gradient in enumerate(gradients):
         assert gradient.shape == arguments[i].shape
 
@@ -121,7 +121,7 @@ def test_layer_norm_of_a_constant_row(kind):
 @pytest.mark.parametrize("name", functional.ACTIVATIONS)
 def test_activation(name):
     activation = functional.ACTIVATIONS[name]
-    x, dy = np.linspace(-5.05, 5.0, 67), random(67)  # no nearer to zero than 0.02
+    x, dy = np.linspace(-5.05, 5.0, 67), random(67)  # at least 0.02 away from zero
     gradient = functional.ACTIVATIONS_BACKWARD[activation](x, dy)
     check_arguments(activation, (x,), dy, (gradient,))
     narrow = functional.ACTIVATIONS_BACKWARD[activation](x.astype(np.float32), dy.astype(np.float32))
@@ -181,13 +181,13 @@ def test_scaled_dot_product_attention(rate):
     attend(query, key, value, seen)
     gradients = scaled_dot_product_attention_backward(query, key, value, seen["weights"], dcontext, thin_out)
     check_arguments(attend, (query, key, value), dcontext, gradients)
-    assert not gradients[0][1, :, 2].any()  # a query that may attend to nothing
+    assert not gradients[0][1, :, 2].any()  # this query may attend to no key
 
 
-# The whole model: every parameter and every tap.
+# Tests of the whole model, including every parameter and every tap.
 def check_model(model, seed=None, *, smooth):
-    """Compare every gradient of the whole model with differences of its loss, with dropout if a seed is given."""
-    config, step = model.config, 1e-4 if smooth else 1e-6  # a longer step could cross the kink of a ReLU
+    """Check every gradient of the model against finite differences of its loss, with dropout if a seed is given."""
+    config, step = model.config, 1e-4 if smooth else 1e-6  # a larger step could cross the kink of a ReLU
     source, target, labels = tiny_batch(config)
 
     def loss(tap=ref.no_tap):
@@ -220,7 +220,8 @@ def check_model(model, seed=None, *, smooth):
         assert_gradient(moved, gradient, step, name)
 
 
-REPEATED = {parameter.values[0] for parameter in tiers.presets() if parameter.marks}  # without their own conventions
+# Presets that introduce no new convention.
+REPEATED = {parameter.values[0] for parameter in tiers.presets() if parameter.marks}
 
 
 @pytest.mark.parametrize(
@@ -257,7 +258,7 @@ def test_taps_record_the_dropout_keep_masks(site):
     assert {name: array.shape for name, array in seen.items() if name not in shapes} == expected
     kept = np.concatenate([seen[name].ravel() for name in expected])
     assert kept.dtype == bool
-    assert kept.mean() == pytest.approx(0.6, abs=4 * (0.24 / kept.size) ** 0.5)  # four standard deviations
+    assert kept.mean() == pytest.approx(0.6, abs=4 * (0.24 / kept.size) ** 0.5)  # within four standard deviations
 
 
 @pytest.mark.parametrize("case", ["paper_base", "annotated"])
@@ -285,13 +286,13 @@ def test_padding_positions_receive_no_gradient():
     source, target, labels = tiny_batch(model.config)
     result = ref.gradients(model, source, target, labels)
     for name, gradient in result.taps.items():
-        if name.endswith("scores"):  # the weights stay the same if all scores of a query rise together
+        if name.endswith("scores"):  # adding the same value to all scores of a query doesn't change its weights
             np.testing.assert_allclose(gradient.sum(-1), 0.0, atol=1e-14)
     padding = source == model.config.pad_id
     assert not result.taps["encoder.output"][padding].any()
     assert not result.taps["decoder.layers.1.output"][labels == model.config.pad_id].any()
     for name, gradient in result.parameters.items():
-        if name.endswith("key_proj.bias"):  # adds the same to all scores of a query
+        if name.endswith("key_proj.bias"):  # the bias adds the same value to all scores of a query
             assert np.abs(gradient).max() < 1e-14 * np.abs(result.parameters[name.replace("key", "query")]).max()
 
 

@@ -1,4 +1,4 @@
-"""The reference's own error in float32, from which the tolerances of gradients follow."""
+"""The tolerances of gradients, which follow from the reference's own float32 error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CASES = {case.name: case for case in standard_cases() if case.stage == "gradient
 
 
 def largest_share(case, seed):
-    """Return the largest error of correct gradients in float32, as a fraction of its tolerance, with new weights."""
+    """Return the largest error of correct float32 gradients, as a fraction of its tolerance, for perturbed weights."""
     expected = Reference().expected(case, Placement("float32"))
     model = ref.Transformer.from_weights(case.config, case.load_weights(), "float32", fast=bool(seed % 2))
     rng = np.random.default_rng(seed)
@@ -47,5 +47,5 @@ def test_perturbed_baselines_widen_too_strict_tolerances(monkeypatch, name):
         tolerances[runs] = Reference().expected(CASES[name], Placement("float32")).tolerances
     several, one = tolerances.values()
     assert all(several[tensor] >= one[tensor] for tensor in one)
-    # How much depends on the last bits of the machine's kernels, in which one run is lucky or not.
+    # The factor depends on the rounding of the machine's kernels, because a single run can be accurate by chance.
     assert max(several[tensor] / one[tensor] for tensor in one if one[tensor]) > 1.5

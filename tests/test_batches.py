@@ -1,4 +1,4 @@
-"""Batches: every pair once an epoch, few shapes, little padding, and an order that outlives libraries."""
+"""Batching: each epoch uses every pair once, with few shapes and little padding, in a reproducible order."""
 
 import itertools
 import json
@@ -13,12 +13,13 @@ from conftest import tiny_config
 from transformer_parity.apps.train import batches
 from transformer_parity.apps.train.batches import Batches
 
-PRESETS = ["paper_base", "t2t_2017", "annotated", "marian", "fairseq", "flax_wmt"]  # each with other special ids
+# Each preset has different special IDs.
+PRESETS = ["paper_base", "t2t_2017", "annotated", "marian", "fairseq", "flax_wmt"]
 CONFIG = tiny_config(pad_id=3, bos_id=1, eos_id=2)
 
 
 def corpus(count=500, longest=25, seed=0):
-    """Return numbered pairs that are all different, short ones the most frequent."""
+    """Return distinct numbered pairs, in which short sentences are the most frequent."""
     rng = np.random.default_rng(seed)
     pairs = []
     for index in range(count):
@@ -29,7 +30,7 @@ def corpus(count=500, longest=25, seed=0):
 
 
 def content(batch, pad_id=3):
-    """Return the pairs of a batch without their padding."""
+    """Return the pairs in a batch without their padding."""
     return [
         tuple([token for token in row.tolist() if token != pad_id] for row in rows)
         for rows in zip(batch.source_ids, batch.labels, strict=True)
@@ -157,7 +158,7 @@ def test_little_is_padding():
 
     same_length = [(source, source) for source, _ in corpus(2000)]
     assert share(same_length, 300) < 0.09
-    assert share(corpus(2000), 300) < 0.28  # the two sides are independent here, which no real text is
+    assert share(corpus(2000), 300) < 0.28  # the lengths of the two sides are independent here, unlike in real text
     assert share(corpus(2000), 300) < share(corpus(2000), 20_000)
 
 
@@ -173,7 +174,7 @@ def test_the_order_is_new_in_each_epoch_and_with_each_seed():
     for again in (second, elsewhere):
         assert not any(map(same, first, again))
     changes = sum(a.source_ids.shape != b.source_ids.shape for a, b in itertools.pairwise(first))
-    assert changes > 2 * len(batches.shapes)  # batches are shuffled, and not only what is in them
+    assert changes > 2 * len(batches.shapes)  # the order of the batches is shuffled, not only their contents
     again = {str(sorted(content(batch))) for batch in second}
     assert sum(str(sorted(content(batch))) in again for batch in first) < 0.1 * len(first)
 
@@ -189,7 +190,7 @@ def test_seek_resumes_exactly():
         resumed = Batches(corpus(), CONFIG, 60, seed=5)
         resumed.seek(positions[start])
         assert all(map(same, itertools.islice(resumed, 3), made[start : start + 3]))
-    batches.seek((0, 0))  # backwards too
+    batches.seek((0, 0))  # seeking backward also works
     assert same(next(batches), made[0])
 
 

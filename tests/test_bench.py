@@ -1,4 +1,4 @@
-"""`parity bench`: what gets no time, processes that die, interruption, what is printed."""
+"""`parity bench`: failing participants, processes that die, interruptions, and the output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 import pytest
 import tiers
 from bench_runs import QUICK, Wrong, bench, read
-from bench_runs import no_pause as no_pause  # a fixture of every test
+from bench_runs import no_pause as no_pause  # an autouse fixture
 from conftest import child_processes, still_running
 from test_bench_verify import SMALL
 
@@ -32,7 +32,7 @@ from transformer_parity.engine.system.machine import processors
 
 
 class Process:
-    """Stands for a process: writes down what it is asked, and takes ever fewer seconds."""
+    """A fake process that records its requests and reports one second less with each run."""
 
     def __init__(self, name, asked, fails_at=None):
         self.entry = Entry(name)
@@ -67,7 +67,7 @@ def test_all_are_warm_before_the_rounds_and_each_is_first_in_turn():
         seconds=[97.0, 96.0, 95.0, 94.0],
         cores=[2.0] * 4,
         loaded_bytes=90,
-        peak_bytes=97,  # of the rounds: compiling is not among them
+        peak_bytes=97,  # the peak during the rounds, excluding compilation
     )
     assert a.entry.work_bytes == 7
     assert c.entry.seconds == a.entry.seconds
@@ -135,7 +135,7 @@ def test_peers_search_with_the_same_beam(capsys):
 
 @dataclass
 class Dying(DecodePackage):
-    """Dies in its second round."""
+    """A participant that exits in its second round."""
 
     calls: int = 0
 
@@ -149,7 +149,7 @@ class Dying(DecodePackage):
 
 @dataclass
 class Raising(DecodePackage):
-    """Cannot load."""
+    """A participant that fails to load."""
 
     def load(self, work, weights):
         raise MemoryError("too large")
@@ -205,7 +205,8 @@ def test_interrupted_benchmark_prints_partial_results_and_cleans_up(number, tmp_
         while "round 3 of" not in errors.read_text() and time.monotonic() < deadline:
             time.sleep(0.05)
         started = psutil.Process(process.pid).children(recursive=True)
-        assert len(started) >= 3  # numpy, the matrix rate, and what ends these two if their parent is killed
+        # NumPy, the throughput measurement, and the process that ends these two if their parent is killed.
+        assert len(started) >= 3
         assert [path.suffix for path in temporary.glob("*/*.*")] == [".safetensors"]
         process.send_signal(number)
         printed, _ = process.communicate(timeout=60)

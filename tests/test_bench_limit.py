@@ -1,4 +1,4 @@
-"""`parity bench`: the arithmetic of ratios, operations and growth, and the limit of the machine."""
+"""`parity bench`: ratios, numbers of operations, fitted exponents, and the machine's peak performance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformer_parity.transformer.ports.products import multiplied
 
 def test_ratios_are_taken_within_a_round():
     quick, slow = Entry("quick", seconds=[1.0, 10.0, 2.0]), Entry("slow", seconds=[3.0, 20.0, 5.0, 99.0])
-    assert ratio(slow, quick) == Spread(2.0, 2.5, 3.0)  # and not 12.5 / 2, the medians' ratio
+    assert ratio(slow, quick) == Spread(2.0, 2.5, 3.0)  # the ratio of the medians would be 12.5 / 2
     assert ratio(quick, slow) == Spread(1 / 3, 0.4, 0.5)
     assert Spread.of([4.0, 1.0, 2.0, 9.0]) == Spread(1.0, 3.0, 9.0)
     baseline = Entry("baseline", has_result=False, seconds=[0.1])
@@ -54,7 +54,7 @@ def test_decode_operation_count_matches_the_formula(beam_size):
     batch, source, tokens, rows = 2, 5, 4, 2 * (beam_size or 1)
     d_model, d_ff, layers, vocabulary = 256, 1024, 3, 8000
     multiply_adds = layers * batch * source * (4 * d_model**2 + 2 * source * d_model + 2 * d_model * d_ff)  # encoder
-    multiply_adds += layers * batch * source * 2 * d_model**2  # keys and values of the memory
+    multiply_adds += layers * batch * source * 2 * d_model**2  # keys and values of the encoder memory
     multiply_adds += layers * rows * tokens * (6 * d_model**2 + 2 * source * d_model + 2 * d_model * d_ff)
     multiply_adds += layers * rows * 2 * d_model * tokens * (tokens + 1) // 2  # self-attention
     multiply_adds += rows * tokens * d_model * vocabulary
@@ -66,7 +66,7 @@ def test_training_step_has_three_times_the_forward_operations():
     d_model, d_ff, layers, vocabulary = 256, 1024, 3, 8000
     multiply_adds = layers * 2 * 5 * (4 * d_model**2 + 2 * 5 * d_model + 2 * d_model * d_ff)  # encoder
     multiply_adds += layers * 2 * 4 * (6 * d_model**2 + 2 * (4 + 5) * d_model + 2 * d_model * d_ff)  # decoder
-    multiply_adds += layers * 2 * 5 * 2 * d_model**2  # keys and values of the memory
+    multiply_adds += layers * 2 * 5 * 2 * d_model**2  # keys and values of the encoder memory
     multiply_adds += 2 * 4 * d_model * vocabulary
     assert forward.operations == 2 * multiply_adds
     assert train.operations == 3 * forward.operations
@@ -95,7 +95,7 @@ def test_all_products_can_be_taken(work):
     products.load(work, Path())
     products.run()
     for (left, right), product in zip(products._pairs, work.products(), strict=True):
-        taken = (left.shape, right.shape), (right.shape[::-1], left.shape[::-1])  # as it stands, or both transposed
+        taken = (left.shape, right.shape), (right.shape[::-1], left.shape[::-1])  # in this layout, or both transposed
         assert (product.left, product.right) in taken
 
 
@@ -105,7 +105,8 @@ def test_products_use_the_memory_layout_of_the_search():
     products.run()
     caches = {id(right.base) for _, right in products._pairs if right.shape[-1] != right.shape[-2] and right.ndim == 4}
     assert len(products._pairs) == len(list(SMALL.products()))
-    assert len(caches) == 12  # keys and values, of 2 encoder and 2 decoder layers, these twice
+    # Keys and values of 2 encoder layers and 2 decoder layers; a decoder layer has 2 attentions.
+    assert len(caches) == 12
 
 
 def products_of(work):
@@ -124,7 +125,8 @@ def test_the_limit_is_operations_or_reading_whichever_takes_longer():
         np.prod(shape) for name, shape in ref.parameter_shapes(SMALL.config).items() if name.endswith("kernel")
     )
     table = 4 * 128 * 1000
-    caches = 4 * 2 * 3 * (6 + 6 + 1) * 128 * 2  # two layers, keys and values: of 6 words twice, and of one token
+    # Keys and values of 2 layers: 6 tokens in the encoder, 6 in cross-attention, and 1 in the decoder.
+    caches = 4 * 2 * 3 * (6 + 6 + 1) * 128 * 2
     assert Limit({"a": fast}, {"a": 1.0}).seconds(first) == pytest.approx(once + table + caches)
 
 
@@ -151,7 +153,8 @@ def test_measured_libraries_match_the_benchmarked_backends():
     names = lambda *given, **options: [library.backend for library in libraries(*given, **options)]  # noqa: E731
     assert names(["numpy"], FORWARD) == ["numpy"]
     assert names(["tf"], FORWARD) == ["numpy", "tf"]
-    assert names(["torch", "tf", "jax"], FORWARD) == ["numpy", "torch", "jax"]  # JAX's XLA is TensorFlow's
+    # JAX and TensorFlow both use XLA, which is measured once.
+    assert names(["torch", "tf", "jax"], FORWARD) == ["numpy", "torch", "jax"]
     assert names(["numpy"], FORWARD, peers=True) == ["numpy", "torch", "jax"]
     assert names(["torch"], replace(FORWARD, dtype="bfloat16")) == names(["torch"], replace(FORWARD, device="gpu"))
     assert names(["torch"], replace(FORWARD, device="gpu")) == ["torch"]
@@ -172,7 +175,8 @@ def test_title_omits_the_scaled_size():
 
 def test_exponents_are_fitted_to_the_largest_sizes():
     assert exponent([1, 2, 4, 8], [90.0, 6.0, 24.0, 96.0]) == pytest.approx(2.0)
-    assert exponent([1, 2, 4], [1.0, 4.0, 4.0]) == pytest.approx(1.0)  # a line through all three, not the last two
+    # The fit uses all three points, not only the last two.
+    assert exponent([1, 2, 4], [1.0, 4.0, 4.0]) == pytest.approx(1.0)
     assert exponent([64, 512, 4096], [1.0, 2.0, None]) == pytest.approx(1 / 3)
     assert exponent([1, 2], [None, 3.0]) is None
 

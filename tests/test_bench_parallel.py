@@ -1,4 +1,4 @@
-"""`parity bench train --parallel`: participants of several processes, what is refused, and what plans cost."""
+"""`parity bench train --parallel`: participants with multiple processes, rejected arguments, and the costs of plans."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from transformer_bench.workload import TrainWork
 from transformer_parity.cli.main import main
 from transformer_parity.engine.processes import team
 
-PLANS = (" data=", " fsdp=")  # how rows of a table begin
+PLANS = (" data=", " fsdp=")  # the beginnings of table rows
 QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1", "--rounds", "2"]
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
     monkeypatch.setattr(rounds, "PAUSE", 0.0)
-    here = str(Path(__file__).parent)  # where processes find the participants of this file
+    here = str(Path(__file__).parent)  # directory from which child processes import the participants defined here
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
-# --- Participants of several processes ---
+# --- Participants with multiple processes ---
 
 
 def test_combined_reply_uses_slowest_time_and_largest_memory():
@@ -49,7 +49,7 @@ def test_combined_reply_uses_slowest_time_and_largest_memory():
 
 @dataclass
 class Two(Participant):
-    """Two processes that return who they are; one of them may do something else, at a call of ``run``."""
+    """Two processes that return their numbers; with ``fails``, process 1 exits and process 0 raises or hangs."""
 
     name: str = "two"
     processes: int = 2
@@ -85,7 +85,7 @@ def test_requests_reach_all_processes_and_threads_are_divided():
         assert (loaded.answer, *loaded.others) == (("0", "3"), ("1", "3"))
         with pytest.raises(rounds.DisagreementError, match="1 is wrong"):
             rounds._run(process, refuse_the_second)
-        assert len(child_processes()) == 3  # and what ends these two if this process is killed
+        assert len(child_processes()) == 3  # including the process that ends these two if this process is killed
     assert child_processes() == []
 
 
@@ -213,7 +213,9 @@ def test_ctrl_c_leaves_no_process(tmp_path):
         while "round 3 of" not in errors.read_text() and time.monotonic() < deadline:
             time.sleep(0.05)
         started = psutil.Process(process.pid).children(recursive=True)
-        assert len(started) >= 5  # one alone, two, the matrix rate, and what ends these if their parent is killed
+        # One process runs without a plan, two run the plan, one measures the throughput, and one ends the others if
+        # their parent is killed.
+        assert len(started) >= 5
         process.send_signal(signal.SIGINT)
         printed, _ = process.communicate(timeout=60)
     assert process.returncode == 3, printed + errors.read_text()

@@ -1,4 +1,4 @@
-"""The tasks of `parity bench`: forward passes, training steps, growth, compiled forms and pictures."""
+"""The tasks of `parity bench`: forward passes, training steps, growth, compiled variants, and plots."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from bench_runs import Wrong, bench, read
-from bench_runs import no_pause as no_pause  # a fixture of every test
+from bench_runs import no_pause as no_pause  # an autouse fixture
 from test_bench_verify import FORWARD, SMALL, TRAIN, no_steps
 
 import reference_numpy as ref
@@ -37,7 +37,7 @@ def test_forward_and_train_agree_before_they_are_timed(task, capsys, tmp_path):
 
 @dataclass
 class WrongLogits(ForwardPackage):
-    """Computes the logits of other sentences."""
+    """A participant that returns its logits in the wrong order of sentences."""
 
     def result(self, found):
         return super().result(found)[::-1]
@@ -45,7 +45,7 @@ class WrongLogits(ForwardPackage):
 
 @dataclass
 class Lazy(TrainPackage):
-    """Does not train: the loss stays where it was."""
+    """A participant that doesn't train, so its loss stays the same."""
 
     def ready(self, model, work):
         step = super().ready(model, work)
@@ -118,10 +118,12 @@ def test_compiled_variant_is_timed_with_peers(work):
     names = lambda *ours, **how: [one.name for one in Setting(ours, **how).participants(work)]  # noqa: E731
     forms = [] if work.task == "decode" else ["torch compiled"]
     assert names("torch", peers=True)[: len(forms) + 2] == ["torch", *forms, others(work)[0].name]
-    assert ("torch compiled" in names("torch", "numpy", peers=True)) == (work.task == "forward")  # for want of memory
+    # Training in this many processes uses too much memory.
+    assert ("torch compiled" in names("torch", "numpy", peers=True)) == (work.task == "forward")
     assert names("torch") == ["torch"]
     assert "torch compiled" not in names("numpy", peers=True)
-    assert ("tf compiled" in names("tf", peers=True)) == (work.task == "train")  # its forward pass always is
+    # TensorFlow's forward pass is always compiled.
+    assert ("tf compiled" in names("tf", peers=True)) == (work.task == "train")
     assert "tf compiled" not in names("tf", "numpy", peers=True)
 
 
@@ -139,7 +141,7 @@ def test_our_compiled_form_in_torch_is_compiled(work, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", compile_eagerly)
     weights = work.weights()
     ref.save_weights(tmp_path / "model.safetensors", work.config, weights)
-    form = copy(FORMS[work.task]["torch"])  # other tests send the participant to a process
+    form = copy(FORMS[work.task]["torch"])  # other tests send the original to a process
     form.prepare()
     form.load(work, tmp_path / "model.safetensors")
     verifier = verifier_of(work, weights)

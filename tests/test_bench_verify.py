@@ -1,4 +1,4 @@
-"""`parity bench`: what is timed has to be right."""
+"""`parity bench` verifies every result that it times."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_sentences_vary():
     first = ref.Transformer.from_weights(work.config, work.weights())(
         work.source_ids, np.full((8, 1), work.config.bos_id)
     )
-    assert first[..., [work.config.pad_id, work.config.eos_id]].max() < -1000  # nobody has to be kept from saying them
+    # No implementation chooses these tokens, so none has to forbid them.
+    assert first[..., [work.config.pad_id, work.config.eos_id]].max() < -1000
     assert (work.source_ids != work.config.pad_id).sum(1).tolist() == [32, 30, 27, 25, 23, 21, 18, 16]
 
 
@@ -105,7 +106,7 @@ def test_a_wrong_result_is_refused(mistake):
     change, reason = WRONG[mistake]
     reference = DecodeVerifier(SMALL, SMALL.weights())
     right = searched()()
-    for _ in range(2):  # known by now or not
+    for _ in range(2):  # before and after the verifier accepts a correct result
         with pytest.raises(DisagreementError) as caught:
             reference.verify(change(right), no_steps)
         assert reason in str(caught.value)
@@ -114,7 +115,7 @@ def test_a_wrong_result_is_refused(mistake):
 
 def test_near_tie_is_accepted():
     weights = SMALL.weights()
-    weights["source_embedding.table"][[5, 7]] = 0.0  # two tokens whose logits are their biases, exactly
+    weights["source_embedding.table"][[5, 7]] = 0.0  # the logits of these two tokens are exactly their biases
     weights["output_proj.bias"][[5, 7]] = 9.0
     found = searched(weights=weights)()
     assert (found.ids == 5).all()
@@ -125,7 +126,7 @@ def test_near_tie_is_accepted():
 
 @pytest.mark.parametrize("beam_size", [None, 3])
 def test_bfloat16_near_ties_use_bfloat16_noise(beam_size):
-    """A search in bfloat16 agrees; one of other weights does not, nor does one in bfloat16 as float32 is judged."""
+    """A bfloat16 search is accepted, unless its weights are wrong or the verifier expects float32 noise."""
     import transformer_torch
 
     work = DecodeWork("tiny", dtype="bfloat16", target=24, beam_size=beam_size)
@@ -168,7 +169,7 @@ def test_logits_are_verified():
     pads[:, 0] = False
     assert pads.any()
     at_pads = np.where(pads[..., None], np.float32(7), right)
-    assert verifier.verify(at_pads, no_steps) == ""  # nobody's business
+    assert verifier.verify(at_pads, no_steps) == ""  # padding positions are ignored
     for wrong, reason in (
         (right * np.float32(1 + 1e-4), "got 1.0e-04"),
         (right[::-1], "the error of the logits must be at most"),
@@ -184,7 +185,8 @@ def test_losses_are_verified_step_by_step():
     model = ref.Transformer.from_weights(TRAIN.config, TRAIN.weights())
     trainer = ref.Trainer(model, TRAIN.settings, SEED)
     losses = [float(trainer.train_step(TRAIN.source_ids, TRAIN.target_ids, TRAIN.labels).loss) for _ in range(6)]
-    assert losses[-1] < 0.9 * losses[0]  # it learns: a step that changes nothing would show
+    # The loss decreases, so a step that doesn't update the weights would be detected.
+    assert losses[-1] < 0.9 * losses[0]
     verifier = TrainVerifier(TRAIN, TRAIN.weights())
     for step, loss in reversed(list(enumerate(losses, 1))):
         assert verifier.verify((step, loss), no_steps) == ""

@@ -1,4 +1,4 @@
-"""Attention to long inputs in blocks of queries: the same numbers, and memory that grows with the length only."""
+"""Attention computes long inputs in blocks of queries, with the same results and with memory linear in the length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reference_numpy.fast import attend
 
 
 def look(name, value):
-    """Take the path on which all scores are there at the same time, since somebody looks."""
+    """Return a value unchanged; any tap selects the code path that computes all scores at once."""
     return value
 
 
@@ -24,7 +24,7 @@ def random(*shape, seed=0):
 
 
 def masks(batch, heads, length, memory_length):
-    """Return masks of all the shapes that attention takes; in the first, a row is all False."""
+    """Return masks of every supported shape; in the first one, a row is all False."""
     allowed = random(batch, heads, length, memory_length, seed=3) < 0.5
     allowed[0, 0, length // 2] = False
     padding = allowed[:, :1, :1] | (np.arange(memory_length) == 0)
@@ -73,7 +73,7 @@ def test_a_model_reads_long_sentences(monkeypatch):
     monkeypatch.setattr(fast, "QUERY_BLOCK", 8)
     np.testing.assert_allclose(model(source, target), expected, rtol=1e-13, atol=1e-13)
     seen = ref.Recorder()
-    model(source, target, tap=seen)  # whoever looks sees all scores
+    model(source, target, tap=seen)  # with a tap, all scores are computed
     assert seen["encoder.layers.0.self_attention.scores"].shape == (2, config.num_heads, 33, 33)
 
 
@@ -98,7 +98,7 @@ SHAPES = ["both", *(pytest.param(shape, marks=pytest.mark.extended("masks")) for
 
 
 def seen_scores(monkeypatch, attention):
-    """Return a list that grows by the shape of all scores that exist at the same time."""
+    """Return a list to which each call of the softmax appends the shape of its scores."""
     shapes, softmax = [], attention.masked_softmax
 
     def record(scores, mask):
@@ -110,14 +110,14 @@ def seen_scores(monkeypatch, attention):
 
 
 def in_blocks_of(port, monkeypatch=None, queries=None):
-    """Return the fast attention of a port, with another number of queries in a block."""
+    """Return a port's fast attention, with a different number of queries per block if specified."""
     if queries is not None:
         monkeypatch.setattr(port.package.fast, "QUERY_BLOCK", queries)
     return port.package.fast.attend_by_blocks
 
 
 def context_and_gradients(name, attention, arrays, mask, **given):
-    """Return the context of a port's attention, compiled where that is quick, and its gradient at query, key, value."""
+    """Return the context of a port's compiled attention, and its gradients with respect to query, key, and value."""
 
     def attend(*arrays):
         return attention(*arrays, mask, **given)
@@ -148,7 +148,7 @@ def context_and_gradients(name, attention, arrays, mask, **given):
     return differentiate(*arrays)
 
 
-@pytest.mark.only("jax", "tf")  # PyTorch's own kernel holds no scores
+@pytest.mark.only("jax", "tf")  # PyTorch's own kernel doesn't store the scores
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_port_attends_in_blocks(port, shape, monkeypatch):
     attention = in_blocks_of(port, monkeypatch, 4)
@@ -156,7 +156,7 @@ def test_a_port_attends_in_blocks(port, shape, monkeypatch):
     arrays = random(2, 3, 9, 5), random(2, 3, 7, 5, seed=1), random(2, 3, 7, 6, seed=2)
     mask = masks(2, 3, 9, 7)[shape]
     in_blocks = context_and_gradients(port.name, attention, arrays, mask)
-    # JAX traces what a GPU would compute too, and computes the blocks only.
+    # JAX also traces the branch for GPUs, but runs only the branch that computes in blocks.
     assert set(shapes) - ({(2, 3, 9, 7)} if port.name == "jax" else set()) == {(1, 1, 4, 7)}
     shapes.clear()
     at_once = context_and_gradients(port.name, attention, arrays, mask, tap=look)

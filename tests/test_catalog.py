@@ -1,4 +1,4 @@
-"""A mistake planted in the reference computes what it computes in a port: the numbers by which it is recognized."""
+"""A bug injected into the reference produces the same values as in a port, so these values identify the bug."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ CASES = {case.name: case for case in standard_cases()} | search.CASES
 MISTAKES = [*OF_THE_MODEL, *OTHERS, *OF_TRAINING, *SEARCH]
 HYPOTHESES = {f"{mistake.name}-{mistake.case}": mistake for mistake in MISTAKES if "numpy" in mistake.edits}
 SAME, DIFFERENT = POLICY["float64"]["tap"], 100.0 * POLICY["float64"]["tap"]
-ALIKE = 1e-9  # after a step or a search: what rounding leaves is far less, what a mistake changes is far more
+ALIKE = 1e-9  # after a step or a search, rounding causes far smaller differences, and a bug causes far larger ones
 
 
 def case_of(mistake: str) -> Case:
-    """Return the case of a mistake; of training it is a gradient, or two steps."""
+    """Return the case of a bug; for a training bug, this is a gradient case or a training case with two steps."""
     found = HYPOTHESES[mistake]
     if found in OF_TRAINING:
         return replace(training.CASES.get(found.case, training.GRADIENTS), snapshots=(1, 2))
@@ -41,7 +41,7 @@ def case_of(mistake: str) -> Case:
 
 
 def limits(mistake: str) -> tuple[float, float]:
-    """Return how far two backends with a mistake may be apart, and how far from the reference they must be."""
+    """Return the maximum difference between backends with the same bug, and the minimum from the reference."""
     return (SAME, DIFFERENT) if HYPOTHESES[mistake] in OF_THE_MODEL + OTHERS else (ALIKE, ALIKE)
 
 
@@ -51,14 +51,14 @@ def load_and_run(port: Implementation, case: Case) -> Tensors:
 
 @cache
 def run_with(mistake: str, name: str) -> Tensors:
-    """Run a mistake's own case on a port that has the mistake."""
+    """Run a bug's own case on a port in which the bug is injected."""
     port = planted(HYPOTHESES[mistake], name)
     with interpreted(name):
         return load_and_run(port, case_of(mistake))
 
 
 def distance(actual: Tensors, expected: Tensors) -> float:
-    """Return the largest error of what both show; infinite where shapes differ or a number is not finite."""
+    """Return the largest error of the shared values, or infinity if shapes differ or a value isn't finite."""
     shown = [name for name in expected if name in actual]
     if any(actual[name].shape != expected[name].shape for name in shown):
         return math.inf
@@ -67,7 +67,7 @@ def distance(actual: Tensors, expected: Tensors) -> float:
 
 
 def in_the_first_port() -> list:
-    """Return each hypothesis with the first port that it can be planted in, as parameters of a test."""
+    """Return each hypothesis with the first port into which it can be injected, as test parameters."""
     ports = {name: next(port for port in ALL if port in mistake.edits) for name, mistake in HYPOTHESES.items()}
     return [pytest.param(mistake, name, marks=pytest.mark.only(name)) for mistake, name in ports.items()]
 

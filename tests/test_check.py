@@ -1,4 +1,4 @@
-"""The command `parity check` and what stands behind it: text, verdicts, exit codes, interruption."""
+"""The `parity check` command: its output, verdicts, exit codes, and behavior on interruption."""
 
 import gzip
 import importlib.util
@@ -62,7 +62,7 @@ def test_agreeing_port_passes_the_check(capsys, tmp_path):
     code = main([*TORCH_ONLY, "--preset", "paper_base,marian", "--sentences", "0", "--json", str(path)])
     printed = capsys.readouterr().out
     assert code == 0, printed
-    assert "AGREE  1 port, 8 cases" in printed  # the model, its gradients and two searches, twice
+    assert "AGREE  1 port, 8 cases" in printed  # activations, gradients, and two searches for each of two models
     for line in ("float64: semantics", "NOT TESTED: jax", "NOT TESTED: tf", "NOT TESTED: gpu"):
         assert line in printed
     document = json.loads(path.read_text())
@@ -78,7 +78,7 @@ def test_check_runs_only_the_requested_stage(capsys):
     assert main([*TORCH_ONLY, "--preset", "marian", "--stage", "gradients", "--sentences", "0"]) == 0
     captured = capsys.readouterr()
     printed = captured.out
-    assert captured.err.startswith("comparing torch with the reference in float64")  # and then it imports
+    assert captured.err.startswith("comparing torch with the reference in float64")  # printed before torch is imported
     assert "AGREE  1 port, 1 case," in printed
     assert "NOT TESTED: activations, steps, decode (not in --stage)" in printed
     for options, message in (
@@ -140,7 +140,7 @@ def test_a_missing_framework_is_an_error_with_the_install_line(monkeypatch, caps
 
 
 def test_an_absent_gpu_is_incomplete_not_a_pass(capsys, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the process of the port: it has none, whatever is there
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hides any GPU from the port's process
     assert main([*TORCH_ONLY, "--device", "gpu", "--preset", "torch", "--sentences", "0"]) == 3
     printed = capsys.readouterr().out
     assert "no GPU is visible to torch" in printed

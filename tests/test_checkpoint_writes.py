@@ -1,4 +1,4 @@
-"""Writes of a checkpoint that fail, are killed, or race; and averages of several."""
+"""Checkpoint writes that fail, are killed, or race, and averages of checkpoints."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ save_weights(sys.argv[1], config, weights)
 """
     assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == -signal.SIGKILL
     assert path.read_bytes() == saved
-    save_checkpoint(path, make(progress={}))  # what the dead process left is in nobody's way
+    save_checkpoint(path, make(progress={}))  # the file left by the killed process doesn't interfere
     assert load_checkpoint(path).progress == {}
 
 
 def test_two_writers_at_once(path, monkeypatch):
-    """Each writes a file of its own; the later one in place wins, whole."""
+    """Each writer uses a separate temporary file, so the writer that finishes last leaves a complete checkpoint."""
     first, second = make(progress={"writer": 1}), make(progress={"writer": 2})
     replace = os.replace
 
@@ -100,7 +100,7 @@ def test_impossible_place(tmp_path, write, target):
 
 
 def test_unreadable_file(path, saved, monkeypatch):
-    """Safetensors would call it absent. The rights are taken away from ``open``, as root has all of them."""
+    """Safetensors would report the file as missing. The test patches ``open``, because root can read any file."""
 
     def refuse(*args):
         raise PermissionError(13, "Permission denied", str(path))
@@ -156,7 +156,7 @@ def test_average_of_different_models_is_refused(tmp_path):
 
 
 def test_average_of_different_parts_is_refused(tmp_path):
-    """Their config is the same. What a file lacks is not taken for zero."""
+    """Their configs match, but an average must not treat the missing weights as zero."""
     config = small_config()
     paths = {part: tmp_path / f"{part}.safetensors" for part in (None, "encoder", "decoder")}
     for part, file in paths.items():

@@ -1,4 +1,4 @@
-"""The checkpoint: every bit comes back, a damaged one is refused with the reason, and a failed save changes nothing."""
+"""Checkpoints restore every bit, damaged files are rejected with a reason, and a failed save changes nothing."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_loading_a_weight_file_as_a_checkpoint_raises(path):
 
 
 def test_flipped_bits_of_tensors_are_noticed(path, saved):
-    """Each of 40, in weights, moments and vocabulary, and the tensor is named."""
+    """Each of 40 flipped bits in weights, moments, and the vocabulary is detected, and the message names the tensor."""
     rng = np.random.default_rng(0)
     for position in rng.integers(header_size(saved), len(saved), 40):
         path.write_bytes(flipped(saved, position, rng))
@@ -222,7 +222,7 @@ def test_save_rejects_checkpoints_that_load_rejects(path, saved, change, error, 
 
 
 def rewrite(path, *, tensors=None, description=None, without=()):
-    """Write the file anew, itself in order, with different tensors or a different description."""
+    """Rewrite the file with different tensors or a different description, so that the file itself is valid."""
     with safe_open(path, framework="numpy") as file:
         old = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         (text,) = file.metadata().values()
@@ -298,7 +298,7 @@ CORRUPTIONS = {
 
 @pytest.mark.parametrize("case", CORRUPTIONS)
 def test_corrupted_checkpoint_is_rejected(path, saved, case):
-    """The file itself is in order; without a change it would load."""
+    """The file itself is valid: without the change, it would load."""
     rewrite(path)
     load_checkpoint(path)
     change, reason = CORRUPTIONS[case]
@@ -316,7 +316,7 @@ OF_THE_RUN = [
 
 @pytest.mark.parametrize("case", OF_THE_RUN)
 def test_corrupted_sharded_checkpoint_is_rejected(tmp_path, case):
-    """As in the one file, and before anybody reads the folder's tensors."""
+    """It is rejected like an unsharded checkpoint, before any tensor in its directory is read."""
     path = tmp_path / RUN
     save_checkpoint(path, make())
     rewrite(path)
@@ -344,9 +344,9 @@ def test_truncated(path, saved):
 
 
 def test_flipped_bits_of_the_header(path, saved):
-    """Damage is refused, unless it is whitespace, or turns a value of the description into another legal one.
+    """Damage is rejected, unless it only changes whitespace or turns a description value into a different legal value.
 
-    Nothing tells that a step of 41 was 43 once; the tensors, at least, come back as they were.
+    For example, nothing shows that a step of 41 was originally 43. Even then, all tensors are restored exactly.
     """
     rng = np.random.default_rng(0)
     end = header_size(saved)

@@ -1,4 +1,4 @@
-"""Child processes: messages that nothing disturbs, and an end that leaves no process and no file, whatever happens."""
+"""Child processes exchange messages reliably and, however they end, leave no processes or files."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def ignores(parent):
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Return a function that starts one of the functions above."""
+    """Return a function that starts one of the functions above in a child process."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     with Children({**os.environ, "PYTHONPATH": str(tmp_path)}) as children:
@@ -129,7 +129,7 @@ def test_every_kind_of_array_arrives_as_it_was():
     ]
     arrays += [np.array([None, {1: 2}]), numbers.astype(ml_dtypes.bfloat16)]
     parts = messages.parts(arrays)
-    assert sum(isinstance(part, memoryview) for part in parts) > 1  # not copied into what is pickled
+    assert sum(isinstance(part, memoryview) for part in parts) > 1  # memoryviews aren't copied into the pickle
     sent = b"".join(parts)
     for array, found in zip(arrays, messages.receive(io.BytesIO(sent)), strict=True):
         assert found.dtype == array.dtype
@@ -148,7 +148,7 @@ def test_unread_messages_block_the_sender(start):
     assert [child.receive()[0] for _ in range(9_999)] == list(range(1, 10_000))
     with pytest.raises(ChildEndedError, match="exit code 0"):
         child.receive()
-    start("many").receive()  # one that waits is ended with the block
+    start("many").receive()  # leaving the block ends a child that is still waiting
 
 
 def test_garbage_on_stdout_is_not_parsed_as_a_message(start, capfd):
@@ -162,7 +162,7 @@ def test_garbage_on_stdout_is_not_parsed_as_a_message(start, capfd):
 
 @pytest.fixture
 def wrapped(tmp_path, start):
-    """Return a function that starts a function in a shell, which runs some line before or instead of Python."""
+    """Return a function that starts a child from a shell script that runs a given line before or instead of Python."""
 
     def wrap(line):
         wrapper = tmp_path / "wrapper.sh"
@@ -303,7 +303,7 @@ def test_killed_command_leaves_no_processes_or_files(tmp_path):
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
-    assert any("torch: " in line for line in parent.stderr)  # until its processes have started
+    assert any("torch: " in line for line in parent.stderr)  # reading stops when its processes have started
     started = psutil.Process(parent.pid).children(recursive=True)
     assert len(started) == 2
     assert len(list(tmp_path.iterdir())) == 1
@@ -315,7 +315,7 @@ def test_killed_command_leaves_no_processes_or_files(tmp_path):
 
 
 class Clock:
-    """Stands for the machine: a time, a processor time, and idle times of two processors."""
+    """A fake machine with a wall-clock time, a CPU time, and the idle times of two processors."""
 
     def __init__(self):
         self.now, self.used, self.idle = 0.0, 0.0, [0.0, 0.0]
@@ -345,10 +345,10 @@ def test_silence_excludes_time_waiting_for_a_processor(used, idle, own, monkeypa
         clock.idle = [second * one for one in idle]
         assert silence.count(0.5) == pytest.approx(second * own)
     clock.now += 0.1
-    assert silence.count(0.5) == pytest.approx(3 * own)  # too early to measure
+    assert silence.count(0.5) == pytest.approx(3 * own)  # too early for another measurement
     silence.heard()
     assert silence.count(0.5) == 0.0
     clock.now += 60.0
     assert silence.count(0.5) == 0.0
     clock.now += 60.0
-    assert silence.count(0.5) == 1.0  # this process was stopped
+    assert silence.count(0.5) == 1.0  # this process was suspended

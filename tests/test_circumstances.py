@@ -1,8 +1,8 @@
-"""Every command in every circumstance: its exit code, no traceback, nothing half-written, no process left.
+"""Every command in adverse circumstances: its exit code, and no traceback, partial file, or leftover process.
 
-No command here has a terminal. A full disk is a limit on the size of files, which ends in the same error; a read-only
-folder is one of the kernel's, in which not even root can write. A user who is not root meets, as another user, a folder
-that is not writable.
+No command has a terminal here. A limit on file size simulates a full disk, because it causes the same kind of error.
+The read-only directory belongs to the kernel, so not even root can write to it. If the tests don't run as root, the
+``another user`` circumstance can't switch users, so the directory is only made unwritable.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SMALL = {
     **{"num_encoder_layers": 1, "num_decoder_layers": 1},
 }
 MODEL = "--set d_model=8 num_heads=1 d_ff=8 num_encoder_layers=1 num_decoder_layers=1 tokens_per_batch=200"
-# What is cheap to run, and the exit code. {out} is where results go, {have} what there is to read.
+# Commands that run quickly, with their exit codes. {out} is the output directory; {have} contains the input files.
 RUNS = {
     "check": (
         "check --port one:One --stage activations --dtype float64 --failures {out}/f "
@@ -66,7 +66,7 @@ RUNS = {
     ),
     "check-distributed": (
         "check-distributed --port one:One --dtype float64 --json {out}/a.json --html {out}/a.html",
-        3,  # the port does not train
+        3,  # the port doesn't support training
     ),
     "init-port": ("init-port --framework other --out {out}/mine.py", 0),
     "golden": ("golden --dtype float64 --out {out}/golden", 0),
@@ -89,10 +89,10 @@ RUNS = {
     "show": ("show masks --out {out}/a.png", 0),
 }
 WRITES = {name for name, (arguments, _) in RUNS.items() if "{out}" in arguments}
-STREAMS = {"translate"}  # what its reader does not take is not made
+STREAMS = {"translate"}  # commands that stop when nothing reads their output
 STOPPED = {"SIGINT": 130, "SIGTERM": 143}  # exit codes of a training run, which saves before it stops
-LATE = 0.6  # of a command's moments: when a signal comes
-EARLY = 0.3  # for the selftest, whose processes make its number of moments vary
+LATE = 0.6  # fraction of a command's events after which it receives a signal
+EARLY = 0.3  # the same for selftest, whose child processes make the number of events vary
 
 
 def test_every_command_is_here():
@@ -100,7 +100,7 @@ def test_every_command_is_here():
 
 
 class Server:
-    """Runs commands; see ``circumstances``."""
+    """A process that runs commands; see ``circumstances``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.have = folder, folder / "have"
@@ -135,7 +135,7 @@ class Server:
             shutil.move(made, self.have / name)
 
     def make_parts(self) -> None:
-        """Write the checkpoint of the run as the parts that PyTorch reads."""
+        """Convert the run's checkpoint to the sharded format that PyTorch reads."""
         if (self.have / "parts").exists():
             return
         (path,) = (self.have / "run").glob("checkpoint-*.safetensors")
@@ -144,7 +144,7 @@ class Server:
         assert case.end("plain") == 0, case.said
 
     def moments(self, command: str) -> int:
-        """Return how much the interpreter does for a command."""
+        """Return the number of interpreter events during a command."""
         if command not in self.passed:
             case = Case(self, command)
             assert case.end("plain") == RUNS[command][1], case.said
@@ -168,7 +168,7 @@ class Case:
         self.arguments = RUNS[command][0].format(out=out or self.out, have=server.have).split()
 
     def end(self, circumstance: str, at: int = 0) -> int:
-        """Run it, keep what it said on standard error, and return how it ended."""
+        """Run the command, store its standard error, and return its exit code."""
         request = {"circumstance": circumstance, "at": at, "arguments": self.arguments, "mark": self.mark}
         request["stdout"] = "/dev/full" if circumstance == "a full output" else os.devnull
         request |= {"folder": str(self.out), "temporary": str(self.temporary), "passed": str(self.passed)}
@@ -178,7 +178,7 @@ class Case:
         return code
 
     def check(self) -> None:
-        """Fail if there is a traceback, half a file, or a process or a temporary file a moment later."""
+        """Fail if the command printed a traceback, or left a partial file, a temporary file, or a process."""
         assert "Traceback" not in self.said
         assert "Exception ignored" not in self.said
         deadline = time.monotonic() + 5.0
@@ -200,7 +200,7 @@ class Case:
 
 
 def whole(path: Path) -> None:
-    """Fail unless a file is as it was meant to be."""
+    """Fail unless a file is complete and valid."""
     content = path.read_bytes()
     if path.suffix == ".json":
         json.loads(content)
@@ -223,7 +223,7 @@ def server():
     temporary = Path(tempfile.gettempdir()).resolve()
     is_open = all(folder.stat().st_mode & 0o001 for folder in (temporary, *temporary.parents))
     with tempfile.TemporaryDirectory(dir=None if is_open else "/tmp") as folder:
-        Path(folder).chmod(0o755)  # pytest's own folders let no other user through
+        Path(folder).chmod(0o755)  # pytest's own directories are inaccessible to other users
         server = Server(Path(folder))
         yield server
         server.process.stdin.close()
@@ -237,17 +237,18 @@ def case(server, command):
 
 
 def case_of(server, command, out=""):
-    """Return a case, for which there is what its command reads."""
+    """Return a case whose command has the input files that it requires."""
     if command == "checkpoint":
         server.make_parts()
     return Case(server, command, out)
 
 
-SHOWN = ("check", "golden", "train", "translate")  # what writes, what runs for long, what streams
+# Commands that write files, run for a long time, or stream their output.
+SHOWN = ("check", "golden", "train", "translate")
 
 
 def commands(names):
-    """Return a test's commands: all but a few are extended."""
+    """Parametrize a test over commands, most of which run only as extended tests."""
     extended, torch = pytest.mark.extended("circumstances"), pytest.mark.only("torch")
     marks = {name: [extended, torch] if name == "checkpoint" else [extended] for name in names if name not in SHOWN}
     return pytest.mark.parametrize("command", [pytest.param(name, marks=marks.get(name, ())) for name in names])
@@ -288,7 +289,8 @@ def test_a_read_only_folder(server, command):
     case.check()
 
 
-@commands([name for name in RUNS if name != "checkpoint"])  # who may not read where frameworks are imports none
+# A user without read access to the frameworks can't import them.
+@commands([name for name in RUNS if name != "checkpoint"])
 def test_output_directory_owned_by_a_different_user(case, command):
     case.out.chmod(0o555)
     assert case.end("another user") == (3 if command in WRITES else RUNS[command][1])
@@ -330,7 +332,7 @@ ENDED = {"SIGKILL": {-9}, "SIGTERM": {143, 3}, "SIGINT": {130, 3}}
 
 @pytest.fixture(scope="module")
 def uninterrupted(server):
-    """Return how much the interpreter does for a training run, and the weights that it ends with."""
+    """Return the number of interpreter events during a training run, and the final weights."""
     case = Case(server, "train")
     case.arguments = LONGER.format(out=case.out).split()
     assert case.end("plain") == 0, case.said
@@ -338,7 +340,8 @@ def uninterrupted(server):
 
 
 @pytest.mark.extended("moments of training")
-@pytest.mark.parametrize("moment", [0.01, 0.018, 0.02, 0.023, 0.026, 0.03, 0.034])  # most of a run is its picture
+# Most of a run's events come from plotting.
+@pytest.mark.parametrize("moment", [0.01, 0.018, 0.02, 0.023, 0.026, 0.03, 0.034])
 @pytest.mark.parametrize("number", ENDED)
 def test_interrupted_training_resumes_to_identical_weights(server, uninterrupted, number, moment):
     passed, weights = uninterrupted
@@ -349,7 +352,7 @@ def test_interrupted_training_resumes_to_identical_weights(server, uninterrupted
     if "model.safetensors" not in made:
         if made:
             case.arguments = RESUMED.format(out=case.out).split()
-        else:  # it was ended before there was anything to go on from
+        else:  # the run ended before it saved a checkpoint
             shutil.rmtree(case.out / "run", ignore_errors=True)
         assert case.end("") == 0, case.said
     assert_same_bits(load_weights(case.out / "run" / "model.safetensors")[1], weights)
@@ -361,7 +364,7 @@ EXTENDED = [pytest.param(command, marks=pytest.mark.extended("commands")) for co
 
 @pytest.mark.parametrize("command", ["check", *EXTENDED])
 def test_a_bare_environment(server, case, command):
-    """``python -O``, a system that knows ASCII only, no home and no terminal."""
+    """Commands work with ``python -O``, an ASCII-only locale, no home directory, and no terminal."""
     kept = ("PATH", "PYTHONPATH", "OMP_NUM_THREADS")
     bare = {name: value for name, value in server.environment.items() if name in kept}
     bare |= {"LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "TMPDIR": str(case.temporary)}

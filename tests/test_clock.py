@@ -1,4 +1,4 @@
-"""What a comparison costs: nothing is loaded, computed or counted twice, and what compiling took is told."""
+"""A comparison loads, computes, and times nothing twice, and its report includes the compilation time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES_BY_NAME = {case.name: case for case in standard_cases()}
 
 
 def clock_at(*times: float) -> Clock:
-    """Return a clock that is asked for the time that often."""
+    """Return a clock that reads the given times in turn."""
     return Clock(iter(times).__next__)
 
 
@@ -48,9 +48,9 @@ def test_overlapping_spans_are_counted_once():
     clock = clock_at(10.0, 12.0, 13.0, 20.0)
     clock.add(1.0)
     clock.add(1.0)
-    clock.add(5.0)  # from 8 on: both are part of it
+    clock.add(5.0)  # started at 8, so it includes both earlier spans
     assert clock.seconds == 5.0
-    clock.add(9.0)  # from 11 on: overlaps
+    clock.add(9.0)  # started at 11, so it overlaps the earlier span
     assert clock.seconds == 12.0
 
 
@@ -95,7 +95,7 @@ def test_tf_is_watched_at_the_first_call_of_each_kind(monkeypatch):
     before = clock.seconds
     loaded.search(np.ones((2, 3), int), Search(), shown.append)
     assert len(shown) == 3
-    assert clock.seconds == before + 1.0  # up to the end of the first step
+    assert clock.seconds == before + 1.0  # until the end of the first step
     loaded.search(np.ones((2, 3), int), Search(), shown.append)
     assert clock.seconds == before + 1.0
     monkeypatch.setattr(LoadedPackage, "trainer", lambda self, *settings: SimpleNamespace(train_step=shown.append))
@@ -188,9 +188,9 @@ def test_each_model_is_loaded_once_and_each_block_run_once(monkeypatch):
     assert {(finding.case, finding.dtype) for finding in findings} == {
         (case.name, dtype) for case in cases for dtype in ALL_DTYPES
     }
-    assert all(loads["torch", dtype] == 2 for dtype in ALL_DTYPES)  # two configs, though one is met twice
+    assert all(loads["torch", dtype] == 2 for dtype in ALL_DTYPES)  # the three cases have two distinct configs
     norm = cases[2].block
-    # The truth of float64 is that of float32 too; to bfloat16, inputs and weights are rounded beforehand.
+    # float32 and float64 share one reference run; for bfloat16, inputs and weights are rounded first.
     assert runs["reference_numpy", "float64", norm] == 2
     assert runs["reference_numpy", "float32", norm] == 1
 

@@ -1,4 +1,4 @@
-"""`parity info`, `parity source` and `parity show`: what they print, draw and refuse."""
+"""`parity info`, `parity source`, and `parity show`: their output, plots, and error messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from command_runs import _pipe as _pipe  # a fixture of every test
+from command_runs import _pipe as _pipe  # an autouse fixture
 from command_runs import bare as bare  # a fixture
 from conftest import parity
 
@@ -30,16 +30,16 @@ def test_info_without_frameworks(capsys, monkeypatch):
     assert max(map(len, out.splitlines())) <= 80
     assert "fails" not in out
     assert "37,000 reproduces 0, 41,096 reproduces 10" in " ".join(out.split())
-    monkeypatch.setenv("COLUMNS", "50")  # narrower than the line that is to be copied
+    monkeypatch.setenv("COLUMNS", "50")  # narrower than the command to be copied
     out = parity(capsys, "info")[1]
     for name in PORTS:
         assert (f"pip install 'transformer-parity[cli,{name}]'\n" in out) == (name != "numpy")
-    monkeypatch.delattr(PackagePort, "import_package")  # a broken installation
+    monkeypatch.delattr(PackagePort, "import_package")  # simulates a broken installation
     assert "numpy: cannot be imported: AttributeError:" in parity(capsys, "info")[1]
 
 
 def test_info_describes_installed_backends(capsys, monkeypatch, backends):
-    expected = {backend.name: backend.package.describe() for backend in backends}  # which imports them first
+    expected = {backend.name: backend.package.describe() for backend in backends}  # this imports the packages first
     monkeypatch.setattr(info, "PORTS", {backend.name: PORTS[backend.name] for backend in backends})
     found = json.loads(parity(capsys, "info", "--json")[1])["result"]["backends"]
     for backend in backends:
@@ -48,7 +48,7 @@ def test_info_describes_installed_backends(capsys, monkeypatch, backends):
         products = {row: found[backend.name].pop(row) for row in (info.RATE, "products on a CPU")}
         assert products[info.RATE] > 0.1
         assert re.match("openblas|MKL; measured|XLA|oneDNN", products["products on a CPU"])
-        assert found[backend.name].pop(info.BY_ONEDNN, 1.0) > 0.1  # where it is much faster
+        assert found[backend.name].pop(info.BY_ONEDNN, 1.0) > 0.1  # present only if oneDNN is much faster
         described = {row: said for row, said in expected[backend.name].items() if row not in products}
         assert found[backend.name] == {**described, **known}
 
@@ -95,7 +95,7 @@ def test_framework_output_is_hidden_unless_an_error_occurs(capfd):
         os.write(2, b"oneDNN is on\n")
         print("spinner", file=terminal)
     assert capfd.readouterr().err == "spinner\n"
-    with pytest.raises(ValueError, match="many"), quiet_frameworks():  # noqa: PT012  the block is what is tested
+    with pytest.raises(ValueError, match="many"), quiet_frameworks():  # noqa: PT012  the test is about the block itself
         os.write(2, b"the reason\n")
         int("many")
     os.write(2, b"and on\n")
@@ -126,7 +126,7 @@ def test_framework_output_is_hidden_unless_an_error_occurs(capfd):
 @pytest.mark.usefixtures("bare")
 def test_wrong_usage_exits_with_3(capsys, tmp_path, monkeypatch, command, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delattr(PackagePort, "load")  # it is found out before any model is run
+    monkeypatch.delattr(PackagePort, "load")  # arguments are checked before any model runs
     Path("some_file").write_text("some text")
     code, out, err = parity(capsys, *command.split())
     assert (code, out) == (3, "")
@@ -150,7 +150,7 @@ ABSURD = {
 
 @pytest.mark.parametrize("command", ABSURD)
 def test_an_absurd_size_is_refused_at_once(command, capsys, tmp_path, monkeypatch):
-    """Before memory is taken: what is free is all that counts."""
+    """The size is rejected before any memory is allocated, because the check uses only the available memory."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**29))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(corpora, "DATES_TRAINED", 2000)

@@ -1,4 +1,4 @@
-"""The conditions under which a port differs, read from the cases that differ and the cases that agree."""
+"""The conditions under which a port differs, derived from the cases that differ and the cases that agree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CASES = port_cases(tiny(d_k=None, d_v=None))
 
 
 def said(stage, differs):
-    """Return the sentence about all cases of a stage, if some of them differ."""
+    """Return the statement about a stage in which some cases differ and others agree."""
     cases = [case for case in CASES if case.stage == stage]
     differ = [case for case in cases if differs(case)]
     assert 0 < len(differ) < len(cases)
@@ -38,27 +38,27 @@ def said(stage, differs):
     ],
 )
 def test_condition_met_only_by_differing_cases_is_stated(stage, differs, words):
-    """One condition, or two, tell the cases apart."""
+    """One condition, or a combination of two, distinguishes the differing cases from the others."""
     assert said(stage, differs).startswith(f"exactly the cases with {words}")
 
 
 def test_single_differing_case_is_named_with_at_most_one_condition():
-    """Two conditions tell any case from the others."""
+    """A combination of two conditions could describe any single case, so it would be meaningless."""
     found = said(STEPS, lambda case: case.restart)
     assert found == "only steps/port/changing_slices differs, the only case with a restart of training"
     assert said(DECODE, lambda case: case.name == "decode/port_beam") == ""
 
 
 def test_condition_is_stated_with_the_number_of_agreeing_cases():
-    """Some cases meet the condition and agree by chance."""
+    """Some cases meet the condition but agree by chance."""
     by_chance = "decode/many_beam", "decode/port_beam/longest", "decode/port_beam/one_token_each"
     found = said(DECODE, lambda case: case.search.beam_size and case.name not in by_chance)
     assert found == "only cases with a beam differ; 3 other such cases agree"
 
 
 def test_uninformative_conditions_are_omitted():
-    """All cases differ, or none, or too few agree."""
+    """No condition is stated if every case differs, if no case differs, or if too few cases agree."""
     cases = [case for case in CASES if case.stage == STEPS]
     assert circumstances(cases, []) == ""
     assert circumstances([], cases) == ""
-    assert circumstances(cases[:1], cases[1:3]) == ""  # two cases that agree are too little evidence
+    assert circumstances(cases[:1], cases[1:3]) == ""  # two agreeing cases are too little evidence

@@ -1,4 +1,4 @@
-"""A config describes a model or raises; every message says what, got and needed. Nothing here needs a framework."""
+"""A config is either valid or rejected with a message that states the field, its value, and the requirement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_help_describes_every_field(kind):
 
 
 def bad_fields():
-    """Yield fields with a bad value each, the exception and its message."""
+    """Yield fields, each with a bad value, and the type and message of the expected exception."""
     for name in (*SIZES, *DEPTHS):
         for value in (0, -3):
             yield {name: value}, ValueError, f"{name} must be at least 1: got {value}"
@@ -98,13 +98,13 @@ def test_bad_field(fields, kind, message):
 
 
 def test_every_field_is_refused_something():
-    """A field added later has to be checked, and has to appear above."""
+    """This test fails if a new field isn't validated or isn't listed above."""
     checked = {name for fields, _, _ in bad_fields() for name in fields}
     assert checked == {field.name for field in dataclasses.fields(TransformerConfig)}
 
 
 def test_single_channel_has_no_unbiased_deviation():
-    """The Annotated Transformer divides by d_model - 1."""
+    """The Annotated Transformer divides by d_model - 1, which would be zero."""
     with pytest.raises(ValueError, match="d_model"):
         tiny_config("annotated", d_model=1, num_heads=1, position_encoding="learned")
 

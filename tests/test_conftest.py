@@ -1,4 +1,4 @@
-"""The run itself keeps its promises: what is missing stops it, what is left out is named, what is skipped fails it."""
+"""A test run stops if a backend is missing, lists everything that it leaves out, and fails if a test is skipped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a function that runs a small suite under this conftest; it yields exit code and output."""
+    """Return a function that runs a small test suite with this conftest and returns its exit code and output."""
     for file in ("conftest.py", "tiers.py"):
         shutil.copy(HERE / file, tmp_path)
 
@@ -38,7 +38,7 @@ def run(tmp_path):
         environment = {
             **os.environ,
             "PYTHONPATH": f"{tmp_path}{os.pathsep}{HERE.parent}",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # to import them takes longer than such a suite
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # importing plugins takes longer than running such a suite
             "PYTEST_PLUGINS": "xdist.plugin" if "-n" in options else "",
         }
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
@@ -48,7 +48,7 @@ def run(tmp_path):
 
 
 def test_slow_imports_are_local_to_the_tests():
-    """Every process collects every file, and runs a part of the tests."""
+    """Every pytest process collects every file, although it runs only some of the tests."""
     heavy = {"transformers", "jax", "flax", "tensorflow", "keras", "keras_hub", "third_party_flax"}
     for path in HERE.glob("test_*.py"):
         for node in ast.parse(path.read_text("utf-8")).body:
@@ -61,7 +61,7 @@ def test_left_out_is_named(run):
     code, output = run("def test(backend): pass", "--backends", "numpy", "-q")
     assert code == 0
     for line in ("jax (left out of --backends)", "torch (left out of --backends)", "gpu (left out of --devices)"):
-        assert output.count(f"NOT TESTED: {line}") == 1  # -q has no header
+        assert output.count(f"NOT TESTED: {line}") == 1  # -q suppresses the header
 
 
 SKIPS = """
@@ -172,7 +172,7 @@ def test_tests_with_shared_state_run_in_one_process(run):
 
 
 def test_tensorflow_tests_run_in_dedicated_processes(run):
-    """Of four: where there are fewer, none is spared."""
+    """One of four processes is reserved for TensorFlow; fewer processes share all tests."""
     names = [*(f"tf-{i}" for i in range(4)), *(f"torch-{i}" for i in range(40)), *(f"a-jax-{i}" for i in range(5))]
     test = f"@pytest.mark.parametrize('name', {names})\ndef test(name): pass\ndef test_info_describes_it(): pass"
     for processes, alone in (("1", False), ("4", True)):
@@ -210,7 +210,7 @@ def test_group_is_derived_from_the_test_name(test, shares):
 
 
 def test_files_excluded_from_ci_for_other_kernels_exist():
-    """A file that is not named is taken: a list of those that are taken would forget new ones."""
+    """The script lists the files to exclude, so that new files are included by default."""
     script = (HERE.parent / ".ci" / "run").read_text()
     names = re.search(r"^left_out=\(([^)]+)\)$", script, re.MULTILINE)[1].split()
     assert [name for name in names if not (HERE / f"test_{name}.py").exists()] == []

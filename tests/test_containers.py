@@ -1,4 +1,7 @@
-"""Files of other software: what they hold is read exactly; an attack is refused, and nothing is run, read or taken."""
+"""Files written by other software are read exactly, and malicious files are rejected.
+
+Rejecting a file runs no code, reads no other file, and uses little time and memory.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ from transformer_parity.apps.containers.folder import member
 from transformer_parity.transformer.sentences.pairs import read_pairs
 from transformer_spec.files import load_weights
 
-SECONDS, BYTES = 1.0, 200 * 2**20  # that a refused file may cost, beside Python, NumPy and what reads the files
+SECONDS, BYTES = 1.0, 200 * 2**20  # limits on the CPU time and the additional memory for rejecting a file
 
 
-# Pickles, instruction by instruction.
+# Functions that build pickles, opcode by opcode.
 def text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(value)) + value.encode()
 
@@ -68,7 +71,7 @@ def archive(path: Path, pickled: bytes, numbers=bytes(16), compress=zipfile.ZIP_
 
 
 class Call:
-    """Pickles as a call of a function."""
+    """An object whose pickle calls a function when it is loaded."""
 
     def __init__(self, function, *arguments):
         self.call = function, arguments
@@ -78,12 +81,13 @@ class Call:
 
 
 RUN = (os.system, "touch ran")
-DEEP = b"\x80\x02}(" + b")" + b"\x85" * 3_000_000 + b"Nu."  # a dict whose key is a tuple in a tuple in a tuple ...
+# A dict whose key is a tuple with 3 million levels of nesting.
+DEEP = b"\x80\x02}(" + b")" + b"\x85" * 3_000_000 + b"Nu."
 LARGE = a_tensor(shape=(9000,), of=storage(count=9000))
-ELSEWHERE = b"}(" + text("path") + text("/etc/passwd") + b"ub"  # BUILD: attributes of the object before it
+ELSEWHERE = b"}(" + text("path") + text("/etc/passwd") + b"ub"  # BUILD: sets attributes of the preceding object
 DOTTED = text("collections") + text("OrderedDict.fromkeys") + b"\x93"  # STACK_GLOBAL
 
-ZIPPED = {  # the pickle, and a part of what is said about it
+ZIPPED = {  # each pickle, with a part of the expected error message
     "os.system": (pickle.dumps(Call(*RUN), 2), "refers to posix.system"),
     "os.system, protocol 0": (pickle.dumps(Call(*RUN), 0), "refers to posix.system"),
     "os.system, protocol 4": (pickle.dumps(Call(*RUN), 4), "refers to posix.system"),
@@ -121,7 +125,7 @@ ZIPPED = {  # the pickle, and a part of what is said about it
 
 
 def prepared(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Write every attack, and return each with a part of what has to be said about it."""
+    """Write every malicious file, and return each path with a part of the expected error message."""
     found = {}
 
     def add(title: str, path: Path, said: str) -> Path:
@@ -147,7 +151,7 @@ def prepared(folder: Path) -> dict[str, tuple[Path, str]]:
     add("a file cut short", new("bin"), "not written by torch.save").write_bytes(whole[:-40])
     add("an empty file", new("bin"), "not written by torch.save").write_bytes(b"")
     moved = bytearray(archive(new("bin"), good, bytes(160)).read_bytes())
-    at = moved.rindex(b"PK\1\2")  # the last member's entry; bytes 42 to 45 say where it begins
+    at = moved.rindex(b"PK\1\2")  # bytes 42 to 45 of the last member's entry contain its offset
     moved[at + 42 : at + 46] = struct.pack("<I", 7)
     add("a member somewhere else", new("bin"), "the offset of").write_bytes(moved)
 
@@ -227,7 +231,7 @@ print(json.dumps(found))
 
 
 def test_attacks_are_refused(tmp_path):
-    """In a process of its own, which has no memory to spare."""
+    """The files are read in a new process, so that its peak memory shows how much memory each of them uses."""
     attacks = prepared(tmp_path)
     paths = "".join(f"{path}\n" for path, _ in attacks.values())
     settings = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
@@ -247,7 +251,7 @@ def test_attacks_are_refused(tmp_path):
 
 
 def saved(path: Path, **options) -> dict:
-    """Save tensors of every kind, some of which share their numbers, and return them."""
+    """Save tensors of every kind, some of which share storage, and return them."""
     kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
     found = {str(kind): torch.arange(6).reshape(2, 3).to(kind) for kind in (*kinds, torch.int16, torch.int8)}
     found |= {"bool": torch.tensor([True, False]), "scalar": torch.tensor(3.0), "empty": torch.zeros(0, 3)}
@@ -307,7 +311,7 @@ def test_the_links_of_the_hubs_cache_are_followed(tmp_path):
     assert member(folder, "config.json").read_bytes() == b"{}"
 
 
-# Files that git-lfs has not fetched, and permissions of those that are written.
+# Files that git-lfs has not fetched, and permissions of written files.
 UNFETCHED = (
     b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32\nsize 12345\n"
 )

@@ -1,4 +1,7 @@
-"""Files of arrays, and texts, of other software: each comes back, and what would run code or take memory is refused."""
+"""Array and text files of other software are read back exactly, and malicious files are rejected.
+
+Rejecting a file runs no code and uses little memory.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +30,18 @@ def _nothing_runs(tmp_path, monkeypatch):
 
 
 def refused_at_once(read, what, beginning, message=None):
-    """Expect a ValueError, in little time and memory; return what it says."""
+    """Expect a ValueError within a short time and with little memory, and return its message."""
     start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match=message) as refused:
         read(what)
-    assert time.process_time() - start < 10.0  # an attack that works takes minutes
+    assert time.process_time() - start < 10.0  # a successful attack would take minutes
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # kilobytes
     assert str(refused.value).startswith(beginning)
     return str(refused.value)
 
 
 def cut_and_others_are_refused(read, path, *others):
-    """Expect half of a file, other bytes, and no file at all to be refused."""
+    """Expect a truncated file, an empty file, other invalid contents, and a missing file to be rejected."""
     data = path.read_bytes()
     for bad in (data[: len(data) // 2], b"", *others):
         path.write_bytes(bad)
@@ -94,7 +97,7 @@ def test_transposed_npz_array_round_trips(npz_file):
 
 
 def test_written_npz_avoids_zip64_and_fortran_order(npz_file):
-    """Marian's reader takes sizes from the local headers, where zip64 has none, and refuses columns first."""
+    """Marian's reader requires sizes in the local headers, which zip64 omits, and rejects Fortran order."""
     npz.write(npz_file, {"W": np.arange(6.0).reshape(2, 3).T})
     data = npz_file.read_bytes()
     assert int.from_bytes(data[22:26], "little") == 128 + 6 * 8
@@ -283,7 +286,7 @@ def test_variables_round_trip_and_aliases_share_one_array(tmp_path):
 
 
 def test_written_bytes_match_ctranslate2(tmp_path):
-    """Read as src/models/model.cc does; the checksum is of what its own ``_serialize`` writes for these variables."""
+    """The layout follows src/models/model.cc; CTranslate2's own ``_serialize`` writes a file with this checksum."""
     ctranslate2.write(tmp_path / "model.bin", MODEL)
     data = (tmp_path / "model.bin").read_bytes()
     head = struct.pack("<IH16sII", 6, 16, b"TransformerSpec\0", 7, 6)

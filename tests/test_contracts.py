@@ -1,4 +1,4 @@
-"""Bad input is refused by every backend with the same words, before anything is computed; good input is left alone."""
+"""Every backend rejects invalid input before computing, with the same message, and leaves valid input unchanged."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from reference_numpy import Recorder
 SOURCE = np.array([[5, 6, 7, 36], [8, 9, 0, 0]])
 TARGET = np.array([[1, 3, 4], [1, 5, 0]])
 MEMORY = np.full((2, 4, 24), 0.5, np.float32)
-LONG = 300  # queries; above 256, fast attention takes them in blocks
+LONG = 300  # number of queries; above 256, fast attention computes them in blocks
 BOOLEAN = "must be boolean, True where attention is allowed"
 RAGGED = "must have rows of equal length: got different lengths; pad the rows"
 
-# What is wrong: the ids, the exception and its message behind the name of the argument. Learned positions: 29 at most.
+# Invalid IDs, the exception, and its message after the argument's name. The model has 29 learned positions.
 BAD_IDS = {
     "negative": ([[5, -6], [1, 2]], ValueError, "must be in [0, 37): got -6 at [0, 1]"),
     "too large": ([[5, 3], [37, 2]], ValueError, "must be in [0, 37): got 37 at [1, 0]"),
@@ -33,7 +33,7 @@ BAD_IDS = {
     "length 0": (np.zeros((2, 0), int), ValueError, "must contain at least one token: got shape (2, 0)"),
     "too long": (np.ones((2, 30), int), ValueError, "must be at most 29 tokens long: got 30"),
 }
-# Only lists and NumPy can hold these.
+# Only lists and NumPy arrays can store these values.
 BAD_OBJECTS = {
     "ragged": ([[1, 2], [3]], ValueError, RAGGED),
     "text": ([["a", "b"]], TypeError, "must be integers: got str32"),
@@ -69,7 +69,7 @@ def model(backend):
 
 @pytest.fixture
 def nothing_runs(backend, monkeypatch):
-    """Fail where a computation begins: whatever is refused has to be refused before."""
+    """Fail if a computation begins, because invalid arguments must be rejected before that."""
 
     def begin(*args, **kwargs):
         raise AssertionError("a computation began before the arguments were checked")
@@ -79,7 +79,7 @@ def nothing_runs(backend, monkeypatch):
 
 
 def forms(backend, value, *, native=True):
-    """Return a value as the caller may hand it over: as it is, as a NumPy array, as the framework's own array."""
+    """Return a value in the forms that callers pass: unchanged, as a NumPy array, and as the framework's array."""
     return [value, np.asarray(value), backend.from_numpy(np.asarray(value))] if native else [value]
 
 
@@ -91,7 +91,8 @@ def test_bad_ids(backend, model, nothing_runs, case):
         for name, function, args in (
             ("source_ids", model, (ids, TARGET)),
             ("source_ids", model.encode, (ids,)),
-            *([("source_ids", model.decode, (TARGET, memory, ids))] if value is not None else []),  # a mask may do
+            # A mask can replace the source IDs.
+            *([("source_ids", model.decode, (TARGET, memory, ids))] if value is not None else []),
             ("target_ids", model, (SOURCE, ids)),
             ("target_ids", model.decode, (ids, memory, SOURCE)),
         ):
@@ -132,7 +133,7 @@ def test_source_and_target_of_different_batches(backend, model, nothing_runs):
 
 
 def test_masked_arrays_are_refused(backend, model, nothing_runs):
-    """Their mask would be dropped: what it hides would be read."""
+    """Frameworks would drop a NumPy mask, so the model would read the masked values."""
     ids, mask = np.ma.masked_equal(SOURCE, 0), np.ma.array(SOURCE != 0, mask=SOURCE == 0)
     for name, arguments in (("source_ids", (ids, TARGET)), ("source_mask", (SOURCE, TARGET, mask))):
         message = f"{name} must be a plain array: got a masked array; call .filled(value) first"
@@ -159,7 +160,7 @@ def test_tap_without_return_raises_type_error(backend, model):
     shown = []
     for tap, first in ((lambda name, value: shown.append(name), "source_embedding.output"), (only_scores, "logits")):
         message = f"the tap must return {first} or an array with as many axes: got NoneType; end it with `return value`"
-        kind, said = refusal(model, SOURCE, TARGET, tap=tap)  # Keras adds the arguments of the call
+        kind, said = refusal(model, SOURCE, TARGET, tap=tap)  # Keras appends the arguments of the call to the message
         assert kind is TypeError
         assert message in said
     message = (
@@ -175,19 +176,19 @@ def test_tap_without_return_raises_type_error(backend, model):
 
 
 def only_scores(name, value):
-    """Return every value but the logits."""
+    """Return every value except the logits."""
     if name != "logits":
         return value
 
 
 def test_missing_target(model):
-    """Keras hands over source and target in one tuple; a source alone is no such tuple, of whatever batch size."""
+    """Keras passes source and target as one tuple; a source array isn't such a tuple, regardless of its batch size."""
     assert refusal(model, SOURCE)[0] is TypeError
 
 
 @cache
 def attentions(backend):
-    """Return the attention that a model computes with, and the formula."""
+    """Return the attention functions of a fast model and of a model that uses the formulas."""
     config = tiny_config(num_encoder_layers=1, num_decoder_layers=1)
     fast, plain = (
         backend.package.Transformer.from_weights(config, random_weights(config), fast=fast) for fast in (True, False)
@@ -280,7 +281,7 @@ def test_unavailable_gpu_raises(backend, monkeypatch):
     assert refusal(build, config, random_weights(config), device="gpu") == expected
 
 
-# --- What is accepted ---
+# --- Accepted input ---
 
 
 @pytest.mark.parametrize(
@@ -303,7 +304,7 @@ def test_ids_of_every_integer_type(backend, model, dtype):
 
 
 def _reversed(backend, model):
-    """Return the logits of the reversed source, from an array that is no view."""
+    """Return the logits for the reversed source, passed as a contiguous array instead of a view."""
     return backend.to_numpy(model(np.ascontiguousarray(SOURCE[:, ::-1]), TARGET))
 
 
@@ -311,13 +312,13 @@ def test_masks_as_lists_arrays_and_native(backend, model):
     masks = [[True, False, True, True], [True, True, False, False]], [[True, True, False], [True, True, True]]
     arrays = [np.array(mask) for mask in masks]
     expected = backend.to_numpy(model(SOURCE, TARGET, *arrays))
-    assert np.abs(expected - backend.to_numpy(model(SOURCE, TARGET))).max() > 1e-3  # the masks matter
+    assert np.abs(expected - backend.to_numpy(model(SOURCE, TARGET))).max() > 1e-3  # the masks change the result
     for given in (masks, [backend.from_numpy(array) for array in arrays]):
         np.testing.assert_array_equal(backend.to_numpy(model(SOURCE, TARGET, *given)), expected)
 
 
 def test_memory_from_numpy(backend, model):
-    """What one backend encoded, another may decode."""
+    """One backend can decode the encoder memory that a different backend computed."""
     expected = backend.to_numpy(model.decode(TARGET, backend.from_numpy(MEMORY), SOURCE))
     np.testing.assert_array_equal(backend.to_numpy(model.decode(TARGET, MEMORY, SOURCE)), expected)
 
@@ -346,14 +347,14 @@ def test_arguments_are_neither_changed_nor_kept(backend, model):
     decoded = model.decode(target, memory, source)
     for array, original in ((source, SOURCE), (target, TARGET), (masks[0], SOURCE != 0), (masks[1], TARGET != 0)):
         np.testing.assert_array_equal(array, original)
-        array[...] = 1  # some frameworks compute later, and from the caller's memory
+        array[...] = 1  # some frameworks compute asynchronously from the caller's memory
     np.testing.assert_array_equal(backend.to_numpy(logits), expected)
     np.testing.assert_array_equal(backend.to_numpy(memory), MEMORY)
     expected = backend.to_numpy(model.decode(TARGET, memory, SOURCE))
     np.testing.assert_array_equal(backend.to_numpy(decoded), expected)
 
 
-# --- Rows that may attend to nothing, and Marian's start symbol ---
+# --- Queries that may attend to no key, and Marian's BOS token ---
 
 
 @pytest.mark.parametrize("length", [5, LONG])
@@ -393,7 +394,7 @@ def test_padded_sentence_leaves_everything_finite(backend, explicit):
         if name.endswith("context"):
             assert not value[1].any(), name
             assert value[0].any(), name
-        else:  # nothing but the projection's bias
+        else:  # only the projection's bias remains
             bias = weights[name.replace(".output", ".output_proj.bias")]
             np.testing.assert_array_equal(value[1], np.broadcast_to(bias, value[1].shape), err_msg=name)
     if backend.name != "numpy":
@@ -402,7 +403,7 @@ def test_padded_sentence_leaves_everything_finite(backend, explicit):
 
 
 def test_start_symbol_may_be_the_padding(backend):
-    """Marian starts with its padding id: that first position is a token, and each later one is padding."""
+    """Marian uses its padding ID as the BOS token: the first position is a token, and any later one is padding."""
     config = tiny_config("marian", num_encoder_layers=1, num_decoder_layers=1)
     assert config.bos_id == config.pad_id == 1
     model = backend.package.Transformer.from_weights(config, random_weights(config), dtype="float64")

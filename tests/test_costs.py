@@ -1,4 +1,4 @@
-"""What a plan costs: what is computed is what each engine's own counter finds, and what the shares of NumPy hold."""
+"""The predicted costs of a plan match the counters of each engine and the shards of the NumPy engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TABLE = "source_embedding.table"
 
 
 def predicted(plan, probe=PROBE):
-    """Return the numbers of each kind of collective."""
+    """Return the predicted number of transferred values for each kind of collective."""
     found = Counter()
     for each in collectives(Plan.parse(plan), probe.config, SIZES):
         found[each.kind] += each.numbers
@@ -66,7 +66,10 @@ def test_device_memory_matches_its_shards(plan):
 
 
 def test_operand_sizes_match_the_products():
-    """Each once, and without attention's weights: those of query, key and value are one, as is the memory."""
+    """Each operand is included once, except for attention weights.
+
+    The query, key, and value projections share one input, and all cross-attentions share the encoder memory.
+    """
     work = TrainWork("tiny", batch=4, source=6, target=5)
     forward = list(super(TrainWork, work).products())
     seen = {}
@@ -88,14 +91,15 @@ def test_operand_sizes_match_the_products():
     assert held(Plan(), work.config, sizes)["activations"] == 4 * (sum(seen.values()) + logits)
     halved = held(Plan(data=2), work.config, sizes)["activations"]
     assert halved == held(Plan(fsdp=2), work.config, sizes)["activations"] == 2 * (sum(seen.values()) + logits)
-    assert halved < held(Plan(tensor=2), work.config, sizes)["activations"] < 2 * halved  # which has all rows
+    # With tensor=2, each device still computes all rows.
+    assert halved < held(Plan(tensor=2), work.config, sizes)["activations"] < 2 * halved
 
 
 # --- Each engine's own counter. ---
 
 
 def counted_by_gloo(events):
-    """Return how many numbers each kind of collective is given; single numbers and norms are counted by their size."""
+    """Return the number of values for each kind of collective, and the number of small all-reduces by size."""
     found, small = Counter(), Counter()
     for name, shapes in events:
         if name == "gloo:all_reduce":
@@ -108,7 +112,7 @@ def counted_by_gloo(events):
             found["all-gather"] += math.prod(shapes[0])
         elif name == "c10d::_reduce_scatter_base_":
             found["reduce-scatter"] += math.prod(shapes[1])
-            found["all-reduce"] -= math.prod(shapes[1])  # which is how gloo does it
+            found["all-reduce"] -= math.prod(shapes[1])  # gloo implements a reduce-scatter as an all-reduce
     return +found, small
 
 
@@ -124,8 +128,8 @@ def assert_torch_sends(folder, plans):
             kernels = {name: f"{name.rpartition('.')[0]}.kernel" for name in SHAPES}
             in_tensor = [name for name in SHAPES if mesh.tensor > 1 and tensor_axis(kernels[name]) is not None]
             divided = len(SHAPES if mesh.fsdp > 1 else in_tensor)
-            assert small.pop(1) == 2  # the loss, along data and along fsdp
-            assert {*small} == ({divided} if divided else set())  # a norm for each parameter
+            assert small.pop(1) == 2  # the loss, summed along the data and fsdp axes
+            assert {*small} == ({divided} if divided else set())  # one norm per parameter
 
 
 @pytest.mark.extended("plans")
@@ -140,7 +144,7 @@ def test_traffic_of_four_pytorch_processes_matches_the_prediction(tmp_path, plan
 
 
 def counted_by_xla(text):
-    """Return how many numbers each kind of collective of a compiled program has, without single ones."""
+    """Return the number of values for each kind of collective in a compiled program, excluding scalars."""
     found = {}
     pattern = r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
     for types, kind in re.findall(pattern, text):
@@ -150,7 +154,7 @@ def counted_by_xla(text):
 
 
 def compiled_step(plan):
-    """Return the text of what JAX has compiled for a step."""
+    """Return the text of the program that JAX compiles for a training step."""
     from parallel_jax import trainer
 
     many = trainer(PROBE, plan)
@@ -166,9 +170,11 @@ def compiled_step(plan):
 
 
 def jax_sends(plan):
-    """XLA gathers once, and keeps what it has gathered; on a CPU it sums all of a gradient, and takes its part.
+    """Check the number of values that the program compiled by XLA transfers.
 
-    Where ``data`` divides too, one sum is over both. A tied table is summed once for each of its three uses.
+    XLA gathers each parameter once and keeps the result. On a CPU, it sums the full gradient, and each device then
+    takes its shard. If the plan also has a ``data`` axis, one sum covers both axes. A tied embedding matrix is summed
+    once for each of its three uses.
     """
     mesh, counted = Plan.parse(plan), counted_by_xla(compiled_step(plan))
     if mesh.tensor > 1:
@@ -189,7 +195,7 @@ def test_jax_traffic_matches_the_prediction(plan):
 
 
 def tf_sends():
-    """TensorFlow puts the loss and all gradients behind one another, and sums that; integers are summed by the host."""
+    """Check that TensorFlow sums the loss and all gradients in one tensor; the host sums integers."""
     import test_parallel_tf
 
     import transformer_tf
@@ -199,16 +205,16 @@ def tf_sends():
     many.train_step(*PROBE.batch(0))
     (step,) = many._traced.values()
     sums = [op for op in step.get_concrete_function().graph.get_operations() if "Collective" in op.type]
-    assert [op.type for op in sums] == ["CollectiveReduceV2"] * 2  # of two devices
-    sizes = Counter([1, *map(math.prod, SHAPES.values())])  # of the loss, and of the gradient of each parameter
+    assert [op.type for op in sums] == ["CollectiveReduceV2"] * 2  # one per device
+    sizes = Counter([1, *map(math.prod, SHAPES.values())])  # the loss, and the gradient of each parameter
     assert sizes.total() == 1 + len(SHAPES)
     assert sum(size * count for size, count in sizes.items()) == 1 + predicted("data=2")["all-reduce"]
     for op in sums:
-        *parts, _ = op.inputs[0].op.inputs  # of the concatenation, without its axis
+        *parts, _ = op.inputs[0].op.inputs  # the inputs of the concatenation, without its axis
         known = Counter(part.op.inputs[0].shape.num_elements() for part in parts)
-        unknown = known.pop(None, 0)  # until it is computed
+        unknown = known.pop(None, 0)  # unknown until the graph runs
         assert known <= sizes
-        assert unknown == (sizes - known).total()  # as many as there are others
+        assert unknown == (sizes - known).total()  # one for each remaining size
         assert known
 
 

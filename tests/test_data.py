@@ -1,4 +1,4 @@
-"""What a model is trained on: vocabularies and their inverse, generated dates, batches and their order."""
+"""Training data: vocabularies and decoding, generated dates, and batches and their order."""
 
 import gzip
 import itertools
@@ -26,7 +26,8 @@ from transformer_parity.transformer.sentences.pairs import read_pairs
 from transformer_parity.transformer.sentences.subwords import Subwords
 from transformer_parity.transformer.sentences.vocabulary import LONGEST, pad
 
-PRESETS = ["paper_base", "t2t_2017", "annotated", "marian", "fairseq", "flax_wmt"]  # each with other special ids
+# Each preset has different special IDs.
+PRESETS = ["paper_base", "t2t_2017", "annotated", "marian", "fairseq", "flax_wmt"]
 
 
 def config_for(vocabulary, preset="paper_base", **special_ids):
@@ -80,7 +81,7 @@ def test_text_is_exact_up_to_normalisation(vocabulary):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_unknown_characters_and_ids_are_encoded_and_decoded(vocabulary, preset):
-    size = vocabulary.size + 9  # a model with more ids than there are subwords
+    size = vocabulary.size + 9  # a model with more IDs than the vocabulary has subwords
     config = tiny_config(preset, source_vocab_size=size, target_vocab_size=size)
     vocabulary = vocabulary.numbered(config)
     ids = vocabulary.ids("Wo ist 漢?")
@@ -93,7 +94,7 @@ def test_unknown_characters_and_ids_are_encoded_and_decoded(vocabulary, preset):
 
 def test_character_vocabulary_contains_every_character():
     lines = ["aaaa bbbb aaaa", "aaaa Übär"]
-    vocabulary = Subwords.train(lines, 8, "char")  # a b r ä Ü, the space, and unknown
+    vocabulary = Subwords.train(lines, 8, "char")  # a, b, r, ä, Ü, the space, and the unknown token
     assert vocabulary.size == 7
     assert vocabulary.pieces("Ürb ab") == ["Ü", "r", "b", "▁", "a", "b"]
     with pytest.raises(ValueError, match="6 subwords are too few for this text: it needs 7"):
@@ -176,7 +177,8 @@ def test_the_words_of_a_language_are_all_different():
         for field, words in vars(language).items():
             assert len({word.casefold() for word in words}) == len(words), (name, field)
             needed = 12 if "month" in field else 7 if "weekday" in field else 31
-            assert len(words) in (needed, 31), (name, field)  # 31 are numbers, where a language is without its own
+            # A language without its own words for a field uses 31 numbers.
+            assert len(words) in (needed, 31), (name, field)
     assert sum(map(len, FORMATS.values())) >= 28
     assert FORMATS.keys() == LANGUAGES.keys()
 
@@ -184,7 +186,7 @@ def test_the_words_of_a_language_are_all_different():
 def test_every_date_string_has_one_correct_answer(dates, held_out_dates):
     answers = {}
     for source, target in dates + held_out_dates:
-        plain = "".join(source.casefold().split())  # as much as any normalization could take away
+        plain = "".join(source.casefold().split())  # removes at least as much as any normalization could
         assert answers.setdefault(plain, target) == target, source
 
 
@@ -223,7 +225,8 @@ def test_days_are_held_out_by_content(dates, held_out_dates):
     assert 0.09 < share < 0.11
     for part in (lambda day: day.day, lambda day: day.month, lambda day: day.year, lambda day: day.weekday()):
         assert {part(day) for day in days if is_held_out(day)} == set(map(part, days))
-    assert is_held_out(date(1900, 1, 16))  # for ever: a model that is published must not find it was trained on
+    # This must never change, because a published model must not have been trained on a held-out date.
+    assert is_held_out(date(1900, 1, 16))
     assert not is_held_out(date(2000, 1, 1))
 
 
@@ -247,7 +250,7 @@ def test_date_lines_contain_every_character(dates, held_out_dates):
 
 
 def test_lines_end_at_a_newline_and_nowhere_else(tmp_path):
-    """In training, evaluation and comparison as in translation: a lone carriage return would shift all later pairs."""
+    """If a carriage return ended a line, all later pairs would be misaligned, in training as well as in translation."""
     text = "a\rb\x0bc\u2028d\x85e\r\nf\n"
     (tmp_path / "a").write_bytes(text.encode())
     (tmp_path / "b.gz").write_bytes(gzip.compress(text.encode()))

@@ -1,4 +1,4 @@
-"""The judge of searches: near-ties are told from mistakes, and every kind of mistake is found where it was made."""
+"""The verification of searches distinguishes near-ties from bugs and detects bugs of every kind."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ BY_RULES = {
 
 
 def twins(difference, token=5, seed=13):
-    """Return a model in which token 7 is what another is, but likelier by ``difference`` nats.
+    """Return a model in which token 7 duplicates another token, but is more likely by ``difference`` nats.
 
-    No rounding of a product tells them apart: both logits are 1.0 times a number of their kernel, plus their bias.
+    Rounding in a matmul can't separate the two tokens, because each logit is the same kernel value, multiplied by 1.0,
+    plus a bias.
     """
     config, weights = lively(seed=seed)
     weights["target_embedding.table"][token] = weights["target_embedding.table"][7]
@@ -50,7 +51,7 @@ def twins(difference, token=5, seed=13):
 
 
 def follow_all(config, weights, found, options, dtype):
-    """Return the doubts about a search of the usual sources."""
+    """Return the doubts about a search on the usual source sentences."""
     truth = load_reference(config, weights)
     rounded = None if dtype == "float64" else load_reference(config, weights, dtype)
     expected = options.run(ref, truth, sources(config)).nbest_ids
@@ -63,7 +64,7 @@ def found_by(model, options, package=ref):
 
 @BOTH
 def test_near_tie_is_distinguished_from_a_bug(options):
-    """Float32 cannot see the difference and takes the lower id; in float64 the same choice is a mistake."""
+    """Float32 can't represent the difference, so the lower ID is selected. In float64, the same choice is a bug."""
     config, weights = twins(1e-9)
     found = found_by(load_reference(config, weights, "float32"), options)
     assert 5 in found.result.nbest_ids
@@ -96,7 +97,7 @@ def test_a_choice_beyond_rounding_is_a_mistake(options):
     ],
 )
 def test_near_ties_are_distinguished_from_bugs_under_all_search_rules(name, token):
-    """What ends, what is kept and where the search stops may be decided by rounding too."""
+    """Rounding can also decide which hypotheses end, which are kept, and when the search stops."""
     options, strict = BY_RULES[name], []
     for seed in (13, 14):
         config, weights = twins(1e-9, token, seed)
@@ -108,7 +109,7 @@ def test_near_ties_are_distinguished_from_bugs_under_all_search_rules(name, toke
 
 @pytest.mark.parametrize("options", [GREEDY, BEAM, *BY_RULES.values()], ids=["greedy", "beam", *BY_RULES])
 def test_reference_search_raises_no_doubts(options):
-    """Followed though it returns the same: every step of it is the best."""
+    """The search is followed even though its result is correct, and each of its steps must be the best choice."""
     for seed in (13, 28, 6):
         config, weights = lively(seed=seed)
         truth = load_reference(config, weights)
@@ -188,7 +189,7 @@ def test_mistakes_in_a_search_are_found(options, old, new):
 
 @pytest.mark.parametrize("condition", ["np.isfinite(state.finished).all()", "n == plan.capacity - 1"])
 def test_search_that_stops_too_early_is_detected(condition):
-    """What it last showed could go on; of one sentence alone, since one that goes on keeps the others company."""
+    """The searches run on one sentence at a time, because an unfinished sentence would keep its batch running."""
     mistaken = mistaken_package("if not state.goes_on():", f"if not state.goes_on() or {condition}:")
     wrong = 0
     for seed, row, count in itertools.product((13, 28, 6), range(5), (1, 2)):
@@ -198,7 +199,7 @@ def test_search_that_stops_too_early_is_detected(condition):
         expected = options.run(ref, truth, source_ids).nbest_ids
         try:
             found = Decoded.by(partial(options.run, mistaken, truth, source_ids))
-        except ValueError:  # it has no hypothesis at all
+        except ValueError:  # the search returned no hypothesis
             continue
         doubts = explain(truth, truth, source_ids, found, expected, options)
         assert bool(doubts) == (found.result.nbest_ids.tolist() != expected.tolist())
@@ -208,7 +209,7 @@ def test_search_that_stops_too_early_is_detected(condition):
 
 
 def spoilt(found, change):
-    """Return what was found, with other hypotheses."""
+    """Return a search result whose hypotheses have been changed."""
     ids = found.result.nbest_ids.copy()
     change(ids)
     return Decoded(SearchResult(ids, found.result.nbest_scores), found.shown)
@@ -238,7 +239,7 @@ def test_impossible_search_results_have_infinite_margins(change):
 
 @pytest.mark.parametrize("options", [GREEDY, BEAM, *BY_RULES.values()], ids=["greedy", "beam", *BY_RULES])
 def test_random_tokens_are_judged_without_an_exception(options):
-    """Padding and the end symbol are frequent, so most hypotheses continue after one of them."""
+    """The random tokens often include padding and EOS, so most hypotheses continue after one of them."""
     config, weights = lively()
     truth = load_reference(config, weights)
     right = options.run(ref, truth, sources(config)).nbest_ids

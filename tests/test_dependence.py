@@ -1,4 +1,4 @@
-"""Models on which nothing shows: a comparison that a wrong program passes is none."""
+"""Models whose results don't depend on their input are rejected, because a wrong program could agree with them."""
 
 import re
 from dataclasses import replace
@@ -25,7 +25,7 @@ from transformer_parity.transformer.stages.registry import STAGES
 
 
 def models():
-    """Return the model of every case that runs a full model, once."""
+    """Return one case for each distinct model among the cases that run a full model."""
     cases = [case for case in [*standard_cases(), *port_cases(tiny())] if not case.block]
     return {(case.config, case.seed): case for case in cases}.values()
 
@@ -63,13 +63,13 @@ def test_a_model_at_the_limits_of_a_config_shows_something(overrides):
 
 
 class Blind(MyPort):
-    """A port of one channel, whose norms return their biases."""
+    """A port with one channel, in which each norm returns only its bias."""
 
     overrides = {"d_model": 1, "num_heads": 1, "position_encoding": "learned"}
 
 
 class Short(MyPort):
-    """A port with fewer positions than the sentences of its cases have."""
+    """A port with fewer positions than its cases require."""
 
     overrides = {"position_encoding": "learned", "max_length": 4}
 
@@ -97,7 +97,7 @@ def test_a_port_must_leave_a_case_with_padding_in_each_stage(stage):
     config, port = tiny(d_k=None, d_v=None), PluginPort(f"{MyPort.__module__}:MyPort")
     of_stage = [case for case in port_cases(config) if case.stage == stage]
     port.left_out = {case.name: "later" for case in of_stage}
-    assert port_config(port) == config  # the whole stage, which is reported as missing
+    assert port_config(port) == config  # a port may omit an entire stage, which is then reported as missing
     port.left_out = {case.name: "later" for case in of_stage if (case.inputs["source_ids"] == config.pad_id).any()}
     if len(port.left_out) < len(of_stage):
         with pytest.raises(

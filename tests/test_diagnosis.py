@@ -1,4 +1,4 @@
-"""Other cases and agreeing activations exclude mistakes, so that no diagnosis names them."""
+"""Agreeing activations and other cases exclude bugs that a diagnosis would otherwise report."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_agreeing_activations_exclude_forward_mistakes(stage):
 
 
 def test_search_is_not_diagnosed_with_a_forward_bug_if_activations_agree():
-    """If activations agree, a search whose tokens are the tokens of unscaled scores has a different cause."""
+    """If activations agree, unscaled scores aren't the cause, even if a search returns exactly their tokens."""
     unscaled = named("scores not scaled", DECODE)
     activations = next(case for case in CASES if case.name == "full/padded")
     wrong = {case.name: only_tokens(shown(unscaled, case)) for case in SEARCHES}
@@ -85,7 +85,7 @@ def test_match_in_every_failing_case_is_likely_if_other_cases_agree():
     assert found.sentence == (
         f"some decode cases agree; in those that differ, it behaves like the reference with this change: {early.name}"
     )
-    # Without scores, a few tokens fit by chance.
+    # Without scores, a few tokens can match by chance.
     tokens = [(case, arrays and only_tokens(arrays)) for case, arrays in others]
     found = diagnose(BEAM, only_tokens(shown(early, BEAM)), "it", known=list(early.parts), others=tokens)
     assert found.confidence == UNKNOWN
@@ -137,7 +137,7 @@ def test_positions_in_float32_are_evidence():
         found.sentence
         == f"the position encoding that it adds at {tap} has only float32 precision: compute it in float64"
     )
-    for other in (right[tap] * (1.0 + 1e-7), right[tap] - encoding):  # nothing that is added is float32 in the second
+    for other in (right[tap] * (1.0 + 1e-7), right[tap] - encoding):  # the second one adds no encoding at all
         wrong[tap] = other
         assert diagnose(case, wrong, "it", known=[]).confidence == UNKNOWN
 
@@ -152,7 +152,7 @@ def test_bug_is_identified_despite_differences_at_unread_positions():
 
 
 def test_place_is_found_although_unread_positions_seem_to_introduce_differences():
-    """Heads merged without a transpose mix positions, so that later blocks read values at padding."""
+    """Merging heads without a transpose mixes positions, so later blocks read values at padding."""
     case = next(case for case in CASES if case.name == "full/padded")
     parts = tuple(f"decoder.layers.{i}.cross_attention" for i in range(CONFIG.num_decoder_layers))
     (mistake,) = named("heads merged without a transpose", case.stage).parts

@@ -1,4 +1,4 @@
-"""The comparison of a run on several devices: each planted mistake is found, located and named; right runs agree."""
+"""Comparing runs on multiple devices finds, locates, and identifies injected bugs, and accepts correct runs."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from transformer_parity.transformer.distributed.worker import Seen, TrainingTask
 from transformer_parity.transformer.mistakes.distributed import MISTAKES
 from transformer_parity.transformer.mistakes.edited_package import edited_package
 
-INVISIBLE = ("reduced twice", "norm includes every replica")  # in the loss
+INVISIBLE = ("reduced twice", "norm includes every replica")  # bugs that don't change the loss
 
 
 @cache
 def expected(name: str):
-    """Return what one device gives, by the name of a case."""
+    """Return the result of training a case on one device, by the name of the case."""
     return train(reference_numpy, task(name))
 
 
 def task(name: str, plan: Plan | None = None) -> TrainingTask:
-    """Return the run of a case; ``resumed`` goes on from the middle of another."""
+    """Return the training task of a case; ``resumed`` starts from the middle of the ``short`` run."""
     if name != "resumed":
         return TrainingTask(probes()[name], plan)
     return TrainingTask(probes()["short"], plan, expected("short").snapshots[2])
 
 
 def run(mistake):
-    """Train with a mistake, and return what was seen, what should have been, and all comparisons."""
+    """Train with an injected bug, and return the observed run, the expected run, and all findings."""
     _, plan, name = mistake.case.split("/")
     package = edited_package("reference_numpy", tuple(mistake.edits["numpy"]))
     seen = train(package, task(name, package.Plan.parse(plan)))
@@ -75,7 +75,7 @@ def test_per_shard_clipping_is_diagnosed_without_reported_norms():
 
 @pytest.fixture(scope="module")
 def two():
-    """Returns the processes of a framework that have two devices."""
+    """A function that returns a framework's process group with two devices, which is started only once."""
     with ExitStack() as stack:
         yield cache(lambda name: stack.enter_context(processes.group(name, 2, timeout=200)))
 
@@ -87,7 +87,7 @@ def planted(name, mistake, *marks):
 
 
 IN_PORTS = [
-    # One of JAX is not extended; test_own_trainer.py has one in processes of torch.
+    # By default, only one JAX bug runs here; test_own_trainer.py runs one bug in torch processes.
     planted(name, mistake, *[pytest.mark.extended("plans")] * (name != "jax" or mistake is not mistakes[0]))
     for name, mistakes in distributed_ports.MISTAKES.items()
     for mistake in mistakes
@@ -130,7 +130,7 @@ def test_a_right_run_raises_no_alarm(plan):
 
 @pytest.mark.parametrize("name", rounded())
 def test_below_float64_rounding_agrees_and_half_a_gradient_does_not(name):
-    """NumPy has no mixed precision: its float32 gradients are rounded."""
+    """NumPy has no mixed precision, so the test rounds its float32 gradients."""
     probe, plan = rounded()[name], Plan(data=2)
     float32 = replace(probe, settings=probe.exact.settings)
     one_device, seen = (train(reference_numpy, TrainingTask(float32, devices)) for devices in (None, plan))
@@ -150,7 +150,7 @@ def test_below_float64_rounding_agrees_and_half_a_gradient_does_not(name):
 
 
 def on_two(change=lambda seen: seen) -> list:
-    """Return what is found if two processes have a device each, and the second sees something else."""
+    """Return the findings for two processes with one device each, where ``change`` alters the second one's results."""
     seen = train(reference_numpy, TrainingTask(probes()["short"], Plan(data=2)))
     of_each = [
         replace(seen, shards={name: [held[device]] for name, held in seen.shards.items()}) for device in range(2)
@@ -195,7 +195,7 @@ def test_unsupported_plan_is_reported_with_the_reason(named, verdict):
 
 
 def steps(backend, *plans, count=None):
-    """Return all findings of the stage, by plan and case."""
+    """Return the finding for each plan and case."""
     check = DistributedCheck([backend], asked=[*map(Plan.parse, plans)], processes=count)
     start = partial(processes.group, backend, processes=count, timeout=200)
     (port,) = check.checked_ports()
@@ -216,7 +216,7 @@ def test_failed_plan_does_not_stop_the_remaining_plans():
 def test_crashed_process_ends_the_distributed_run():
     with processes.group("numpy", 1, timeout=200) as group:
         children = [one for one in psutil.Process().children() if processes.WORK in one.cmdline()]
-        max(children, key=psutil.Process.create_time).kill()  # those of other tests are older
+        max(children, key=psutil.Process.create_time).kill()  # processes of other tests are older
         with pytest.raises(processes.GroupError, match=r"^process 0 of 1: the process ended with exit code"):
             group.train(task("short", Plan(data=2)))
 
@@ -234,7 +234,8 @@ def test_the_command(monkeypatch, capsys, tmp_path):
         "transformer_parity.transformer.distributed.check.group",
         lambda backend, devices, **how: as_numpy(devices, **how),
     )
-    command = ["check-distributed", "--backends", "torch", "--dtype", "float64"]  # all that NumPy has
+    # NumPy, which replaces torch here, doesn't support bfloat16.
+    command = ["check-distributed", "--backends", "torch", "--dtype", "float64"]
     command += ["--json", str(tmp_path / "result.json")]
     assert main([*command, "--parallel", "data=2", "--parallel", "fsdp=2,tensor=2"]) == 0
     printed = capsys.readouterr().out
@@ -294,6 +295,6 @@ def test_every_framework_agrees_on_its_plans(backend):
     ],
 )
 def test_several_processes_of_a_framework_agree(name, plans):
-    """Of JAX, with two devices each."""
+    """Each JAX process has two devices."""
     found = steps(name, *plans, count=2)
     assert {case: finding.detail for case, finding in found.items() if finding.verdict != AGREES} == {}

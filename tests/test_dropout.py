@@ -1,10 +1,10 @@
-"""Dropout, shown by argument and not by eye, in a training step of each backend.
+"""Analytical checks of dropout in a training step of each backend.
 
-Where nearly everything is dropped at one site, what is left is the model without that contribution, which the reference
-computes without any dropout. And in a model whose every site can be read off its taps, the factor that each element was
-multiplied by is known: 0 or 1 / (1 - rate), so that masks can be counted and compared.
+If nearly everything is dropped at one site, the result is the model without the contribution of that site, which the
+reference can compute without dropout. In a second model, the taps reveal the factor by which each element was
+multiplied, 0 or 1 / (1 - rate), so the masks can be counted and compared.
 
-Each ``check_`` takes a backend, or a copy of one with a mistake in it: ``test_mutants`` shows that they fail.
+Each ``check_`` function takes a backend or an edited copy with a bug; ``test_mutants`` shows that it then fails.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from transformer_parity.transformer.cases.inputs import hard_weights
 from transformer_parity.transformer.cases.standard import gradient_case
 from transformer_spec.names import tap_shapes
 
-# Of the 10^4 elements of a step, one stays in a thousand runs, and the seed is fixed.
+# A step has about 10^4 elements. This rate keeps one of them in one of a thousand runs, and the seed is fixed.
 NEARLY_ALL = 1.0 - 1e-7
-SITES = {  # of each rate: the taps whose values it thins out
+SITES = {  # the taps at which each rate drops values
     "embedding": ("_embedding.output",),
     "attention": (".weights",),
     "residual": ("attention.output", "feed_forward.output"),
     "feed_forward": (".inner",),
 }
-STILL = TrainingConfig(learning_rate_factor=1e-30)  # a step that changes no weight
-BATCH = {name: ids[:, :7] for name, ids in gradient_case("paper_base").inputs.items()}  # few shapes to compile for
+STILL = TrainingConfig(learning_rate_factor=1e-30)  # a learning rate so small that no weight changes
+# The IDs are truncated so that there are fewer shapes to compile.
+BATCH = {name: ids[:, :7] for name, ids in gradient_case("paper_base").inputs.items()}
 STRICT = 1e-11
 
 
 def small(norm_order: str = "post", **rates: float) -> TransformerConfig:
-    """Return a model of one layer on each side, with dropout where a rate is given."""
+    """Return a config with one layer on each side and with the given dropout rates; the others are zero."""
     config = tiny(
         d_ff=24, d_v=8, num_encoder_layers=1, num_decoder_layers=1, attention_bias=True, norm_order=norm_order
     )
@@ -53,7 +54,7 @@ def small(norm_order: str = "post", **rates: float) -> TransformerConfig:
 
 
 def trainer(backend: Backend, config: TransformerConfig, settings: TrainingConfig = STILL, **options: Any) -> Any:
-    """Return a trainer of a float64 model with the hard weights, or others."""
+    """Return a trainer of a model, by default in float64 with the hard weights."""
     weights, dtype = options.pop("weights", None) or hard_weights(config), options.pop("dtype", "float64")
     model = backend.package.Transformer.from_weights(config, weights, dtype)
     return backend.package.Trainer(model, settings, **options)
@@ -61,9 +62,9 @@ def trainer(backend: Backend, config: TransformerConfig, settings: TrainingConfi
 
 @contextmanager
 def interpreted(backend: Backend) -> Iterator[None]:
-    """Run one operation at a time: to compile a step that is taken once takes longer.
+    """Run operations one at a time, because compiling a step that runs only once takes longer.
 
-    In JAX, where the operations of the backward pass would each be compiled, the gradient is left out.
+    In JAX, each operation of the backward pass would be compiled separately, so zeros replace the gradient.
     """
     if backend.name == "jax":
         import jax
@@ -90,7 +91,7 @@ def interpreted(backend: Backend) -> Iterator[None]:
 
 @contextmanager
 def spied(backend: Backend) -> Iterator[dict[str, ndarray]]:
-    """Yield a dict that fills with the taps of each forward pass, also where a trainer listens to none."""
+    """Yield a dict that collects the taps of each forward pass, even if the trainer doesn't observe any."""
     seen: dict[str, ndarray] = {}
     model = backend.package.Transformer
     original = {name: getattr(model, name) for name in ("_encode", "_decode")}
@@ -119,7 +120,7 @@ def spied(backend: Backend) -> Iterator[dict[str, ndarray]]:
 
 
 def without(config: TransformerConfig, batch: Mapping[str, ndarray], site: str) -> tuple[float, dict[str, ndarray]]:
-    """Return the reference's loss, and its taps, where all that a site thins out is zero."""
+    """Return the reference's loss and its taps, with all values at a dropout site replaced with zeros."""
     model = reference_numpy.Transformer.from_weights(config, hard_weights(config), "float64")
     shapes = tap_shapes(config, *batch["source_ids"].shape, batch["target_ids"].shape[1])
     zeros = {name: np.zeros(shape) for name, shape in shapes.items() if is_at(name, site)}
@@ -130,7 +131,7 @@ def without(config: TransformerConfig, batch: Mapping[str, ndarray], site: str) 
 
 
 def is_at(tap: str, site: str) -> bool:
-    """Return whether a tap is what a site thins out."""
+    """Return True if a tap is at a dropout site."""
     return tap.endswith(SITES[site])
 
 
@@ -141,7 +142,7 @@ def assert_equal(name: str, got: Any, expected: Any) -> None:
 
 
 def check_sites(backend: Backend, norm_order: str, site: str) -> None:
-    """Drop nearly everything at one site: what remains is the model without what it thins out."""
+    """Drop nearly everything at one site, and check that the rest matches the model without that contribution."""
     config = small(norm_order, **{site: NEARLY_ALL})
     loss, expected = without(config, BATCH, site)
     with interpreted(backend):
@@ -150,14 +151,14 @@ def check_sites(backend: Backend, norm_order: str, site: str) -> None:
             result = subject.train_step(**BATCH)
         for name, value in expected.items():
             assert_equal(name, seen[name], value)
-        assert all(np.any(value) for name, value in seen.items() if is_at(name, site))  # a tap is in front of it
+        assert all(np.any(value) for name, value in seen.items() if is_at(name, site))  # taps come before dropout
         assert_equal("loss", float(result.loss), loss)
-        if backend.name == "torch":  # with nobody looking, a fused kernel does it
+        if backend.name == "torch":  # without taps, PyTorch uses a fused kernel
             assert_equal("loss without taps", float(trainer(backend, config).train_step(**BATCH).loss), loss)
 
 
-# A model that hides no mask: pre-norm, so that the residual stream passes by the norms, and each kind of sub-layer
-# writes to channels of its own, so that the stream shows all of them apart.
+# This model exposes every mask. It is pre-norm, so that the residual stream bypasses the norms, and each kind of
+# sublayer writes to separate channels, so that its contribution to the stream can be identified.
 RATES = {"embedding": 0.4, "attention": 0.5, "residual": 0.6, "feed_forward": 0.45}
 OWN = {
     "embedding": slice(0, 12),
@@ -170,13 +171,13 @@ AXES = {3: ("sentences", "positions", "channels"), 4: ("sentences", "heads", "po
 
 
 def transparent() -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Return a model whose every dropout can be read off its taps, and its weights."""
+    """Return a config and weights with which the taps determine every dropout mask."""
     config = tiny(
-        d_ff=4,  # no wider than what the network writes to: that can be solved for
-        d_v=8,  # likewise, no fewer channels than keys
+        d_ff=4,  # not wider than its output, so that the inner values can be computed from it
+        d_v=8,  # at least as many channels as keys, for the same reason
         num_decoder_layers=1,
         norm_order="pre",
-        activation="gelu",  # hardly anything is exactly zero
+        activation="gelu",  # almost no value is exactly zero
         position_encoding="learned",
         dropout=DropoutRates(**RATES),
     )
@@ -191,8 +192,8 @@ def transparent() -> tuple[TransformerConfig, dict[str, ndarray]]:
 
 
 def factors(seen: Mapping[str, ndarray], weights: Mapping[str, ndarray]) -> dict[str, ndarray]:
-    """Return what dropout multiplied each element by, under the name of the tap; NaN where that cannot be seen."""
-    pairs = {}  # what came out of each dropout, and what went in
+    """Return the factor by which dropout multiplied each element, by tap; NaN if it can't be determined."""
+    pairs = {}  # output and input of each dropout
     for stack, side in (("encoder", "source"), ("decoder", "target")):
         own = OWN["embedding"]
         pairs[f"{side}_embedding.output"] = (
@@ -221,17 +222,17 @@ def rate_of(tap: str) -> float:
 
 
 def assert_unrelated(what: str, rate: float, first: ndarray, second: ndarray) -> None:
-    """Fail unless two masks agree as often as two that are drawn apart, to five standard deviations."""
+    """Fail unless two masks agree about as often as independent masks would, within five standard deviations."""
     both = ~np.isnan(first) & ~np.isnan(second)
     by_chance = rate**2 + (1.0 - rate) ** 2
-    # Neighbors share a mask, and with it some of their luck: at most three times the variance.
+    # Neighbors share mask elements, and this correlation increases the variance by a factor of at most three.
     allowed = 5.0 * np.sqrt(3.0 * by_chance * (1.0 - by_chance) / both.sum())
     agreement = ((first > 0.5) == (second > 0.5))[both].mean()
     assert abs(agreement - by_chance) < allowed, f"{what}: {agreement:.2f} agree, and by chance {by_chance:.2f} would"
 
 
 def check_masks(backend: Backend) -> None:
-    """Read every mask of two training steps: scaled right, as many as the rate says, and no two of them alike."""
+    """Check that every mask in two training steps has the correct scale and rate, and that no two masks are related."""
     config, weights = transparent()
     rng = np.random.default_rng(0)
     batch = {name: rng.integers(3, 37, ids.shape) for name, ids in BATCH.items()}
@@ -247,7 +248,7 @@ def check_masks(backend: Backend) -> None:
     for name, factor in first.items():
         rate, visible = rate_of(name), factor[~np.isnan(factor)]
         kept = visible > 0.5
-        # Of values that are 0 or 1 / (1 - rate), with the right share of each, mean and variance follow.
+        # If values are 0 or 1 / (1 - rate) in the expected proportions, their mean and variance are also correct.
         assert np.abs(visible - kept / (1.0 - rate)).max() < 1e-4, f"{name}: not scaled by 1 / (1 - {rate})"
         allowed = 5.0 * np.sqrt(rate * (1.0 - rate) / kept.size)
         assert abs(kept.mean() - (1.0 - rate)) < allowed, f"{name}: {kept.mean():.3f} are kept"
@@ -264,7 +265,7 @@ EVERYWHERE = dict.fromkeys(SITES, 0.3)
 
 
 def check_inference(backend: Backend) -> None:
-    """No dropout outside a training step: not in gradients, not in evaluation, not in the model it leaves behind."""
+    """Check that dropout is inactive in gradients, in evaluation, and in the model after training."""
     config = small(**EVERYWHERE)
     ids = BATCH["source_ids"], BATCH["target_ids"]
     reference = reference_numpy.Transformer.from_weights(config, hard_weights(config), "float64")
@@ -281,11 +282,11 @@ def check_inference(backend: Backend) -> None:
 
 
 def check_seed(backend: Backend) -> None:
-    """Dropout of a step depends on the seed and the number of the step, and on nothing else."""
-    subject = trainer(backend, small(embedding=0.3), seed=7)  # one, with little in it, because it is compiled
+    """Check that the dropout of a step depends only on the seed and the step number."""
+    subject = trainer(backend, small(embedding=0.3), seed=7)  # only one small trainer, because it is compiled
     fresh = subject.export_state()
 
-    def losses(count: int) -> list[float]:  # the weights stay: only dropout makes them differ
+    def losses(count: int) -> list[float]:  # the weights don't change, so only dropout changes the loss
         return [float(subject.train_step(**BATCH).loss) for _ in range(count)]
 
     once = losses(3)
@@ -299,7 +300,7 @@ def check_seed(backend: Backend) -> None:
 
 
 def check_slices(backend: Backend) -> None:
-    """The slices of a batch do not share their dropout."""
+    """Check that the micro-batches of a batch don't share dropout masks."""
     twice = {name: np.concatenate([ids, ids]) for name, ids in BATCH.items()}
     with interpreted(backend):
         alone = trainer(backend, small(**EVERYWHERE)).train_step(**BATCH)
@@ -309,7 +310,7 @@ def check_slices(backend: Backend) -> None:
 
 
 def check_one_device(backend: Backend) -> None:
-    """Without a mesh, there is nothing that the kinds of dropout could draw differently."""
+    """Check that global and local dropout are identical without a mesh."""
     with interpreted(backend):
         kinds = [
             trainer(backend, small(**EVERYWHERE), dropout=kind).train_step(**BATCH) for kind in ("global", "local")
@@ -333,7 +334,7 @@ def draw_numbers(backend: Backend) -> list[float]:
 
 
 def check_callers_numbers(backend: Backend) -> None:
-    """Whoever trains a model draws the same random numbers afterwards as if he had not."""
+    """Check that training doesn't affect the random numbers that the caller draws afterwards."""
 
     def seed() -> None:
         random.seed(0)
@@ -359,7 +360,7 @@ def check_callers_numbers(backend: Backend) -> None:
 
 
 def check_mixed_precision(backend: Backend) -> None:
-    """Weights and moments are kept in float32, to more digits than bfloat16 has."""
+    """Check that weights and moments are stored in float32 and have more significant digits than bfloat16."""
     settings = TrainingConfig(learning_rate_factor=1e-3, warmup_steps=1, mixed_bfloat16=True)
     subject = trainer(backend, small(), settings, dtype="float32")
     subject.train_step(**BATCH)
@@ -413,7 +414,7 @@ def test_mixed_precision_keeps_weights_and_moments_in_float32(port):
 
 @pytest.mark.only("torch")
 def test_fused_attention_drops_as_many_weights_as_its_own_steps_would(backend, monkeypatch):
-    """With nobody looking, torch's kernel has its own dropout; values that tell the keys apart show its masks."""
+    """Without taps, PyTorch's kernel applies its own dropout. One-hot values reveal its masks."""
     import torch
     import torch.nn.functional as F  # noqa: N812  the usual name
 
@@ -438,7 +439,7 @@ def test_fused_attention_drops_as_many_weights_as_its_own_steps_would(backend, m
 
 
 def test_sites_of_the_presets():
-    """The paper drops embeddings and residuals; who drops elsewhere too is spelled out."""
+    """The paper applies dropout to embeddings and residuals; this test lists the presets with other sites."""
     everywhere, paper = {*SITES}, {"embedding", "residual"}
     others = {
         "paper_dropout_0.0": set(),

@@ -1,4 +1,4 @@
-"""Mistakes are planted in memory, in copies of the packages: none of them disturbs the original or another copy."""
+"""Bugs are injected into copies of the packages in memory, without affecting the original or other copies."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_only_modules_that_import_an_edited_module_are_copied(ours):
     assert edited_package(ours.package, ()) is original
     trained = edited_package(ours.package, of(IN_TRAINING, ours.name))
     assert trained.Trainer is not original.Trainer
-    assert trained.Transformer is original.Transformer  # what is compiled of it stays compiled
+    assert trained.Transformer is original.Transformer  # so compiled functions of the model can be reused
     assert trained.weights is original.weights
     unscaled = edited_package(ours.package, of(UNSCALED, ours.name))
     copied = {"attention", "encoder", "decoder", "transformer", "search"}
@@ -105,7 +105,7 @@ def test_only_modules_that_import_an_edited_module_are_copied(ours):
 
 @pytest.mark.only("numpy")
 def test_module_imported_as_a_whole_is_copied():
-    """``from reference_numpy import fast`` binds the module, and not only names in it."""
+    """``from reference_numpy import fast`` binds the module itself rather than names in it."""
     package = edited_package(
         "reference_numpy", (("fast", "    values = np.where(np.isnan(values), inf, values)\n", ""),)
     )
@@ -115,7 +115,7 @@ def test_module_imported_as_a_whole_is_copied():
 @pytest.mark.parametrize("ours", PACKAGES)
 @pytest.mark.extended("edited packages", "tf")
 def test_injected_bugs_are_isolated_from_the_original_and_each_other(ours):
-    taps, path = ours.name == "torch", list(sys.path)  # the fused kernel of PyTorch has its own scale
+    taps, path = ours.name == "torch", list(sys.path)  # PyTorch's fused kernel applies its own scale
     before = output(ours, taps=taps)
     one, other = planted(UNSCALED, ours.name), planted(SQUARED, ours.name)
     wrong, also_wrong = output(one, taps=taps), output(other, taps=taps)
@@ -144,7 +144,7 @@ def test_the_source_of_a_copy_is_found(ours):
         assert frame.line in source
 
 
-# A condition on values: in a graph, only AutoGraph can make an operation of it, and it reads the source.
+# This condition depends on values, so only AutoGraph can convert it to a graph operation, and it reads the source.
 CONDITION = """    d_k = query.shape[-1]
     if tf.reduce_sum(tf.abs(query)) > 0.0:
         key = key * {}
@@ -161,7 +161,7 @@ def test_tensorflow_compiles_the_source_of_each_copy(jit_compile):
     rng = np.random.default_rng(0)
     inputs = [tf.constant(rng.normal(size=(2, 3, 5, 4))) for _ in range(3)]
     right = importlib.import_module("transformer_tf").scaled_dot_product_attention
-    factors = (2.0, 3.0, 4.0)  # of the same length, on the same lines
+    factors = (2.0, 3.0, 4.0)  # the edits have the same length and change the same lines
     edits = [("attention", "    d_k = query.shape[-1]\n", CONDITION.format(factor)) for factor in factors]
     copies = [edited_package("transformer_tf", (edit,)) for edit in edits]
     for factor, attention in zip(factors, (copy.scaled_dot_product_attention for copy in copies), strict=True):
@@ -178,10 +178,10 @@ def test_tensorflow_compiles_the_source_of_each_copy(jit_compile):
     [
         ("float32", 1e-5),
         pytest.param("float64", 1e-13, marks=pytest.mark.extended("edited packages")),
-    ],  # measured: 3.5e-6, 2e-14
+    ],  # the measured errors are 3.5e-6 and 2e-14
 )
 def test_tensorflow_compiles_each_copy_of_a_model(dtype, most):
-    """In float32 by XLA."""
+    """XLA compiles the float32 model."""
     found = [output(planted(mistake, "tf"), dtype) for mistake in (UNSCALED, SQUARED)]
     for actual, mistake in zip(found, (UNSCALED, SQUARED), strict=True):
         truth = output(planted(mistake, "numpy"))
@@ -227,7 +227,7 @@ def test_torch_compiles_each_copy():
 @pytest.mark.parametrize("case", tiers.first_alone(["full/padded", "attention/padding"], "edited packages"))
 @pytest.mark.parametrize("taps", tiers.first_alone([False, True], "edited packages"))
 def test_injected_bug_is_not_masked_by_the_jax_compilation_cache(case, taps):
-    """One function is compiled for all models of a package: for no other package."""
+    """All models in a package share compiled functions, but different packages must not share them."""
     right = output(PORTS["jax"], taps=taps, case=case)
     for mistake in (UNSCALED, SQUARED):
         wrong = output(planted(mistake, "jax"), taps=taps, case=case)

@@ -1,4 +1,4 @@
-"""The engine compares any two models that show named values: here, two chains of blocks."""
+"""The engine compares any two models with named intermediate values. In these tests, they are chains of blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEIGHTS = {name: np.random.default_rng([2, i]).normal(size=(5, 5)) for i, name i
 
 
 def run(dtype: str = "float64", wrong: Mapping[str, float] | None = None, given: Arrays | None = None) -> Tensors:
-    """Run a chain of blocks, some of which may be wrong by a factor, from given values after some of them."""
+    """Run a chain of blocks, optionally with wrong factors for some blocks and given values after some blocks."""
     x, shown = X.astype(dtype), {}
     for name in BLOCKS:
         shown[name] = np.tanh(x @ WEIGHTS[name].astype(dtype)) * np.asarray((wrong or {}).get(name, 1.0), dtype)
@@ -62,7 +62,7 @@ def test_a_wrong_factor_diverges_in_float64():
 def test_float32_is_measured_by_the_error_of_the_baseline():
     found = compare(run("float32", {"head": 1.0 + 1e-5}), "float32")
     assert {finding.tap for finding in found if finding.verdict == IMPRECISE} == {"head", OUTPUT}
-    assert verdict(found, "float32").verdict == FAILED  # float64, which would tell a mistake from rounding, is missing
+    assert verdict(found, "float32").verdict == FAILED  # distinguishing a bug from rounding requires float64
 
 
 def test_missing_names_and_wrong_order_diverge():

@@ -1,4 +1,4 @@
-"""What processes of one machine are told to train together, and the ports that are kept for them."""
+"""Environment variables for processes that train together on one machine, and the network ports reserved for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformer_parity.transformer.distributed.environments import environments
 
 
 def ports(name, told):
-    """Return the ports in what the processes of a framework are told."""
+    """Return the network ports in the environment variables of a framework's processes."""
     if name == "tf":
         found = [json.loads(variables["TF_CONFIG"])["cluster"]["worker"] for variables in told]
     else:
@@ -35,7 +35,7 @@ def test_environment_variables_match_the_framework(name, needed):
 def test_single_process_environment_describes_a_group_of_one(name, told):
     with environments(name, 4, 1) as found:
         assert found == [told]
-    with environments("torch", 1, 1) as (alone,):  # what a trainer of the user's own may look for
+    with environments("torch", 1, 1) as (alone,):  # a user's own trainer may look for these variables
         assert group.found("torch", alone) == Group(0, 1)
 
 
@@ -46,7 +46,8 @@ def test_port_stays_reserved_for_the_assigned_process(name):
             for address in ("127.0.0.1", "0.0.0.0"):
                 with socket.socket() as another, pytest.raises(OSError, match="in use"):
                     another.bind((address, port))
-                with socket.create_server((address, port)):  # as the servers of the frameworks: may use it again
+                # Like the frameworks' servers, this one allows the address to be reused.
+                with socket.create_server((address, port)):
                     pass
     for port in ports(name, told):
         with socket.socket() as free:

@@ -1,4 +1,4 @@
-"""Tensors that a port returns under other names."""
+"""Tensors that a port returns under the wrong names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RIGHT = {
 
 
 def said(changes: dict[str, ndarray]) -> str:
-    """Return the sentence about a port that returns some other tensors."""
+    """Return the statement about a port that returns some wrong tensors."""
     return exchanged({**RIGHT, **changes}, RIGHT, "gradient", lambda name: name in changes)
 
 
@@ -66,12 +66,12 @@ def swapped(*names: str) -> dict[str, ndarray]:
     ],
 )
 def test_exchanged_gradients_are_recognized(changes: dict[str, ndarray], words: str) -> None:
-    """Every wrong tensor must equal a tensor of another name; zeros and noise don't prove that."""
+    """Every wrong tensor must equal a tensor with a different name; zeros and noise don't prove that."""
     assert said(changes) == words
 
 
 def test_zeros_and_noise_show_no_dtype() -> None:
-    """They are numbers of float32 too."""
+    """Zeros and this noise can also be represented exactly in float32."""
     wanted = RNG.normal(size=16)
     noise = (1e-18 * RNG.normal(size=16)).astype(np.float32).astype(np.float64)
     for nothing in (np.zeros(16), noise):
@@ -81,7 +81,7 @@ def test_zeros_and_noise_show_no_dtype() -> None:
 
 
 class Swaps(Port):
-    """The reference, which exports two kernels under each other's names."""
+    """A port of the reference that exports two kernels under each other's names."""
 
     def load(self, config, weights, dtype):
         self.model = reference_numpy.Transformer.from_weights(config, weights, dtype)
@@ -108,7 +108,7 @@ def test_the_report_names_exchanged_exports() -> None:
 
 
 def test_reshaped_or_rounded_exported_weight_is_described():
-    """The shape of the export is right, and its values or its dtype are not."""
+    """The exported shape is correct, but the values or the dtype aren't."""
     config = tiny(d_k=None, d_v=None)
     weights = {name: np.asarray(array, np.float64) for name, array in hard_weights(config).items()}
     name = "encoder.layers.0.feed_forward.inner_proj.kernel"
@@ -124,7 +124,7 @@ def test_reshaped_or_rounded_exported_weight_is_described():
     assert returned_in_words(weights, weights, config) == ""
     halves = {one: array.astype(np.float16).astype(np.float64) for one, array in weights.items()}
     assert "every value has only float16 precision" in returned_in_words(halves, weights, config)
-    # Right values in another dtype are no difference, so the dtype isn't the cause of a wrong value.
+    # Correct values in a different dtype aren't a difference, so the dtype can't be the cause of one.
     narrow = {one: array.astype(np.float32) for one, array in weights.items()}
     wide = {one: array.astype(np.float64) for one, array in narrow.items()}
     assert returned_in_words({**wide, name: reshaped[name]}, narrow, config).startswith(f"in the exported {name}, ")

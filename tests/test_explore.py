@@ -1,4 +1,4 @@
-"""`parity explore`: the page shows what was recorded, finds what blame finds, stays small, and works in a browser."""
+"""`parity explore`: the page shows the recorded values, agrees with blame, stays small, and works in a browser."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LIMIT = 3_000_000  # bytes
 
 
 def recorded(name: str, mistake: str = "", dtype: str = "float64", case=MAIN) -> Recording:
-    """Return what one port computes for a case, with a mistake in it or without."""
+    """Return a recording of one port on a case, with or without an injected bug."""
     port = planted(MISTAKES[mistake], name) if mistake else PORTS[name]
     return record(case.config, case.load_weights(), case.inputs, [port], dtype)
 
@@ -58,7 +58,7 @@ def shown(recording: Recording, case=MAIN) -> dict:
 
 
 class Page(HTMLParser):
-    """What the scripts of a page hold, and every address in it."""
+    """The contents of a page's scripts, and every address in the page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Page(HTMLParser):
 
 
 def decoded(text: str) -> dict[tuple[str, str], np.ndarray]:
-    """Return what a page shows, as its script reads it: by tap, and by ``reference`` or the name of a port."""
+    """Return the values in a page, decoded as by its script: by tap, and by ``reference`` or the name of a port."""
     found = Page(text)
     content = json.loads(found.scripts["view"])
     planes = np.frombuffer(zlib.decompress(base64.b64decode(found.scripts["data"])), np.uint8)
@@ -99,7 +99,7 @@ def decoded(text: str) -> dict[tuple[str, str], np.ndarray]:
     return values
 
 
-# What is shown is what was recorded
+# --- The page shows the recorded values ---
 
 
 @pytest.mark.only("numpy", "torch", "jax", "tf")
@@ -116,7 +116,8 @@ def test_the_page_shows_the_recorded_taps(name):
     values = decoded(page(shown(recording), []))
     row, rng = recording.sentence, np.random.default_rng(0)
     full = {tap for tap, which in values if which == name and (tap, f"{name} apart") not in values}
-    assert {tap.rpartition(".")[2] for tap in full} == {"scores", "weights", "query", "key"}  # the inputs of the first
+    # The first wrong tap is scores, whose inputs are query and key.
+    assert {tap.rpartition(".")[2] for tap in full} == {"scores", "weights", "query", "key"}
     for tap, expected in recording.expected.items():
         actual = recording.ports[0].actual[tap][row]
         expected = expected[row].astype(np.float32) if tap in full else expected[row]
@@ -126,7 +127,7 @@ def test_the_page_shows_the_recorded_taps(name):
             close(values[tap, f"{name} apart"], apart)
         close(values[tap, "reference"], expected)
         close(values[tap, name], actual)
-        for _ in range(3):  # cells, as a pointer finds them: the very number
+        for _ in range(3):  # a pointer selects individual cells, which must show the exact value
             cell = tuple(rng.integers(0, n) for n in actual.shape)
             found = values[tap, name].reshape(actual.shape)[cell]
             assert found == np.float32(actual[cell]), (tap, cell)
@@ -146,7 +147,7 @@ def test_nan_and_infinity_are_displayed():
     values = decoded(text)[SCORES, "numpy"]
     assert math.isnan(values[0, 1, 2])
     assert values[1, 0, 0] == math.inf
-    assert '"error":"inf"' in text  # JSON has no such number
+    assert '"error":"inf"' in text  # JSON can't represent infinity
 
 
 def test_tap_with_wrong_shape_is_reported():
@@ -165,15 +166,15 @@ def test_errors_and_tolerances_match_parity_check():
     for mark in recording.ports[0].marks:
         actual = recording.ports[0].actual[mark.name]
         assert mark.free == relative_error(actual, recording.expected[mark.name])
-        assert mark.tolerance == tolerance(mark.name, "float32", mark.free)  # it is its own baseline
+        assert mark.tolerance == tolerance(mark.name, "float32", mark.free)  # the reference is its own baseline
         assert mark.verdict == FINE
 
 
-# Where a difference starts
+# --- The start of a difference ---
 
 
 def planted_everywhere() -> list:
-    """Return every mistake of the forward pass in every package; a few in the first two are of the default tier."""
+    """Return every forward bug in every package; only some of those in the first two packages run by default."""
     every, parameters = {"numpy": 4, "torch": 30}, []
     for name in FOUR:
         for i, (mistake, entry) in enumerate(MISTAKES.items()):
@@ -206,17 +207,20 @@ def test_the_inputs_of_the_first_wrong_tap_are_found(mistake, inputs):
 
 def test_sentence_with_the_largest_error_is_shown():
     recording = recorded("numpy", "encoder without padding mask")
-    assert recording.sentence != 0  # the first has no padding
+    assert recording.sentence != 0  # the first sentence has no padding
     notes = shown(recording)["notes"]
     said = f"Values are shown for sentence {recording.sentence + 1} of 4."
     assert notes == [f"{said} Errors and tolerances apply to all sentences."]
 
 
-# Small, whatever is asked for
+# --- The page is small for any model ---
 
 
 def of_sizes(config: TransformerConfig, source: int, target: int, guilty: str) -> tuple[Recording, dict]:
-    """Return a recording of random numbers, as large as a model's, with four ports that differ as rounding does."""
+    """Return a recording of random values with a model's shapes, and its tokens.
+
+    The four ports differ by rounding, except that torch is wrong at ``guilty``.
+    """
     rng = np.random.default_rng(0)
     expected = {tap: rng.normal(size=shape) for tap, shape in tap_shapes(config, 1, source, target).items()}
     ports = []
@@ -251,7 +255,7 @@ def test_long_inputs_are_cropped_with_a_note():
     config = TransformerConfig.preset("paper_base", source_vocab_size=9, target_vocab_size=9, d_ff=8)
     config = config.replace(num_encoder_layers=2, num_decoder_layers=2, num_heads=40)
     recording, tokens = of_sizes(config, 90, 12, SCORES)
-    recording.ports[1].actual[SCORES][0, 0, 70] += 9.0  # where it differs most
+    recording.ports[1].actual[SCORES][0, 0, 70] += 9.0  # makes this query differ the most
     found = view(recording, "long", tokens)
     (note,) = found["notes"]
     first = found["starts"]["source"]
@@ -268,7 +272,7 @@ def test_long_inputs_are_cropped_with_a_note():
     close(scores, recording.ports[1].actual[SCORES][0][:, first : last + 1, first : last + 1])
 
 
-# The page
+# --- The page ---
 
 
 def test_page_loads_no_external_resources():
@@ -305,7 +309,7 @@ def luminance(color: str) -> float:
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
 @pytest.mark.parametrize("behind", ["page", "panel"])
 def test_colors_have_contrast(scheme, behind):
-    """WCAG 2.2 AA: text 4.5 to 1, marks 3 to 1."""
+    """WCAG 2.2 AA requires a contrast of 4.5 to 1 for text and 3 to 1 for marks."""
 
     def contrast(name):
         one, other = sorted(luminance(PAGE[which][scheme]) + 0.05 for which in (name, behind))
@@ -354,7 +358,7 @@ FRAME = """<body><iframe src="page.html" style="width: %dpx; height: 900px; bord
     "screen", first_alone([(1280, "dark"), (400, "light"), (400, "dark"), (1280, "light")], "pages"), ids=str
 )
 def test_the_page_in_a_browser(browser, tmp_path, screen):
-    """By keyboard, at both widths, light and dark: nothing overflows, nothing is asked of a network, no error."""
+    """The page works by keyboard, at both widths, light and dark, without overflow, network requests, or errors."""
     width, scheme = screen
     recording = recorded("numpy", "scores not scaled", "float32")
     text = page(shown(recording), ["about"])
@@ -382,11 +386,11 @@ def test_the_page_in_a_browser(browser, tmp_path, screen):
     assert said["head"] == f"head {(head + 1) % 3}"
     row = recording.sentence
     for words, values in zip(said["cells"], (recording.expected, recording.ports[0].actual), strict=True):
-        number = np.float32(words.replace("\N{MINUS SIGN}", "-"))  # the whole float32, to its last bit
+        number = np.float32(words.replace("\N{MINUS SIGN}", "-"))  # the text identifies the exact float32 value
         assert number == np.float32(values[SCORES][row, head, query, key])
 
 
-# The command
+# --- The command ---
 
 
 @pytest.fixture
@@ -411,7 +415,7 @@ def test_the_shipped_model_is_explored_without_a_file(tmp_path, capsys):
 
 
 class Unscaled(Port):
-    """A port of a user's own, wrong and with few taps."""
+    """A user's port that is wrong and has few taps."""
 
     dtypes = ("float32",)
     taps = ("*.output", "logits")
@@ -451,7 +455,7 @@ def test_user_port_can_be_explored(tmp_path, capsys, dtype):
         assert (code, out.exists()) == (3, False)
         assert said.err.splitlines()[-1] == "parity explore: error: Unscaled supports only float32"
         return
-    assert code == 3  # as of parity check: float32 may only have lost precision
+    assert code == 3  # the same exit code as parity check, because float32 results may only have lost precision
     assert said.out.splitlines()[:2] == [
         "First tap over tolerance: logits in Unscaled.",
         "Unscaled may have a bug or may only lose precision. To find out, also compare in float64.",

@@ -1,4 +1,4 @@
-"""How a failure is printed: what can be copied runs, what is said can be followed."""
+"""Printed reports of failures: the code in them runs, and the advice in them can be followed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_reproduction_code_can_be_copied_from_a_narrow_terminal(options, tmp_pat
     report = FailureReport("it", "float64", CASE.name, CASE.stage, None, Diagnosis("so", "likely"), folder=folder)
     text = printed(report, **options)
     code = text.partition("To rerun only this block:")[2].partition("\n")[2]
-    assert "\x1b" not in code  # no color, which a light terminal may not show
+    assert "\x1b" not in code  # no colors, because they may be unreadable in a light terminal
     said = io.StringIO()
     with redirect_stdout(said):
         exec(code, {})
@@ -94,7 +94,7 @@ def test_stages_blocked_by_wrong_activations_are_listed():
 
 
 def test_stages_that_differ_only_in_exported_weights_are_not_listed():
-    """A round trip of weights is compared in every case."""
+    """The exported weights are compared in every case, so they don't make a stage worth listing."""
     report = FailureReport("it", "float64", CASE.name, CASE.stage, None, Diagnosis("so", "likely"))
     back = Finding("it", "float64", "weights", CASE.name, "", ROUND_TRIP, 1.0, 0.0, DIVERGES, stage="activations")
     console = Console(file=io.StringIO(), width=200)
@@ -113,7 +113,7 @@ def test_a_wrong_option_prints_the_usage_of_its_command(capsys):
 
 
 class GreedyOnly(MyPort):
-    """It raises where a beam is asked for."""
+    """A port that raises an error if the caller requests a beam."""
 
     def generate(self, source_ids, max_length, beam_size, length_penalty):
         if beam_size > 1:

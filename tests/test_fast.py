@@ -1,4 +1,4 @@
-"""The fast code of every package agrees with its formulas: forward, gradients, training, and search."""
+"""The fast code of every package agrees with its formulas in the forward pass, gradients, training, and search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def preset(request):
 
 
 def both(backend, preset, dtype, **overrides):
-    """Return a model that computes the formulas, and one that computes with ``fast.py``."""
+    """Return a model that uses the formulas and a model that uses ``fast.py``."""
     config = tiny_config(preset, num_encoder_layers=2, num_decoder_layers=2, **{**NO_DROPOUT, **overrides})
     weights = random_weights(config)
     load = backend.package.Transformer.from_weights
@@ -31,7 +31,7 @@ def both(backend, preset, dtype, **overrides):
 
 
 def batch(config):
-    """Return ids with padding on both sides, and a source that is nothing but padding."""
+    """Return a batch with padding on both sides and an all-padding source."""
     rng = np.random.default_rng(0)
     source, target, labels = (rng.integers(3, 37, shape) for shape in ((4, 7), (4, 5), (4, 5)))
     target[:, 0] = config.bos_id
@@ -41,7 +41,7 @@ def batch(config):
 
 
 def assert_near(found, expected, dtype, what=""):
-    """Assert a small error, relative to the largest value of the tensor."""
+    """Fail unless the error is small relative to the largest value of the tensor."""
     found, expected = (np.asarray(array, np.float64) for array in (found, expected))
     error = np.abs(found - expected).max(initial=0.0)
     assert error <= (1e-12 if dtype == "float64" else FLOAT32) * max(1.0, np.abs(expected).max(initial=0.0)), what

@@ -1,4 +1,4 @@
-"""``parity check`` reaches the code that exists for speed: a mistake in it makes a standard case diverge."""
+"""``parity check`` covers the optimized code: a bug in it makes a standard case diverge."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WITHOUT_THE_ROOT = {
 
 
 def planted(case, mistakes):
-    """Return a mistake for each package as parameters of a test."""
+    """Return a bug for each package, as test parameters."""
     return [
         pytest.param(name, case, edit, id=f"{name}-{case}", marks=pytest.mark.only(name))
         for name, edit in mistakes.items()
@@ -108,7 +108,7 @@ def test_shortest_length_and_start_symbol_of_a_beam_search_decide_something(chan
 
 
 def assert_decides(case, search):
-    """Check that the reference finds other tokens by this search than by the one of the case."""
+    """Fail unless the reference finds different tokens with this search than with the case's search."""
     model = DEFINITION.load(case.config, case.load_weights(), Placement("float64"))
     expected, found = (model.search(case.inputs["source_ids"], options) for options in (case.options, search))
     assert not np.array_equal(found.nbest_ids, expected.nbest_ids)

@@ -1,4 +1,4 @@
-"""The second layout of weights in PyTorch's searches: the same result, never out of date, of one search alone."""
+"""The packed weights in PyTorch's searches give correct results, are never stale, and last for one search."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def weights():
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What steps multiply by."""
+    """The matmul functions that the decoding steps use."""
     found = []
     monkeypatch.setattr(onednn, "for_few_rows", lambda *arguments: found.append(inner(*arguments)) or found[-1])
     return found
@@ -54,7 +54,7 @@ def test_modified_weights_are_used_by_the_next_search(weights):
     model = transformer_torch.Transformer.from_weights(WORK.config, weights)
     before = transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
     for parameter in model.decoder.parameters():
-        parameter.data.mul_(1.5)  # which autograd's version counter does not see
+        parameter.data.mul_(1.5)  # autograd's version counter doesn't detect this change
     after = transformer_torch.greedy_search(model, WORK.source_ids, max_length=6)
     fresh = transformer_torch.Transformer.from_weights(WORK.config, model.export_weights())
     assert not np.array_equal(before.scores, after.scores)
@@ -103,7 +103,7 @@ def test_autocast_and_many_rows_keep_the_usual_layout(weights, seen, monkeypatch
 
 def test_search_supports_decoders_with_third_party_layers(weights):
     class Other(torch.nn.Module):
-        """Has no weight that anybody could lay out, as a quantised layer has none."""
+        """A module without a weight that could be packed, such as a quantized layer."""
 
         def __init__(self, inner):
             super().__init__()

@@ -1,4 +1,4 @@
-"""The weight file: the same bytes for the same content, whole or absent, and refused in one way when damaged."""
+"""Weight files with the same content are identical, are never partial, and are rejected if they are damaged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config():
 
 @pytest.fixture
 def saved(path, config):
-    """Return the bytes of a good file, which lies at ``path``."""
+    """Save a valid file at ``path`` and return its bytes."""
     save_weights(path, config, random_weights(config))
     return path.read_bytes()
 
@@ -55,7 +55,7 @@ def with_header(content, entries):
 
 
 def with_description(content, description):
-    """Return a file with another description of its config; None leaves it out."""
+    """Return a file with the given description of its config; None removes the description."""
     metadata = {"other": "x"} if description is None else {"transformer-parity": description}
     return with_header(content, {**header(content), "__metadata__": metadata})
 
@@ -65,21 +65,21 @@ def header_checksums(content):
 
 
 def save_described(path, config, tensors):
-    """Write a file whose tensors have the right checksums, and may contradict the config."""
+    """Write a file with correct checksums, in which the tensors may contradict the config."""
     checksums = {name: checksum(name, array) for name, array in tensors.items()}
     description = {"version": 2, "config": config.to_dict(), "sha256": checksums}
     save_file(tensors, path, metadata={"transformer-parity": json.dumps(description)})
 
 
 def flipped(content, position, rng):
-    """Return a file with one bit of a byte turned over."""
+    """Return the contents of a file with one flipped bit in the given byte."""
     changed = bytearray(content)
     changed[position] ^= 1 << rng.integers(8)
     return bytes(changed)
 
 
 def tensor_at(content, position):
-    """Return the name of the tensor that a byte of a file belongs to."""
+    """Return the name of the tensor that contains a byte of a file."""
     offset = position - header_size(content)
     entries = {name: entry for name, entry in header(content).items() if name != "__metadata__"}
     (name,) = [name for name, entry in entries.items() if entry["data_offsets"][0] <= offset < entry["data_offsets"][1]]
@@ -90,7 +90,7 @@ def test_bytes_depend_on_content_only(path, config):
     weights = random_weights(config, dtype="float64")
     save_weights(path, config, weights)
     content = path.read_bytes()
-    for _ in range(5):  # hash tables are seeded anew each time
+    for _ in range(5):  # hash tables use a different seed each time
         save_weights(path, config, dict(reversed(weights.items())))
         assert path.read_bytes() == content
 
@@ -122,7 +122,7 @@ def test_swapped_save_weights_arguments_raise_type_error(tmp_path, config):
 
 @pytest.mark.parametrize("target", ["nowhere/model.safetensors", "."])
 def test_impossible_place(tmp_path, config, target):
-    with pytest.raises(OSError):  # noqa: PT011  each system says it in its own words
+    with pytest.raises(OSError):  # noqa: PT011  the message depends on the operating system
         save_weights(tmp_path / target, config, random_weights(config, dtype="float64"))
     with pytest.raises(OSError, match=r"^there is no weight file |is a directory, not a weight file"):
         load_weights(tmp_path / target)
@@ -164,7 +164,7 @@ def test_foreign_files_are_rejected(path, content):
 
 @contextmanager
 def at_once():
-    """Interrupt what takes longer than a second, before it has filled the memory."""
+    """Interrupt a call that takes longer than a second, before it exhausts the memory."""
 
     def interrupt(*args):
         raise TimeoutError("not at once")
@@ -232,12 +232,12 @@ def test_bad_description(path, config, saved, case):
         fields = {**config.to_dict(), **changes} if changes and isinstance(changes, dict) else changes
         description = json.dumps({"version": 2, "sha256": header_checksums(saved), "config": fields})
     path.write_bytes(with_description(saved, description))
-    with at_once():  # nothing of the size it speaks of is built
+    with at_once():  # nothing with the described sizes is allocated
         refused(path)
 
 
 def test_bad_tensors(path, config):
-    """The file itself is in order, and its weights are not those of its config."""
+    """The file itself is valid, but its weights don't match its config."""
     weights = random_weights(config)
     name = "decoder.layers.0.cross_attention.key_proj.kernel"
     for bad in (
@@ -253,7 +253,7 @@ def test_bad_tensors(path, config):
 
 
 def test_flipped_bits_of_the_header(path, config, saved):
-    """Damage is refused, unless it is whitespace or a legal value of the config."""
+    """Damage is rejected, unless it only changes whitespace or turns a config value into another legal value."""
     rng = np.random.default_rng(0)
     _, weights = load_weights(path)
     end = header_size(saved)
@@ -272,7 +272,10 @@ def test_flipped_bits_of_the_header(path, config, saved):
 
 
 def test_flipped_bits_of_tensors_are_noticed(path, config):
-    """Each of 40, and the tensor is named: numbers alone would not tell, as nearly all of them are still numbers."""
+    """Each of 40 flipped bits is detected, and the message names the tensor.
+
+    Checking for NaN wouldn't be enough, because nearly all of the damaged values are still valid numbers.
+    """
     save_weights(path, config, random_weights(config), vocabulary=bytes(2000))
     saved = path.read_bytes()
     rng = np.random.default_rng(0)
@@ -282,7 +285,7 @@ def test_flipped_bits_of_tensors_are_noticed(path, config):
 
 
 def test_checksum_is_of_name_dtype_shape_and_bytes(path, config, saved):
-    """As another language would compute it."""
+    """A program in any language can compute the checksum in this way."""
     description = json.loads(header(saved)["__metadata__"]["transformer-parity"])
     assert description["version"] == 2
     _, weights = load_weights(path)
@@ -293,7 +296,7 @@ def test_checksum_is_of_name_dtype_shape_and_bytes(path, config, saved):
 
 
 def test_swapped_tensors_are_detected(path, saved):
-    """Two of one shape and dtype, each with bytes that are in order."""
+    """The two tensors have the same shape and dtype, and the bytes of each are undamaged."""
     names = [f"encoder.layers.0.self_attention.{side}_proj.kernel" for side in ("query", "key")]
     entries = header(saved)
     entries |= {name: entries[other] for name, other in zip(names, reversed(names), strict=True)}
@@ -302,7 +305,7 @@ def test_swapped_tensors_are_detected(path, saved):
 
 
 def test_folder_is_synced_after_the_file_is_in_place(path, config, monkeypatch):
-    """Or else a power failure may undo the renaming."""
+    """Otherwise, a power failure could undo the rename."""
     done = []
 
     def replace(*args):
@@ -317,7 +320,7 @@ def test_folder_is_synced_after_the_file_is_in_place(path, config, monkeypatch):
     assert done == ["file", "replace", "folder"] * 2
 
 
-# What travels beside the weights
+# --- Vocabulary files and notes in a weight file ---
 
 FILES = VocabularyFiles("marian", {"source.spm": bytes(range(256)), "vocab.json": b"{}", "empty.txt": b""})
 NOTES = {"search": {"beam_size": 4, "rules": {"banned_ids": [7], "factor": 0.1}}, "origin": {"license": "CC-BY 4.0 ©"}}
@@ -344,7 +347,7 @@ def test_vocabulary_files_and_notes_round_trip(path, config):
 
 
 def test_file_without_vocabulary_files_or_notes_keeps_the_old_format(path, config):
-    """Neither the description nor the tensors have anything new in them."""
+    """Neither the description nor the tensors include any of the newer entries."""
     save_weights(path, config, random_weights(config), vocabulary=bytes(range(256)))
     entries = header(path.read_bytes())
     names = {*random_weights(config), "vocabulary"}

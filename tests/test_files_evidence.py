@@ -1,4 +1,4 @@
-"""The evidence about tensors from files: names, patterns, factors, and what to do."""
+"""The evidence about tensors from files: names, patterns, factors, and advice."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ CASES = {case.name: case for case in port_cases(CONFIG) if case.name in NAMES}
 
 
 def with_mistake(name, case, *parts):
-    """Return the tensors of a program with a known mistake, in the whole model or in some parts."""
+    """Return the tensors of a program with a known bug, either in the entire model or in some of its parts."""
     known = next(mistake for mistake in hypotheses(CONFIG, case.stage) if mistake.name == name)
     place = Place("", parts) if parts else None
     return dict(tensors(Hypothesis((known,), place).load(case.config, case.load_weights()), case))
 
 
 def findings_of(files):
-    """Return the comparisons of the tensors of each case with the reference's."""
+    """Yield the comparison of each tensor in each case with the reference's tensor."""
     for name, arrays in files.items():
         case, truth = CASES[name], observed(TRUTH, CASES[name])
         for tap in truth:
@@ -81,7 +81,7 @@ def findings_of(files):
 
 @pytest.fixture(autouse=True)
 def few_hypotheses(monkeypatch):
-    """Try only some hypotheses, because all of them take seconds."""
+    """Try only some hypotheses, because trying all of them takes seconds."""
     few = lambda _, stage, **__: [one for one in hypotheses(CONFIG, stage) if one.name in TRIED]  # noqa: E731
     monkeypatch.setattr(files_module, "hypotheses", few)
 
@@ -97,12 +97,12 @@ def said(report):
 
 
 def in_gradients(change):
-    """Return both cases of gradients, with changed tensors."""
+    """Return the tensors of both gradient cases, with some of them changed."""
     return {name: {**observed(TRUTH, CASES[name]), **change(CASES[name])} for name in NAMES if "gradients" in name}
 
 
 def from_mistake(name, keep=lambda tap: True, *parts):
-    """Return a function that returns the tensors of a mistake at the taps to keep."""
+    """Return a function that returns a bug's tensors for a case, restricted to the taps that ``keep`` selects."""
     return lambda case: {tap: x for tap, x in with_mistake(name, case, *parts).items() if keep(tap)}
 
 
@@ -122,7 +122,7 @@ def test_gradient_without_smoothing_is_named_next_to_a_right_loss():
     assert report.diagnosis.confidence == EXACT
     assert "label smoothing" in report.diagnosis.hypotheses[0]
     assert report.diagnosis.sentence.endswith("; only the gradients differ, and the loss is correct")
-    assert report.diagnosis.signatures == ()  # no convention of a config
+    assert report.diagnosis.signatures == ()  # it isn't a convention that the config can express
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_mistake_of_the_forward_pass_is_named_with_its_place(name, parts, words)
     [("starts with EOS", False, ["tokens"]), ("length penalty n^alpha", True, ["tokens", "scores"])],
 )
 def test_search_of_files_is_named_by_tokens_and_scores(name, is_beam, keep):
-    """Files hold tokens as they are, and hypotheses are compared with tokens in a fixed shape."""
+    """Files contain tokens of any length, whereas hypotheses are compared with tokens in a fixed shape."""
     cases = [case for case in port_cases(CONFIG) if case.stage == DECODE and bool(case.options.beam_size) == is_beam]
     known = next(one for one in hypotheses(CONFIG, DECODE) if one.name == name)
 

@@ -1,4 +1,4 @@
-"""What a newcomer meets first: `parity` alone, an installation without frameworks, a weight file to be described."""
+"""A new user's first steps: `parity` without arguments, without frameworks, and `parity info` on a weight file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DATE = "Freitag, 3. Mai 2024"
 
 @pytest.fixture
 def only(monkeypatch):
-    """Return what lets some frameworks alone be installed."""
+    """Return a function that makes only the given frameworks appear to be installed."""
     real = importlib.util.find_spec
 
     def install(*names):
@@ -38,7 +38,7 @@ def only(monkeypatch):
 
 
 def commands(text):
-    """Return the command lines of `parity` that a text names, one a line."""
+    """Return the arguments of each `parity` command line in a text."""
     found = re.findall(r"^ +parity (.*?)(?:  .*)?$", text, re.MULTILINE)
     return [shlex.split(line) for line in found]
 
@@ -58,7 +58,7 @@ def test_help_fits_the_line_width_and_shows_an_example(name, capsys, monkeypatch
     code, out, _ = parity(capsys, name, "--help")
     assert code == 0
     assert [line for line in out.splitlines() if len(line) > 120] == []
-    if name != "show":  # which has commands below it
+    if name != "show":  # show has subcommands
         assert f"  parity {name}" in out  # an example
 
 
@@ -70,7 +70,7 @@ def test_missing_arguments_error_refers_to_the_examples(name, capsys):
 
 
 def options(parser):
-    """Yield every option of a command and of the commands below it, with the command's name."""
+    """Yield every option of a command and its subcommands, with the name of the command."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():
@@ -107,7 +107,7 @@ def test_suggested_commands_run_without_a_framework(capsys, only, tmp_path, monk
     "command",
     [
         "check --backends torch",
-        "check --device gpu",  # which NumPy does not have
+        "check --device gpu",  # NumPy has no GPU support
         "selftest",
         "bench forward --backends jax",
         "bench train --backends tf",
@@ -207,7 +207,8 @@ def test_the_nearest_preset_is_named(capsys, tmp_path):
         config = ref.TransformerConfig.preset(preset, **{**sizes, "d_k": 4, "d_v": 4})
         ref.save_weights(tmp_path / "a", config, ref.init_weights(config, seed=0))
         found = json.loads(parity(capsys, "info", tmp_path / "a", "--json")[1])["result"]
-        assert found["preset"] == {"paper_big": "paper_base"}.get(preset, preset)  # which it is but for its sizes
+        # paper_big differs from paper_base only in its sizes.
+        assert found["preset"] == {"paper_big": "paper_base"}.get(preset, preset)
         assert found["differences"] == {}
 
 

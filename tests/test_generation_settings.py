@@ -1,4 +1,4 @@
-"""Settings of Hugging Face's `generate` as a search, and what no family computes."""
+"""The conversion of settings of Hugging Face's `generate` to a search, and settings that no model family supports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_invalid_generation_settings_are_rejected(folder, fields, message):
 
 
 CONFIG = ref.TransformerConfig.preset("marian", source_vocab_size=31, target_vocab_size=31)
-SETTINGS = {  # settings of generate, and what they are here; the rest is as for Hugging Face
+SETTINGS = {  # settings of generate, and the search options and rules that they change in the "hf" presets
     "OPUS-MT": (
         {
             "num_beams": 4,

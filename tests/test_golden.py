@@ -1,4 +1,4 @@
-"""Golden vectors: written whole or not at all, read with every byte checked, compared without any framework."""
+"""Golden vectors are written completely or not at all, verified byte by byte, and compared without any framework."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ from transformer_parity.transformer.stages.registry import STAGES
 
 
 def stage_of(case):
-    """Return the stage of a case, which alone is compared where a test is about one case: steps take long."""
+    """Return the stage of a case; tests of one case compare only its stage, because optimizer steps take long."""
     return "activations" if case.startswith("full/") else case.partition("/")[0]
 
 
@@ -43,7 +43,8 @@ def test_golden_vectors_of_an_external_program_agree(truth, copy, capsys):
     folder, findings = vectors.read(copy), findings_of(truth, copy)
     assert {finding.verdict for finding in findings} == {AGREES}
     assert max(finding.error for finding in findings if finding.dtype == "float64") > 0.0
-    assert max(finding.share for finding in findings) < 0.5  # float32: its own error, of which four are allowed
+    # In float32, the tolerance is four times the reference's own error.
+    assert max(finding.share for finding in findings) < 0.5
     held = [name for case in folder.cases for dtype in case.dtypes for name in folder.tensors(case, dtype)]
     whole = sum(case.stage == "gradients" for case in folder.cases)
     assert len(findings) == len(held) + whole > 3000
@@ -169,7 +170,7 @@ def put(name, make):
     ],
 )
 def test_a_changed_tensor_is_named(truth, copy, capsys, tmp_path, monkeypatch, case, dtype, name, change, code, says):
-    monkeypatch.setattr(diagnosis, "_search", lambda *args, **options: ([], []))  # no mistake is in the catalog
+    monkeypatch.setattr(diagnosis, "_search", lambda *args, **options: ([], []))  # no known bug explains it
     edit(copy, case, dtype, change)
     result = tmp_path / "result.json"
     assert compare(truth, copy, "--stage", stage_of(case), "--json", result) == code
@@ -266,7 +267,7 @@ def test_missing_case_is_skipped_only_if_the_manifest_declares_it(truth, copy, c
     printed = capsys.readouterr().out
     assert "SKIPPED   numpy: no optimizer yet (steps/port)" in printed
     assert "1 skipped" in printed
-    assert compare(copy, truth) == 0  # the other way round it is the truth that leaves it out
+    assert compare(copy, truth) == 0  # in the reverse direction, A omits the case
     assert "A omits it: no optimizer yet" in capsys.readouterr().out
     set_field("left_out", value=[])(copy)
     assert compare(copy, truth) == 3
@@ -403,7 +404,7 @@ def test_a_search_in_float32_is_compared_with_the_reference(truth, copy, capsys)
     edit(copy, GREEDY, "float32", scaled("scores", 1.001))
     assert compare(truth, copy, "--stage", "decode") == 2
     edit(copy, GREEDY, "float32", put("tokens", lambda x: x[:, :, :-1].copy()))
-    assert compare(truth, copy, "--stage", "decode") == 1  # which no rounding explains
+    assert compare(truth, copy, "--stage", "decode") == 1  # rounding can't explain it
     assert "the hypothesis must end at its first EOS token or at the maximum length" in capsys.readouterr().out
 
 
@@ -420,7 +421,7 @@ def test_results_missing_from_a_are_reported_as_unexpected(truth, copy, capsys):
 def test_near_tie_in_a_golden_search_does_not_diverge(tmp_path, monkeypatch, capsys):
     cases_of = produce.golden_cases
 
-    def undecided(config):  # four tokens are one token in all but name, and so as likely as one another
+    def undecided(config):  # four tokens have the same embedding, so they are equally likely
         cases = [case for case in cases_of(config) if case.name == GREEDY]
         weights = hard_weights(config, cases[0].seed)
         weights["source_embedding.table"][[3, 4, 5, 6]] = weights["source_embedding.table"][34]
@@ -432,7 +433,8 @@ def test_near_tie_in_a_golden_search_does_not_diverge(tmp_path, monkeypatch, cap
     for path in (right, mine):
         assert main(["golden", "--dtype", "float64", "--out", str(path)]) == 0
     edit(mine, GREEDY, "float64", put("tokens", lambda x: np.where(x == 3, 4, x)))
-    edit(mine, GREEDY, "float64", put("scores", lambda x: np.nextafter(x, 0.0)))  # as another program rounds
+    # This imitates a program that rounds differently.
+    edit(mine, GREEDY, "float64", put("scores", lambda x: np.nextafter(x, 0.0)))
     assert compare(right, mine) == 0
     printed = capsys.readouterr().out
     assert f"NEAR-TIE  numpy float64 {GREEDY}: " in printed

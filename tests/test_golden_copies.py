@@ -1,4 +1,4 @@
-"""Copies among golden vectors: a tensor with the bits of A's was not computed, unless it is exact by nature."""
+"""Copied golden vectors: a tensor with the same bits as A's wasn't computed, unless its values are exact by nature."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ OUTPUT, LOSS = "output", "step 1 loss"
 
 
 def with_tensors(folder, change):
-    """Return golden vectors with other floats: ``change(name, array)`` of each."""
+    """Return golden vectors in which ``change(name, array)`` replaces each floating-point tensor."""
     found = {
         place: {name: change(name, x) if x.dtype.kind == "f" else x for name, x in tensors.items()}
         for place, tensors in folder._computed.items()
@@ -29,7 +29,7 @@ def with_tensors(folder, change):
 
 
 def merged(truth, is_own):
-    """Return ``{**truth, **mine}``: A's tensors, but for those of some names."""
+    """Return ``{**truth, **mine}``: A's tensors, except for the names that are the program's own."""
     return with_tensors(truth, lambda name, x: moved(x) if is_own(name) else x)
 
 
@@ -53,7 +53,7 @@ def test_copied_tensors_are_detected_next_to_a_computed_tensor(truth, nth):
     for case in truth.cases:
         for own in list(truth.tensors(case, "float64"))[nth::5]:
             if case.stage == "decode" and own == "scores":
-                continue  # with tokens, which are equal in every program, nothing else is there
+                continue  # the only other tensor is tokens, which matches in every correct program
             mine = merged(truth, lambda name, own=own: name == own)
             found = find_copies(truth, mine, [case])[case.name, "float64"]
             assert {*found} - {own} == truth.tensors(case, "float64").keys() - {own}
@@ -118,11 +118,11 @@ PRODUCERS = [pytest.param(name, marks=[] if name == "numpy" else pytest.mark.onl
 OTHERS = [pytest.param(name, marks=pytest.mark.extended("golden vectors")) for name in ("bart", "mbart", "annotated")]
 
 
-@pytest.mark.extended("golden vectors", "jax", "tf")  # which compile every case
+@pytest.mark.extended("golden vectors", "jax", "tf")  # these compile every case
 @pytest.mark.parametrize("preset", ["paper_base", *OTHERS])
 @pytest.mark.parametrize("name", PRODUCERS)
 def test_independently_computed_tensors_are_not_flagged_as_copies(name, preset):
-    """The conventions differ in what is computed before anything is rounded: norms first, or norms on embeddings."""
+    """The presets differ in what they compute before any rounding, for example a norm of the embeddings."""
     cases = golden_cases(tiny(preset, d_k=None, d_v=None))
     sides = []
     for port in (DEFINITION, PORTS[name]):

@@ -1,4 +1,4 @@
-"""Golden vectors as they are written: by ports, presets, the documented writer."""
+"""Golden vectors written by ports, for presets, and by the program in the documentation."""
 
 import re
 import shutil
@@ -54,10 +54,10 @@ def test_golden_vectors_in_a_single_dtype_can_be_compared(truth, copy, tmp_path,
     half, other = tmp_path / "float64", tmp_path / "float32"
     assert main(["golden", "--dtype", "float64", "--out", str(half)]) == 0
     assert main(["golden", "--dtype", "float32", "--out", str(other)]) == 0
-    assert compare(half, copy) == 0  # float32 too is compared with what the reference computes
+    assert compare(half, copy) == 0  # float32 is compared as well, with results that the reference computes
     assert compare(truth, rounded(half)) == 0
     assert "NOT TESTED: numpy: float32 (not in B)" in capsys.readouterr().out
-    assert compare(truth, rounded(other)) == 3  # there are no gradients in float32
+    assert compare(truth, rounded(other)) == 3  # golden vectors have no float32 gradients
     printed = capsys.readouterr().out
     assert "NOT TESTED: numpy: float64 (not in B)" in printed
     assert "MISSING   numpy: gradients: no such cases exist" in printed
@@ -74,7 +74,7 @@ def test_several_presets(tmp_path, capsys):
         rounded(mine / name)
     assert compare(out, mine) == 0
     assert "AGREE  2 ports, 20 cases" in capsys.readouterr().out
-    # Each model has to be compared, whatever there is of the other.
+    # Each model must be compared, so results for the other model aren't enough.
     drop(mine / "annotated", lambda name: False)
     set_field("left_out", value=[{"case": "*", "reason": "later"}])(mine / "annotated")
     assert compare(out, mine) == 3
@@ -105,7 +105,7 @@ def test_a_port_of_your_own(tmp_path, capsys):
     findings = findings_of(right, mine)
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
     assert {finding.tap.partition(".")[0] for finding in findings if finding.verdict == AGREES} == {"encoder", "output"}
-    assert compare(right, mine) == 3  # it has no gradients, no steps and no search
+    assert compare(right, mine) == 3  # the port has no gradients, steps, or search
     assert compare(right, mine, "--stage", "activations") == 0
 
 
@@ -196,7 +196,7 @@ def test_documented_writer_produces_comparable_golden_vectors(truth, tmp_path, m
     monkeypatch.chdir(tmp_path)
     shutil.copytree(truth, "truth")
     exec(compile(program, str(DOCUMENT), "exec"), {"my_port": my_port})
-    assert {file.name for file in Path("mine/steps").rglob("*")} == set()  # no answers are copied
+    assert {file.name for file in Path("mine/steps").rglob("*")} == set()  # no results are copied
     assert compare("truth", "mine") == 3
     printed = capsys.readouterr().out
     assert "MISSING   mine: steps: nothing was compared (inference only)" in printed

@@ -1,4 +1,4 @@
-"""The worked example of a port: a torch model with fused and tied weights, shown by hooks."""
+"""The worked example of a port: a torch model with fused and tied weights, whose taps use hooks."""
 
 from __future__ import annotations
 

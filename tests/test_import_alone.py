@@ -1,4 +1,4 @@
-"""Readers and writers of other people's formats need no framework: a process in which none can be imported."""
+"""Readers and writers of other formats don't require a framework. The tests use a process that can't import any."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print(any(sys.modules.get(name) for name in {BLOCKED}))
 
 
 def keras_file(path: Path) -> None:
-    """Write what Keras writes, without Keras."""
+    """Write the file that Keras would write, without using Keras."""
     import h5py
 
     d, heads, width = 12, 3, 4

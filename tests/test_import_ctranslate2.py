@@ -1,4 +1,4 @@
-"""CTranslate2's folders: what is written is what its own program computes, where that is installed, and comes back."""
+"""CTranslate2 checkpoints: exports match CTranslate2's own results (if it is installed) and can be imported again."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_vocabularies_are_checked(tmp_path):
 
 
 def test_missing_position_tables_select_opennmt_sinusoids(tmp_path):
-    """Without tables, positions are OpenNMT-tf's: from 1, all sines first."""
+    """Without position tables, the encoding is OpenNMT-tf's, which starts at 1, with all sine channels first."""
     ctranslate2.write(build(), tmp_path)
     edited(tmp_path, lambda b: b._replace(variables={n: a for n, a in b.variables.items() if "encodings" not in n}))
     config = read(tmp_path).config

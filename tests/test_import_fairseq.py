@@ -1,4 +1,4 @@
-"""fairseq's checkpoints: files with the names and the tensors of Hugging Face's ports of fairseq's models."""
+"""fairseq checkpoints, written with the names and tensors of the fairseq models that transformers contains."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ MODELS = {
 
 
 def randomized(make):
-    """Return a model and fairseq's state dict with the same numbers."""
+    """Return a model with random parameters, and a fairseq state dict with the same values."""
     torch.manual_seed(0)
     model = make().eval()
     with torch.no_grad():
@@ -92,7 +92,7 @@ def randomized(make):
 
 @torch.no_grad()
 def logits(model, source, target):
-    """Run a model in float64, with positions of float64."""
+    """Run a model in float64, including its positional encoding."""
     import transformers
 
     exact = ref.sinusoidal_encoding(POSITIONS + 2, D, "split", "m_minus_1")
@@ -118,7 +118,7 @@ def logits(model, source, target):
 
 DOUBLED: list = []
 for _ in range(60):
-    DOUBLED = [DOUBLED, DOUBLED]  # a few bytes of a pickle, and no end of text
+    DOUBLED = [DOUBLED, DOUBLED]  # a few bytes in a pickle, but practically endless as text
 
 
 def save(path, state, options, form="args", legacy=False):
@@ -164,7 +164,7 @@ def test_logits_match_the_transformers_ports_of_fairseq(make, tmp_path):
 
 
 def old_names(state):
-    """Return the state dict that fairseq wrote in 2018."""
+    """Return the state dict in the format that fairseq wrote in 2018."""
     old = {}
     numbers = {"self_attn_layer_norm": "0", "encoder_attn_layer_norm": "1"}
     for name, tensor in state.items():

@@ -1,6 +1,7 @@
-"""Hugging Face's folders: what is imported computes what transformers computes, and what is exported is loaded there.
+"""Hugging Face checkpoints: imported models compute the same as transformers, which can load the exported ones.
 
-Offline, with random weights. The folders are written by transformers and read in a process that cannot import it.
+The tests run offline with random weights. transformers writes the checkpoints, and a process that can't import
+transformers reads them.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ for folder in sys.argv[1:]:
 
 
 def imported_elsewhere(*folders: Path) -> None:
-    """Import folders in a process that has neither torch nor transformers, into files beside them."""
+    """Import checkpoint directories in a process that has neither torch nor transformers, to files next to them."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", CHILD, *map(str, folders)]
     child = subprocess.run(command, env=variables, capture_output=True, text=True)
@@ -72,7 +73,7 @@ def imported_elsewhere(*folders: Path) -> None:
 
 
 def theirs_of(model, config):
-    """Return the logits of transformers with its own table of positions, and with the exact one."""
+    """Return transformers' logits, both with its own positional encoding table and with the exact one."""
     inputs = proof.inputs_of(config)
     as_it_comes = proof._logits(model, inputs, config)
     if config.position_encoding == "sinusoidal":
@@ -81,7 +82,7 @@ def theirs_of(model, config):
 
 
 def error_of(config, weights, theirs, backend="numpy"):
-    """Return how far the logits of a backend are from others, at the positions that are not padded."""
+    """Return the error of a backend's logits relative to the given ones, at non-padding positions."""
     inputs = proof.inputs_of(config)
     ours = PORTS[backend].load(config, weights, Placement("float64")).run("", inputs, taps=False).output
     real = ref.target_padding_mask(inputs["target_ids"], config.pad_id)
@@ -102,7 +103,7 @@ def test_logits_match_transformers(tmp_path, form, backend):
         assert {array.dtype.name for array in weights.values()} == {str(form.dtype).removeprefix("torch.")}
     as_it_comes, exact = theirs_of(model, config)
     assert error_of(config, weights, exact, backend.name) <= EXACT
-    if form.dtype == torch.float32:  # whose tables are not rounded further
+    if form.dtype == torch.float32:  # in lower precision, the position table is also rounded
         assert error_of(config, weights, as_it_comes, backend.name) <= AS_IT_COMES
 
 
@@ -165,7 +166,7 @@ def test_exported_checkpoint_loads_in_transformers_and_round_trips(tmp_path, for
 BEAMS = {"num_beams": 4, "max_length": 24, "renormalize_logits": True, "no_repeat_ngram_size": 3, "length_penalty": 1.2}
 
 
-# As OPUS-MT is published: the table of positions is in the file, in float16 too.
+# OPUS-MT models are published like this: the file includes the position table, also in float16.
 HALF = Form("marian", dtype=torch.float16, pickled=True)
 
 
@@ -199,7 +200,7 @@ def test_a_vocabulary_travels_with_its_weights(tmp_path):
 
 
 def test_a_folder_without_its_output_layer_and_without_a_bias(tmp_path):
-    """As facebook/bart-base is published."""
+    """facebook/bart-base is published like this."""
     model = saved(Form("bart"), tmp_path / "whole")
     model.model.float().save_pretrained(tmp_path / "bare")
     whole, bare = import_checkpoint(tmp_path / "whole"), import_checkpoint(tmp_path / "bare")
@@ -243,7 +244,8 @@ def test_the_command_imports_proves_and_checks(folder, tmp_path, capsys):
 def test_a_wrong_import_is_found_out(folder, tmp_path, capsys, monkeypatch):
     import transformers
 
-    monkeypatch.setitem(ref.PRESETS["marian"], "layer_norm_epsilon", 1e-6)  # Marian's own, and not transformers'
+    # This is Marian's own epsilon, which transformers doesn't use.
+    monkeypatch.setitem(ref.PRESETS["marian"], "layer_norm_epsilon", 1e-6)
     out = ["--out", str(tmp_path / "a.safetensors"), "--backends", "numpy"]
     assert main(["import", str(folder), *out, "--check"]) == 1
     assert capsys.readouterr().out.endswith(f"DIVERGE  transformers {transformers.__version__}\n")

@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face that are refused, and by which name."""
+"""Hugging Face checkpoints that are rejected, and the names in the error messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformer_parity.apps.containers import tensors
 
 
 def changed(folder: Path, drop=(), fields=None, **arrays) -> Path:
-    """Change tensors and config.json of a folder."""
+    """Change tensors and fields of config.json in a checkpoint directory."""
     found = tensors.read(folder / "model.safetensors")
     found = {name: array for name, array in found.items() if name not in drop} | arrays
     tensors.write(folder / "model.safetensors", found)
@@ -36,7 +36,7 @@ SAYS_NO = f"tie_word_embeddings is false, but {OUTPUT}"
 
 
 def test_contradictory_embedding_ties_follow_the_tensors_with_a_note(tmp_path):
-    """The wrong tables have been loaded by transformers itself, five times."""
+    """transformers itself has loaded the wrong embedding matrices five times."""
     saved(Form("m2m_100"), tmp_path / "tied")
     saved(Form("m2m_100", {"tie_word_embeddings": False}), tmp_path / "apart")
     table = tensors.read(tmp_path / "tied/model.safetensors")[SHARED]
@@ -54,7 +54,7 @@ def test_contradictory_embedding_ties_follow_the_tensors_with_a_note(tmp_path):
     assert (tied, note) == ("all", f"{SAYS_NO} is missing, so they are tied")
     tied, note, _ = notes_of(tmp_path / "apart")
     assert (tied, note) == ("none", f"{SHARED} differs from the embedding of the encoder and is ignored")
-    drop = [huggingface.ENCODER, huggingface.DECODER]  # as releases before 5 wrote them
+    drop = [huggingface.ENCODER, huggingface.DECODER]  # releases before 5 wrote checkpoints without these
     tied, _, weights = notes_of(changed(tmp_path / "apart", drop=drop))
     assert tied == "none"
     assert same(weights["source_embedding.table"], weights["target_embedding.table"])
@@ -152,7 +152,7 @@ def test_a_readme_of_empty_lines_takes_no_time(folder):
         (folder / "README.md").write_text(text)
         start = time.process_time()
         assert import_checkpoint(folder).origin.license is None
-        assert time.process_time() - start < 20.0  # a search that is quadratic takes hours
+        assert time.process_time() - start < 20.0  # a quadratic search would take hours
 
 
 @pytest.mark.parametrize("name", ["source.spm", "target.spm", "vocab.json", "tokenizer_config.json"])

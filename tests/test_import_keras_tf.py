@@ -1,4 +1,4 @@
-"""Keras' files: models of keras_hub's layers, saved by Keras and computed by Keras."""
+"""Keras files: models built from keras_hub layers, which Keras saves and runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build(**options):
     import keras_hub
 
     options = {"intermediate_dim": 20, "num_heads": 2, **options}
-    target_embedding = keras_hub.layers.TokenAndPositionEmbedding(W, LENGTH, D)  # before the source's
+    target_embedding = keras_hub.layers.TokenAndPositionEmbedding(W, LENGTH, D)  # created before the source embedding
     source, target = keras.Input((None,), dtype="int32"), keras.Input((None,), dtype="int32")
     x = keras_hub.layers.TokenAndPositionEmbedding(V, LENGTH, D)(source)
     for _ in range(2):
@@ -101,7 +101,7 @@ def test_config_fields_missing_from_the_file_raise_value_error(port, tmp_path):
 
 
 def rewritten(path, change):
-    """Write an archive again with another description."""
+    """Rewrite an archive with a changed description of its layers."""
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     content = json.loads(members["config.json"])

@@ -1,4 +1,4 @@
-"""Marian's .npz: what is imported computes what Marian computes, and goes back bit for bit."""
+"""Marian's .npz files: imported models compute the same as Marian, and exporting them reproduces the files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NONE = {**ALL, "tied-embeddings-all": False}
 
 
 def arrays(options, seed=0):
-    """Return the arrays that Marian saves for some options, in its order and with its shapes, random."""
+    """Return random arrays with the names, order, and shapes that Marian saves for the given options."""
     rng = np.random.default_rng(seed)
     d, (vs, vt) = options["dim-emb"], options["dim-vocabs"]
     pre = options["transformer-preprocess"] == "n"
@@ -91,7 +91,7 @@ def read(path, **options):
 
 
 def both(path, imported):
-    """Return the logits of Marian's program and ours at the real positions, without the padding that we add."""
+    """Return Marian's logits, the reference's logits without and with the added padding entry, and the inputs."""
     program = Marian(path.read_bytes())
     vs, vt = program.options["dim-vocabs"]
     rng = np.random.default_rng(1)
@@ -152,7 +152,7 @@ def test_logits_match_the_transcription_that_proves_the_marian_preset(save):
     ids=lambda change: next(iter(change)),
 )
 def test_neighboring_conventions_differ(save, change):
-    """The first two are what Hugging Face's converter makes of such a file."""
+    """The first two are the changes that Hugging Face's converter makes."""
     path = save()
     imported = read(path)
     theirs, _, _, source, target = both(path, imported)
@@ -161,7 +161,7 @@ def test_neighboring_conventions_differ(save, change):
 
 
 def test_hugging_face_conversion_differs_from_the_original_model(save):
-    """Its frequencies and its epsilon are others: an OPUS-MT folder is not what was trained."""
+    """The conversion changes the frequencies and epsilon, so OPUS-MT checkpoints differ from the trained models."""
     path = save()
     imported = read(path)
     theirs, _, _, source, target = both(path, imported)
@@ -195,7 +195,7 @@ def test_export_to_marian_round_trips_bit_exactly(save, name, tmp_path):
 
 
 def test_model_trained_here_can_be_exported_to_marian(tmp_path):
-    """A preset of ours, whose padding lies inside: its row stays, and is the vector of zeros of the start."""
+    """The preset's padding ID is inside the vocabulary, so its row is kept and becomes Marian's zero start vector."""
     config = tiny_config("marian_cpp")
     weights = random_weights(config)
     weights["source_embedding.table"][config.pad_id] = 0.0
@@ -224,7 +224,7 @@ REFUSED = {
     "lemma-dim-emb": 4,
     "ulr": True,
     "right-left": True,
-    "transformer-preprocess": "n",  # with postprocess dan
+    "transformer-preprocess": "n",  # combined with postprocess dan
 }
 
 

@@ -1,4 +1,4 @@
-"""What ``parity import`` and ``parity export`` say to whom has another file, another name or another option in mind."""
+"""Messages that ``parity import`` and ``parity export`` print for unsuitable files, names, or options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ IMPORT = ("import", "model.pt", "--as", "torch", "--names", "names.toml", "--bac
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """Return a folder with a model around torch.nn.Transformer and its names, which is the current one."""
+    """A working directory that contains a model based on torch.nn.Transformer and the file with its names."""
     monkeypatch.chdir(tmp_path)
     torch.save(randomized(Seq2Seq()).state_dict(), "model.pt")
     (tmp_path / "names.toml").write_text(SAID.format(**DEFAULT))
@@ -48,7 +48,7 @@ def here(tmp_path, monkeypatch):
 
 
 def vocabulary(folder, size=17):
-    """Write a sentencepiece model with the special ids of the model, and return its name."""
+    """Write a SentencePiece model with the special IDs of the test model, and return its path."""
     model = train(kind="char", size=size, pad_id=0, bos_id=1, eos_id=2, unk_id=3, character_coverage=0.5)
     (folder / "text.model").write_bytes(model)
     return folder / "text.model"
@@ -208,7 +208,7 @@ def test_directory_given_as_weight_file_is_rejected(line, here, capsys):
     code, _, err = parity(capsys, *line.split())
     assert code == 3
     assert "folder is a directory, not a weight file: `parity import` converts a checkpoint directory\n" in err
-    for name in ("model.safetensors", "checkpoint-20.safetensors"):  # of a run of training
+    for name in ("model.safetensors", "checkpoint-20.safetensors"):  # a training run writes both files
         (here / "folder" / name).touch()
     code, _, err = parity(capsys, *line.split())
     assert code == 3
@@ -221,7 +221,7 @@ def test_missing_vocabulary_error_explains_how_to_add_one(here, capsys):
     assert "to add one, rerun `parity import` with --vocab, or call save_weights" in err
 
 
-CANNOT_HOLD = [  # a format, a preset, what is changed in it, and what is said
+CANNOT_HOLD = [  # a format, a preset, its changed fields, and the error message
     ("torch", "torch", {"final_norm": False}, "final_norm must be True: got False"),
     ("torch", "torch", {"activation": "swish"}, "activation must be 'relu' or 'gelu': got 'swish'"),
     ("torch", "torch", {"attention_bias": False}, "attention_bias must be True: got False"),
@@ -256,11 +256,11 @@ def test_marian_starts_from_zeros(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# --- Files that lie ---
+# --- Files that contradict themselves ---
 
 
 def lying(path, **notes):
-    """Write a weight file whose notes or vocabulary are other than they say."""
+    """Write a weight file with false notes or with a vocabulary of a different kind than declared."""
     config = ref.TransformerConfig.preset("marian", source_vocab_size=9, target_vocab_size=9, d_model=8, num_heads=2)
     table = json.dumps({"</s>": 0, "<unk>": 1, "a": 2}).encode()
     vocabulary = VocabularyFiles(notes.pop("kind", "marian"), {"vocab.json": table})
@@ -292,7 +292,7 @@ def test_weight_file_with_false_metadata_is_rejected(lie, tmp_path):
     path = lying(tmp_path / "lie.safetensors", **notes)
     with pytest.raises(ValueError, match=message):
         importer.load(path)
-    if "origin" not in notes:  # which no translation needs
+    if "origin" not in notes:  # translation doesn't require the origin
         with pytest.raises(ValueError, match=message):
             read_trained(path)
 
@@ -319,7 +319,7 @@ def many_members(path):
 
 
 def overlapping(path, count=3000):
-    """A directory that lists one member of a megabyte again and again, each time by another name."""
+    """Write an archive whose directory lists one member of a megabyte many times, under different names."""
     content = io.BytesIO()
     np.save(content, np.zeros(2**18, np.float32))
     with zipfile.ZipFile(path, "w") as archive:
@@ -342,7 +342,7 @@ def overlapping(path, count=3000):
 )
 def test_names_without_end_are_refused_at_once(write, name, message, tmp_path):
     write(tmp_path / name)
-    for measured in ("seconds", "bytes"):  # not at once: to trace each allocation takes time
+    for measured in ("seconds", "bytes"):  # measured separately, because tracing allocations takes time
         before = time.process_time()
         if measured == "bytes":
             tracemalloc.start()

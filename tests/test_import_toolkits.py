@@ -1,7 +1,8 @@
-"""OpenNMT-py and JoeyNMT: tiny models that their own code built, and the logits that it computed for them.
+"""OpenNMT-py and JoeyNMT: tiny models built by their own code, and the logits that this code computed.
 
-``tests/data`` holds tensors, settings, ids and logits in float64 (positions and softmax too) of OpenNMT-py 3.5.1 and
-JoeyNMT 2.3.0; the files around them are written here as those programs write them.
+``tests/data`` contains tensors, settings, IDs, and logits of OpenNMT-py 3.5.1 and JoeyNMT 2.3.0. The logits were
+computed in float64, including the positional encoding and the softmax. The tests write the files around these tensors
+in the same way as those programs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""State dicts of PyTorch: torch.nn.Transformer in somebody's own model, and the Annotated Transformer's."""
+"""PyTorch state dicts of user models that contain torch.nn.Transformer, and of the Annotated Transformer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from transformer_parity.apps.checkpoints.options import ReadOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 V, W, D = 19, 23, 12
-PE, BIAS = "src_embed.1.pe", "generator.proj.bias"  # of the Annotated Transformer
+PE, BIAS = "src_embed.1.pe", "generator.proj.bias"  # tensors of the Annotated Transformer
 
 
 def randomized(model):
-    """Give every parameter of a model random numbers that let no mistake hide."""
+    """Set every parameter of a model to random values that expose bugs."""
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -242,7 +242,7 @@ def test_the_annotated_transformer(tmp_path):
     imported = read()
     assert annotated.recognizes(tmp_path / "model.pt")
     source, target = ids()
-    source, target = np.where(source == 0, 2, source + 0), target  # its padding is 2
+    source, target = np.where(source == 0, 2, source + 0), target  # this model's padding ID is 2
     masks = (torch.tensor(source) != 2)[:, None], torch.ones(1, 5, 5).tril() > 0
     model.double()
     for embed in (model.src_embed, model.tgt_embed):

@@ -1,4 +1,4 @@
-"""`parity init-port`: what it writes runs and agrees as it stands, in every framework."""
+"""`parity init-port`: in every framework, the template that it writes runs and agrees without changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort, Port
 
-NOT_ASKED = {  # of any port
+NOT_ASKED = {  # values that user ports never report
     "20 norms of the gradient are not shown",
     "366 moments are not shown",
     "122 moments are not shown",
@@ -29,7 +29,7 @@ IN_EVERY_FRAMEWORK = [
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Go to an empty folder, and forget afterwards what was imported from there."""
+    """Change to an empty directory, and afterwards unload the modules imported from it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     before = set(sys.modules)
@@ -52,7 +52,7 @@ def test_skeleton_agrees_in_one_case_of_each_component(framework, folder, capsys
 
 
 def run_skeleton(framework, capsys, choose):
-    """Write a skeleton and compare it in the chosen cases of its config; return the reasons of what is skipped."""
+    """Write a template, compare it on the chosen cases, and return the reasons for skipped comparisons."""
     module = f"{framework}_model"
     assert main(["init-port", "--framework", framework, "--out", f"{module}.py"]) == 0
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Blame, diagnosis and reproduction, on the reference itself with mistakes in it: no framework is needed."""
+"""Blame, diagnosis, and reproduction of injected bugs in the reference, without any framework."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def numpy(case=CASE, dtype="float64"):
 
 
 class Only:
-    """A port that shows some of its taps, or goes on with its own values behind them."""
+    """A port that shows only some of its taps, or ignores the values that replace its own."""
 
     def __init__(self, loaded, taps=None, goes_on=True):
         self.loaded, self.taps, self.goes_on = loaded, taps, goes_on
@@ -67,7 +67,7 @@ class Only:
 
 
 def plant(mistake, case=CASE, dtype="float64"):
-    """Plant a mistake in the reference and load it for a case."""
+    """Inject a bug into the reference, and load the reference for a case."""
     return planted(mistake, "numpy").load(case.config, case.load_weights(), Placement(dtype))
 
 
@@ -117,7 +117,7 @@ def test_nan_is_introduced_at_its_origin_and_inherited_downstream(dtype):
             ]
         },
     )
-    # Nine positions: only the decoder's self-attention has others.
+    # The source has nine positions, so only the decoder's self-attention is affected.
     loaded = Only(plant(nan, dtype=dtype), goes_on=False)
     with np.errstate(all="ignore"):
         found = blamed(CASE, loaded, dtype).blame
@@ -142,7 +142,7 @@ def test_gradients_are_blamed_backwards():
 
 
 def test_blame_without_taps_locates_only_a_single_wrong_gradient():
-    """A mistake of the loss makes all of them wrong; one alone is its own place."""
+    """A bug in the loss makes all gradients wrong, but a single wrong gradient is located at its own parameter."""
     right = {name: value for name, value in tensors(numpy(GRADIENTS), GRADIENTS).items() if not name.startswith("at ")}
     name = "of decoder.layers.1.feed_forward_norm.scale"
     one = {**right, name: right[name] ** 2}
@@ -172,7 +172,7 @@ def test_blame_from_files_matches_blame_of_the_port():
 
 
 def test_block_after_a_wrong_block_is_not_blamed_for_its_padding():
-    """Padding has the reference's values, so a block computes something else from wrong values beside it."""
+    """Padding keeps the reference's values, so a replayed block combines them with wrong values and differs."""
     case = replace(model_cases(tiny(norm_order="pre", final_norm=True))[0], compares_padding=False)
     name = "decoder.layers.0.output"
     loaded = numpy(case)
@@ -183,7 +183,7 @@ def test_block_after_a_wrong_block_is_not_blamed_for_its_padding():
 
 
 def test_context_is_not_blamed_for_keys_hidden_by_the_port():
-    """The port pads its keys further than it shows, and attends to that padding."""
+    """The port adds padding keys that it doesn't show, and attends to them."""
     case = replace(model_cases(tiny())[0], compares_padding=False)
     loaded, block = numpy(case), "encoder.layers.0.self_attention"
     actual = dict(tensors(loaded, case))
@@ -194,7 +194,7 @@ def test_context_is_not_blamed_for_keys_hidden_by_the_port():
 
 
 def test_the_context_of_weights_at_padding_is_not_blamed():
-    """The port has values of its own at padding, and attends to them."""
+    """At padding, the port has values different from the reference's, and it attends to them."""
     case = replace(model_cases(tiny())[0], compares_padding=False)
     loaded, block = numpy(case), "encoder.layers.0.self_attention"
     actual = dict(tensors(loaded, case))
@@ -209,7 +209,7 @@ def test_the_context_of_weights_at_padding_is_not_blamed():
 
 
 def test_weights_are_not_blamed_if_scores_are_masked_before_the_tap():
-    """The port shows -inf at forbidden keys, and goes on from there."""
+    """The port's scores are -inf at masked keys, because it applies the mask before the tap."""
     case = replace(model_cases(tiny())[0], compares_padding=False)
     loaded = numpy(case)
     actual = dict(tensors(loaded, case))
@@ -346,7 +346,7 @@ def test_first_wrong_block_is_saved_and_can_be_rerun_alone(tmp_path, monkeypatch
     evidence = blamed(CASE, loaded)
     folder = reproduce.save(evidence, CASE, "numpy", tmp_path / "failures")
     assert sorted(file.name for file in folder.iterdir()) == ["about.json", "block.safetensors", "model.safetensors"]
-    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # by the umask
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # the umask determines the mode
     block = reproduce.load(folder)
     parent = "inputs/encoder.layers.0.self_attention"
     assert {name for name in block if name.startswith("inputs/")} == {f"{parent}.query", f"{parent}.key"}
@@ -355,7 +355,7 @@ def test_first_wrong_block_is_saved_and_can_be_rerun_alone(tmp_path, monkeypatch
     np.testing.assert_allclose(block["actual"], right / math.sqrt(8), rtol=1e-12, atol=1e-14)
 
     lines = []
-    assert reproduce.rerun(folder, lines.append) < 1e-15  # by the fast code, without the bug
+    assert reproduce.rerun(folder, lines.append) < 1e-15  # the fast code doesn't have the bug
     assert re.match(rf"{re.escape(SCALE)}: error \d\.\de-1[67], was ", lines[0])
     monkeypatch.setattr(reproduce.PORTS["numpy"].__class__, "load", lambda *arguments: loaded)
     assert reproduce.rerun(folder, lines.append) > 0.5
@@ -373,7 +373,7 @@ def test_wrong_gradient_is_saved_with_its_inputs(tmp_path):
     said = io.StringIO()
     with redirect_stdout(said):
         exec(reproduce.snippet(folder), {})
-    assert re.search(r"scores: error \d\.\de-1[56], was ", said.getvalue())  # by the fast code, without the bug
+    assert re.search(r"scores: error \d\.\de-1[56], was ", said.getvalue())  # the fast code doesn't have the bug
 
 
 def test_zero_gradient_error_is_relative_to_the_total_norm():
@@ -383,7 +383,7 @@ def test_zero_gradient_error_is_relative_to_the_total_norm():
 
 
 class Wrapped(Port):
-    """The reference with a mistake, as a plug-in; in place, or going on at one tap only."""
+    """A port of the reference with a bug, which can modify arrays in place or use replaced values at only one tap."""
 
     taps = ("**",)
     in_place, only = False, None
@@ -400,7 +400,7 @@ class Wrapped(Port):
                 return value
             if self.in_place and name.endswith(".output"):
                 kept = seen.copy()
-                seen += 1.0  # what a port does with an array is its own business
+                seen += 1.0  # a port may modify its own arrays
                 return kept
             return seen
 
@@ -408,13 +408,13 @@ class Wrapped(Port):
 
 
 class InPlace(Wrapped):
-    """Right."""
+    """A correct port that modifies arrays in place."""
 
     in_place = True
 
 
 class GoesOnOnce(Wrapped):
-    """Wrong at the scores."""
+    """A port with wrong scores that uses replaced values at only one tap."""
 
     only = "encoder.output"
 
@@ -442,7 +442,8 @@ def test_hypothesis_must_hold_in_every_case():
     both = replace(one, config=one.config.replace(position_offset=1, layer_norm_epsilon=1e-3))
     assert diagnose(one, tensors(numpy(both), one), "it").confidence == EXACT
     alone = diagnose(one, tensors(numpy(both), one), "it", others=[(two, None)])
-    assert (alone.confidence, alone.hypotheses) == (UNKNOWN, ())  # of one case, several together explain little
+    # A combination of bugs that fits only one case is weak evidence.
+    assert (alone.confidence, alone.hypotheses) == (UNKNOWN, ())
     there = tensors(numpy(replace(two, config=other.config)), two)
     assert diagnose(one, actual, "it", others=[(two, there)]).confidence == EXACT
 
@@ -451,7 +452,8 @@ def test_hypothesis_is_compared_only_at_taps_of_the_port():
     one, two = (case for case in model_cases(tiny(d_v=8)) if case.name in ("full/padded", "full/one_token"))
     shown = tensors(plant(named("scores divided by d_k"), one), one)
     few = {name: value for name, value in shown.items() if name in ("encoder.output", "logits", "output")}
-    for actual, confidence in ((few, EXACT), (shown, LIKELY)):  # over one key, scores hide from all that is behind
+    # With one key, wrong scores have no effect on later taps.
+    for actual, confidence in ((few, EXACT), (shown, LIKELY)):
         found = diagnose(one, actual, "it", others=[(two, None)])
         assert found.confidence == confidence, found
         assert "scores divided by d_k" in found.sentence
@@ -462,7 +464,7 @@ def test_a_likely_name_needs_no_description_of_its_error():
     loaded = plant(named("scores divided by d_k"), one)
 
     class Port:
-        """Wrong in one case only."""
+        """A port that is wrong in only one case."""
 
         name = "it"
 
@@ -478,7 +480,7 @@ def test_a_likely_name_needs_no_description_of_its_error():
 
 
 class Withholding(Wrapped):
-    """Right, and shows fewer taps than it promises."""
+    """A correct port that shows fewer taps than it declares."""
 
     def forward(self, source_ids, target_ids, tap):
         return self.model(source_ids, target_ids, tap=lambda n, v: v if n.endswith(".scores") else tap(n, v))

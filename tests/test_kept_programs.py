@@ -1,4 +1,4 @@
-"""What JAX and TensorFlow compile is kept for the next run, where that is wanted and possible."""
+"""Programs compiled by JAX and TensorFlow are cached for later runs, unless the user or the system prevents it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def test_programs_are_kept_in_the_users_cache(tmp_path):
     assert kept[JAX_SWITCH].startswith(f"{folder}{os.sep}jax-")
     assert kept == keep_programs({SWITCH: str(tmp_path), "XDG_CACHE_HOME": "/another"})
     if os.name == "posix":
-        assert stat.S_IMODE(os.stat(kept[JAX_SWITCH]).st_mode) == 0o700  # what is loaded is run
+        # Cached programs are executed, so only the user may write them.
+        assert stat.S_IMODE(os.stat(kept[JAX_SWITCH]).st_mode) == 0o700
 
 
 @pytest.mark.parametrize("environment", [{SWITCH: ""}, {JAX_SWITCH: "/mine"}, {JAX_SWITCH: ""}])
@@ -59,7 +60,7 @@ def test_cached_programs_older_than_a_month_are_removed(tmp_path):
 
 @pytest.fixture
 def of_tensorflow(monkeypatch):
-    """A function that returns the folder in which TensorFlow of a version keeps programs, or None."""
+    """A function that returns the directory in which a TensorFlow version caches programs, or None."""
 
     def folder(environment, version="2.21.0", meanwhile=lambda folder: None):
         monkeypatch.delenv(TENSORFLOW_SWITCH, raising=False)
@@ -89,7 +90,7 @@ def test_tensorflow_finds_only_complete_programs_in_the_cache(tmp_path, of_tenso
     environment, found = {SWITCH: str(tmp_path)}, []
     folder = tmp_path / of_tensorflow(environment, meanwhile=compile_three)
     (folder / "broken.pb").write_bytes(b"program" * 99)
-    (folder / "without.pb.sha256").unlink()  # of a run that was interrupted
+    (folder / "without.pb.sha256").unlink()  # simulates an interrupted run
     of_tensorflow(environment, meanwhile=lambda folder: found.extend((tmp_path / folder).glob("*.pb")))
     assert [path.name for path in found] == ["whole.pb"]
 
@@ -134,5 +135,5 @@ def test_second_run_compiles_nothing(tmp_path, monkeypatch, backend):
     assert verdicts() == first
     assert programs() == kept
     broken = max(kept, key=lambda path: path.stat().st_size)
-    broken.write_bytes(broken.read_bytes()[:100])  # half-written
+    broken.write_bytes(broken.read_bytes()[:100])  # simulates an incomplete write
     assert verdicts() == first

@@ -1,6 +1,6 @@
-"""Who imports whom: facts import nobody, backends import facts, and the checker's engine knows none of them.
+"""Import rules: the spec imports no backend, backends import the spec, and the checker's engine imports neither.
 
-The source is read, not run; imports inside functions are included.
+The tests read the source instead of running it, so they also find imports inside functions.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ FRAMEWORKS = {
 }
 OPTIONAL = {"orbax"}  # only for directories of sharded checkpoints
 ENGINE = f"{PARITY}/engine"
-# Files of transformer_parity that import a package only to show a user how; it is copied, not imported.
+# Templates in transformer_parity import a framework only to show users how. They are copied, not imported.
 TEMPLATES = f"{PARITY}/transformer/ports/templates/"
 
 
 def outside(package: str, *, types: bool = False, root: Path = ROOT) -> dict[str, set[str]]:
-    """Return the packages, without Python's own, that each file of a package imports beside that package."""
+    """Return the packages that each file of a package imports, except that package and the standard library."""
     found = packages_of(root / package, types=types, root=root)
     return {name: packages - set(sys.stdlib_module_names) - {package.split("/")[0]} for name, packages in found.items()}
 
 
 def importers(of: set[str], package: str, *, root: Path = ROOT) -> dict[str, set[str]]:
-    """Return which files of a package import some others, type hints included."""
+    """Return the files of a package that import any of the given packages, including imports for type hints."""
     found = outside(package, types=True, root=root)
     return {name: packages & of for name, packages in found.items() if packages & of}
 
@@ -68,7 +68,7 @@ def test_backends_do_not_import_each_other(package):
 def test_only_the_benchmarks_import_the_checker():
     for package in PROGRAM:
         assert bool(importers({PARITY}, package)) == (package == BENCH), package
-    assert importers({BENCH}, PARITY) == {}  # cli/main.py has the name of the module of `parity bench`
+    assert importers({BENCH}, PARITY) == {}  # cli/main.py refers to the module of `parity bench` by name
 
 
 def test_the_engine_imports_neither_the_spec_nor_a_backend():
@@ -81,7 +81,7 @@ def test_the_engine_imports_neither_the_spec_nor_a_backend():
 
 
 def test_checker_modules_do_not_import_ports():
-    """They are imported by name where a command needs them: see the test below, which runs."""
+    """Commands import ports by name when they need them. The next test checks that by importing modules."""
     found = importers({*BACKENDS} - {"reference_numpy"}, PARITY)
     assert {name for name in found if not name.startswith(TEMPLATES)} == set()
 
@@ -90,7 +90,7 @@ PORTS = tuple(f"{PARITY}/transformer/ports/{name}.py" for name in ("torch", "one
 
 
 def test_the_checker_loads_a_backend_only_when_it_needs_it():
-    """Import every module but the ports' own: no framework comes with them."""
+    """Importing every module except the ports' own must not load any framework."""
     paths = [path for path in (ROOT / PARITY).rglob("*.py") if path.name != "__main__.py"]
     files = {path.relative_to(ROOT).as_posix(): module_name(path, ROOT) for path in paths}
     modules = [name for path, name in files.items() if not path.startswith(TEMPLATES) and path not in PORTS]
@@ -121,9 +121,9 @@ def test_the_imports_of_a_package_are_seen():
         assert graph[f"{package}.transformer"] >= {f"{package}.decoder", f"{package}.masks"}
 
 
-# --- The tests of these tests ---
+# --- Tests of these tests ---
 
-WAYS = {  # how b.py can import a.py, which imports b.py
+WAYS = {  # ways in which b.py can import a.py, which imports b.py
     "absolute": "from house.room.a import A",
     "the module": "from house.room import a",
     "its dotted name": "import house.room.a as a",

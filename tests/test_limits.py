@@ -1,4 +1,4 @@
-"""Sizes at which a file or a signature is looked at: they are alarms, and every exception has its reason here."""
+"""Size limits for files and signatures that call for a review; each exception is listed here with its reason."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ SAME_NAMES = {"MyPort": "the templates of `parity init-port`, of which a user ta
 
 
 def sources(*folders: str) -> dict[str, str]:
-    """Return the text of every Python file in some folders, by its path."""
+    """Return the text of every Python file in some directories, by relative path."""
     paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}
 
 
 def longer(files: Mapping[str, str], most: int) -> dict[str, int]:
-    """Return the files that have more lines, and how many."""
+    """Return the files that have more than ``most`` lines, with their numbers of lines."""
     return {name: lines for name, text in files.items() if (lines := len(text.splitlines())) > most}
 
 
 def signatures(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Yield every function with the number of its parameters, without ``self`` and ``cls``."""
+    """Yield the name and the number of parameters of every function, excluding ``self`` and ``cls``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -39,7 +39,7 @@ def signatures(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def defined_twice(files: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names of classes that several files define. The four backends, which mirror each other, are one."""
+    """Return the names of classes that multiple files define, treating the mirrored backends as one file."""
     found: dict[str, list[str]] = defaultdict(list)
     for file, text in files.items():
         for node in ast.walk(ast.parse(text)):
@@ -56,7 +56,8 @@ def defined_twice(files: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def test_files_of_the_program_are_short():
-    assert longer(sources(*PROGRAM), MOST_LINES).keys() == LONG_FILES.keys()  # an exception goes with its need
+    # Remove an exception when its file no longer needs it.
+    assert longer(sources(*PROGRAM), MOST_LINES).keys() == LONG_FILES.keys()
 
 
 def test_files_of_tests_are_short():

@@ -1,4 +1,4 @@
-"""The one loop that supervises child processes: messages, ends, silence and time limits; teams that end together."""
+"""The loop that supervises child processes handles messages, exits, silence, and time limits, and ends entire teams."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def follows(parent):
 
 @pytest.fixture
 def children(tmp_path):
-    """The child processes of a test, which run the functions above."""
+    """The child processes of a test, which can run the functions above."""
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     with Children({**os.environ, "PYTHONPATH": str(tmp_path)}) as children:
         yield children

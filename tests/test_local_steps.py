@@ -1,4 +1,4 @@
-"""Local steps (docs/examples/local_steps.py): where they are ordinary training, they give what that gives."""
+"""Local steps (docs/examples/local_steps.py) match ordinary training in the cases in which the two are equivalent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformer_parity.transformer.ports.registry import PORTS
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "local_steps.py"
 local_steps = SimpleNamespace(**runpy.run_path(str(EXAMPLE)))
 PROBE = probes()["short"]
-MEAN = {"rate": 1.0, "momentum": 0.0}  # an outer step that takes the mean of the workers
+MEAN = {"rate": 1.0, "momentum": 0.0}  # an outer step that averages the workers
 
 
 def model(package=ref):
@@ -34,12 +34,12 @@ def batches(count=4):
 
 
 def follow(workers, steps, package=ref, **outer):
-    """Return the weights after each average."""
+    """Return the weights after each averaging step."""
     return [*local_steps.train(package, workers, batches(), steps, local_steps.Outer(**outer))]
 
 
 class Descent:
-    """A trainer of plain gradient descent."""
+    """A trainer that uses plain gradient descent."""
 
     rate = 0.1
 
@@ -56,7 +56,7 @@ class Descent:
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_one_local_sgd_step_equals_data_parallel_training(workers):
-    """Of workers with unequal numbers of tokens, one of which may have none: each counts by its tokens."""
+    """Workers have different numbers of tokens, possibly zero, and are weighted by them."""
     ordinary = Descent(mesh=Plan(data=workers))
     for found, batch in zip(follow([Descent() for _ in range(workers)], 1, **MEAN), batches(), strict=True):
         ordinary.train_step(*batch)
@@ -84,7 +84,7 @@ def test_local_steps_and_momentum_change_the_weights():
 
 
 def test_outer_step_matches_the_nesterov_formula():
-    """In the form of Sutskever et al. (2013), shifted by a step; workers count by their tokens."""
+    """The formula follows Sutskever et al. (2013), shifted by a step; workers are weighted by their tokens."""
     outer, weights, velocity = local_steps.Outer(0.7, 0.9), {"w": np.array([1.0, -2.0])}, np.zeros(2)
     for _ in range(3):
         found = [{"w": weights["w"] - 0.3}, {"w": weights["w"] * 0.5}]
@@ -121,7 +121,7 @@ def test_every_backend_takes_the_same_local_steps(name):
 
 @pytest.mark.extended("plans")
 def test_comparison_trains_and_reports_communication_volume():
-    """Of K workers, each sends 2 (K - 1) / K of the weights, as often as they average."""
+    """With K workers, each of them sends 2 (K - 1) / K of the weights per averaging step."""
     runs = local_steps.Comparison("numpy", 2, 4)
     numbers = ref.count_parameters(runs.setup.config)
     assert [runs.sent(count) for count in (1, 2)] == [f"{n * 6 * numbers / 2**20:,.0f}" for n in (2, 1)]

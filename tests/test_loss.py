@@ -1,4 +1,4 @@
-"""What training is made of: settings and learning rate, and the loss, against formulas written out in Python."""
+"""Training settings, learning rate, and loss match formulas written in plain Python."""
 
 from __future__ import annotations
 
@@ -67,14 +67,15 @@ def test_settings_of_the_paper():
     assert settings.mixed_bfloat16 is settings.activation_checkpointing is False
     assert settings.clip_norm is settings.total_steps is None
     assert settings.cooldown_steps == 0
-    assert math.isclose(settings.learning_rate(4000, 512), 6.98771e-4, rel_tol=1e-5)  # the peak of the base model
+    # The peak learning rate of the base model.
+    assert math.isclose(settings.learning_rate(4000, 512), 6.98771e-4, rel_tol=1e-5)
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.beta1 = 0.5
 
 
 @pytest.mark.parametrize(("factor", "warmup", "d_model"), [(1.0, 4000, 512), (0.3, 7, 24), (2.0, 1, 1024)])
 def test_learning_rate(factor, warmup, d_model):
-    """It climbs on a straight line to its peak at the end of the warm-up, and falls as the root of the step."""
+    """The learning rate increases linearly to its peak at the end of the warm-up, then decays with 1 / sqrt(step)."""
     settings = ref.TrainingConfig(learning_rate_factor=factor, warmup_steps=warmup)
     peak = factor / math.sqrt(d_model * warmup)
     for step in sorted({1, 2, warmup // 2 + 1, warmup, warmup + 1, 10 * warmup, 100_000}):
@@ -86,7 +87,7 @@ def test_learning_rate(factor, warmup, d_model):
 
 @pytest.mark.parametrize(("warmup", "total", "cooldown"), [(7, 50, 20), (40, 50, 20), (7, 50, 50), (7, 1, 1)])
 def test_cool_down(warmup, total, cooldown):
-    """The rate at which it begins falls to zero in even steps, the first of which the last step of the run is above."""
+    """The learning rate decreases linearly during the cool-down and would be zero one step after the last one."""
     settings = ref.TrainingConfig(warmup_steps=warmup, total_steps=total, cooldown_steps=cooldown)
     rates = [settings.learning_rate(step, 24) for step in range(1, total + 5)]
     free = ref.TrainingConfig(warmup_steps=warmup)
@@ -99,7 +100,8 @@ def test_cool_down(warmup, total, cooldown):
     assert rates[total:] == [0.0] * 4
     abrupt = ref.TrainingConfig(warmup_steps=warmup, total_steps=total)
     assert abrupt.learning_rate(total, 24) == free.learning_rate(total, 24)
-    assert abrupt.learning_rate(total + 1, 24) == free.learning_rate(total + 1, 24)  # the total is for the cool-down
+    # The value of total_steps affects only the cool-down.
+    assert abrupt.learning_rate(total + 1, 24) == free.learning_rate(total + 1, 24)
 
 
 def test_settings_as_plain_values():
@@ -127,13 +129,13 @@ LABELS = np.array([[4, 0, 3], [2, 3, 3], [1, 1, 4]])
 
 
 def loss_config(kind="uniform", smoothing=0.1):
-    """Five words, so that one class more or less matters; the padding is none of the two at the ends."""
+    """Return a config with so few words that each class affects the loss; the padding ID is neither first nor last."""
     config = tiny_config(source_vocab_size=5, target_vocab_size=5, pad_id=3, bos_id=0, eos_id=1)
     return config.replace(label_smoothing=smoothing, label_smoothing_kind=kind)
 
 
 def transcribed_cross_entropy(logits, labels, config):
-    """Return what section 5.4 says, one word at a time: ``-sum(q * log(p))`` with the smoothed labels ``q``."""
+    """Return the loss of section 5.4, one word at a time: ``-sum(q * log(p))`` with the smoothed labels ``q``."""
     terms, tokens, smoothing, pad = [], 0, config.label_smoothing, config.pad_id
     for place in np.ndindex(labels.shape):
         right, row = labels[place], [float(x) for x in logits[place]]
@@ -187,7 +189,7 @@ def test_cross_entropy_of_padding_only_is_zero(backend):
 
 @pytest.mark.parametrize("shape", [(1, 3), (3, 1), (3, 2), (3,)])
 def test_cross_entropy_rejects_labels_of_wrong_shape(backend, shape):
-    """Such as those that would broadcast without a word."""
+    """Some of these shapes would broadcast silently."""
     logits, labels = backend.from_numpy(np.zeros((3, 3, 5))), backend.from_numpy(np.zeros(shape, int))
     needed = "shape (3, 3)" if len(shape) == 2 else "shape [batch, length]"
     assert refusal(backend.package.cross_entropy, logits, labels, loss_config()) == (
@@ -213,7 +215,7 @@ def labels_with(label):
 
 @pytest.mark.parametrize("label", [-100, -1, 5])
 def test_cross_entropy_of_a_label_outside_the_vocabulary(backend, label):
-    """Such as the one that torch drops without a word."""
+    """The labels include the value that torch ignores silently."""
     logits, labels = np.zeros((3, 3, 5)), labels_with(label)
     for given in (labels, backend.from_numpy(labels)):
         assert refusal(backend.package.cross_entropy, backend.from_numpy(logits), given, loss_config()) == (
@@ -225,7 +227,7 @@ def test_cross_entropy_of_a_label_outside_the_vocabulary(backend, label):
 @pytest.mark.only("jax", "tf")
 @pytest.mark.parametrize("label", [-100, 5])
 def test_cross_entropy_of_such_a_label_in_compiled_code(port, label):
-    """There nobody can look: the loss is no number."""
+    """Compiled code can't check the values of the labels, so it returns a loss of NaN."""
     logits, labels = map(port.from_numpy, (np.zeros((3, 3, 5)), labels_with(label)))
     if port.name == "jax":
         import jax
@@ -248,7 +250,7 @@ def test_cross_entropy_of_bfloat16_is_taken_in_float32(port):
 
 @pytest.mark.only("jax")
 def test_jax_computes_the_gradient_of_the_loss_in_place(port):
-    """XLA says how much room it takes beside what goes in and comes out: none as wide as the vocabulary."""
+    """According to XLA, the gradient needs no temporary array as wide as the vocabulary."""
     import jax
 
     config = tiny_config(source_vocab_size=500, target_vocab_size=500)

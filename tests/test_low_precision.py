@@ -21,8 +21,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 SCRIPT = DOCS / "examples" / "low_precision.py"
 script = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 CONFIG = tiny_config(d_model=64, d_k=16, d_v=16, num_heads=4, d_ff=128, num_encoder_layers=1, num_decoder_layers=1)
-MATRICES = 4 * 64 * 64 + 2 * 64 * 128  # of an encoder layer
-MATRICES += 8 * 64 * 64 + 2 * 64 * 128  # of a decoder layer
+MATRICES = 4 * 64 * 64 + 2 * 64 * 128  # in an encoder layer
+MATRICES += 8 * 64 * 64 + 2 * 64 * 128  # in a decoder layer
 OUTPUTS = 12 * 64 + 2 * (128 + 64)
 INT8 = {"torch": "int8, quantize_dynamic", "jax": "int8, Int8Linear", "tf": 'int8, quantize("int8")'}
 
@@ -41,7 +41,8 @@ def test_int8_weights_have_a_quarter_of_the_bytes(port, load):
     full = script.stored_bytes(port.name, load())
     assert list(full) == ["float32"]
     found = script.stored_bytes(port.name, script.VARIANTS[port.name][INT8[port.name]](load))
-    table = CONFIG.source_vocab_size * CONFIG.d_model if port.name == "tf" else 0  # only Keras quantizes it
+    # Only Keras quantizes the embedding matrix.
+    table = CONFIG.source_vocab_size * CONFIG.d_model if port.name == "tf" else 0
     assert found["int8"] == MATRICES + table
     assert full["float32"] - 4 * found["int8"] <= found["float32"] < full["float32"] - 3 * found["int8"]
 
@@ -60,7 +61,7 @@ def test_int8_logits_are_close_to_float32_logits(port, load):
 
 @pytest.mark.extended("examples", "tf")
 def test_a_search_after_quantization_uses_the_int8_weights(port, load):
-    """Also after a search with the float32 weights, whose compiled code must not be reused."""
+    """This also holds after a search with the float32 weights, whose compiled code must not be reused."""
     model = load()
     before = port.package.greedy_search(model, SOURCE, max_length=4)
     quantized = script.VARIANTS[port.name][INT8[port.name]](lambda: model)
