@@ -1,4 +1,4 @@
-"""Mistakes of dropout, modes and seeds, as data: no numbers show them, but a check of ``test_dropout`` does."""
+"""Bugs in dropout, modes, and seeds, which only the checks in ``test_dropout`` can detect."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from transformer_parity.transformer.mistakes.training import in_training
 
 @dataclass(frozen=True)
 class Misbehaviour:
-    """A mistake that no comparison of numbers can show, since dropout is drawn differently in every framework."""
+    """A bug that no comparison of values can detect, because every framework draws different dropout masks."""
 
     name: str
-    check: tuple[str, ...]  # of test_dropout, and its arguments
-    complaint: str  # what it must say
+    check: tuple[str, ...]  # name of a check in test_dropout, followed by its arguments
+    complaint: str  # expected error message
     edits: Edits
 
 
@@ -114,7 +114,7 @@ MISBEHAVIOUR = [
         MASKS,
         f"{ENCODER}.self_attention.weights and encoder.layers.1.self_attention.weights",
         in_training(
-            None,  # has one generator for all, which goes on by itself
+            None,  # NumPy draws all masks from one generator, whose state advances
             ("module.rngs = stream", 'module.rngs = nnx.RngStream(key, tag="dropout")'),
             ("tf.unstack(random_bits)", "[random_bits[0]] * len(self._dropout)"),
         ),
@@ -172,7 +172,7 @@ MISBEHAVIOUR = [
         in_training(
             ("        model.eval()\n            generator", "        generator"),
             ("        self.step += 1\n", "        self.step += 1\n        self.model.train()\n"),
-            None,  # Keras has no mode: training is an argument of the call
+            None,  # Keras modules have no mode: training is an argument of the call
         ),
     ),
     Misbehaviour(

@@ -1,4 +1,4 @@
-"""What the tests of PyTorch's idioms share."""
+"""LoRA adapters used by the tests of PyTorch idioms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def compiled(layer, name):
 
 
 class LoRA(torch.nn.Module):
-    """A low-rank adapter as peft lays it out: its weight is the base layer's."""
+    """A low-rank adapter structured like peft's: its ``weight`` is the base layer's weight."""
 
     def __init__(self, base, rank=4):
         super().__init__()
@@ -31,14 +31,14 @@ class LoRA(torch.nn.Module):
         return self.base_layer(x) + x @ self.lora_A.T @ self.lora_B.T
 
     def merged(self):
-        """Return the base layer, with the adapter added to its weight."""
+        """Merge the adapter into the base layer's weight and return the base layer."""
         with torch.no_grad():
             self.base_layer.weight += self.lora_B @ self.lora_A
         return self.base_layer
 
 
 def with_adapters(model):
-    """Freeze a model, and give each self-attention of the encoder two adapters."""
+    """Freeze a model and add two adapters to each self-attention block in the encoder."""
     model.requires_grad_(False)
     for attention in (layer.self_attention for layer in model.encoder.layers):
         attention.query_proj, attention.value_proj = LoRA(attention.query_proj), LoRA(attention.value_proj)

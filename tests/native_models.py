@@ -1,4 +1,4 @@
-"""What the tests of the frameworks' idioms share: a tiny model, a batch, and a process for one framework."""
+"""Helpers for the tests of framework idioms: a tiny model, a batch, and a process that loads only one framework."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def losses(trainer, steps=3):
 
 
 def run_alone(program, **environment):
-    """Run a program in a process of its own, where it may import from here; return what it prints."""
+    """Run a program in a separate process that can import modules from this directory, and return its output."""
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -1,7 +1,8 @@
-"""The searches of fairseq and Marian, written down again sentence by sentence, with lists, from what they do.
+"""Transcriptions of the searches in fairseq and Marian that process one sentence at a time, using plain lists.
 
 fairseq: ``SequenceGenerator`` of fairseq/sequence_generator.py (0.10). Marian: ``BeamSearch`` and ``History`` of
-src/translator/beam_search.cpp and history.h (1.12). Neither has a wheel that could be installed beside the others.
+src/translator/beam_search.cpp and history.h (1.12). Neither program has a wheel that can be installed together with our
+other dependencies.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from math import inf
 
 @dataclass(frozen=True)
 class Symbols:
-    """The ids that both programs treat in a way of their own; each forbids one."""
+    """The token IDs with a special meaning in both programs, which never generate the token ``never``."""
 
     start: int
     end: int
@@ -20,7 +21,7 @@ class Symbols:
 
 
 def repeated(said, size):
-    """Return the tokens that would end an n-gram of this size a second time."""
+    """Return the tokens that would repeat an n-gram of the given size."""
     followers = {}
     for place in range(len(said) - size + 1):
         followers.setdefault(tuple(said[place : place + size - 1]), set()).add(said[place + size - 1])
@@ -28,9 +29,9 @@ def repeated(said, size):
 
 
 def fairseq_search(scores_after, symbols, beam, max_len, prefix=(), no_repeat_ngram=0):
-    """Return (score, tokens) of what fairseq finalizes, best first; with its ``--min-len 1`` and ``--lenpen 1``.
+    """Return the (score, tokens) pairs that fairseq finalizes, best first, given ``--min-len 1`` and ``--lenpen 1``.
 
-    ``max_len`` counts without the end symbol, which is all that may be said in the step behind it.
+    ``max_len`` excludes the EOS token, which is the only token allowed in the step after ``max_len`` tokens.
     """
     active, finalized = [(0.0, [])], []
     for step in range(max_len + 1):
@@ -58,11 +59,11 @@ def fairseq_search(scores_after, symbols, beam, max_len, prefix=(), no_repeat_ng
 
 
 def marian_search(scores_after, symbols, beam, max_length, normalize):
-    """Return (score, tokens) of every hypothesis in Marian's history of one sentence, best first."""
+    """Return the (score, tokens) pair of every hypothesis in Marian's history for one sentence, best first."""
     survivors, history, step = [(0.0, [])] * beam, [], 0
     while survivors:
         step += 1
-        parents = survivors[:1] if step == 1 else survivors  # they are all the same at first
+        parents = survivors[:1] if step == 1 else survivors  # in the first step, all hypotheses are identical
         expanded = [
             (total + score, [*tokens, token])
             for total, tokens in parents

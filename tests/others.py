@@ -1,6 +1,7 @@
-"""Ports written by others, and by us with a mistake: what the diagnosis has to tell apart with no hint.
+"""Third-party ports and ports with injected bugs, which the diagnosis must tell apart without any hints.
 
-A port declares what is a matter of parameters: sizes, ids, biases, tables. Its conventions it leaves at the paper's.
+Each port declares only its parameters: sizes, IDs, biases, and which embeddings are tied. It doesn't declare its
+conventions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from transformer_spec.taps import no_tap
 
 
 class TorchTransformer(Port):
-    """torch.nn.Transformer as it comes, under the paper's embeddings."""
+    """An unmodified torch.nn.Transformer with the paper's embeddings."""
 
     dtypes = ("float64",)
     overrides = {"attention_bias": True}
@@ -44,7 +45,7 @@ class TorchTransformer(Port):
                 self.model(
                     self.embed(source),
                     self.embed(target),
-                    tgt_mask=future,  # True = may not attend
+                    tgt_mask=future,  # True = must not attend
                     src_key_padding_mask=padding,
                     memory_key_padding_mask=padding,
                     tgt_key_padding_mask=target == self.config.pad_id,
@@ -60,23 +61,23 @@ class TorchTransformer(Port):
 
 
 class TorchPreNorm(TorchTransformer):
-    """The same, with the norms in front."""
+    """torch.nn.Transformer with pre-norm layers."""
 
     options = {"norm_first": True}
 
 
 class TorchGelu(TorchTransformer):
-    """The same, with the norms in front and another activation."""
+    """torch.nn.Transformer with pre-norm layers and a different activation function."""
 
     options = {"norm_first": True, "activation": "gelu"}
 
 
 class KerasHub(Port):
-    """keras_hub's layers as they come."""
+    """Unmodified keras_hub layers."""
 
     dtypes = ("float64",)
     overrides = {
-        "d_model": 32,  # Keras rounds 1 / sqrt(d_k) to float32: of powers of four, here 16, nothing is lost
+        "d_model": 32,  # Keras rounds 1 / sqrt(d_k) to float32, which is exact for powers of four such as d_k = 16
         "num_heads": 2,
         "attention_bias": True,
         "output_bias": True,
@@ -95,19 +96,19 @@ class KerasHub(Port):
 
 
 class KerasHubPreNorm(KerasHub):
-    """The same, with the norms in front, and none behind the stacks."""
+    """keras_hub's layers with pre-norm and without a final norm after each stack."""
 
     options = {"normalize_first": True}
 
 
 class KerasHubOddHeads(KerasHub):
-    """The same at the sizes of the standard cases, where Keras rounds 1 / sqrt(d_k)."""
+    """keras_hub's layers with the sizes of the standard cases, for which Keras rounds 1 / sqrt(d_k)."""
 
     overrides = {name: value for name, value in KerasHub.overrides.items() if name not in ("d_model", "num_heads")}
 
 
 class Marian(Port):
-    """Hugging Face's MarianMTModel; its table of positions, which is of float32, made anew in float64."""
+    """Hugging Face's MarianMTModel, with its float32 positional encodings recomputed in float64."""
 
     dtypes = ("float64",)
     overrides = {"attention_bias": True, "output_bias": True, "pad_id": 1, "bos_id": 1, "eos_id": 0}
@@ -131,7 +132,7 @@ class Marian(Port):
 
 
 class MarianAsItComes(Marian):
-    """The same with its own table of positions."""
+    """Hugging Face's MarianMTModel with its own float32 positional encodings."""
 
     def load(self, config, weights, dtype):
         from transformer_bench.peers.marian import marian_model
@@ -140,7 +141,7 @@ class MarianAsItComes(Marian):
 
 
 class Packaged(Port):
-    """One of our four packages, or a copy of it with a mistake in it."""
+    """One of our four packages, or a copy of it with an injected bug."""
 
     taps = ("**",)
     backend, package = "torch", "transformer_torch"
@@ -160,31 +161,31 @@ class Packaged(Port):
 
 
 class Numpy(Packaged):
-    """The reference itself."""
+    """The NumPy reference as a port."""
 
     backend, package = "numpy", "reference_numpy"
 
 
 class Jax(Packaged):
-    """Ours in JAX."""
+    """Our JAX package as a port."""
 
     backend, package = "jax", "transformer_jax"
 
 
 class Tf(Packaged):
-    """Ours in TensorFlow."""
+    """Our TensorFlow package as a port."""
 
     backend, package = "tf", "transformer_tf"
 
 
 class Mistaken(Packaged):
-    """Ours in PyTorch, with what has been planted: a test sets the package."""
+    """Our PyTorch package with an injected bug. A test sets ``package`` to the modified copy."""
 
 
 class MistakenUnseen(Mistaken):
-    """The same, and only the logits are shown."""
+    """Our PyTorch package with an injected bug, as a port that reports only the logits."""
 
     taps = ()
 
     def forward(self, source_ids, target_ids, tap):
-        return super().forward(source_ids, target_ids, lambda name, value: value)  # and no fused kernel
+        return super().forward(source_ids, target_ids, lambda name, value: value)  # this also disables the fused kernel

@@ -1,4 +1,4 @@
-"""What test_parallel_jax.py runs in processes of their own: how many devices JAX has is settled when it begins."""
+"""Code that test_parallel_jax.py runs in separate processes, because JAX fixes the number of devices at startup."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from transformer_parity.transformer.distributed.cases import probes  # noqa: F40
 from transformer_parity.transformer.distributed.environments import environments
 from transformer_parity.transformer.distributed.jax_process import prepare_jax_process
 
-prepare_jax_process()  # if this is one of multiple processes
+prepare_jax_process()  # required if this is one of multiple processes
 
-GRADIENTS, STEPS = 1e-11, 1e-10  # budgets in float64
+GRADIENTS, STEPS = 1e-11, 1e-10  # tolerances for float64
 
 
 @contextmanager
 def started(program: str, processes: int, devices: int):
-    """Start processes that run one program together, and end those that are still running at the end."""
+    """Start multiple processes that run the same program, and kill those that are still running on exit."""
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", f"from parallel_jax import *\n{program}"]
     running = []
@@ -47,7 +47,7 @@ def started(program: str, processes: int, devices: int):
 
 
 def run(program: str, processes: int = 1, devices: int = 8, timeout: float = 300.0) -> list[str]:
-    """Run one program in processes of their own, without an error; return what each printed."""
+    """Run a program in separate processes, check that each succeeds, and return their outputs."""
     with started(program, processes, devices) as running:
         printed = []
         for process, said in running:
@@ -58,11 +58,11 @@ def run(program: str, processes: int = 1, devices: int = 8, timeout: float = 300
         return printed
 
 
-# --- In such a process ---
+# --- Helpers that run inside such a process ---
 
 
 def trainer(probe, plan=None, backend="jax", **options):
-    """Return a trainer of a fresh model, in float64, on a plan or on one device."""
+    """Return a float64 trainer of a fresh model, on the devices of a plan or on one device."""
     import transformer_jax
 
     package = {"jax": transformer_jax, "numpy": ref}[backend]
@@ -72,17 +72,17 @@ def trainer(probe, plan=None, backend="jax", **options):
 
 
 def shallow(probe):
-    """Return a case with one layer in each stack, which is compiled in half the time."""
+    """Return a case with one layer in each stack, which halves the compilation time."""
     return dataclasses.replace(probe, config=probe.config.replace(num_encoder_layers=1, num_decoder_layers=1))
 
 
 def alone(probe):
-    """Return what a run on several devices has to equal: the reference, or JAX on one device if there is dropout."""
+    """Return a trainer with the expected results: the reference, or JAX on one device if the model uses dropout."""
     return trainer(probe, backend="numpy" if probe.config.dropout.embedding == 0 else "jax")
 
 
 def assert_close(found, expected, budget):
-    """Compare arrays by name, each by the largest magnitude of the expected one."""
+    """Compare arrays by name. Errors are relative to the largest magnitude of the expected array."""
     assert list(found) == list(expected)
     for name, array in expected.items():
         error = np.abs(found[name] - array).max() / max(np.abs(array).max(), 1e-300)
@@ -90,25 +90,25 @@ def assert_close(found, expected, budget):
 
 
 def assert_same_gradient(one, many, batch):
-    """Compare loss and gradient of a batch."""
+    """Compare the loss and the gradient of a batch."""
     found, expected = many.gradient(*batch), one.gradient(*batch)
     assert abs(found.loss - expected.loss) <= 1e-13 * expected.loss, (found.loss, expected.loss)
     assert_close(found.parameters, expected.parameters, GRADIENTS)
 
 
 def assert_same_steps(one, many, probe, steps=None):
-    """Take the steps of a case, and compare what each reports and everything that is left."""
+    """Take the steps of a case, and compare their results and the final states."""
     for step in range(one.step, one.step + (steps or probe.steps)):
         batch = probe.batch(step)
         found, expected = many.train_step(*batch), one.train_step(*batch)
         for name, needed in vars(expected).items():
             assert abs(float(getattr(found, name)) - float(needed)) <= STEPS * float(needed), (step, found, expected)
-        assert step or float(found.gradient_norm) > probe.settings.clip_norm  # so that the clipping is at work
+        assert step or float(found.gradient_norm) > probe.settings.clip_norm  # so that gradients are clipped
     assert_same_state(many, one)
 
 
 def assert_same_state(found, expected, budget=STEPS):
-    """Compare weights, moments, step and seed of two trainers."""
+    """Compare the weights, moments, step, and seed of two trainers."""
     assert_close(found.model.export_weights(), expected.model.export_weights(), budget)
     ours, theirs = found.export_state(), expected.export_state()
     assert (ours.step, ours.seed) == (theirs.step, theirs.seed)
@@ -117,8 +117,8 @@ def assert_same_state(found, expected, budget=STEPS):
 
 
 def follows(probe, plan, **options):
-    """Let a plan follow a case; return what was trained on one device and on several."""
-    many = trainer(probe, plan, **options)  # first: a mesh is made before JAX is used
+    """Compare training on a plan's devices with training on one device. Return both trainers."""
+    many = trainer(probe, plan, **options)  # first, because a mesh must be created before JAX is used
     one = alone(probe)
     assert_same_gradient(one, many, probe.batch(0))
     assert_same_steps(one, many, probe)
@@ -128,7 +128,7 @@ def follows(probe, plan, **options):
 
 
 def assert_divided(trainer):
-    """Compare what each device holds with the parameters: by the table of axes, copies to the last bit."""
+    """Check that each device stores the shards that the plan specifies, bitwise identical to the parameters."""
     from transformer_jax import shards
     from transformer_spec.parallel_plan import fsdp_axis, tensor_axis
 
@@ -149,13 +149,13 @@ def assert_divided(trainer):
         assert covered.all(), name
     number = {shard.device: shard.index for shard in held["encoder.layers.0.feed_forward.inner_proj.kernel"]}
     fsdp, tensor = 32 // plan.fsdp, 48 // plan.tensor
-    for device, index in number.items():  # data, then fsdp, then tensor
+    for device, index in number.items():  # device order: data, then fsdp, then tensor
         at = device // plan.tensor % plan.fsdp * fsdp, device % plan.tensor * tensor
         assert index == (slice(at[0], at[0] + fsdp), slice(at[1], at[1] + tensor)), (device, index)
 
 
 class Compilations(logging.Handler):
-    """Notes what JAX compiles."""
+    """A log handler that records JAX's compilations."""
 
     def __init__(self):
         super().__init__()

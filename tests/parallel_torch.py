@@ -1,4 +1,4 @@
-"""What the processes of test_parallel_torch.py do: each function is a job of all processes of a run, given its rank."""
+"""Functions that the processes of test_parallel_torch.py run: each is executed by all processes, given their ranks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from transformer_torch.weights import copy_out, parameters
 
 
 def run(folder: Path, world: int, jobs: list[tuple[str, dict[str, Any]]], seconds: float = 200) -> list[list[Any]]:
-    """Let processes do jobs one after another; return what each process returned for each job.
+    """Let processes run a list of jobs, and return what each process returned for each job.
 
-    An error of one process ends all of them, and is raised here.
+    If one process fails, all processes are killed, and the error is raised here.
     """
     store = meeting_place()
     context = processes.spawn(_process, (world, store.port, folder, jobs), nprocs=world, join=False)
@@ -44,9 +44,9 @@ def run(folder: Path, world: int, jobs: list[tuple[str, dict[str, Any]]], second
 
 
 def ends(folder: Path, world: int, ranks: list[int], job: tuple[str, dict[str, Any]], seconds: float) -> dict[int, Any]:
-    """Let only some processes of a run do a job; return what each returned, or its exit status where it returned none.
+    """Run a job in some processes of a group. Return each process's result, or its exit status if it returned none.
 
-    None of them is ended from outside, unless time is over.
+    Processes are killed only after the timeout.
     """
     store, spawn = meeting_place(), processes.get_context("spawn")
     started = [spawn.Process(target=_process, args=(rank, world, store.port, folder, [job])) for rank in ranks]
@@ -65,12 +65,12 @@ def ends(folder: Path, world: int, ranks: list[int], job: tuple[str, dict[str, A
 
 
 def meeting_place() -> dist.TCPStore:
-    """Return where processes find one another, at a port that the system chooses, as torchrun's agent has it."""
+    """Return a store through which processes find each other, like torchrun's, on a port that the system chooses."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """Return what torchrun tells a process."""
+    """Return the environment variables that torchrun sets for a process."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
     switches = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "OMP_NUM_THREADS": "1"}
     return {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}, **switches}
@@ -97,7 +97,7 @@ def trainer_of(probe: Any, dtype: str = "float64", **arguments: Any) -> transfor
 
 
 def observed(trainer: Any, probe: Any, steps: int) -> dict[str, Any]:
-    """Return what a trainer gives: a gradient, steps, what is evaluated, weights and moments."""
+    """Return everything that a trainer computes: a gradient, steps, an evaluation, weights, and moments."""
     gradient = trainer.gradient(*probe.batch(0))
     results = [trainer.train_step(*probe.batch(trainer.step)) for _ in range(steps)]
     state = trainer.export_state()
@@ -113,7 +113,7 @@ def observed(trainer: Any, probe: Any, steps: int) -> dict[str, Any]:
 
 
 def train(rank: int, plan: str, probe: str, steps: int, **arguments: Any) -> dict[str, Any]:
-    """Train on a plan."""
+    """Train on the devices of a plan."""
     case = probes()[probe]
     trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)), **arguments)
     found = observed(trainer, case, steps)
@@ -121,7 +121,7 @@ def train(rank: int, plan: str, probe: str, steps: int, **arguments: Any) -> dic
 
 
 def train_in(rank: int, plan: str, mixed: bool) -> dict[str, Any]:
-    """Train on a plan in float32, and compute in bfloat16 if mixed; the gradients of slices are added up."""
+    """Train on a plan in float32 or mixed bfloat16, with gradients accumulated over two micro-batches."""
     case = probes()["plain"]
     changes = {"mixed_bfloat16": mixed, "accumulation_steps": 2, "activation_checkpointing": True}
     settings = TrainingConfig(**{**case.settings.to_dict(), **changes})
@@ -130,7 +130,7 @@ def train_in(rank: int, plan: str, mixed: bool) -> dict[str, Any]:
 
 
 def train_on_a_mesh_of_the_user(rank: int, axes: dict[str, int], probe: str, steps: int) -> dict[str, Any]:
-    """Train on a mesh whose axes stand in any order; the weights of all processes but the first are wrong."""
+    """Train on a user-defined mesh with axes in any order. Only the first process has the right initial weights."""
     case = probes()[probe]
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     model = model_of(case)
@@ -141,7 +141,7 @@ def train_on_a_mesh_of_the_user(rank: int, axes: dict[str, int], probe: str, ste
 
 
 def save(rank: int, folder: Path, plan: str, probe: str, steps: int) -> str:
-    """Train on a plan and write a folder, and the one file beside it; return what is said where it exists already."""
+    """Train on a plan, and save a sharded directory and a file. Return the error for an existing directory."""
     case = probes()[probe]
     trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)))
     observed(trainer, case, steps)
@@ -157,7 +157,7 @@ def save(rank: int, folder: Path, plan: str, probe: str, steps: int) -> str:
 
 
 def go_on(rank: int, path: Path, plan: str, probe: str, steps: int) -> dict[str, Any]:
-    """Go on from a folder or a file, on a plan."""
+    """Resume training on a plan from a directory or from a file."""
     case = probes()[probe]
     trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)))
     if path.is_dir():
@@ -188,7 +188,7 @@ REFUSED = {
 
 
 def refused(rank: int, plan: str, attempts: list[str]) -> dict[str, str]:
-    """Return what is said of each thing that cannot be done with a trainer on a plan."""
+    """Return the error message for each unsupported use of a trainer on a plan."""
     case, mesh = probes()["plain"], transformer_torch.make_mesh(Plan.parse(plan))
     trainer = trainer_of(case, mesh=mesh)
     ways = {
@@ -215,7 +215,7 @@ def refused(rank: int, plan: str, attempts: list[str]) -> dict[str, str]:
 
 
 def other_dropout(rank: int, plan: str) -> dict[str, float]:
-    """Return the loss of a step with dropout of either kind."""
+    """Return the loss of a step for each kind of dropout."""
     case, mesh = probes()["dropout"], transformer_torch.make_mesh(Plan.parse(plan))
     kinds = {"global": "global", "local": "local", "local again": "local"}
     return {
@@ -224,7 +224,7 @@ def other_dropout(rank: int, plan: str) -> dict[str, float]:
 
 
 def join(rank: int, seconds: float) -> str:
-    """Wait for the others, for another while than usual; return what is said where they do not come."""
+    """Wait for the other processes with a custom timeout. Return the error message if they don't join."""
     transformer_torch.parallel.JOINING = timedelta(seconds=seconds)
     with pytest.raises(RuntimeError) as refused:
         transformer_torch.make_mesh(Plan(data=2))
@@ -232,7 +232,7 @@ def join(rank: int, seconds: float) -> str:
 
 
 def die(rank: int, plan: str) -> str:
-    """Take a step; then the last process ends. Return what the others meet in the next one."""
+    """Take a step, then kill the last process. Return the error that the other processes raise in the next steps."""
     case = probes()["plain"]
     trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)))
     trainer.train_step(*case.batch(0))
@@ -247,7 +247,7 @@ def die(rank: int, plan: str) -> str:
 
 
 def their_own_copies(rank: int) -> dict[str, Any]:
-    """Train as users do who wrap the model and take rows of their own, by the trainer and by a loop of theirs."""
+    """Train with ``DistributedDataParallel`` on different rows per process, with our trainer and a custom loop."""
     transformer_torch.make_mesh(Plan(data=2))
     case, found = probes()["plain"], {}
     own = [ids[rank::2] for ids in case.batch(0)]
@@ -264,7 +264,7 @@ def their_own_copies(rank: int) -> dict[str, Any]:
 
 
 def search(rank: int, plan: str) -> Any:
-    """Return what a model that is being trained on a plan finds, and a model of its own that has the same weights."""
+    """Return the results of a search with a model that is being trained on a plan and with a copy of that model."""
     case = probes()["plain"]
     trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)))
     trainer.train_step(*case.batch(0))
@@ -273,7 +273,7 @@ def search(rank: int, plan: str) -> Any:
 
 
 class Reductions(TorchDispatchMode):
-    """Counts what layers send to one another."""
+    """Counts the all-reduce operations between processes."""
 
     count = 0
 
@@ -283,7 +283,7 @@ class Reductions(TorchDispatchMode):
 
 
 def reductions(rank: int) -> int:
-    """Return how many sums a step takes over parts of heads and of units."""
+    """Return the number of all-reduce operations in a step on a tensor-parallel plan."""
     case = probes()["plain"]
     trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan(tensor=dist.get_world_size())))
     with Reductions() as found:
@@ -292,7 +292,7 @@ def reductions(rank: int) -> int:
 
 
 def loss_of_torch(rank: int) -> float:
-    """Return how far torch's ``loss_parallel`` is off in the gradient of a smoothed loss that is written out."""
+    """Return the relative error of torch's ``loss_parallel`` in the gradient of a handwritten smoothed loss."""
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import loss_parallel
 
@@ -312,9 +312,9 @@ def loss_of_torch(rank: int) -> float:
 
 
 def sends(rank: int, plans: list[str], probe: str) -> dict[str, list[tuple[str, Any]]]:
-    """Return what gloo is given to send in the third step on each plan: each collective, and the shapes of its arrays.
+    """Return the collectives that gloo runs in the third step on each plan, with the shapes of their arrays.
 
-    All in one profile: where one follows another in the same process, processes wait for each other for ever.
+    All plans share one profile, because the processes deadlock if one process profiles twice.
     """
     case = probes()[probe]
     trainers = {plan: trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan))) for plan in plans}

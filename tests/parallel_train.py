@@ -1,4 +1,4 @@
-"""What processes of test_train_processes.py do in place of their part: what ``processes.WORK`` names."""
+"""Replacements for ``processes.WORK`` with which test_train_processes.py makes processes fail."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformer_parity.apps.train.processes import work
 
 
 def fail_in_the_second(parent):
-    """Train, but meet an exception in the third step of the second process."""
+    """Train, but raise an exception in the third step of the second process."""
     train_step = Learner.train_step
 
     def failing(self, batch):
@@ -22,7 +22,7 @@ def fail_in_the_second(parent):
 
 
 def lack_the_second(parent):
-    """Train, but let the second process never come to the others."""
+    """Train, but never let the second process join the others."""
     told, receive = [parent.receive()], parent.receive
     if told[0][0].where.group.rank == 1:
         Event().wait()

@@ -1,6 +1,6 @@
-"""Other people's programs, written down again from their sources: they read their own files, by their own names.
+"""Transcriptions of third-party programs from their sources, which read the programs' own files.
 
-What is compared with them is therefore proved from the names of the arrays to the logits.
+Comparing with them checks an import completely, from the array names to the logits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ def softmax(x):
 
 
 def attention(q, k, v, heads, mask):
-    """Average v [B, M, d] for each of q [B, L, d]; mask [B, L, M] or [B, 1, M] is True where one may look."""
+    """Return the attention output for queries q [B, L, d] and values v [B, M, d].
+
+    The mask [B, L, M] or [B, 1, M] is True for positions that may be attended to.
+    """
 
     def split(x):
         return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
@@ -39,10 +42,10 @@ def gelu(x):
 
 
 class Marian:
-    """marian-nmt/marian-dev, src/models/transformer.h: teacher forcing in float64.
+    """The Transformer in marian-nmt/marian-dev, src/models/transformer.h, with teacher forcing in float64.
 
     Args:
-        data: The bytes of a ``model.npz``.
+        data: The contents of a ``model.npz`` file, as bytes.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -59,7 +62,7 @@ class Marian:
         o = self.options
         shared = o["tied-embeddings-src"] or o["tied-embeddings-all"]
         x = self.param("Wemb" if shared else f"{prefix}_Wemb")[ids]
-        if shift:  # the decoder starts with zeros
+        if shift:  # the decoder input starts with zeros
             x = np.concatenate([np.zeros_like(x[:, :1]), x[:, :-1]], axis=1)
         length, d = x.shape[1:]
         if "Wpos" in self.graph:

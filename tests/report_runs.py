@@ -1,4 +1,4 @@
-"""A run with agreement, divergence and failures, for tests of reports."""
+"""A run with agreement, divergence, and failures, used to test reports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NASTY = "<script>alert('&')</script> \x1b[31mred\x1b[0m"
 
 
 def run_of(backend: str, dtype: str, case: str = "full/padded", guilty: str = "") -> list[Finding]:
-    """Return what a run of a full model finds; behind the guilty tap everything is wrong."""
+    """Return the findings for a full model in which all values are wrong from the guilty tap onward."""
     tolerance = {"float64": 1e-12, "float32": 1e-6}[dtype]
     verdict = {"float64": DIVERGES, "float32": IMPRECISE}[dtype]
     findings = []
@@ -60,7 +60,7 @@ def blame_of(guilty: set[str], dtype: str = "float64", names: list[str] = TAPS) 
 
 
 def ports_of(findings: list[Finding], environment=ENVIRONMENT, reports=(), fates=()) -> list[CheckedPort]:
-    """Return the ports with their findings; the first has the fates of its weights."""
+    """Return the ports with their findings. The first port also has the given audit results."""
     names = dict.fromkeys(["torch", "jax", *(finding.backend for finding in findings)])
     ports = [CheckedPort(PortJob(name, SETTING), label=name, environment=environment.get(name, {})) for name in names]
     for port in ports:

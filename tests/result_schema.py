@@ -1,4 +1,4 @@
-"""docs/result.schema.json, which describes what every command writes for programs."""
+"""Validation against docs/result.schema.json, which describes the JSON results of all commands."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ VALIDATOR = Draft202012Validator(SCHEMA)
 
 
 def violations(document: Any) -> list[tuple[str, str]]:
-    """Return what is wrong with a document: where, and by which keyword of the schema."""
+    """Return the violations in a document, each with its location and the keyword of the schema."""
     return [(error.json_path, error.validator) for error in VALIDATOR.iter_errors(document)]
 
 
 def read_document(path: Path, command: str) -> dict[str, Any]:
-    """Return what a command wrote, after a comparison with the schema."""
+    """Validate the JSON result of a command against the schema and return it."""
     document = json.loads(path.read_text("utf-8"))
     assert violations(document) == []
     assert document["command"] == command

@@ -1,4 +1,4 @@
-"""What the tests of the search share: models whose sentences vary and end, and how a search is compiled."""
+"""Helpers for the search tests: models that generate varied sentences with EOS tokens, and compilation options."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from conftest import random_weights, tiny_config
 import reference_numpy
 from transformer_parity.transformer.selftest.uncompiled import interpreted
 
-TOLERANCE = 1e-12  # float64
+TOLERANCE = 1e-12  # for float64
 SEARCHES = ("greedy_search", "beam_search")
 REPEATED = pytest.mark.extended("searches", "jax", "tf")
 EITHER = [pytest.param("greedy_search", marks=REPEATED), "beam_search"]
-COMPILED = (  # what takes many steps; as users have it compiled
+COMPILED = (  # tests with many steps, which use the default compilation
     "test_cached_equals_uncached_step_by_step",
     "test_beam_search_is_the_textbooks",
     "test_a_sentence_does_not_depend_on_its_batch",
@@ -28,7 +28,7 @@ COMPILED = (  # what takes many steps; as users have it compiled
 
 @pytest.fixture(autouse=True)
 def _quick(request):
-    """Compile as users have it in few tests only: it takes longer than all else."""
+    """Use the default compilation only in a few tests, because it dominates their run time."""
     fixture = next((name for name in ("backend", "port") if name in request.fixturenames), None)
     backend = request.getfixturevalue(fixture).name if fixture else "numpy"
     with optimized_search(backend) if request.node.originalname in COMPILED else quick_search(backend):
@@ -36,23 +36,24 @@ def _quick(request):
 
 
 def quick_search(backend):
-    """Search without waiting for a compiler that optimizes; TensorFlow, for any."""
+    """Search without compiler optimizations, which take long. TensorFlow doesn't compile at all."""
     return compiled_search(quick=True) if backend == "jax" else interpreted(backend)
 
 
 def optimized_search(backend):
-    """Search as users do, whatever XLA_FLAGS say to JAX."""
+    """Search with the default compilation, regardless of the XLA_FLAGS that JAX uses."""
     return compiled_search(quick=False) if backend == "jax" else nullcontext()
 
 
 @contextmanager
 def compiled_search(quick):
-    """Let JAX compile its search quickly or well."""
+    """Let JAX compile its search quickly or with full optimization."""
     from transformer_jax import compilation, runtime
 
     with runtime.quick_compilation():
         options = runtime.compiler_options()
-    # Quickly: with bfloat16 rounded as often as where one operation runs at a time. Well: XLA's own defaults.
+    # Quick compilation rounds bfloat16 values after every operation, like uncompiled code. Otherwise, XLA's defaults
+    # apply.
     exact = {"xla_allow_excess_precision": False}
     options = {**options, **exact} if quick else dict(zip(options, (3, True), strict=False))
     with patch.object(compilation, "compiler_options", lambda: options):
@@ -60,7 +61,7 @@ def compiled_search(quick):
 
 
 def lively(preset="annotated", seed=13, size=13, **overrides):
-    """Return config and weights of a model whose sentences vary, end, and end at different times."""
+    """Return the config and weights of a model whose sentences vary and reach EOS at different times."""
     fields = {"tie_embeddings": "none", "output_bias": True, "source_vocab_size": size, "target_vocab_size": size}
     ids = {"pad_id": 0, "bos_id": 1, "eos_id": 2}
     config = tiny_config(preset, **{**fields, **ids, **overrides})

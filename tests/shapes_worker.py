@@ -1,7 +1,7 @@
-"""Run one package with every annotation checked on every call: ``test_shapes`` starts this in a process of its own.
+"""Run one package with runtime checks of every annotation. ``test_shapes`` starts this script in a separate process.
 
-One package a process: beartype keeps unions by their text, and both torch and TensorFlow call their class ``Tensor``.
-Prints what is wrong, a line each; nothing is good.
+Each package requires its own process, because beartype caches unions by their text, and the classes of both torch and
+TensorFlow are called ``Tensor``. Prints one line per problem, and nothing if there is no problem.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ CONVENTIONS = (
 
 
 def checked_import(name: str):
-    """Import a package so that each annotation is checked on each call."""
-    importlib.import_module(FRAMEWORKS[name])  # before the hook: only our own annotations are of interest
-    # Where code runs, the packages drop the shapes; here they are to be checked.
+    """Import a package with every annotation checked on each call."""
+    importlib.import_module(FRAMEWORKS[name])  # imported before the hook, so that only our annotations are checked
+    # At run time, the packages normally drop the shapes. Here, the checker needs them.
     sys.modules["transformer_spec.shapes"] = jaxtyping
-    typing.Self = typing.Any  # which beartype knows in a class that is checked as a whole, and not in a method
+    typing.Self = typing.Any  # beartype supports Self only if the whole class is decorated, not in individual methods
     with jaxtyping.install_import_hook(["transformer_spec", BACKENDS[name]], "beartype.beartype"):
         package = importlib.import_module(BACKENDS[name])
-    if name == "tf":  # Keras reads the signature of a constructor, and a check has another
+    if name == "tf":  # Keras reads the signature of a constructor, which the checker changes
         for cls in definitions(package, inspect.isclass):
             if "__init__" in vars(cls):
                 cls.__init__ = inspect.unwrap(cls.__init__)
@@ -51,7 +51,7 @@ def definitions(package, kind):
 
 
 def annotated(package):
-    """Yield name and code of every function and method that names a shape."""
+    """Yield the name and code object of every function and method whose annotations include a shape."""
     functions = [*definitions(package, inspect.isfunction)]
     for cls in definitions(package, inspect.isclass):
         functions += [value for value in vars(cls).values() if inspect.isfunction(value)]
@@ -61,7 +61,7 @@ def annotated(package):
 
 
 def run(backend, build, record):
-    """Call every component of a package, with taps and without, in every convention."""
+    """Call every component of a package with every convention, with and without taps."""
     import numpy as np
 
     from transformer_spec import SearchRules, TrainingConfig
@@ -82,7 +82,7 @@ def run(backend, build, record):
         model(array(source), array(target), **train)
         if backend.name == "numpy" or overrides is CONVENTIONS[0]:
             package.gradients(model, source, target, target)
-            if backend.name == "tf":  # in a graph, a length is a tensor
+            if backend.name == "tf":  # in a graph, lengths are tensors, which don't match int
                 sys.modules["tensorflow"].config.run_functions_eagerly(True)
             trainer = package.Trainer(model, TrainingConfig())
             trainer.train_step(source, target, target)
@@ -99,16 +99,16 @@ def run(backend, build, record):
         package.set_weights(model, model.export_weights())
     package.beam_search(build(fast=False), source, 3, max_length=3)
     floats = [array(np.ones(shape, np.float32)) for shape in ((2, 3, 5, 11), (2, 3, 7, 11), (2, 3, 7, 13))]
-    long = array(np.ones((2, 3, 300, 11), np.float32))  # fast attention takes the queries in blocks
+    long = array(np.ones((2, 3, 300, 11), np.float32))  # fast attention processes the queries in blocks
     for attend in (package.scaled_dot_product_attention, build().encoder.layers[0].self_attention.attend):
         attend(*floats)
         attend(*floats, array(np.ones((1, 1, 5, 1), bool)), tap=record())
         attend(long, *floats[1:])
-    if backend.name == "torch":  # only a share of a plan has it
+    if backend.name == "torch":  # used only by a model that is split across devices
         dropout = package.layers.OwnDropout(0.5, axis=1, parts=2, part=1)
         dropout.rows = 3
         dropout(floats[0])
-    if backend.name == "numpy":  # what no other component of it calls
+    if backend.name == "numpy":  # functions that no other component calls
         from transformer_spec.search_padding import pad_search
 
         plan = package.Search(max_length=9).plan(model.config, source != 0)
@@ -116,7 +116,7 @@ def run(backend, build, record):
 
 
 def misfits(backend, model):
-    """Yield calls whose arguments fit no annotation, one or more a module."""
+    """Yield calls whose arguments don't match the annotations, at least one per module."""
     import numpy as np
 
     def floats(*shape):
@@ -140,7 +140,7 @@ def misfits(backend, model):
     yield model.encoder, floats(2, 3, 24), floats(2, 1, 1, 3)
     yield layer, floats(2, 3, 24), floats(1, 4, 24)
     yield model.decoder, floats(2, 3, 24), floats(2, 4, 23)
-    yield model.call if backend.name == "tf" else model, floats(2, 3), ids  # Keras' call does not go by annotations
+    yield model.call if backend.name == "tf" else model, floats(2, 3), ids  # Keras's __call__ isn't checked
     yield model.encode, floats(2, 3)
     cache = model.init_cache(ids, 2)
     yield model.decode_step, floats(2), cache
@@ -149,8 +149,8 @@ def misfits(backend, model):
 
 
 def main(name: str) -> None:
-    """Import, run, and report what was not called, and what was accepted although it fits no annotation."""
-    if name == "jax":  # shapes are what is looked at: nothing is worth optimizing
+    """Run a package, and report functions that were not called and mismatched arguments that were accepted."""
+    if name == "jax":  # only shapes are checked, so optimization would be a waste of time
         os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
     package = checked_import(name)
     from conftest import Backend, random_weights, tiny_config
@@ -176,7 +176,7 @@ def main(name: str) -> None:
     for function, *arguments in misfits(backend, build(fast=False)):
         try:
             function(*arguments)
-        except Exception as error:  # Keras wraps what is raised inside a call
+        except Exception as error:  # Keras wraps exceptions that are raised inside a call
             if f"checking the parameters of {function.__module__}." not in str(error):
                 print(f"refused elsewhere: {function} {error!r}")
         else:

@@ -1,4 +1,4 @@
-"""Ports that are right in every single call, and wrong after a different one, for a long output or for large values."""
+"""Ports that are correct at first but wrong after a different call, for long outputs, or for small gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformer_parity.transformer.ports.templates.torch_port import MyPort
 
 
 class MaskByShape(MyPort):
-    """The padding mask of the source is cached by the shape of the ids."""
+    """A port that caches the source's padding mask by the shape of the IDs."""
 
     masks: ClassVar[dict] = {}
 
@@ -30,7 +30,7 @@ class MaskByShape(MyPort):
 
 
 class ForwardOfOldWeights(MyPort):
-    """Forward and generate use a copy of the weights from before training."""
+    """A port whose forward and generate methods use a copy of the weights from before training."""
 
     def start_training(self, settings):
         import copy
@@ -47,7 +47,7 @@ class ForwardOfOldWeights(MyPort):
 
 
 class ClipsBelowTheNorm(MyPort):
-    """The gradient is scaled to the norm even if it is smaller."""
+    """A port that scales gradients to the clip norm even if their norm is smaller."""
 
     def train_step(self, source_ids, target_ids, labels):
         settings = self.settings
@@ -68,7 +68,7 @@ class ClipsBelowTheNorm(MyPort):
 
 
 class TwentyTokens(MyPort):
-    """No hypothesis is longer than twenty tokens."""
+    """A port that never generates more than twenty tokens."""
 
     def generate(self, source_ids, max_length, beam_size, length_penalty):
         return super().generate(source_ids, min(max_length, 20), beam_size, length_penalty)

@@ -1,4 +1,4 @@
-"""The command `parity` itself: its list of commands, what it imports, how it ends, and its progress display."""
+"""The `parity` command itself: its list of commands, its imports, its exit codes, and its progress display."""
 
 from __future__ import annotations
 
@@ -117,12 +117,12 @@ def test_only_listed_exceptions_become_usage_errors():
         raise FileNotFoundError("no such file")
     with pytest.raises(TypeError), refusals(OSError, ValueError):
         raise TypeError
-    with pytest.raises(BrokenPipeError), refusals(OSError):  # the reader has left: no error of the input
+    with pytest.raises(BrokenPipeError), refusals(OSError):  # a closed pipe isn't an input error
         raise BrokenPipeError
 
 
 def test_framework_output_is_suppressed_on_usage_errors(capfd):
-    with pytest.raises(UsageError), quiet_frameworks():  # noqa: PT012  the block is what is tested
+    with pytest.raises(UsageError), quiet_frameworks():  # noqa: PT012  # the test is about the block itself
         sys.__stderr__.write("oneDNN is on\n")
         raise UsageError("x")
     assert "oneDNN" not in capfd.readouterr().err
@@ -134,7 +134,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert path.read_text("utf-8") == '{\n "a": 1\n}\n'
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(path, {"a": float("nan")})
-    with pytest.raises(KeyError), replacing(path) as temporary:  # noqa: PT012  the block is what is tested
+    with pytest.raises(KeyError), replacing(path) as temporary:  # noqa: PT012  # the test is about the block itself
         temporary.write_text("half")
         raise KeyError
     assert path.read_text("utf-8") == '{\n "a": 1\n}\n'
@@ -155,13 +155,13 @@ def test_unwritable_output_file_is_rejected_before_the_work_starts(tmp_path):
 @posix
 @pytest.mark.parametrize("place", ["pipe", "/dev/full"])
 def test_unwritable_stream_does_not_stop_the_program(place):
-    """Whatever is printed, by whomever: `| head` is no error, a full disk is one."""
+    """Printing never fails: a closed pipe (`| head`) isn't an error, and a full disk is recorded as one."""
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing if place == "pipe" else place, "wb") as file, Stream(file) as stream:
         console = PlainConsole(file=stream)
         for _ in range(3):
-            console.print("x" * 10_000)  # rich would leave with exit code 1
+            console.print("x" * 10_000)  # rich would exit with code 1
             print("y" * 100_000, file=stream)
         stream.flush()
         assert (stream.error is None) == (place == "pipe")
@@ -207,7 +207,7 @@ write_results([1], *2 * [(Path("/dev/stdout"), write_json)])
 
 @posix
 def test_standard_output_is_added_to(tmp_path):
-    """A pipe, a pipe that nobody reads, and a file, which must not be replaced below the table that it holds."""
+    """Results are written to a pipe, a closed pipe, or a file, after a table that the file already contains."""
     command = [sys.executable, "-c", WRITER]
     expected = "a table\n[\n 1\n]\n[\n 1\n]\n"
     assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT).stdout == expected
@@ -230,7 +230,7 @@ def test_unwritable_result_does_not_prevent_other_results(tmp_path):
         write_results([1], (Path("/dev/full"), write_json), (None, write_json), (tmp_path / "a", write_json))
     assert (tmp_path / "a").read_text() == "[\n 1\n]\n"
     gone = tmp_path / "gone" / "a"
-    with pytest.raises(UsageError, match=f"{gone} cannot be written: No such file"):  # by its own name
+    with pytest.raises(UsageError, match=f"{gone} cannot be written: No such file"):  # the path that was passed
         write_results([1], (gone, write_json))
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
 
@@ -245,7 +245,7 @@ def test_usage_error_escapes_control_characters(capsys):
 @posix
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_waits_for_the_import_of_a_command(number, capsys, monkeypatch):
-    """Where a dataclass is being made, say, it would end the process with an exit code of its own."""
+    """Handle a signal only after an import, because it could otherwise cause an unrelated exit code."""
     imported = []
 
     def interrupted(name):
@@ -391,7 +391,7 @@ def test_progress_shows_no_bars_without_a_terminal(capsys):
             progress.log("torch: loading")
         progress.say("a line that is [not] markup")
     assert file.getvalue() == "a line that is [not] markup\n"
-    assert capsys.readouterr().err == "torch: loading\n"  # once
+    assert capsys.readouterr().err == "torch: loading\n"  # printed once
 
 
 def test_progress_shows_one_bar_for_each_name_on_a_terminal(monkeypatch, capsys):

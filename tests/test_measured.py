@@ -1,4 +1,4 @@
-"""Statements that are measured from the numbers of a port."""
+"""Diagnoses that measure a property of a port from its values."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TAP = "source_embedding.output"
 
 
 def encoding(exponents):
-    """Return sines and cosines in turn, of n / 10000^(exponent / d_model)."""
+    """Return alternating sines and cosines of n / 10000^(exponent / d_model)."""
     angles = np.arange(9)[:, None] * 10000.0 ** (-exponents / CONFIG.d_model)
     return np.where(np.arange(CONFIG.d_model) % 2 == 0, np.sin(angles), np.cos(angles))
 
 
 def diagnosed(added):
-    """Return the diagnosis of a port that adds something to the embedded source; all that follows is wrong too."""
+    """Return the diagnosis of a port that adds an array to the embedded source and is wrong in all later values."""
     truth = observed(TRUTH, CASE)
     wrong = {name: array + 0.01 * np.abs(array).max() for name, array in truth.items()}
     shown = {**wrong, TAP: truth[TAP] + added}
@@ -30,7 +30,7 @@ def diagnosed(added):
 
 
 def test_angles_of_positions_are_measured():
-    """Each channel has a different angle, instead of each pair."""
+    """Each channel has a different frequency, instead of each pair of channels."""
     channels = np.arange(CONFIG.d_model)
     found = diagnosed(encoding(channels) - encoding(channels // 2 * 2))
     assert found.confidence == LIKELY
@@ -38,5 +38,5 @@ def test_angles_of_positions_are_measured():
 
 
 def test_constant_positions_have_no_angles():
-    """A constant has no angles."""
+    """The diagnosis of an added constant doesn't mention angles."""
     assert "angles" not in diagnosed(0.1).sentence

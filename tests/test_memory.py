@@ -1,4 +1,4 @@
-"""What `parity train` does with the memory that it frees: it keeps it for the next step."""
+"""`parity train` retains freed memory for the next step instead of returning it to the system."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(*before, take_and_free(), take_and_free())
 
 
 def pages(**environment):
-    """Return the pages of two arrays as usual, and of two once memory is kept."""
+    """Return the page faults for two arrays by default, and for two arrays after memory is retained."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
     run = subprocess.run(
         [sys.executable, "-c", PAGES],
@@ -47,14 +47,14 @@ def test_freed_memory_is_retained_unless_the_environment_configures_malloc(envir
     *usual, first, second = pages(**environment)
     if platform.libc_ver()[0] == "glibc" and not environment:
         assert min(usual) > 10 * max(first, second)
-    else:  # the C library does as it always does
+    else:  # the C library behaves as usual
         assert min(first, second) > 0.5 * min(usual)
 
 
 def test_training_keeps_it_in_each_of_its_processes(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(train, "keep_freed_memory", lambda: calls.append("the command"))
-    beyond_the_end = ["--steps", "1", "--stop-at", "2"]  # is refused, but not at once
+    beyond_the_end = ["--steps", "1", "--stop-at", "2"]  # rejected, but not immediately
     assert (
         main(["train", "--task", "dates", "--backend", "numpy", "--out", str(tmp_path / "run"), *beyond_the_end]) == 3
     )

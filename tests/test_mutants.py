@@ -1,6 +1,6 @@
-"""The checker, checked: known mistakes are planted in the ports one at a time, and each is caught and located.
+"""Tests of the checker itself: it detects and locates each known bug when the bug is injected into a port.
 
-And the other way round: a correct port, and one that computes the same in another way, raises no alarm.
+Conversely, correct ports, including those that compute the same values in a different way, pass.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def named(name: str) -> Mistake:
 
 
 def in_every_port(mistakes: list[Mistake] | list[Misbehaviour]) -> list:
-    """Return each mistake in each port that it can be planted in, as parameters of a test."""
+    """Return each bug in each port that it can be injected into, as parameters of a test."""
     return [
         pytest.param(name, mistake, id="-".join([name, *_described(mistake)]), marks=pytest.mark.only(name))
         for name in ALL
@@ -57,7 +57,7 @@ def _described(mistake: Mistake | Misbehaviour) -> list[str]:
 
 
 def in_one_port(mistakes: list[Mistake]) -> list:
-    """Return each mistake in the first port that it can be planted in."""
+    """Return each bug in the first port that it can be injected into."""
     first = {
         name: [mistake for mistake in mistakes if next(port for port in ALL if port in mistake.edits) == name]
         for name in ALL
@@ -66,9 +66,9 @@ def in_one_port(mistakes: list[Mistake]) -> list:
 
 
 def run(name: str, mistake: Mistake, case_names: tuple[str, ...], *dtypes: str) -> list[Finding]:
-    """Compare a port that has the mistake with the reference."""
+    """Compare a port that contains the bug with the reference."""
     chosen = [CASES_BY_NAME[case_name] for case_name in case_names]
-    if name != "torch" and mistake.path != "fast":  # compiling takes its time
+    if name != "torch" and mistake.path != "fast":  # because compilation is slow
         chosen = [replace(case, fast=False) for case in chosen]
     port = planted(mistake, name)
     with without_compiler(name, mistake):
@@ -76,7 +76,7 @@ def run(name: str, mistake: Mistake, case_names: tuple[str, ...], *dtypes: str) 
 
 
 def without_compiler(name: str, mistake: Mistake):
-    """Return a context in which JAX runs one operation at a time, unless the compiled path is what counts."""
+    """Return a context in which JAX runs one operation at a time, unless the bug is in the compiled path."""
     if name != "jax" or mistake.path == "fast":
         return nullcontext()
     import jax
@@ -91,7 +91,7 @@ def failing(findings: list[Finding]) -> list[Finding]:
 
 @pytest.mark.parametrize(("name", "mistake"), in_one_port([mistake for mistake in CATALOG + OTHERS if mistake.unseen]))
 def test_mistake_is_not_seen_elsewhere(name, mistake):
-    """So the case, or the dtype, that catches it is needed."""
+    """A bug is detected only by its own case and dtype, so both are necessary."""
     for where in mistake.unseen:
         case, dtype = (mistake.case, where) if where in EPS else (where, mistake.dtype)
         assert failing(run(name, mistake, (case,), dtype)) == []
@@ -101,13 +101,13 @@ def test_mistake_is_not_seen_elsewhere(name, mistake):
 @pytest.mark.extended("equivalent mathematics", "jax", "tf")
 def test_equivalent_mathematics_raises_no_alarm(name, control):
     where, dtypes = ("full/source_all_padding",), ("float64",)
-    if name == "torch":  # which takes no time
+    if name == "torch":  # PyTorch runs these cases quickly
         where, dtypes = ("full/padded", *where, "attention/fully_masked_row"), (*dtypes, "float32")
     assert failing(run(name, control, where, *dtypes)) == []
 
 
 def run_training(name: str, mistake: Mistake) -> list[Finding]:
-    """Compare a port that has the mistake with the reference, and return what does not agree."""
+    """Compare a port that contains the bug with the reference, and return the findings that don't agree."""
     snapshots = (1,) if mistake.at.startswith("step 1") else (1, 2)
     case = replace(training.CASES.get(mistake.case, training.GRADIENTS), snapshots=snapshots)
     port = planted(mistake, name)
@@ -123,11 +123,11 @@ def test_equivalent_training_raises_no_alarm(name, control):
     assert run_training(name, control) == []
 
 
-RANDOM = ("check_seed", "check_slices", "check_callers_numbers")  # which each framework does in its own way
+RANDOM = ("check_seed", "check_slices", "check_callers_numbers")  # each framework implements these features differently
 
 
 def for_every_check() -> list:
-    """Return each misbehaviour in each port; in JAX and TensorFlow, all but the first of these checks are extended."""
+    """Return each bug in each port. In JAX and TensorFlow, most of them are marked as extended."""
     parameters, seen = [], set()
     for parameter in in_every_port(MISBEHAVIOUR):
         name, mistake = parameter.values
@@ -173,7 +173,7 @@ def test_every_part_of_the_model_and_of_training_is_spoilt_in_every_port():
 
 @pytest.mark.only("torch")
 def test_missing_key_bias_changes_only_keys_and_scores():
-    """It shifts all scores of a query alike: weights, logits and every gradient stay as they are."""
+    """A missing key bias shifts all scores of a query equally, which doesn't change weights, logits, or gradients."""
     mistake = named("key bias missing")
     failures = failing(run("torch", mistake, (mistake.case,), "float64"))
     assert {failure.tap.rpartition(".")[2] for failure in failures} == {"key", "scores"}
@@ -239,7 +239,7 @@ def test_exit_code(verdicts, code):
     [
         ("scores not scaled", ("float64",), 1),
         ("scores in TensorFloat32", ("float64", "float32"), 2),
-        ("scores in TensorFloat32", ("float32",), 3),  # without float64 nobody knows
+        ("scores in TensorFloat32", ("float32",), 3),  # without float64, the cause is unknown
         ("scores not scaled", ("float32",), 3),
         ("an exception", ("float64",), 3),
     ],
@@ -260,7 +260,7 @@ def test_relative_error():
     assert relative_error(np.zeros(3), np.zeros(3)) == 0.0
     assert relative_error(np.full(3, 1e-100), np.zeros(3)) == math.inf
     assert relative_error(np.zeros(3), np.ones(3)) == 1.0
-    large = np.full(3, 1e30, np.float32)  # whose square float32 cannot hold
+    large = np.full(3, 1e30, np.float32)  # their squares overflow in float32
     assert relative_error(2.0 * large, large) == 1.0
 
 
@@ -275,7 +275,7 @@ def test_non_finite_values_are_within_no_tolerance(wrong):
 
 
 def test_tolerances():
-    """Spelled out once more: whoever relaxes a number has to do it twice."""
+    """The tolerances are repeated here, so that nobody can relax one by accident."""
     assert POLICY == {
         "float64": {"tap": 1e-12},
         "float32": {"ratio": 4.0, "floor_in_eps": 4.0},
@@ -321,7 +321,7 @@ def test_tolerances():
         ("step 20 weight output_proj.bias", "float64", 1e-10),
         ("loss", "float32", 4e-6 + 4.0 * 2.0**-23),
         (WHOLE, "float32", 4e-6 + 4.0 * 2.0**-23),
-        ("of output_proj.bias", "float32", 8e-6 + 4.0 * 2.0**-23),  # no tensor is held to more than the whole is
+        ("of output_proj.bias", "float32", 8e-6 + 4.0 * 2.0**-23),  # at least the full gradient's tolerance
         ("step 5 loss", "float32", 1e-5),
         ("step 5 weight output_proj.bias", "float32", 1e-3),
     ],

@@ -1,4 +1,4 @@
-"""Mutation testing: which mutants there are, and what becomes of them."""
+"""Mutation testing: the generated mutants and their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import keep
 
 
 def changes(body: str, kind: str | None = None) -> set[tuple[str, str]]:
-    """Return the old and the new text of the mutants of a function with this body."""
+    """Return the old and new texts of all mutants of a function with this body."""
     text = "def f(x, y, config):\n" + textwrap.indent(textwrap.dedent(body), "    ") + "\n"
     return {(one.old, one.new) for one in mutants_of_text("p", "m", text) if kind in (None, one.kind)}
 
@@ -105,7 +105,7 @@ def test_mutants_of_a_package_are_distinct_and_compile(name):
         ((module, text, changed),) = mutant.edits()
         assert module == mutant.module
         assert changed != text
-        with warnings.catch_warnings(action="ignore"):  # about an index of a list that is a tuple
+        with warnings.catch_warnings(action="ignore"):  # for example, a list that is indexed with a tuple
             compile(changed, module, "exec", dont_inherit=True)
 
 
@@ -129,7 +129,7 @@ def worker(monkeypatch) -> Worker:
 
 
 def mutant(module: str, old: str, new: str) -> Mutant:
-    """Return the one mutant of the reference with these texts."""
+    """Return the only mutant of the reference with these texts."""
     (found,) = {one for one in mutants_of("reference_numpy") if (one.module, one.old, one.new) == (module, old, new)}
     return found
 
@@ -141,7 +141,7 @@ def test_mutant_is_caught_or_survives(worker):
     scale = "1.0 / math.sqrt(query.shape[-1])"
     assert caught("fast", scale, "(1.0 * math.sqrt(query.shape[-1]))") == dict.fromkeys(COLUMNS, "difference")
     assert caught("fast", "weights @ value", "(value @ weights)") == dict.fromkeys(COLUMNS, "exception")
-    assert caught("fast", "2**15", "(2 * 15)") == dict.fromkeys(COLUMNS, "")  # only speed depends on it
+    assert caught("fast", "2**15", "(2 * 15)") == dict.fromkeys(COLUMNS, "")  # affects only the speed
 
 
 def test_cases_not_covering_the_mutated_line_are_skipped(worker):

@@ -1,4 +1,4 @@
-"""In its framework each port is a native citizen: what its users do with any model works with this one."""
+"""Each port behaves like an ordinary model of its framework, so that users can treat it like any other model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from reference_numpy import Recorder, parameter_shapes
 from reference_numpy.functional import layer_norm
 from transformer_parity.engine.system.machine import LIBRARIES
 
-# --- Dropout, by argument: a rate of almost one at a single site silences whatever passes through it ---
+# --- Dropout rates: a rate close to one at a single site removes every value that passes through it ---
 
 
 def train(backend, model, call):
-    """Return the result of a call in training mode, as each framework asks for it; call passes the options on."""
+    """Return the result of a call in training mode, which each framework enables differently."""
     options = {}
     if backend.name == "numpy":
         options["rng"] = np.random.default_rng(0)
@@ -37,27 +37,28 @@ def train(backend, model, call):
 def test_dropout(backend, site):
     model = build(backend, dropout={**NO_DROPOUT, site: 1 - 1e-9})
     expected = backend.to_numpy(build(backend, dropout=NO_DROPOUT)(SOURCE, TARGET))
-    np.testing.assert_array_equal(backend.to_numpy(model(SOURCE, TARGET)), expected)  # inference drops nothing
+    np.testing.assert_array_equal(backend.to_numpy(model(SOURCE, TARGET)), expected)  # dropout is off during inference
     seen = Recorder()
     logits = train(backend, model, lambda **options: model(SOURCE, TARGET, tap=seen, **options))
     taps = {name: backend.to_numpy(value) for name, value in seen.items()}
     weights = model.export_weights()
     for side, stack in (("source", "encoder.layers.0"), ("target", "decoder.layers.0")):
         attention, feed_forward = f"{stack}.self_attention", f"{stack}.feed_forward"
-        if site == "embedding":  # nothing is left to project: only the bias is
+        if site == "embedding":  # the projection input is zero, so only the bias remains
             queries = taps[f"{attention}.query"].swapaxes(1, 2).reshape(2, -1, 24)
             assert (queries == weights[f"{attention}.query_proj.bias"]).all()
-        elif site == "attention":  # behind the tap of the weights
+        elif site == "attention":  # dropout follows the tap of the weights
             assert taps[f"{attention}.weights"].any()
             assert not taps[f"{attention}.context"].any()
-        elif site == "residual":  # only what went past the sub-layer reaches the norm
+        elif site == "residual":  # only the residual branch reaches the norm
             scale, bias = weights[f"{attention}_norm.scale"], weights[f"{attention}_norm.bias"]
             expected = layer_norm(taps[f"{side}_embedding.output"], scale, bias, epsilon=1e-6)
             assert_close(taps[f"{attention}_norm.output"], expected)
-        else:  # behind the activation
+        else:  # dropout follows the activation function
             assert taps[f"{feed_forward}.inner"].any()
             assert (taps[f"{feed_forward}.output"] == weights[f"{feed_forward}.output_proj.bias"]).all()
-    assert_close(train(backend, model, lambda **options: model(SOURCE, TARGET, **options)), logits)  # the fused path
+    # uses the fused path
+    assert_close(train(backend, model, lambda **options: model(SOURCE, TARGET, **options)), logits)
     in_two_steps = lambda **options: model.decode(TARGET, model.encode(SOURCE, **options), SOURCE, **options)  # noqa: E731
     assert_close(train(backend, model, in_two_steps), logits)
 
@@ -79,13 +80,13 @@ def test_training_without_dropout_is_inference(backend):
 def test_every_parameter_has_a_gradient(port):
     model = build(port, tie_embeddings="none", output_bias=True)
     assert len(gradients := port.gradients(model, SOURCE, TARGET)) == len(parameter_shapes(model.config))
-    # A key bias moves all scores of a row alike, which softmax does not see; there are three of them.
+    # A key bias shifts all scores in a row equally, which softmax ignores. The model has three key biases.
     assert sum(np.abs(gradient).max() < 1e-9 for gradient in gradients) == 3
 
 
 def test_a_search_calls_the_encode_of_a_subclass(backend):
     class Silent(backend.package.Transformer):
-        """Encode each source as zeros."""
+        """A model that encodes every source as zeros."""
 
         def encode(self, *args, **options):
             return super().encode(*args, **options) * 0.0
@@ -105,9 +106,9 @@ def test_invalid_sinusoid_arguments_raise_value_error(backend, arguments):
         backend.package.sinusoidal_encoding(*arguments)
 
 
-# --- Each package alone ---
+# --- Each package without the others ---
 
-# Runs in a process of its own, in which the other frameworks do not exist, and every warning is an error.
+# Runs in a separate process in which the other frameworks can't be imported and every warning is an error.
 ALONE = """
 import importlib, sys, warnings
 from importlib.machinery import PathFinder
@@ -134,15 +135,16 @@ model = port.Transformer.from_weights(config, init_weights(config))
 logits = model(np.array([[3, 4, 5]]), np.array([[1, 6]]))
 print(tuple(logits.shape), "float32" in str(logits.dtype), sorted(importers & {package, "reference_numpy"}))
 """
-NEEDED_BY = {"jax": {"rich"}, "tf": {"rich"}}  # libraries that a framework itself imports
+NEEDED_BY = {"jax": {"rich"}, "tf": {"rich"}}  # libraries that the framework itself imports
 FRAMEWORKS = {"numpy": [], "torch": ["torch"], "jax": ["jax", "flax", "optax"], "tf": ["tensorflow", "keras"]}
 
 
 @pytest.mark.extended("backends", "jax", "tf")
 def test_package_needs_no_other_framework(backend):
-    """Nor a library of the command line: it works where they are missing, and never asks for them.
+    """Each package works without the other frameworks and the libraries of the command line, and never tries to import
+    them.
 
-    JAX here is as it comes, without float64.
+    JAX runs with its default settings, without float64.
     """
     others = [name for key, names in FRAMEWORKS.items() if key != backend.name for name in names]
     ports = [package for key, package in PACKAGES.items() if key not in ("numpy", backend.name)]
@@ -151,5 +153,5 @@ def test_package_needs_no_other_framework(backend):
     command = [sys.executable, "-c", ALONE, PACKAGES[backend.name], missing]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    # TensorFlow asks for JAX, and torch's compiler for TensorFlow, if they happen to be there; nothing of ours does.
+    # TensorFlow tries to import JAX, and torch's compiler tries to import TensorFlow, but our packages import neither.
     assert done.stdout.strip() == "(1, 2, 11) True []"

@@ -1,4 +1,4 @@
-"""PyTorch's fused attention: it is given no mask where none is needed, so that a GPU can use flash attention."""
+"""PyTorch's fused attention is called without a mask if none is needed, so that a GPU can use flash attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALL, CAUSAL, NONE = ("no mask", False), ("no mask", True), ("a mask", False)
 
 @pytest.fixture
 def calls(port, monkeypatch):
-    """What the fused kernel is given, on a CPU that is treated as a GPU is."""
+    """The mask arguments of each fused kernel call, on a CPU that is treated like a GPU."""
     fast, found = port.package.fast, []
     kernel = fast.F.scaled_dot_product_attention
 
@@ -28,7 +28,7 @@ def calls(port, monkeypatch):
 
 
 def seen(calls):
-    """Return the calls in a model of one layer: encoder, decoder, cross-attention."""
+    """Return and clear the calls of a one-layer model: encoder, decoder, and cross-attention."""
     found = list(calls)
     calls.clear()
     return found
@@ -67,7 +67,7 @@ def test_masks_are_looked_at_once_for_all_layers(port, calls, monkeypatch):
 
 
 def test_mask_modified_between_calls_is_inspected_again(port, calls):
-    """Also in inference mode, where tensors don't count their changes."""
+    """Modified masks are detected even in inference mode, where tensors have no version counter."""
     model, plain = build(port), build(port, fast=False)
     with torch.inference_mode():
         x, mask = torch.ones(2, 4, 24, dtype=torch.float64), torch.ones(2, 1, 1, 4, dtype=torch.bool)
@@ -95,7 +95,7 @@ def test_gradients_training_and_searches_without_padding(port, calls):
     np.testing.assert_array_equal(found.ids, expected.ids)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no rule of its own for this kernel
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no batching rule for this kernel
 def test_compiled_and_transformed_models_keep_their_masks(port, calls):
     model = build(port)
     ids = [torch.tensor(each) for each in FULL]

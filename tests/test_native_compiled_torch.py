@@ -1,4 +1,4 @@
-"""PyTorch: decoding steps as one graph, searches that run compiled code, and several tokens in a step."""
+"""PyTorch: decoding steps compiled to one graph, searches with compiled models, and steps with multiple tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.only("torch")
 
 @pytest.fixture
 def graphs():
-    """The graphs that torch.compile hands to its backend, which is the fixture's ``append``."""
+    """The graphs that torch.compile passes to its backend, which appends them to this list."""
     torch.compiler.reset()
     found = []
     yield found
@@ -25,7 +25,7 @@ def backend(found):
 
 
 def test_decode_step_compiles_to_one_graph_for_all_lengths(port, graphs):
-    """All layers share one length, which the compiler makes a variable in the second step."""
+    """All layers share one length, which the compiler treats as a variable from the second step onward."""
     model = build(port, num_decoder_layers=3)
     step = torch.compile(model.decode_step, fullgraph=True, backend=backend(graphs))
     found, expected = model.init_cache(SOURCE, 20), model.init_cache(SOURCE, 20)
@@ -34,7 +34,7 @@ def test_decode_step_compiles_to_one_graph_for_all_lengths(port, graphs):
         (logits, found), (right, expected) = step(tokens, found), model.decode_step(tokens, expected)
         torch.testing.assert_close(logits, right, rtol=1e-12, atol=1e-12)
         assert found.length == n + 1
-        assert len(graphs) <= 1 + (n > 0) + (n == 19)  # the first step, the one that fills the cache, all others
+        assert len(graphs) <= 1 + (n > 0) + (n == 19)  # three kinds: first step, full cache, others
     with pytest.raises(ValueError, match="must have capacity for the next target position: all 20 are in use"):
         model.decode_step(torch.tensor([1, 1]), expected)
 
@@ -79,13 +79,13 @@ def test_search_warns_if_only_the_call_is_compiled(port, graphs):
     np.testing.assert_array_equal(found.ids, expected.ids)
 
 
-# --- Several tokens in a step ---
+# --- Multiple tokens per step ---
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("beam_size", [1, 3])
 def test_a_step_takes_several_tokens(port, dtype, beam_size):
-    """A prefix at once, then one token, then two: as the whole target at once, padding in it included."""
+    """Decoding a prefix, then one token, then two tokens matches a forward pass, even with padding in the target."""
     model = build(port, dtype, num_decoder_layers=2)
     rng = np.random.default_rng(0)
     target = rng.integers(3, 37, (2 * beam_size, 7))
@@ -127,7 +127,7 @@ def test_a_prefix_without_room_is_refused(port):
     assert cache.length == 1
 
 
-# --- Weights that are no plain matrices of a usual dtype ---
+# --- Quantized weights and other tensor subclasses ---
 
 
 def test_half_precision_is_searched(port):
@@ -139,7 +139,7 @@ def test_half_precision_is_searched(port):
 
 
 class Scaled(torch.Tensor):
-    """A matrix like torchao's quantized ones: it can be multiplied by, and nothing else."""
+    """A matrix that only supports multiplication, like torchao's quantized tensors."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -153,7 +153,7 @@ class Scaled(torch.Tensor):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_search_does_not_change_layout_of_quantized_weights(port, dtype):
-    """The layouts of a search are only for plain tensors."""
+    """A search changes the memory layout only of plain tensors."""
     model, expected = build(port, dtype), build(port, dtype)
     for layer in (model.decoder.layers[0].feed_forward.inner_proj, model.decoder.layers[0].self_attention.query_proj):
         layer.weight = torch.nn.Parameter((layer.weight.detach() / 2).as_subclass(Scaled), requires_grad=False)

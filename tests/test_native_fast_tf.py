@@ -1,4 +1,4 @@
-"""TensorFlow's two switches: ``fast`` for a model, and ``quick_compilation`` for the code in a context."""
+"""TensorFlow's two switches: ``fast``, which belongs to a model, and the ``quick_compilation`` context."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONFIG = tiny_config(num_encoder_layers=1, num_decoder_layers=1)
 
 
 def is_fast(port, model):
-    """Whether a model computes with ``fast.py``, which its switch and its attention must agree on."""
+    """Return whether a model uses ``fast.py``, after checking that its flag and its attention agree."""
     attends = {block.attend for block in model._flatten_layers() if isinstance(block, port.package.MultiHeadAttention)}
     assert attends == {port.package.fast.attend_by_blocks if model.fast else port.package.scaled_dot_product_attention}
     return model.fast
@@ -24,7 +24,7 @@ def is_fast(port, model):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Return a list that grows by whether XLA is to compile each function that TensorFlow is to trace."""
+    """Return a list that receives the ``jit_compile`` argument of each function that TensorFlow traces."""
     import tensorflow as tf
 
     function, asked = tf.function, []
@@ -39,7 +39,7 @@ def asked(monkeypatch):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_fast_flag_is_preserved_by_copies_and_saved_models(port, fast, tmp_path):
-    """Keras builds copies from the arguments of the constructor, which accelerates each copy."""
+    """Keras creates copies by calling the constructor, which must pass ``fast`` on to each copy."""
     import keras
 
     model = port.package.Transformer(CONFIG, fast=fast)
@@ -55,7 +55,7 @@ def test_fast_flag_is_preserved_by_copies_and_saved_models(port, fast, tmp_path)
 
 
 def test_plain_model_runs_eagerly_unless_compiled(port, asked):
-    """A trainer traces a model with ``fast=False`` only for ``compile=True``."""
+    """A trainer traces a model with ``fast=False`` only if ``compile=True`` is passed."""
     fast, plain = (
         port.package.Transformer.from_weights(CONFIG, random_weights(CONFIG), "float64", fast=fast)
         for fast in (True, False)
@@ -83,7 +83,7 @@ def test_quick_compilation_ends_with_its_context(port):
 
 
 def test_quick_compilation_changes_no_result(port, asked):
-    """TensorFlow traces nothing within the context. Traced functions give the same results."""
+    """TensorFlow traces nothing within the context, and traced functions return the same results."""
     models = [build(port) for _ in range(2)]
     trainers = [port.package.Trainer(model, SETTINGS) for model in models]
     with port.package.runtime.quick_compilation():

@@ -1,4 +1,4 @@
-"""JAX's transformations of a model and a search: jit, split and merge, taps under jit, compiled once."""
+"""JAX transformations of a model and a search: jit, split and merge, taps under jit, and compiling only once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reference_numpy import Recorder, parameter_shapes, tap_shapes
 
 @pytest.mark.only("jax")
 def test_jax_jit(port):
-    """One trace for one shape, training or not; the same numbers as without."""
+    """A jitted call is traced once per mode and returns the same values as the plain call."""
     from flax import nnx
 
     model = build(port, dropout={**NO_DROPOUT, "residual": 0.5})
@@ -30,13 +30,13 @@ def test_jax_jit(port):
         assert_close(port.to_numpy(call(model, SOURCE, TARGET)), port.to_numpy(model(SOURCE, TARGET)))
     model.train()
     first, second = (port.to_numpy(call(model, SOURCE, TARGET)) for _ in range(2))
-    assert np.abs(first - second).max() > 1e-3  # the jitted call moved the model's random state on
+    assert np.abs(first - second).max() > 1e-3  # the jitted call advanced the model's random state
     assert traces == [(2, 4), (2, 4)]
 
 
 @pytest.mark.only("jax")
 def test_jax_dropouts_draw_apart(port):
-    """Layers that drop the same places would be one layer, as far as regularization goes."""
+    """Each dropout layer has its own key. Layers with identical masks would regularize less."""
     import jax
     from flax import nnx
 
@@ -63,7 +63,7 @@ def test_jax_split_and_merge(port):
 
 @pytest.mark.only("jax")
 def test_jax_taps_under_jit(port):
-    """A recorder made inside the traced function hands out its values with the result."""
+    """A recorder created inside a traced function can return its values together with the result."""
     from flax import nnx
 
     model = build(port)
@@ -84,7 +84,7 @@ def test_jax_taps_under_jit(port):
 
 @pytest.mark.only("jax")
 def test_jax_decodes_under_jit(port):
-    """A cache passes through a compiled step, which is compiled once; or through the body of a loop."""
+    """A cache can be passed through a step, which is compiled only once, or through the body of a loop."""
     import jax
     from flax import nnx
 
@@ -125,7 +125,7 @@ def test_jax_reorders_a_cache(port):
 @pytest.mark.only("jax")
 @pytest.mark.parametrize("search", tiers.first_alone(["beam_search", "greedy_search"], "searches"))
 def test_jax_compiles_a_search_once(port, search, caplog):
-    """Other lengths, limits and weights, one sentence more, and a look at each step, meet what is compiled already."""
+    """Changing the lengths, limits, weights, or batch size, or observing each step doesn't trigger a recompilation."""
     import jax
 
     model, find = build(port), getattr(port.package, search)
@@ -142,4 +142,4 @@ def test_jax_compiles_a_search_once(port, search, caplog):
             find(model, three, max_length=9, length_penalty=1.0, length_penalty_kind="power")
         assert "Compiling" not in caplog.text
         find(model, three, max_length=33)
-        assert "Compiling" in caplog.text  # a compilation is seen
+        assert "Compiling" in caplog.text  # shows that compilations are logged

@@ -1,4 +1,4 @@
-"""Keras and TensorFlow functions of a model and a search: traced once, XLA, saved and loaded."""
+"""Keras and TensorFlow functions around a model and a search: tracing only once, XLA, saving, and loading."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_tf_xla(port):
 
 @pytest.mark.only("tf")
 def test_tf_decodes_in_a_function(port):
-    """A cache passes through a traced step, which is traced once; or through the body of a compiled loop."""
+    """A cache can be passed through a step, which is traced only once, or through the body of a compiled loop."""
     import tensorflow as tf
 
     model, traces = build(port), []
@@ -79,7 +79,7 @@ def test_tf_decodes_in_a_function(port):
 @pytest.mark.only("tf")
 @pytest.mark.parametrize("search", tiers.first_alone(["beam_search", "greedy_search"], "searches"))
 def test_tf_traces_a_search_once(port, search, monkeypatch):
-    """Other lengths, limits and weights, one sentence more, and a look at each step, meet what is compiled already."""
+    """Changing the lengths, limits, weights, or batch size, or observing each step doesn't trigger a recompilation."""
     import tensorflow as tf
 
     model, find, encoded, traces, sizes = build(port), getattr(port.package, search), [], [], set()
@@ -103,7 +103,7 @@ def test_tf_traces_a_search_once(port, search, monkeypatch):
     monkeypatch.setattr(type(model), "_encode", traced_encode)
     monkeypatch.setattr(port.package.search_loop, "call_traced", sized_call)
     first = find(model, three, max_length=9)
-    assert (len(encoded), len(traces), len(sizes)) == (1, 1, 2)  # the encoder, and the loop
+    assert (len(encoded), len(traces), len(sizes)) == (1, 1, 2)  # the encoder and the loop
     find(model, four_and_longer, max_length=9)
     find(model, three, max_length=12, min_length=4, start_id=5)
     find(model, three, max_length=9, on_step=lambda ids: None)
@@ -113,7 +113,7 @@ def test_tf_traces_a_search_once(port, search, monkeypatch):
     if search == "beam_search":
         find(model, three, max_length=9, length_penalty=1.0, length_penalty_kind="power")
     assert (len(encoded), len(traces), len(sizes)) == (1, 1, 2)
-    find(model, three, max_length=33)  # the loop is compiled anew, but not traced
+    find(model, three, max_length=33)  # the loop is recompiled but not retraced
     if search == "beam_search":
         find(model, three, max_length=9, beam_size=2)
     assert (len(encoded), len(traces), len(sizes)) == (1, 1, 3 if search == "greedy_search" else 4)
@@ -121,7 +121,7 @@ def test_tf_traces_a_search_once(port, search, monkeypatch):
 
 @pytest.mark.only("tf")
 def test_tf_lets_go_of_a_model(port):
-    """What was traced for a model does not keep it alive, and does not go where the model goes."""
+    """Traced functions neither keep their model alive nor are copied with it."""
     model = build(port)
     port.package.greedy_search(model, SOURCE, max_length=2)
     twin, alive = copy.deepcopy(model), weakref.ref(model)

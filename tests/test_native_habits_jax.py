@@ -1,4 +1,4 @@
-"""What users of JAX and Flax NNX try with a model: it works, or the error says what to do instead."""
+"""Common usage of JAX and Flax NNX models either works or raises an error that suggests an alternative."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_model_computes_in_the_dtype_its_state_is_cast_to(port, tie, positions
     for before, after in (("float32", "bfloat16"), ("float32", "float64"), ("float64", "float32")):
         model, expected = build(port, before, **overrides), build(port, after, **overrides)
         cast(model, after)
-        if before == "float32":  # its values are rounded already
+        if before == "float32":  # because its values are already rounded to float32
             port.package.set_weights(expected, model.export_weights())
         logits = model(SOURCE, TARGET)
         assert logits.dtype == model.encode(SOURCE).dtype == after
@@ -47,7 +47,7 @@ def test_a_model_computes_in_the_dtype_its_state_is_cast_to(port, tie, positions
 
 
 def test_a_loaded_model_without_rngs_does_not_drop_in_silence(port):
-    """Two models with one implicit seed would drop the same values."""
+    """Dropout requires ``rngs``, because two models with the same implicit seed would drop the same values."""
     config = tiny_config(**ONE_LAYER, dropout=RATES)
     model = port.package.Transformer.from_weights(config, random_weights(config))
     model.train()
@@ -81,7 +81,7 @@ def test_a_score_has_no_dropout_in_train_mode(port):
 
 
 def test_a_score_is_compiled_and_differentiated(port):
-    """In train mode, with ids that are traced: as the cross-entropy without dropout and without smoothing."""
+    """In training mode and under jit, scores match the cross-entropy without dropout and label smoothing."""
     from flax import nnx
 
     model = build(port, dropout=RATES, label_smoothing=0.0)
@@ -124,7 +124,7 @@ def test_a_model_of_something_else_is_refused(port):
 
 
 class Tensor:
-    """An array of a framework whose rows have no ``tolist``."""
+    """A framework's array type whose rows have no ``tolist`` method."""
 
     def __init__(self, rows):
         self.rows = np.asarray(rows)
@@ -146,7 +146,7 @@ def test_prefix_ids_accept_arrays_of_other_frameworks(port):
         np.testing.assert_array_equal(found.ids, expected.ids)
 
 
-# --- Parameters that are not as they were built ---
+# --- Modified parameters ---
 
 
 def test_frozen_variables_are_not_trained_in_silence(port):

@@ -1,4 +1,4 @@
-"""What users of NumPy try with a model: it works, or the error says what to do instead."""
+"""Common usage of NumPy models either works or raises an error that suggests an alternative."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def recorded():
 
 
 class Wrapped:
-    """Has the array protocol only."""
+    """An object that supports only the array protocol."""
 
     def __array__(self, dtype=None, copy=None):
         return SOURCE
 
 
 class Doubled(ref.Transformer):
-    """Has a forward pass of its own."""
+    """A model with a custom forward pass."""
 
     def __call__(self, source_ids, target_ids):
         return 2 * super().__call__(source_ids, target_ids)

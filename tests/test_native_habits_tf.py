@@ -1,4 +1,4 @@
-"""Keras and TensorFlow: habits that gave wrong results without an error here, or an error without a remedy."""
+"""Keras and TensorFlow usage that used to return wrong results without an error or to raise an unhelpful error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def kernel(model):
 
 
 def functional(port):
-    """Return a functional model around ours."""
+    """Return a functional model that wraps our model."""
     import keras
 
     ids = [keras.Input((None,), dtype="int32"), keras.Input((None,), dtype="int32")]
@@ -34,7 +34,7 @@ def functional(port):
 
 @pytest.mark.parametrize("method", ["train_step", "gradient"])
 def test_a_traced_step_is_refused(port, method):
-    """It would count one step, and take the first rate each time."""
+    """A traced step would increment the step number only once and always use the first learning rate."""
     import tensorflow as tf
 
     trainer = port.package.Trainer(build(port), SETTINGS)
@@ -46,7 +46,7 @@ def test_a_traced_step_is_refused(port, method):
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_trainer_is_not_copied(port, duplicate, steps):
-    """The copy would update variables that its model does not have."""
+    """A copied trainer would update variables that don't belong to its model."""
     trainer = port.package.Trainer(build(port), SETTINGS)
     for _ in range(steps):
         trainer.train_step(*BATCH)
@@ -130,7 +130,7 @@ def test_dropout_follows_the_training_flag_of_an_outer_model(port):
     import keras
 
     class Outer(keras.Model):
-        """Call the two halves of a model."""
+        """A model that calls the encoder and the decoder separately."""
 
         def __init__(self, inner):
             super().__init__()
@@ -150,7 +150,7 @@ def test_dropout_of_each_half_follows_the_layer_around(port):
     import keras
 
     class Half(keras.layers.Layer):
-        """Call one half of a model."""
+        """A layer that calls either the encoder or the decoder."""
 
         def __init__(self, function):
             super().__init__()
@@ -174,7 +174,7 @@ def test_scores_have_no_dropout_in_training(port):
     expected = port.package.score(build(port), SOURCE, LABELS)
 
     class Scored(keras.layers.Layer):
-        """Return the scores of translations."""
+        """A layer that returns the scores of translations."""
 
         def call(self, x):
             return port.package.score(model, SOURCE, LABELS).tokens + 0.0 * x
@@ -185,7 +185,7 @@ def test_scores_have_no_dropout_in_training(port):
     assert np.abs(tape.gradient(loss, kernel(model).value)).max() > 0.0
 
 
-# --- Models of another type, and traced functions ---
+# --- Models of a different type, and traced functions ---
 
 
 CALLS = {
@@ -214,7 +214,7 @@ def test_eager_only_calls_raise_inside_tf_function(port, call):
         tf.function(lambda: CALLS[call](port.package, model)[0])()
 
 
-# --- Saved and loaded ---
+# --- Saving and loading ---
 
 
 def test_a_checkpoint_has_a_replaced_layer(port, tmp_path):
@@ -236,12 +236,12 @@ def test_export_rejects_a_model_with_a_removed_layer(port):
         model.export_weights()
 
 
-# --- Ids, masks and arguments of layers ---
+# --- IDs, masks, and arguments of layers ---
 
 
 @pytest.mark.parametrize(("wrong", "error"), [((3, 5, 5), ValueError), ((3, 1, 5, 4), ValueError), (int, TypeError)])
 def test_an_attention_mask_beside_keras_own_mask_is_checked(port, wrong, error):
-    """A mask [B, L, M] would broadcast to heads."""
+    """A mask [B, L, M] would be broadcast over the wrong dimension, the heads."""
     import keras
 
     x = keras.layers.Masking()(np.random.default_rng(0).normal(size=(3, 5, CONFIG.d_model)).astype("float32"))

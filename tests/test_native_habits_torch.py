@@ -1,4 +1,4 @@
-"""PyTorch: habits that work with other modules, and gave wrong results without an error here."""
+"""PyTorch usage that works with other modules but used to return wrong results without an error here."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ pytestmark = pytest.mark.only("torch")
 HALF = dict.fromkeys(NO_DROPOUT, 0.5)
 
 
-# --- Parameters get another dtype ---
+# --- Changing the dtype of parameters ---
 
 
 def assigned(model):
-    """Load a state dict in the dtype that it has."""
+    """Load a float32 state dict with ``assign=True``, which also changes the model's dtype."""
     model.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()}, assign=True)
     return model
 
@@ -52,7 +52,7 @@ def test_positions_are_exact_with_parameters_of_a_functional_call(port):
 
 @pytest.mark.parametrize("names", [("first", "second"), ("teacher", "student", "third")])
 def test_a_search_of_several_models_is_refused(port, names):
-    """The first one alone would search."""
+    """Otherwise, only the first model would be searched."""
     models = nn.ModuleDict({name: build(port) for name in names})
     with pytest.raises(TypeError, match=f"got ModuleDict with {len(names)}$"):
         port.package.greedy_search(models, SOURCE)
@@ -65,7 +65,7 @@ def test_search_works_on_a_model_that_contains_another_one(port):
 
 
 def test_scores_have_no_dropout(port):
-    """As searches have none, and as gradients have none; modes stay as they are."""
+    """Scoring disables dropout, like searches and gradients, and preserves the training modes."""
     model = build(port, dropout=HALF).train()
     model.encoder.eval()
     found, expected = (port.package.score(x, SOURCE, LABELS) for x in (model, build(port)))
@@ -75,14 +75,14 @@ def test_scores_have_no_dropout(port):
 
 def test_hooks_of_positions_fire_in_a_search(port):
     model = build(port)
-    model.target_position.register_forward_hook(lambda module, arguments, output: arguments[0])  # no positions
+    model.target_position.register_forward_hook(lambda module, arguments, output: arguments[0])  # skips positions
     with torch.no_grad():
         step, _ = model.decode_step(TARGET, model.init_cache(SOURCE, 4))
         torch.testing.assert_close(step, model(SOURCE, TARGET), rtol=0, atol=1e-12)
 
 
 class Halved(SinusoidalPosition):
-    """Add half of each position's vector."""
+    """A position module that adds half of each positional encoding."""
 
     def forward(self, x):
         return x + self.vectors(x.shape[1]).to(x) / 2
@@ -109,7 +109,7 @@ def test_compiled_positions_are_decoded(port):
     torch.compiler.reset()
 
 
-# --- Ids ---
+# --- IDs ---
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -125,7 +125,7 @@ def test_sparse_ids_are_refused(port):
         build(port)(SOURCE, torch.tensor(TARGET).to_sparse())
 
 
-# --- Layers that are added, removed or replaced ---
+# --- Layers that are added, removed, or replaced ---
 
 
 def added_layer(package, model):
@@ -182,7 +182,7 @@ def replaced_layer(model):
 @pytest.mark.parametrize("change", [assigned_parameters, replaced_layer])
 @pytest.mark.parametrize("method", ["train_step", "gradient"])
 def test_replaced_parameters_require_a_new_trainer(port, change, method):
-    """They would keep their values."""
+    """The old trainer wouldn't update the new parameters."""
     model = build(port)
     trainer = port.package.Trainer(model, SETTINGS)
     change(model)
@@ -192,7 +192,7 @@ def test_replaced_parameters_require_a_new_trainer(port, change, method):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*:UserWarning")
 def test_a_trainer_of_a_quantized_model_does_not_train_a_part(port):
-    """No gradient passes the layers that quantize their inputs, and the norms before them would stay as they are."""
+    """Layers that quantize their inputs block gradients, so the norms before them wouldn't be trained."""
     model = build(port, "float32")
     model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     trainer = port.package.Trainer(model, SETTINGS)

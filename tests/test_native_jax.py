@@ -1,4 +1,4 @@
-"""What users of JAX and Flax NNX do with any module works with this one."""
+"""Common usage of JAX and Flax NNX modules also works with this model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_tied_embedding_is_a_single_parameter(port, tie):
 
 
 def test_deepcopy_and_pickle_of_layers(port):
-    """Every module of the package can be copied: none holds a function that belongs to a process."""
+    """Every module in the package can be copied, because none stores a function that can't be pickled."""
     from flax import nnx
 
     model = build(port, "float32", activation="gelu_tanh", dropout=dict.fromkeys(NO_DROPOUT, 0.1))
@@ -65,7 +65,7 @@ def test_deepcopy_and_pickle_of_layers(port):
 
 
 def test_a_clone_between_two_steps_survives(port):
-    """The best model so far, in whatever way it is kept."""
+    """Users can keep the best model so far as a clone, as arrays, or as exported weights."""
     import jax
     from flax import nnx
 
@@ -82,7 +82,7 @@ def test_a_clone_between_two_steps_survives(port):
 
 
 def test_second_train_step_does_not_recompile(port, caplog):
-    """Built by the constructor, its arrays are bound to no device; the second step compiles nothing all the same."""
+    """The second step isn't recompiled, even though the constructor's arrays aren't committed to a device."""
     import jax
     from flax import nnx
 
@@ -95,10 +95,10 @@ def test_second_train_step_does_not_recompile(port, caplog):
         trainer.train_step(*BATCH)
         assert "Compiling" not in caplog.text
         jax.jit(lambda x: x + 1)(np.ones(5)).block_until_ready()
-        assert "Compiling" in caplog.text  # a compilation is seen
+        assert "Compiling" in caplog.text  # shows that compilations are logged
 
 
-# In a process of its own, which takes the CPU for two devices.
+# Runs in a separate process in which JAX treats the CPU as two devices.
 SHARDED = """
 import jax, numpy as np
 from flax import nnx
@@ -136,14 +136,14 @@ np.testing.assert_allclose(losses(sharded), losses(alone), rtol=1e-12)
 
 @pytest.mark.extended("places")
 def test_sharded_parameters_keep_their_sharding_in_training():
-    """Moments lie where the parameters do, also after a state was loaded."""
+    """Moments have the same sharding as the parameters, even after a state is loaded."""
     flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
     run_alone(SHARDED, XLA_FLAGS=flags)
 
 
 @pytest.mark.parametrize("name", tiers.first_alone(["adamw", "adafactor", "lion"], "optimizers"))
 def test_any_optax_optimizer(port, name):
-    """With a schedule, clipping and a mask; our loss, under jit."""
+    """Any Optax optimizer works with our loss under jit, including a schedule, clipping, and a mask."""
     import jax
     import optax
     from flax import nnx
@@ -205,7 +205,7 @@ def test_copies(port, way):
 
 
 def test_precision_is_the_models_own(port):
-    """It is in every product of the model, forward and backward, and nowhere else; None leaves that of the process."""
+    """A model's ``precision`` applies only to its own matmuls, forward and backward. None uses the global setting."""
     import jax
     from flax import nnx
 
@@ -213,7 +213,7 @@ def test_precision_is_the_models_own(port):
         step, _ = model.decode_step(TARGET[:, 0], model.init_cache(SOURCE, 1))
         return (model(SOURCE, TARGET) ** 2).sum() + step.sum()
 
-    with jax.default_matmul_precision(None):  # whatever another test has set
+    with jax.default_matmul_precision(None):  # ignores settings of other tests
         for precision, expected in ((None, ""), ("highest", "Precision.HIGHEST"), ("fast", "Precision.HIGH")):
             model = port.package.Transformer.from_weights(CONFIG, random_weights(CONFIG), precision=precision)
             graph, state = nnx.split(model)
@@ -226,7 +226,7 @@ def test_precision_is_the_models_own(port):
 
 
 def test_the_norm_of_a_gradient_is_exact(port):
-    """Whatever the process, or a model, allows its products: it scales every update."""
+    """The gradient norm scales every update, so it ignores the matmul precision of the process and the model."""
     import jax
 
     with jax.default_matmul_precision("tensorfloat32"):
@@ -256,7 +256,7 @@ def test_a_loaded_model_draws_no_initial_values(port, monkeypatch):
 
 @pytest.mark.extended("habits")
 def test_strict_promotion(port):
-    """No two dtypes meet that JAX would have to promote to a third. (Outside float32, they do in Flax's LayerNorm.)"""
+    """JAX never has to promote two dtypes to a third, except in Flax's LayerNorm if the dtype isn't float32."""
     import jax
 
     with jax.numpy_dtype_promotion("strict"):
@@ -279,7 +279,10 @@ def test_shapes_without_computing(port):
 
 
 def test_export_and_import(port):
-    """As StableHLO, for any batch, without this package. (Lengths are constants: the sinusoids of each are NumPy's.)"""
+    """A model exported as StableHLO runs without this package, for any batch size but only for fixed lengths.
+
+    Lengths are fixed because NumPy computes the positional encodings for each length.
+    """
     import jax
     from flax import nnx
 
@@ -302,7 +305,7 @@ def test_compiled_calls_make_no_implicit_transfers(port):
     call, step = nnx.jit(lambda model, *ids: model(*ids)), nnx.jit(lambda model, *state: model.decode_step(*state))
     cache, tokens = model.init_cache(SOURCE, 2), jax.device_put(TARGET[:, 0])
     expected = port.to_numpy(call(model, *ids))
-    _, cache = step(model, tokens, cache)  # whose length is an array from here on
+    _, cache = step(model, tokens, cache)  # from here on, the cache's length is an array
     step(model, tokens, cache)
     with jax.transfer_guard("disallow"):
         logits = call(model, *ids)
@@ -312,7 +315,7 @@ def test_compiled_calls_make_no_implicit_transfers(port):
 
 @pytest.mark.extended("habits")
 def test_ensemble(port):
-    """Models of one config, side by side in one."""
+    """Multiple models with the same config can be stacked and run as one."""
     import jax
     from flax import nnx
 
@@ -339,7 +342,7 @@ def test_quick_compilation_ends_with_its_context(port):
 
 
 def test_quick_compilation_changes_no_result(port, monkeypatch):
-    """Trainers and searches compile as the context says, and all of them compute the same."""
+    """Trainers and searches use the context's compiler options, and all of them return the same results."""
     import jax
 
     seen, jit = [], jax.jit
@@ -351,7 +354,7 @@ def test_quick_compilation_changes_no_result(port, monkeypatch):
     monkeypatch.setattr(jax, "jit", record)
     models = [
         build(port, num_encoder_layers=1, layer_norm_epsilon=3e-6) for _ in range(2)
-    ]  # of a kind not compiled yet
+    ]  # a configuration that hasn't been compiled yet
     with port.package.runtime.quick_compilation():
         quick = port.package.Trainer(models[0], SETTINGS)
         found = port.package.beam_search(models[0], SOURCE, max_length=4)
@@ -368,7 +371,7 @@ def test_quick_compilation_changes_no_result(port, monkeypatch):
         assert_close(weight, usual.model.export_weights()[name])
 
 
-# In a process with two devices.
+# Runs in a process with two devices.
 TWO_DEVICES = """
 import jax, numpy as np
 from flax import nnx
@@ -430,9 +433,9 @@ def test_all_arrays_are_on_the_device_of_the_model():
 
 
 def test_a_memory_is_copied(port):
-    """What the caller does to its own array later changes nothing."""
+    """Later changes to the caller's array don't affect the memory."""
     memory = np.zeros(2 * 4 * 24 + 16)
-    memory = memory[-memory.ctypes.data % 64 // 8 :][: 2 * 4 * 24].reshape(2, 4, 24)  # where JAX would alias it
+    memory = memory[-memory.ctypes.data % 64 // 8 :][: 2 * 4 * 24].reshape(2, 4, 24)  # aligned for JAX
     taken = port.package.runtime.to_memory(memory, (2, 4, 24), "float64")
     memory += 1.0
     assert not port.to_numpy(taken).any()

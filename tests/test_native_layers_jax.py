@@ -1,4 +1,4 @@
-"""The layers are those of Flax: adapters, dtypes, devices and random state of JAX work, or are refused clearly."""
+"""The layers are Flax layers: JAX adapters, dtypes, devices, and random state either work or raise a clear error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIG = tiny_config(num_encoder_layers=1, num_decoder_layers=1, output_bias=Tru
 
 
 def add_adapter(model):
-    """Replace a projection by an ``nnx.LoRALinear`` that changes its result, and return the adapter."""
+    """Replace a projection with an ``nnx.LoRALinear`` that changes its result, and return the adapter."""
     from flax import nnx
 
     attention = model.encoder.layers[0].self_attention
@@ -78,7 +78,7 @@ def test_training_refuses_adapters(port):
 
 
 def test_unsupported_layers_and_parameters_are_rejected(port):
-    """A layer that may compute with something else, and parameters that no name has."""
+    """Layers that may compute a different function and parameters without a canonical name are rejected."""
     from flax import nnx
 
     class Scaled(nnx.Linear):
@@ -96,7 +96,7 @@ def test_unsupported_layers_and_parameters_are_rejected(port):
             with pytest.raises(ValueError, match=rf"value_proj must compute .* got a {type(layer).__name__}; .*layer"):
                 call()
     attention.value_proj = own
-    model.output_proj = Scaled(24, 37, rngs=nnx.Rngs(0))  # tied: its matrix has no name
+    model.output_proj = Scaled(24, 37, rngs=nnx.Rngs(0))  # tied, so its matrix has no canonical name
     with pytest.raises(ValueError, match="output_proj must compute"):
         model.export_weights()
     model = build(port)
@@ -218,7 +218,7 @@ def test_search_inside_jit_is_refused(port):
 
 
 def test_names_of_parameters(port):
-    """Canonical names stay, whatever Flax calls a parameter."""
+    """Canonical names don't depend on Flax's parameter names."""
     config = CONFIG.replace(tie_embeddings="none", position_encoding="learned")
     model = port.package.Transformer.from_weights(config, random_weights(config))
     assert list(model.export_weights()) == list(parameter_shapes(config))
@@ -226,7 +226,7 @@ def test_names_of_parameters(port):
 
 
 def test_an_export_for_a_gpu_has_no_loops(port):
-    """Blocks of queries are for a CPU, whichever machine exports the model."""
+    """Only CPU exports process queries in blocks, regardless of the machine that exports the model."""
     import jax
 
     config = tiny_config(num_encoder_layers=1)

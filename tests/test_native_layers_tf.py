@@ -1,4 +1,4 @@
-"""Layers of transformer_tf behave like Keras' own: masks, names, quantization, policies, and errors."""
+"""Layers of transformer_tf behave like Keras layers: masks, names, quantization, policies, and errors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def random_vectors(length):
 
 
 def marked(x, mask):
-    """Return a tensor with Keras' own mask, as ``Masking`` returns it."""
+    """Return a tensor with a Keras mask, as ``Masking`` returns it."""
     import keras
 
     x = np.where(np.array(mask)[..., None], x, 0.0)
     return keras.layers.Masking()(x)
 
 
-# --- Quantization, adapters, replaced layers ---
+# --- Quantization, adapters, and replaced layers ---
 
 
 @pytest.mark.parametrize("tie", ["all", "none"])
@@ -90,7 +90,7 @@ def test_a_parameter_without_a_canonical_name_is_not_dropped(port):
 
 
 def test_low_rank_adaptation_of_the_embeddings(port):
-    """Keras adds the product to the table, also for the tied output; the exported table has the sum."""
+    """Keras adds the low-rank product to the embedding matrix, even for a tied output, and exports the sum."""
     model, plain = build(port, tie_embeddings="all"), build(port, tie_embeddings="all")
     model.source_embedding.table.enable_lora(2)
     model.source_embedding.table.lora_embeddings_b.assign(np.ones([2, 24]))
@@ -207,7 +207,7 @@ def test_pooling_after_an_encoder_ignores_padding(port, form):
 
 
 def test_source_mask_given_to_decode_overrides_the_memory_mask(port):
-    """Keras attaches the mask of ``encode`` to the memory. The logits have none: they belong to the target."""
+    """Keras attaches the mask of ``encode`` to the memory. Logits have no mask, because they belong to the target."""
     model = build(port)
     memory = model.encode(SOURCE)
     other = np.array([[1, 0, 1, 1], [1, 1, 1, 0]], bool)
@@ -275,7 +275,7 @@ def test_unknown_dtypes_and_devices_are_errors(port, options, error, message):
         port.package.Encoder.from_weights(CONFIG, random_weights(CONFIG), **options)
 
 
-# --- compile, fit, save ---
+# --- compile, fit, and save ---
 
 
 def fitted(port, loss, smoothing=0.0, epochs=1):
@@ -293,7 +293,7 @@ def test_fit_with_the_models_own_loss(port, smoothing):
     model, losses = fitted(port, port.package.CrossEntropy, smoothing, epochs=5)
     fresh = port.package.Transformer.from_weights(model.config, random_weights(model.config))
     total, tokens = port.package.cross_entropy(fresh(SOURCE, TARGET), LABELS, model.config)
-    np.testing.assert_allclose(losses[0], float(total) / int(tokens), rtol=1e-5)  # 5 tokens: padding has no loss
+    np.testing.assert_allclose(losses[0], float(total) / int(tokens), rtol=1e-5)  # 5 tokens without padding
     assert losses[-1] < 0.8 * losses[0]
 
 
@@ -385,16 +385,16 @@ def test_keras_with_another_backend_raises_an_error():
     assert said.splitlines() == 2 * ["KERAS_BACKEND must be tensorflow for transformer_tf: got torch"]
 
 
-# --- Several tokens in one step ---
+# --- Multiple tokens per step ---
 
 
 @pytest.mark.parametrize("beam_size", [1, 2])
 def test_decode_step_accepts_several_tokens(port, beam_size):
-    """A prefix, then single tokens. Each hypothesis of a sentence has its own prefix."""
+    """Decoding a prefix and then individual tokens works even if each hypothesis has a different prefix."""
     import tensorflow as tf
 
     model = build(port, position_encoding="learned")
-    target = np.concatenate([TARGET, TARGET[:, ::-1]], 1)  # [2, 6], with padding inside
+    target = np.concatenate([TARGET, TARGET[:, ::-1]], 1)  # [2, 6], with padding between tokens
     target = np.repeat(target, beam_size, 0)
     target[0, 1] = 7
     source = np.repeat(SOURCE, beam_size, 0)

@@ -1,4 +1,4 @@
-"""A PyTorch model as a module: state dict, devices and dtypes, compilation, copies, modes."""
+"""A PyTorch model as a module: state dict, devices and dtypes, compilation, copies, and modes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_torch_deepcopy(port):
 
 @pytest.mark.only("torch")
 def test_torch_search_preserves_training_modes(port):
-    """A model in training with a frozen part searches without dropout, and is what it was."""
+    """A model in training mode with a frozen part is searched without dropout and keeps its modes."""
     model = build(port)
     model.train()
     model.encoder.eval()

@@ -1,4 +1,4 @@
-"""What users of NumPy models do with any model works with this one."""
+"""Common usage of NumPy models also works with this model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_tied_embedding_is_a_single_array(tie, copied):
     np.testing.assert_array_equal(model(SOURCE, TARGET), expected)
 
 
-# --- NumPy's numbers, in every package ---
+# --- NumPy scalars and IDs, in every package ---
 
 
 @pytest.mark.extended("dtypes", "jax", "tf")
@@ -72,15 +72,15 @@ def test_check_integer_rejects_non_integers(value):
         checks.check_integer("size", value, minimum=0)
 
 
-# --- Arrays of every kind, threads and copies ---
+# --- Arrays of every kind, threads, and copies ---
 
 
 class Tagged(np.ndarray):
-    """A subclass, such as those of units or of labeled axes."""
+    """An array subclass, like those used for units or labeled axes."""
 
 
 def kinds_of(array, folder):
-    """Yield an array in the forms in which programs hold one, all with the same values."""
+    """Yield arrays with the same values in the forms that programs commonly use."""
     yield "not contiguous", np.repeat(array, 2, axis=-1)[..., ::2]
     yield "of another order", np.asfortranarray(array)
     frozen = array.copy()
@@ -136,7 +136,7 @@ def test_copies():
 
 
 def test_threads_share_a_model():
-    """Each with sentences, lengths and a search of its own."""
+    """Threads can run the same model at the same time with different sentences and lengths."""
     model, rng = build(), np.random.default_rng(0)
     batches = [rng.integers(3, 37, size=(2, length)) for length in rng.permutation(np.repeat(np.arange(2, 25), 4))]
 
@@ -152,9 +152,9 @@ def test_threads_share_a_model():
 
 
 def test_global_numpy_state_is_not_modified():
-    """Nor does it depend on any: not on NumPy's generator, nor on how errors are handled."""
+    """The model neither changes nor depends on NumPy's global random state and error handling."""
     before, handling = np.random.get_state()[1].copy(), np.geterr()
-    for factor in (1, 20):  # where scores are large, probabilities underflow
+    for factor in (1, 20):  # large scores make probabilities underflow
         weights = {name: factor * array for name, array in random_weights(tiny_config()).items()}
         with np.errstate(all="raise"):
             model = ref.Transformer.from_weights(tiny_config(), weights)
@@ -166,7 +166,7 @@ def test_global_numpy_state_is_not_modified():
 
 
 def test_fast_adam_updates_wide_rows_as_the_formulas_do():
-    """A row may hold more numbers than one piece, as it does in the output kernel of a large vocabulary."""
+    """A row can exceed the block size of fast Adam, for example in the output kernel of a large vocabulary."""
     rng, settings, taken = np.random.default_rng(0), TrainingConfig(), []
     start, gradient = ({"kernel": array} for array in rng.normal(size=(2, 3, fast.PIECE + 1)))
     for kind in (Adam, fast.FastAdam):
@@ -180,7 +180,7 @@ def test_fast_adam_updates_wide_rows_as_the_formulas_do():
     assert not np.array_equal(ours.parameters["kernel"], start["kernel"])
 
 
-# --- What NumPy's users say and forget ---
+# --- Common mistakes of NumPy users ---
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32"), "f4", ">f4", "single", np.zeros(1, "f").dtype])
@@ -295,7 +295,7 @@ def test_arguments_in_the_wrong_place():
 
 
 def test_a_model_without_weights_is_not_trained():
-    """Its matrices are zero, and the gradients of some stay zero."""
+    """All matrices of such a model are zero, and some gradients would remain zero."""
     message = r"^the model has no weights yet: call set_weights\(model, init_weights\(config, seed\)\) first$"
     with pytest.raises(ValueError, match=message):
         ref.Trainer(ref.Transformer(tiny_config()), TrainingConfig())

@@ -1,4 +1,4 @@
-"""A search in PyTorch leaves its model to others: gradients, hooks, threads and compiled parts."""
+"""A PyTorch search doesn't interfere with other users of its model: gradients, hooks, threads, and compiled parts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from native_models import SOURCE, TARGET, build
 pytestmark = pytest.mark.only("torch")
 
 
-# --- A search leaves its model to others. ---
+# --- A search doesn't interfere with other users of its model. ---
 
 
 @pytest.mark.parametrize("search", ["greedy_search", "beam_search"])
 def test_gradients_while_a_search_shows_its_steps(port, search):
-    """The layouts and the inference mode of a search are its own."""
+    """The memory layouts and the inference mode of a search don't affect its callbacks."""
     model, found = build(port, "float32"), []
 
     def differentiate(ids):
@@ -35,7 +35,7 @@ def test_gradients_while_a_search_shows_its_steps(port, search):
 
 
 def test_two_searches_and_a_trainer_at_a_time(port):
-    """Threads that share a model find what one would, and it stays in training mode."""
+    """Threads that share a model get the same results as one thread, and the model remains in training mode."""
     model = build(port, "float32").train()
     expected, modes = port.package.beam_search(model, SOURCE, max_length=12), []
 
@@ -55,7 +55,7 @@ def test_two_searches_and_a_trainer_at_a_time(port):
 
 
 def test_tokens_of_a_search_are_not_read_back(port, monkeypatch):
-    """They come from the search itself; those of a caller are read in each step."""
+    """A search doesn't validate the tokens that it generated, which would require a copy to the host in each step."""
     runtime, read = port.package.runtime, []
     check = runtime.check_ids
     monkeypatch.setattr(
@@ -78,13 +78,13 @@ def test_forward_hooks_fire_in_a_search(port):
 
 
 def dropped_out(port):
-    """Return a model in training mode, and one in inference mode that has the same weights."""
+    """Return a model in training mode and one with the same weights in inference mode."""
     dropout = {"embedding": 0.5, "residual": 0.5, "attention": 0.5}
     return build(port, dropout=dropout).train(), build(port, dropout=dropout)
 
 
 def patched(layer):
-    """Let a function of the layer's own, as tools set it, run what the layer would."""
+    """Replace a layer's ``forward`` method with a wrapper, as tools do."""
 
     def forward(original, *args):
         layer.was_called = True
@@ -105,7 +105,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("part", ["encoder", "decoder"])
 def test_search_runs_wrapped_layers_in_inference_mode(port, change, part):
-    """Those are in inference mode too, and afterwards as they were."""
+    """A search also runs compiled and patched layers in inference mode, and restores their modes afterwards."""
     model, plain = dropped_out(port)
     CHANGES[change](getattr(model, part).layers)
     before = modes(model)
@@ -124,7 +124,7 @@ def test_a_search_with_a_compiled_model(port):
 
 
 def test_search_ignores_a_child_module_set_to_none(port):
-    """PyTorch then keeps a child that is None."""
+    """PyTorch keeps the attribute's name, with None instead of a module."""
     model, plain = build(port), build(port)
     model.encoder.register_module("adapter", None)
     found, expected = (port.package.greedy_search(each, SOURCE, max_length=6) for each in (model, plain))

@@ -1,4 +1,4 @@
-"""What users of Keras and TensorFlow do with any model works with this one."""
+"""Common usage of Keras and TensorFlow models also works with this model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.only("tf")
 
 
 def moved(before, after):
-    """Return which parts of a model are not what they were."""
+    """Return the names of the parts of a model whose values changed."""
     return {name.split(".")[0] for name, array in before.items() if not np.array_equal(after[name], array)}
 
 
 @pytest.mark.parametrize("tie", ["target_output", "all"])
 def test_tied_embedding_is_a_single_variable(port, tie, tmp_path):
-    """Counted once, saved once, trained once."""
+    """The tied matrix is counted, saved, and trained only once."""
     import keras
 
     model = build(port, dtype="float32", tie_embeddings=tie)
@@ -44,7 +44,7 @@ def test_tied_embedding_is_a_single_variable(port, tie, tmp_path):
 
 @pytest.mark.parametrize("slices", tiers.first_alone([1, 2], "training"))
 def test_frozen_layers_keep_weights_and_moments(port, slices):
-    """Their moments too, which a state has all the same; and from when on does not matter."""
+    """A frozen layer's moments are exported but don't change, regardless of when the layer is frozen or unfrozen."""
     model = build(port)
     trainer = port.package.Trainer(model, TrainingConfig(**{**SETTINGS.to_dict(), "accumulation_steps": slices}))
     everywhere = {"source_embedding", "encoder", "decoder"}
@@ -60,7 +60,7 @@ def test_frozen_layers_keep_weights_and_moments(port, slices):
 
 
 def test_frozen_parameters_have_no_moments(port):
-    """Unless they were trained before. A state that is loaded has those of all parameters, most of them zero."""
+    """Frozen parameters have moments only if they were trained before. Exported states contain zeros instead."""
     model = build(port)
     model.encoder.trainable = False
     trainer = port.package.Trainer(model, SETTINGS)
@@ -77,7 +77,7 @@ def test_frozen_parameters_have_no_moments(port):
 
 
 def test_gradients_list_frozen_parameters(port):
-    """Taps have theirs all the same, also where nothing before them is trained."""
+    """Gradients for taps are returned even if no parameter before the tap is trainable."""
     model = build(port)
     expected = port.package.gradients(model, *BATCH)
     model.encoder.trainable = model.source_embedding.trainable = False
@@ -113,7 +113,7 @@ def test_fit_with_callbacks_does_not_change_frozen_layers(port, tmp_path):
     assert moved(fresh.export_weights(), before) == {"source_embedding", "encoder"}
 
 
-# In a process of its own, which takes the CPU for two devices.
+# Runs in a separate process in which TensorFlow treats the CPU as two devices.
 MIRRORED = """
 import keras, numpy as np, tensorflow as tf
 (cpu,) = tf.config.list_physical_devices("CPU")
@@ -157,7 +157,7 @@ for name, array in alone.export_weights().items():
 
 @pytest.mark.extended("strategies")
 def test_training_under_a_mirrored_strategy():
-    """Two copies of each variable, on two devices, learn what one learns."""
+    """A model whose variables are mirrored on two devices learns the same as a model on one device."""
     run_alone(MIRRORED)
 
 
@@ -180,7 +180,7 @@ def test_a_loaded_model_draws_no_initial_values(port, monkeypatch):
 
 @pytest.mark.parametrize("what", ["model", "trainer", "mesh"])
 def test_a_model_is_trained_on_the_devices_it_was_made_for(port, what):
-    """Of each variable there are as many copies as devices; the optimizer updates all of them or none."""
+    """Variables have one copy per device, and the optimizer must update all of them."""
     import tensorflow as tf
 
     strategy = tf.distribute.MirroredStrategy(["/CPU:0"])
@@ -202,7 +202,7 @@ def close(port, got, expected, tolerance=1e-6):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_saved_and_loaded(port, policy, tmp_path):
-    """The policy comes back, and with it the dtype of the variables."""
+    """Saving and loading preserves the policy and thus the dtype of the variables."""
     import keras
 
     model = port.package.Transformer(CONFIG, policy, name="translator")
@@ -215,7 +215,7 @@ def test_saved_and_loaded(port, policy, tmp_path):
 
 
 def test_tensorflows_own_checkpoint(port, tmp_path):
-    """It follows no list of layers by itself, and would leave out what it does not find."""
+    """TensorFlow's checkpoint doesn't search lists of layers and would silently omit their variables."""
     import tensorflow as tf
 
     model, fresh = build(port), build(port)
@@ -226,9 +226,9 @@ def test_tensorflows_own_checkpoint(port, tmp_path):
 
 
 def test_low_rank_adaptation(port):
-    """Keras adds to a kernel what is trained; the weights that are exported have the sum."""
+    """Keras adds the low-rank product to a kernel, and exported weights include the sum."""
     model, plain = build(port), build(port)
-    port.package.greedy_search(model, SOURCE, 4)  # which traces the model as it is
+    port.package.greedy_search(model, SOURCE, 4)  # traces the model before the layer is changed
     layer = model.encoder.layers[0].self_attention.query_proj
     layer.enable_lora(2)
     layer.lora_kernel_b.assign(np.ones([2, 24]))
@@ -325,7 +325,7 @@ def test_fit_evaluate_and_predict(port, form):
 
 @pytest.mark.extended("habits")
 def test_exported(port, tmp_path):
-    """A SavedModel serves without this package. Keras takes the inputs it is not told for floats."""
+    """A SavedModel runs without this package. Without a signature, Keras assumes that inputs are floats."""
     import keras
     import tensorflow as tf
 
@@ -397,7 +397,7 @@ def test_jit_compile(port):
     assert np.isfinite(model.evaluate(IDS, TARGET, verbose=0))
 
 
-# In a process of its own: devices are made before TensorFlow begins.
+# Runs in a separate process, because devices must be configured before TensorFlow starts.
 PLACES = """
 import numpy as np, tensorflow as tf
 from conftest import random_weights, tiny_config
@@ -455,8 +455,8 @@ def test_scopes_of_devices_and_strategies_are_respected():
 
 @pytest.mark.parametrize("form", [tuple, list, dict])
 def test_mask_keyword_works_with_structured_inputs(port, form):
-    """A mask by keyword counts, in whatever form the ids come; twice the same is an error."""
-    model, mask = build(port), np.array([[1, 0, 1, 1], [1, 1, 1, 0]], bool)  # not that of the padding
+    """A mask passed by keyword is used for any structure of the IDs. Passing a mask twice is an error."""
+    model, mask = build(port), np.array([[1, 0, 1, 1], [1, 1, 1, 0]], bool)  # differs from the padding mask
     inputs = IDS if form is dict else form(IDS.values())
     expected = port.to_numpy(model(SOURCE, TARGET, source_mask=mask))
     np.testing.assert_array_equal(port.to_numpy(model(inputs, source_mask=mask)), expected)
@@ -468,13 +468,13 @@ def test_mask_keyword_works_with_structured_inputs(port, form):
 
 @pytest.mark.parametrize("source", [[[5, 6], [8, 9]], ([5, 6], [8, 9]), np.array([[5, 6], [8, 9]]), []])
 def test_a_forgotten_target_is_an_error(port, source):
-    """Rows of source ids are not taken for arguments."""
+    """A list of source rows must not be mistaken for a list of arguments."""
     with pytest.raises(TypeError, match=r"target_ids must be given: call model"):
         build(port)(source)
 
 
 def test_recomputed_layers_restore_only_dropout_seeds(port, monkeypatch):
-    """Frozen weights are no state of dropout."""
+    """Recomputing a layer restores only the seeds of dropout, not frozen weights."""
     import keras
 
     layer = port.package.EncoderLayer(CONFIG.replace(dropout={"residual": 0.5}))

@@ -1,4 +1,4 @@
-"""What users of PyTorch do with any module works with this one."""
+"""Common usage of PyTorch modules also works with this model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIES = {
 
 
 def _refilled(model):
-    """Return a model that was left without values, with those that it had."""
+    """Load the weights into a model whose parameters have no values yet, and return the model."""
     transformer_torch.set_weights(model, random_weights(model.config))
     return model
 
@@ -46,14 +46,14 @@ def test_tied_embedding_is_a_single_parameter(port, tie, way):
 
 
 def test_a_new_model_without_ties_has_two_tables_and_a_matrix(port):
-    """Loading weights would make new parameters, so this model has the initial values."""
+    """The model has its initial values, because loading weights would create new parameters."""
     model = port.package.Transformer(tiny_config(tie_embeddings="none"))
     assert model.output_proj.weight is not model.target_embedding.weight
     assert sum(p.numel() for p in model.parameters()) == ref.count_parameters(model.config)
 
 
 def test_a_tied_table_of_a_model_on_the_meta_device(port):
-    """Shapes first, memory then, values last: the way large models are built."""
+    """Large models are usually created without memory, then allocated, and only then filled with values."""
     with torch.device("meta"):
         model = port.package.Transformer(tiny_config(tie_embeddings="target_output"), "float64")
     model.to_empty(device="cpu")
@@ -66,7 +66,7 @@ def test_a_tied_table_of_a_model_on_the_meta_device(port):
 @pytest.mark.parametrize("way", ["as built", "deepcopy", "pickle"])
 @pytest.mark.parametrize("tie", ["target_output", "all"])
 def test_a_state_dict_is_assigned_to_a_model_on_the_meta_device(port, tie, way):
-    """The tie and the positions, which no state dict has, are then as they were."""
+    """Assigning a state dict preserves ties and positional encodings, which the state dict doesn't contain."""
     expected = build(port, tie_embeddings=tie)
     with torch.device("meta"):
         model = port.package.Transformer(expected.config, "float64")
@@ -74,25 +74,25 @@ def test_a_state_dict_is_assigned_to_a_model_on_the_meta_device(port, tie, way):
     torch.nn.ModuleList([model]).load_state_dict(torch.nn.ModuleList([expected]).state_dict(), assign=True)
     assert model.output_proj.weight is model.target_embedding.weight
     assert sum(p.numel() for p in model.parameters()) == ref.count_parameters(model.config)
-    expected = build(port, tie_embeddings=tie)  # whose parameters are its own
+    expected = build(port, tie_embeddings=tie)  # a separate model, because assigned parameters are shared
     assert losses(port.package.Trainer(model, SETTINGS)) == losses(port.package.Trainer(expected, SETTINGS))
     assert_same_bits(model.export_weights(), expected.export_weights())
 
 
-# --- Positions: rounded once, on the host, and then simply there ---
+# --- Positional encodings: computed and rounded once on the host ---
 
 
-LENGTHS = (5, 1500)  # the second is longer than what is kept
+LENGTHS = (5, 1500)  # the second length exceeds the cached positional encodings
 
 
 @pytest.fixture(params=["formula", "fast"])
 def position(port, request):
-    """The class that computes the positions of a model."""
+    """The class that computes a model's positional encodings."""
     return port.package.SinusoidalPosition if request.param == "formula" else port.package.fast.FastSinusoidalPosition
 
 
 def encoded(length, dtype="float32"):
-    """Return the rows of the reference, rounded."""
+    """Return the reference's positional encodings, rounded to a dtype."""
     rows = ref.sinusoidal_encoding(length, 24)
     return torch.from_numpy(rows).to(getattr(torch, dtype))[None]
 
@@ -117,7 +117,7 @@ def test_positions_are_not_computed_again(port):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_positions_are_exact_in_every_dtype(position, length):
-    """Also after a way through a coarser one."""
+    """Positional encodings are exact even after the module was converted to a coarser dtype."""
     module = position(tiny_config()).to(torch.bfloat16).to(torch.float64)
     torch.testing.assert_close(
         module(torch.zeros(1, length, 24).double()), encoded(length, "float64"), rtol=0, atol=2e-12
@@ -140,7 +140,7 @@ def test_positions_are_compiled_and_exported_for_any_length(position):
 
 
 def test_positions_without_data(position):
-    """On the meta device, where a tensor of the host would be refused, and in FakeTensorMode."""
+    """Positional encodings work on the meta device, which rejects tensors on the host, and in FakeTensorMode."""
     from torch._subclasses import FakeTensorMode
 
     with torch.device("meta"):
@@ -157,7 +157,7 @@ def test_positions_are_copied(position):
     module = position(tiny_config())
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         torch.testing.assert_close(twin(torch.zeros(1, 5, 24)), encoded(5), rtol=0, atol=0)
-    assert not module.state_dict()  # nothing that is to be learned or stored
+    assert not module.state_dict()  # there are no parameters or buffers to save
 
 
 def test_module_repr_shows_its_configuration(port):
@@ -173,7 +173,7 @@ def test_module_repr_shows_its_configuration(port):
     assert "LearnedPosition(29, 24, offset=0)" in str(build(port, position_encoding="learned"))
 
 
-# In a process of its own, whose switches no other test has touched.
+# Runs in a separate process, because other tests may have changed the global switches.
 UNTOUCHED = """
 import threading, torch, transformer_torch as port
 from conftest import random_weights, tiny_config
@@ -203,7 +203,7 @@ assert torch.get_num_threads() == threads
 
 
 def test_matmul_precision_is_not_changed_implicitly():
-    """Only ``precision`` sets it; it is never changed in between, which other threads would see."""
+    """Only ``precision`` sets the global switch. Changing it temporarily would affect other threads."""
     run_alone(UNTOUCHED)
 
 
@@ -218,11 +218,11 @@ assert not {"sympy", "torch._dynamo"} & set(sys.modules)
 
 
 def test_weights_are_loaded_without_sympy():
-    """Nor by the compiler, which needs it: its modules take 0.3 seconds and 35 MiB."""
+    """Loading weights imports neither sympy nor the compiler that requires it, which saves 0.3 seconds and 35 MiB."""
     run_alone(LEAN)
 
 
-# --- What arrays there are beside the usual ones. ---
+# --- Unusual arrays ---
 
 
 def test_arrays_with_any_strides(port):
@@ -232,7 +232,7 @@ def test_arrays_with_any_strides(port):
         found = model(turned(SOURCE), turned(TARGET), turned(mask))
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
         memory = turned(model.encode(SOURCE, mask).detach().numpy())
-        found = model.decode(TARGET, memory, SOURCE, None, mask)  # at another address, MKL may sum in another order
+        found = model.decode(TARGET, memory, SOURCE, None, mask)  # MKL's order of sums may differ
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
     narrow = model(SOURCE.astype(np.uint16)[:, ::-1][:, ::-1], TARGET.astype(">i4"), mask)
     torch.testing.assert_close(narrow, expected, rtol=0, atol=0)
@@ -241,7 +241,7 @@ def test_arrays_with_any_strides(port):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_decode_accepts_read_only_memory(port, dtype):
-    """As JAX gives its arrays away, those of bfloat16 among them."""
+    """JAX exports read-only arrays, including bfloat16 arrays."""
     model = build(port, dtype)
     tensor = model.encode(SOURCE).detach()
     array = port.to_numpy(tensor.float()).astype(dtype) if dtype == "bfloat16" else tensor.numpy()
@@ -256,7 +256,7 @@ def test_default_device_is_respected(port):
 
 
 def test_meta_device(port):
-    """A device without values, and as strict as a GPU about what is on the host."""
+    """The meta device has no values and, like a GPU, rejects tensors on the host."""
     model = build(port).to("meta")
     for source, target in ((SOURCE, TARGET), (torch.tensor(SOURCE, device="meta"), torch.tensor(TARGET))):
         logits = model(source, target, SOURCE != 0)
@@ -270,7 +270,10 @@ def test_meta_device(port):
 
 
 def test_fake_tensors(port):
-    """What tools learn shapes and memory by. Those of a GPU cannot be indexed in a build of torch without CUDA."""
+    """Tools use fake tensors to infer shapes and memory use.
+
+    Only CPU tensors are tested, because a torch build without CUDA can't index fake GPU tensors.
+    """
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode():
@@ -285,7 +288,7 @@ def test_fake_tensors(port):
         assert logits.shape == (2, 37)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no rule of its own for this kernel
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no batching rule for this kernel
 def test_gradients_of_each_sentence(port):
     from torch.func import functional_call, grad, vmap
 
@@ -303,9 +306,9 @@ def test_gradients_of_each_sentence(port):
             torch.testing.assert_close(found[name][row], gradient, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # from torch
 def test_transforms_of_a_function_of_the_parameters(port):
-    """The ids are not among its arguments, and have no memory that a transform would let be read."""
+    """The IDs aren't arguments of the function, and a transform doesn't allow reading their memory."""
     from torch.func import functional_call, grad, jvp
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -318,7 +321,7 @@ def test_transforms_of_a_function_of_the_parameters(port):
     found = grad(loss)(parameters)
     expected = torch.autograd.grad(loss(parameters), list(parameters.values()))
     torch.testing.assert_close([*found.values()], [*expected], rtol=1e-12, atol=1e-12)
-    with sdpa_kernel(SDPBackend.MATH):  # the fused kernel of a CPU has no forward derivative, and no second one
+    with sdpa_kernel(SDPBackend.MATH):  # the fused CPU kernel supports neither forward-mode nor second derivatives
         _, along = jvp(loss, (parameters,), (found,))
         second = grad(lambda parameters: sum(x.square().sum() for x in grad(loss)(parameters).values()))(parameters)
     torch.testing.assert_close(along, sum(x.square().sum() for x in expected))
@@ -326,7 +329,7 @@ def test_transforms_of_a_function_of_the_parameters(port):
 
 
 def test_values_of_functional_tensors_are_not_read(port):
-    """They look like tensors of a CPU, and their memory holds anything."""
+    """Functional tensors look like CPU tensors, but their memory contains arbitrary values."""
     model = build(port)
     logits = torch.func.functionalize(model)(torch.tensor(SOURCE), torch.tensor(TARGET))
     torch.testing.assert_close(logits, model(SOURCE, TARGET), rtol=0, atol=1e-12)
@@ -347,7 +350,7 @@ def test_export_with_dynamic_sizes(port, strict):
 
 
 @pytest.mark.extended("habits", "torch")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # from torch
 def test_compiled_with_inductor_as_one_graph(port):
     model = build(port)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
@@ -361,7 +364,7 @@ def test_compiled_with_inductor_as_one_graph(port):
 def test_onnx_with_dynamic_sizes(port, tmp_path):
     import onnxruntime
 
-    # The exporter would round the square root of d_model, a Python number, to float32.
+    # The exporter would round the square root of d_model, a Python float, to float32.
     model, file = build(port, scale_embedding=False), tmp_path / "model.onnx"
     batch, source, target = (torch.export.Dim(name) for name in ("batch", "source", "target"))
     shapes = ({0: batch, 1: source}, {0: batch, 1: target})

@@ -1,4 +1,4 @@
-"""PyTorch's idioms in training: hooks, DDP, compilation, frozen and parametrized layers, any optimizer."""
+"""PyTorch training idioms: hooks, DDP, compilation, frozen and parametrized layers, and any optimizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_forward_hooks_fire_in_training(port):
 
 @pytest.fixture
 def process_group(tmp_path):
-    """A group of one process."""
+    """A process group with one process."""
     import torch.distributed as distributed
 
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -39,7 +39,7 @@ def process_group(tmp_path):
 
 @pytest.mark.parametrize("settings", [{}, {"accumulation_steps": 2, "clip_norm": 0.1}])
 def test_distributed_data_parallel(port, process_group, settings):
-    """Around the model and what trains it: its hooks reduce each gradient."""
+    """DistributedDataParallel works around a model and in a trainer: its hooks reduce each gradient."""
     from torch.nn.parallel import DistributedDataParallel
 
     settings = TrainingConfig(**{**SETTINGS.to_dict(), **settings})
@@ -67,7 +67,7 @@ def test_distributed_data_parallel(port, process_group, settings):
 
 @pytest.mark.extended("plans")
 def test_distributed_data_parallel_of_two_processes(port, tmp_path):
-    """Each with rows of its own; the gradient is the mean of theirs, in a loop with our loss and in a trainer."""
+    """The gradient is averaged over processes with different rows, in a custom loop and in a trainer."""
     from parallel_torch import run
 
     from transformer_parity.transformer.distributed.cases import probes
@@ -94,10 +94,10 @@ def test_a_compiled_model_is_trained(port):
 
 @pytest.mark.parametrize("part", ["self_attention", "self_attention_norm", "cross_attention", "feed_forward"])
 def test_a_compiled_part_of_a_layer(port, part):
-    """It has no truth value."""
+    """A compiled module doesn't support truth tests."""
     model, plain = build(port), build(port)
     compiled(model.decoder.layers[0], part)
-    with torch.no_grad():  # torch warns of itself otherwise
+    with torch.no_grad():  # torch warns otherwise
         torch.testing.assert_close(model(SOURCE, TARGET), plain(SOURCE, TARGET), rtol=1e-12, atol=1e-12)
     torch.compiler.reset()
 
@@ -117,7 +117,7 @@ def test_frozen_modules_keep_weights_and_moments(port):
 
 
 def test_gradients_list_frozen_parameters(port):
-    """Taps have theirs all the same, also where nothing before them is trained."""
+    """Gradients for taps are returned even if no parameter before the tap is trainable."""
     model = build(port)
     expected = port.package.gradients(model, *BATCH)
     model.encoder.requires_grad_(False)
@@ -132,7 +132,7 @@ def test_gradients_list_frozen_parameters(port):
 
 
 def test_unfreezing_parameters_matches_resuming(port):
-    """One number of steps for all is what a state has: the bias of the moments is corrected by it."""
+    """A state has one step count for all parameters, which determines the bias correction of the moments."""
     model = build(port)
     model.encoder.requires_grad_(False)
     trainer = port.package.Trainer(model, SETTINGS)
@@ -146,13 +146,13 @@ def test_unfreezing_parameters_matches_resuming(port):
 
 
 def test_groups_of_parameters_added_to_a_trainer(port):
-    """They are trained too, and one that is frozen stays as it is."""
+    """Added parameters are trained as well, unless they are frozen."""
     trainer, expected = (port.package.Trainer(build(port), SETTINGS) for _ in range(2))
     added, frozen = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
     trainer.optimizer.add_param_group({"params": [added]})
     trainer.optimizer.add_param_group({"params": frozen})
     added.grad = torch.ones(3)
-    trainer.optimizer.zero_grad = lambda: trainer.model.zero_grad()  # what is added takes no part in the loss
+    trainer.optimizer.zero_grad = lambda: trainer.model.zero_grad()  # keeps added.grad, which no loss sets
     assert losses(trainer) == losses(expected)
     assert_same_bits(trainer.model.export_weights(), expected.model.export_weights())
     assert trainer.optimizer.state[added]["step"] == 3
@@ -184,7 +184,7 @@ def test_gradients_and_evaluation_preserve_training_modes(port):
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "RMSprop", "NAdam"])
 def test_any_optimizer_with_parameter_groups(port, name):
-    """No decay for norms and biases; our loss, backward from the logits of the model in training mode."""
+    """Any optimizer works with our loss, for example without weight decay for norms and biases."""
     model = build(port).train()
     wide = [p for p in model.parameters() if p.ndim > 1]
     narrow = [p for p in model.parameters() if p.ndim == 1]
@@ -205,7 +205,7 @@ def test_any_optimizer_with_parameter_groups(port, name):
 
 
 def loss_without_dropout(model, loss):
-    """Return a loss that no random mask moves."""
+    """Return the loss without dropout."""
     model.eval()
     with torch.no_grad():
         found = loss().item()
@@ -214,7 +214,7 @@ def loss_without_dropout(model, loss):
 
 
 def test_a_parametrized_layer(port):
-    """The weight is computed from another parameter, through which the gradient passes."""
+    """The weight is computed from another parameter, which receives the gradient."""
     from torch.nn.utils import parametrize
 
     class Doubled(torch.nn.Module):
@@ -244,7 +244,7 @@ class Tripled(torch.nn.Module):
 
 
 def test_a_parametrized_layer_in_a_trainer(port):
-    """Gradients are those of the weight that is computed; what would be lost silently is refused."""
+    """The trainer returns gradients with respect to the computed weight. Calls that would lose data raise an error."""
     from torch.nn.utils import parametrize
 
     model, plain = build(port), build(port)
@@ -270,7 +270,7 @@ def test_a_parametrized_layer_in_a_trainer(port):
 
 
 def test_gradients_of_a_pruned_layer(port):
-    """Its weight is computed before each call, from another parameter and a mask."""
+    """The weight of a pruned layer is computed from another parameter and a mask before each call."""
     from torch.nn.utils import prune
 
     model, plain = build(port), build(port)
@@ -288,7 +288,7 @@ def test_gradients_of_a_pruned_layer(port):
 
 
 def test_trainers_in_parallel_threads_have_independent_dropout(port):
-    """Dropout depends on seed and step only, also if another trainer takes its steps meanwhile."""
+    """Dropout depends only on the seed and the step, even if another trainer takes steps at the same time."""
     dropout = {"embedding": 0.3, "residual": 0.3, "attention": 0.3, "feed_forward": 0.3}
 
     def run(seed):

@@ -1,4 +1,4 @@
-"""PyTorch: weights are only exported from layers that compute with them; initial values, dtypes and devices."""
+"""PyTorch: weights are exported only from layers that compute with them; initial values, dtypes, and devices."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LAYER = "encoder.layers.0.self_attention.query_proj"
 
 
 class Int8Tensor(torch.Tensor):
-    """A tensor like those of torchao, which stand for a quantized weight."""
+    """A tensor subclass like torchao's, which represents a quantized weight."""
 
 
 class Noisy(nn.Linear):
-    """Computes something else than its weight says."""
+    """A layer that doesn't compute the function of its weight."""
 
     def forward(self, x):
         return super().forward(x) * 1.5
@@ -79,7 +79,7 @@ def test_weights_of_a_replaced_layer_are_not_exported(port, change):
 
 
 def test_a_trainable_parameter_without_a_name_is_not_lost(port):
-    """A module that the user added: only its weights would be missing in what is exported, also if it is frozen."""
+    """A module that the user added would be missing in the exported weights, even if it is frozen."""
     model = build(port)
     model.encoder.adapter = nn.Linear(24, 24)
     port.package.set_weights(model, random_weights(model.config))
@@ -148,7 +148,7 @@ def test_moments_of_frozen_parameters_are_exported_as_zeros_and_loaded_on_demand
 
 @pytest.mark.parametrize("tie", ["none", "target_output", "all"])
 def test_layers_are_pytorchs_own(port, tie):
-    """Tools for quantization, adapters and weight decay find layers by these types."""
+    """Tools for quantization, adapters, and weight decay find layers by these types."""
     config = tiny_config(tie_embeddings=tie, position_encoding="learned", attention_bias=True)
     model = port.package.Transformer(config)
     kinds = {name: type(module) for name, module in model.named_modules()}
@@ -175,7 +175,7 @@ def test_quantize_dynamic_quantizes_all_linear_layers(port):
 
 
 def test_parameter_groups_as_in_mingpt(port):
-    """Weight decay for linear layers, none for embeddings and norms; every parameter is in one group."""
+    """Linear layers have weight decay, embeddings and norms don't, and every parameter is in one group."""
     model = build(port, position_encoding="learned", output_bias=True)
     decay, no_decay = set(), set()
     for module_name, module in model.named_modules():
@@ -190,7 +190,7 @@ def test_parameter_groups_as_in_mingpt(port):
 
 
 def test_an_own_output_matrix_replaces_the_layer(port):
-    """One that is set as a parameter of the tied layer is refused, because the layer has none."""
+    """The tied output layer has no parameter to assign to, so the layer itself must be replaced."""
     model = build(port)
     own = nn.Parameter(torch.ones(37, 24, dtype=torch.float64))
     with pytest.raises(KeyError, match="weight"):
@@ -218,7 +218,7 @@ def test_an_own_target_embedding_is_used_and_not_lost(port):
 @pytest.mark.parametrize("tie", ["none", "all"])
 @pytest.mark.parametrize("whole", [True, False], ids=["of the model", "of each module"])
 def test_meta_device_then_reset_parameters_initializes_every_parameter(port, tie, whole):
-    """The second way is torchtitan's and FSDP's; it has PyTorch's own values for linear layers."""
+    """torchtitan and FSDP reset each module separately. For linear layers, this uses PyTorch's own initialization."""
     config = tiny_config(tie_embeddings=tie, position_encoding="learned", output_bias=True)
     model = port.package.Transformer(config, device="meta").to_empty(device="cpu")
     with torch.no_grad():
@@ -243,10 +243,10 @@ def test_initial_values_are_xavier_and_zero(port):
     assert port.package.Linear(3, 2, bias=False, device="meta").weight.is_meta
     embedding = port.package.TokenEmbedding(500, tiny_config(d_model=64, num_heads=4))
     assert abs(embedding.weight.std().item() * 8 - 1) < 0.05
-    assert embedding.embed_scale == embedding.multiplier == 8.0  # peft scales what an adapter adds by the former
+    assert embedding.embed_scale == embedding.multiplier == 8.0  # peft scales an adapter's output by embed_scale
 
 
-# --- Dtypes, devices and wrong objects ---
+# --- Dtypes, devices, and wrong types ---
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, "float64", "torch.float64", np.float64, np.dtype("float64")])
