@@ -33,15 +33,15 @@ class Rule(NamedTuple):
     pattern: str
     example: str  # a sentence that the pattern matches
     rewrite: str  # the example as a native writer would phrase it
-    flags: int  # of re.compile
+    flags: int  # flags for re.compile
 
 
 class Sentence(NamedTuple):
-    """A sentence that someone reads, and its place."""
+    """A sentence that someone reads, and its location."""
 
     path: str  # relative to the root of the repository
     line: int
-    kind: str  # markdown, docstring, comment, help or message
+    kind: str  # markdown, docstring, comment, help, or message
     text: str
 
 
@@ -248,7 +248,7 @@ def split(paragraph: str) -> list[str]:
 
 
 def of_markdown(text: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each paragraph, without front matter, code, tables, and headings."""
+    """Yield the line and text of each paragraph, without front matter, code, tables, and headings."""
     fence, in_front_matter, lines, start = "", text.startswith("---"), [], 0
     for number, raw in enumerate([*text.splitlines(), ""], 1):
         line = raw.strip()
@@ -297,7 +297,7 @@ def of_string(node: ast.expr) -> str:
 
 
 def of_comments(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each comment. Comments on consecutive lines are one."""
+    """Yield the line and text of each comment. Comments on consecutive lines are one comment."""
     text, start, end = "", 0, 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -312,7 +312,7 @@ def of_comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def of_python(source: str) -> Iterator[tuple[int, str, str]]:
-    """Yield line, kind and text of each docstring, comment, help text and raised message."""
+    """Yield the line, kind, and text of each docstring, comment, help text, and raised message."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for paragraph in of_docstring(ast.get_docstring(node) or ""):
@@ -342,7 +342,7 @@ def sentences(path: Path) -> Iterator[Sentence]:
 
 
 def directory_of(path: str) -> str:
-    """Return the first two parts of a path, the unit of a count."""
+    """Return the first two parts of a path, by which flagged sentences are grouped."""
     return "/".join(path.split("/")[:2]) if path.count("/") > 1 else path.partition("/")[0]
 
 

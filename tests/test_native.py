@@ -57,8 +57,7 @@ def test_dropout(backend, site):
         else:  # dropout follows the activation function
             assert taps[f"{feed_forward}.inner"].any()
             assert (taps[f"{feed_forward}.output"] == weights[f"{feed_forward}.output_proj.bias"]).all()
-    # uses the fused path
-    assert_close(train(backend, model, lambda **options: model(SOURCE, TARGET, **options)), logits)
+    assert_close(train(backend, model, lambda **options: model(SOURCE, TARGET, **options)), logits)  # fused path
     in_two_steps = lambda **options: model.decode(TARGET, model.encode(SOURCE, **options), SOURCE, **options)  # noqa: E731
     assert_close(train(backend, model, in_two_steps), logits)
 

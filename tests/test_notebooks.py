@@ -1,6 +1,7 @@
-"""The notebooks: their stored outputs are those of the current sources, and are computed again.
+"""The notebooks' stored outputs match their current sources and are reproduced by executing them.
 
-Executing them is ``extended``, one notebook a test, in the order of a reader: a new kernel in an empty folder.
+Executing them is ``extended``. Each notebook is one test, in the reader's order, with a fresh kernel in an empty
+directory.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 
 import code_cells  # noqa: E402  of the site
 
-NEEDS = {"tour": "all", "one-attention": "all", "broken-port": "torch", "train-and-change": "jax tf"}  # in that order
+NEEDS = {"tour": "all", "one-attention": "all", "broken-port": "torch", "train-and-change": "jax tf"}  # reading order
 NAMES = list(NEEDS)
-SECONDS = 180  # of a processor that a notebook may take, frameworks imported and compiled anew
-MOST_BYTES = 70_000  # of the figures of a page: the rest of a page weighs as much as it may otherwise
+SECONDS = 180  # maximum CPU time per notebook, including imports and compilation
+MOST_BYTES = 70_000  # maximum size of the figures on a page; other limits apply to the rest of the page
 FENCE = re.compile(r"^```\{code-cell\} ipython3\n((?::\w+: [^\n]*\n)*)\n?(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
 def source(name: str) -> tuple[list[str], list[str]]:
-    """Return the text and the code of a source, in the order in which they alternate."""
+    """Return the text and the code cells of a source file, which alternate."""
     _, _, body = (FOLDER / f"{name}.md").read_text("utf-8").split("---\n", 2)
     *pieces, last = re.split(FENCE, body)
     return [*pieces[::3], last], [code.rstrip("\n") for code in pieces[2::3]]
@@ -59,7 +60,7 @@ def said(path: Path) -> str:
 
 
 def differences(kept: str, again: str) -> list[str]:
-    """Return how one text differs from another, but for spaces and for numbers that rounding turns."""
+    """Return the differences between two texts, except in whitespace and in numbers that differ only by rounding."""
     words = [NUMBER.sub("#", text).split() for text in (kept, again)]
     if words[0] != words[1]:
         return [f"{ours!r} is now {theirs!r}" for ours, theirs in zip(*words, strict=False) if ours != theirs] or [
@@ -73,7 +74,7 @@ def differences(kept: str, again: str) -> list[str]:
     ]
 
 
-# --- What is stored ---
+# --- Stored outputs ---
 
 
 def test_every_notebook_is_known_and_listed():
@@ -135,7 +136,7 @@ def test_texts_are_compared_by_words_and_numbers():
     assert differences(kept, kept + " more") == ["6 words are now 7"]
 
 
-# --- What is computed again ---
+# --- Execution ---
 
 
 def pixels(picture: bytes) -> np.ndarray:
@@ -151,7 +152,7 @@ def executed(name: str) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=executed(name)) for name in NAMES])
 def test_executed_notebook_reproduces_stored_outputs(name, tmp_path):
-    # Without the suite's cache of what JAX has compiled: a reader has none.
+    # Disable the test suite's JAX compilation cache, which a reader doesn't have.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "PYTEST_"))}
     before = os.times()
     command = [sys.executable, FOLDER / "run.py", name, "--out", tmp_path]

@@ -1,4 +1,4 @@
-"""PyTorch's products by oneDNN: chosen by a measurement of speed and accuracy, for the whole process, when asked."""
+"""PyTorch uses oneDNN for matmuls if a measurement shows that it's fast and accurate, and only on request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def as_before():
 
 
 def tolerance(exact):
-    """Return what is allowed of oneDNN's products: with AMX, the switch lets them round to bfloat16."""
+    """Return the tolerance for matmuls in oneDNN, which rounds to bfloat16 on processors with AMX."""
     return exact if onednn.measured().error < onednn.ERROR else 5e-3
 
 
@@ -46,7 +46,7 @@ def measures(monkeypatch, gain, error):
     ("gain", "error", "highest", "fast"),
     [
         (FAST, EXACT, "medium", "medium"),
-        (FAST, ROUNDED, "highest", "medium"),  # as on a processor with AMX
+        (FAST, ROUNDED, "highest", "medium"),  # like a processor with AMX
         (FAST, 2 * onednn.ERROR, "highest", "medium"),
         (1.0, EXACT, "highest", "high"),
         (1.2, ROUNDED, "highest", "high"),
@@ -63,7 +63,7 @@ def test_the_choice_follows_the_measurement(gain, error, highest, fast, monkeypa
 
 @pytest.mark.parametrize("where", ["a GPU", "no oneDNN"])
 def test_onednn_is_not_measured_on_a_gpu_or_when_unavailable(where, monkeypatch):
-    """Where "medium" would allow TF32 on a GPU, and where there is nothing to choose."""
+    """On a GPU, "medium" would allow TF32, and without oneDNN there is nothing to choose from."""
     monkeypatch.setattr(onednn, "measured", lambda: pytest.fail("it is measured"))
     module = torch.cuda if where == "a GPU" else torch.backends.mkldnn
     monkeypatch.setattr(module, "is_available", lambda: where == "a GPU")
@@ -82,7 +82,7 @@ def test_a_measurement_leaves_the_process_as_it_was(switch, monkeypatch):
     assert (torch.backends.mkldnn.matmul.fp32_precision, torch.get_num_threads()) == (switch, threads)
     assert torch.equal(torch.get_rng_state(), state)
     assert 0.1 < found.gain < 20
-    assert 1e-8 < found.error < onednn.ERROR or 1e-4 < found.error < 1e-2  # float32's or bfloat16's, and nothing else
+    assert 1e-8 < found.error < onednn.ERROR or 1e-4 < found.error < 1e-2  # either float32's or bfloat16's error
     monkeypatch.setattr(onednn.F, "linear", lambda *operands: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         onednn.measured.__wrapped__()
@@ -91,12 +91,12 @@ def test_a_measurement_leaves_the_process_as_it_was(switch, monkeypatch):
 
 @pytest.mark.parametrize("bits", [8, 11, 16])
 def test_a_product_with_fewer_bits_is_seen(bits):
-    """Those of bfloat16, TF32, and of two terms of bfloat16."""
+    """The measurement recognizes the precision of bfloat16, of TF32, and of sums of two bfloat16 terms."""
     rng = np.random.default_rng(0)
     left, right = rng.standard_normal((2, 64, 64)).astype(np.float32)
 
     class Rounding:
-        """A tensor that multiplies as such a processor does."""
+        """A tensor that multiplies like such a processor."""
 
         def __init__(self, array):
             self.array = array
@@ -141,7 +141,7 @@ def test_attention_over_short_inputs_avoids_the_fused_kernel(length, monkeypatch
     found = fast.fused_attention(query, key, value, mask)
     assert bool(calls) == (length == 200)
     torch.testing.assert_close(found, expected, rtol=tolerance(1e-5), atol=tolerance(2e-6))
-    for other in (query.double(), query[:, :, :1]):  # another dtype, a step of decoding
+    for other in (query.double(), query[:, :, :1]):  # a different dtype, and a decoding step
         calls.clear()
         fast.fused_attention(other, key.to(other.dtype), value.to(other.dtype))
         assert calls

@@ -1,4 +1,4 @@
-"""Projections with another kernel or input, residual sums with other terms, and softmaxes over something else."""
+"""Recognizing projections with a wrong kernel or input, residual sums of wrong terms, and softmaxes of wrong inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = "encoder.layers.0.self_attention"
 
 
 def said(attention_bias, change):
-    """Return the sentence about the query of a model in which weights are changed."""
+    """Return the statement about the query of a model with modified weights."""
     config = tiny(d_k=None, d_v=None, attention_bias=attention_bias)
     case = Case("full/padded", "full model", config, "", token_ids(config))
     weights, wanted = dict(case.load_weights()), observed(TRUTH, case)
@@ -32,7 +32,7 @@ def said(attention_bias, change):
 
 @pytest.mark.parametrize(("bias", "words"), [(True, ", with the correct bias"), (False, "")])
 def test_kernel_of_another_projection_is_recognized(bias, words):
-    """Query and key are exchanged, and their biases are not."""
+    """The query projection uses the key's kernel with its own bias."""
     exchanged = {f"{BLOCK}.query_proj.kernel": f"{BLOCK}.key_proj.kernel"}
     found = said(bias, lambda weights: {name: weights[other] for name, other in exchanged.items()})
     assert found == f"the kernel is {BLOCK}.key_proj.kernel{words}"
@@ -45,7 +45,7 @@ def test_a_transposed_kernel_is_recognized():
 
 
 def test_unknown_kernel_is_not_reported():
-    """A multiple of a kernel, and the kernel itself."""
+    """Neither a scaled kernel nor the right kernel is reported."""
     name = f"{BLOCK}.query_proj.kernel"
     assert said(False, lambda weights: {name: 2.0 * weights[name]}) == ""
     assert said(False, lambda weights: {}) == ""
@@ -57,14 +57,14 @@ BEFORE = "decoder.layers.0.output"
 
 
 def of_block(name, change):
-    """Return the sentence about a block of a pre-norm model, which ``change`` computes from tensors and weights."""
+    """Return the statement about a tap of a pre-norm model after ``change`` computes its value."""
     case = Case("full/padded", "full model", PRE, "", token_ids(PRE))
     weights, wanted = case.load_weights(), observed(TRUTH, case)
     return of_operands(name, {**wanted, name: change(wanted, weights)}, wanted, weights, PRE)
 
 
 def test_projection_of_another_tensor_is_recognized():
-    """The input without its norm, and a tensor of another layer."""
+    """The statement identifies an input without its norm and a tensor from a different layer."""
     key = f"{LAYER}.self_attention.key"
 
     def projected(read):
@@ -76,7 +76,7 @@ def test_projection_of_another_tensor_is_recognized():
 
     for read in (BEFORE, "target_embedding.output"):
         assert of_block(key, projected(read)) == f"the projection reads {read}"
-    assert of_block(key, projected(f"{LAYER}.self_attention_norm.output")) == ""  # its own input
+    assert of_block(key, projected(f"{LAYER}.self_attention_norm.output")) == ""  # its correct input
 
 
 def test_kernel_and_bias_of_another_projection_are_recognized():
@@ -89,7 +89,7 @@ def test_kernel_and_bias_of_another_projection_are_recognized():
 
 
 def test_projection_of_a_normalized_tensor_is_recognized():
-    """The memory is normed once more in each decoder layer."""
+    """Each decoder layer normalizes the memory a second time."""
     key, norm = f"{LAYER}.cross_attention.key", f"{LAYER}.cross_attention_norm"
 
     def change(tensors, weights):

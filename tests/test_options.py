@@ -1,4 +1,4 @@
-"""The command line stays small: the number of options, over all commands."""
+"""The command line stays small: limits on the total number of options and arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST = 150
 
 
 def innermost(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yield the parsers of the commands below a parser that have no further commands below them."""
+    """Yield the parsers of all commands that have no subcommands."""
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not below:
         yield parser
@@ -21,7 +21,7 @@ def innermost(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPars
 
 
 def test_the_options_and_positionals_of_all_commands_are_few():
-    """Every action counts, except for --help."""
+    """All options and positional arguments are included except --help."""
     counts = {
         parser.prog: sum(not isinstance(action, argparse._HelpAction) for action in parser._actions)
         for name in COMMANDS

@@ -1,4 +1,4 @@
-"""`parity check --port`: what ports written by others do differently is found and named, with no hint from them."""
+"""`parity check --port` identifies the differences between third-party ports and the reference without any hints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PRE, FINAL, EPSILON = "norm_order='pre'", "final_norm=True", "layer_norm_epsilon
 UNSCALED, SPLIT, SWISH = "scale_embedding=False", "position_layout='split'", "activation='swish'"
 SEEDS = range(20)
 
-# What nobody has published, in our own port.
+# Bugs that no published implementation has, injected into our port.
 UNHEARD_OF: dict[str, Edits] = {
     "ReLU from 0.1 on": {
         "torch": [
@@ -47,7 +47,7 @@ UNHEARD_OF: dict[str, Edits] = {
 
 
 def check(kind, cases=None):
-    """Compare a port of ``others`` as `parity check` does, and return findings and failure reports."""
+    """Compare a port from ``others`` as `parity check` does, and return the findings and failure reports."""
     port = PluginPort(f"others:{kind.__name__}")
     cases, kept = model_cases(port_config(port))[:2] if cases is None else cases, {}
     findings = list(compare(cases, port, SETTING, kept=kept))
@@ -55,14 +55,14 @@ def check(kind, cases=None):
 
 
 def diagnosis_of(kind):
-    """Return what is said of a port that differs."""
+    """Return the diagnosis of a port that diverges."""
     findings, (report,) = check(kind)
     assert DIVERGES in {finding.verdict for finding in findings}
     return report.diagnosis
 
 
 def assert_recognized(diagnosis, names):
-    """Fail unless one hypothesis reproduces everything, and no other comes near."""
+    """Check that exactly one hypothesis reproduces everything and that no other hypothesis comes close."""
     assert diagnosis.confidence == EXACT
     assert len(diagnosis.hypotheses) == 1
     assert diagnosis.hypotheses[0] in diagnosis.sentence
@@ -139,7 +139,7 @@ def test_unlisted_bug_gets_no_exact_diagnosis(name, monkeypatch):
 
 
 def correct_ports() -> list:
-    """Return ports that do as the reference does, and a case each, as parameters of a test."""
+    """Return correct ports, each with a case, as parameters of a test."""
     cases = {preset: preset_case(preset) for preset in PRESETS}
     seeds = {f"paper_base, seed {seed}": replace(cases["paper_base"], seed=seed) for seed in SEEDS}
     few = {name: case for name, case in {**cases, **seeds}.items() if name in ("paper_base", "marian")}

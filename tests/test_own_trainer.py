@@ -1,4 +1,4 @@
-"""A trainer of the user's own on several devices, as a port: it is compared with one device, and mistakes are named."""
+"""A user-defined distributed trainer as a port: it's compared with training on one device, and bugs are identified."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from transformer_parity.transformer.ports.user import PluginPort
 
 EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "ddp_port.py"
 
-# --- The example: DistributedDataParallel between two processes ---
+# --- The example: DistributedDataParallel with two processes ---
 
 COUNT = "        dist.all_reduce(tokens)\n"
 SCALE = "(total / tokens * dist.get_world_size())"
 LOSS = "        dist.all_reduce(loss)\n"
 CLIP = "torch.nn.utils.get_total_norm(gradient)"
 WRAPPED = "self.model = DistributedDataParallel(model)"
-MISTAKES = {  # by what is said: what is compared, and edits of the example
+MISTAKES = {  # the message, mapped to the tensor that diverges and to the edits of the example
     "each shard divided by its own token count, then averaged: a mean of means (0.9118, 1.107)": (
         "the whole gradient",
         [(COUNT, f"        own = tokens.clone()\n{COUNT}"), (SCALE, "(total / own)")],
@@ -48,7 +48,7 @@ MISTAKES = {  # by what is said: what is compared, and edits of the example
         "the whole gradient",
         [(SCALE, "(total / tokens)")],
     ),
-    "8 of 8 rows are read more than once: shards 0 and 1 of data=2 read row 0": (  # every number is right
+    "8 of 8 rows are read more than once: shards 0 and 1 of data=2 read row 0": (  # all values are correct
         "rows of each process",
         [("ids[dist.get_rank() :: dist.get_world_size()]", "ids")],
     ),
@@ -83,7 +83,7 @@ class Chosen(MyPort):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """Two processes, and what compares in them an edited copy of the example with one device."""
+    """A function that compares an edited copy of the example, running in two processes, with one device."""
     folder = tmp_path_factory.mktemp("ports")
     (folder / "chosen.py").write_text(CHOSEN)
     (folder / "ddp_port.py").write_text(EXAMPLE.read_text())
@@ -127,11 +127,11 @@ def test_a_mistake_in_the_example_is_named(compared, said):
     assert said in first.detail
 
 
-# --- A process of a port ---
+# --- A process that runs a port ---
 
 
 class Objects(MyPort):
-    """Holds arrays of objects in some place."""
+    """A port that returns arrays of Python objects as gradients and weights."""
 
     place = "gradients"
 
@@ -148,7 +148,7 @@ class Objects(MyPort):
 
 
 class Weights(Objects):
-    """In its weights only."""
+    """A port that returns arrays of Python objects only as weights."""
 
     place = "weights"
 
@@ -165,7 +165,7 @@ def test_object_arrays_raise_type_error(kind, monkeypatch):
         train_port(PluginPort(f"{__name__}:{kind.__name__}"), TrainingTask(probe, Plan(data=2)))
 
 
-# --- The command, with ports that need no framework ---
+# --- The command, with ports that require no framework ---
 
 PORTS = """
 import os
@@ -272,7 +272,7 @@ def test_parts_of_parameters_agree_and_copies_do_not(monkeypatch, tmp_path):
 
 
 def failing(name, plan):
-    """Return what is said of a port on a plan where it doesn't agree, by case and tap."""
+    """Return the details of the findings that don't agree for a port on a plan, by case and tap."""
     check = DistributedCheck(ports=[name], asked=[Plan.parse(plan)])
     (port,) = check.checked_ports()
     for _ in check.run([port]):
@@ -320,12 +320,12 @@ def test_ports_without_distributed_training_fail(monkeypatch, tmp_path, kind, pl
     assert said in found[f"uneven {at}"]
 
 
-# --- Rows that a trainer divides in its own way ---
+# --- Different ways to divide rows ---
 
 
 @pytest.mark.parametrize("way", range(3))
 def test_rows_may_be_divided_in_any_way(way):
-    """A mean of the shares' own means is recognized, whichever rows they have."""
+    """A mean of the shards' means is recognized for any assignment of rows to shards."""
     probe = replace(port_probes()[1], lengths=(7, 6, 5, 4, 3, 2, 1, 1))
     rows = divisions(8, 2, 2)[way]
     assert sorted(rows.ravel()) == [*range(8)]

@@ -1,4 +1,4 @@
-"""What is installed and shipped: the base install and its extras, the pins, the wheel and the source distribution."""
+"""Installation and packaging: the base install and its extras, the pins, the wheel, and the source distribution."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from transformer_parity.engine.system.machine import LIBRARIES
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
-# --- What each install brings ---
+# --- Installs ---
 
 
 @pytest.mark.parametrize("name", PROGRAM)
 def test_a_package_has_a_version_public_names_and_types(name):
-    """The version of the distribution, which `parity --version` prints too; all public names exist, each named once."""
+    """All packages share the version that `parity --version` prints, and their public names exist and are unique."""
     package = importlib.import_module(name)
     assert package.__version__ == transformer_spec.__version__
     assert "__version__" in package.__all__
@@ -74,7 +74,7 @@ NEEDS += "pip install 'transformer-parity[cli]'\n"
 
 
 def bare(code: str, *arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run code where the libraries of the command line are not installed."""
+    """Run code in a process in which the command-line libraries can't be imported."""
     command = [sys.executable, "-c", BARE + code, *arguments]
     path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **path}, check=False)
@@ -113,11 +113,11 @@ def test_a_port_can_be_written_without_them():
 
 LINUX = {**default_environment(), "os_name": "posix", "sys_platform": "linux", "platform_system": "Linux"}
 LINUX |= {"platform_machine": "x86_64", "python_version": "3.11", "python_full_version": "3.11.7"}
-GPU = ("nvidia-", "cuda-", "triton")  # which a CPU does not need
+GPU = ("nvidia-", "cuda-", "triton")  # packages that only GPUs require
 
 
 def brought_along(requirements: list[str], extra: str, found: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Add the names, with extras, of all that requirements bring along with Python 3.11 on Linux, if installed here."""
+    """Add all transitive dependencies that are installed, with their extras, for Python 3.11 on Linux."""
     for requirement in map(Requirement, requirements):
         name = canonicalize_name(requirement.name)
         if name.startswith(GPU) or (requirement.marker and not requirement.marker.evaluate({**LINUX, "extra": extra})):
@@ -129,10 +129,10 @@ def brought_along(requirements: list[str], extra: str, found: set[tuple[str, str
 
 
 def required(extra: str, name: str) -> tuple[list[str], str]:
-    """Return what a distribution requires, by the file where it is ours, and the extra that its markers speak of."""
+    """Return a distribution's requirements and the extra for their markers. Ours are read from pyproject.toml."""
     if name == PROJECT["name"]:
         return PROJECT["optional-dependencies"].get(extra, PROJECT["dependencies"]), ""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # for another system only
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # required only on other systems
         return importlib.metadata.requires(name) or [], extra
     return [], ""
 
@@ -149,7 +149,7 @@ def test_all_transitive_dependencies_are_pinned():
     assert not any(name.startswith((*GPU, "transformer-parity")) for name in names)
 
 
-# --- What is shipped ---
+# --- Distributions ---
 
 FOLDERS = (*PROGRAM, "tests", "docs", "benchmarks", ".ci")
 FILES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "constraints.txt", "pyproject.toml", "setup.py")
@@ -167,7 +167,7 @@ def contents(root: Path, folders: tuple[str, ...]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The source distribution, unpacked, and beside it the wheel that is built from that, unpacked."""
+    """The unpacked source distribution and the unpacked wheel that is built from it."""
     folder = tmp_path_factory.mktemp("built")
     tree = folder / "tree"
     for name in FOLDERS:
@@ -215,7 +215,7 @@ def test_package_description_has_no_relative_links(built):
 
 
 def test_the_tests_of_the_source_distribution_run(built):
-    """Some of those that read files beside the packages."""
+    """Run some of the tests that read files outside the packages."""
     source, _ = built
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--backends", "numpy"]
     command += ["tests/test_readme.py", "-k", "not the_code_runs"]

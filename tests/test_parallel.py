@@ -1,4 +1,4 @@
-"""Training on several devices, in the reference: a plan changes nothing but the order of sums."""
+"""Training on multiple devices in the reference: a plan changes only the order of sums."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ STEPS = 3
 
 
 def trainer(probe, **where) -> Trainer:
-    """Return a trainer of a fresh model, in float64."""
+    """Return a float64 trainer of a fresh model."""
     model = Transformer.from_weights(probe.config, probe.weights(), "float64")
     return Trainer(model, probe.settings, probe.seed, **where)
 
 
 def numbers(result):
-    """Return what a step reports."""
+    """Return the results of a step."""
     return [float(number) for number in (result.loss, result.tokens, result.gradient_norm)]
 
 
@@ -32,7 +32,7 @@ def same(probe, plan, *, dropout="global"):
     for step in range(STEPS):
         expected, found = one.train_step(*probe.batch(step)), many.train_step(*probe.batch(step))
         assert numbers(found) == pytest.approx(numbers(expected), rel=1e-13)
-        assert expected.gradient_norm > probe.settings.clip_norm  # so that the clipping is at work
+        assert expected.gradient_norm > probe.settings.clip_norm  # so that gradients are clipped
     assert_near(many.model.export_weights(), one.model.export_weights())
     assert_near(many.export_state().second_moment, one.export_state().second_moment)
 

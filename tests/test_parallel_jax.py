@@ -1,6 +1,6 @@
-"""Training on several devices in JAX: it follows the reference, and one device, on any plan.
+"""Training on multiple devices in JAX matches the reference and one device for any plan.
 
-How many devices a process has is settled before JAX is used: all that needs several runs in processes of their own.
+The number of devices is fixed when JAX starts, so all tests that need multiple devices run in separate processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def build(port, config=SMALL):
     return port.package.Transformer.from_weights(config, init_weights(config))
 
 
-# --- Eight devices of one process ---
+# --- Eight devices in one process ---
 
 EIGHT = """
 import jax
@@ -53,7 +53,7 @@ assert array.addressable_shards[0].data.shape == (37, 16), array.sharding
 
 
 def test_eight_devices_follow_the_reference():
-    """Divided in three ways; nothing is compiled twice, and moments are written where the old ones were."""
+    """Training with three kinds of sharding matches the reference, compiles only once, and updates moments in place."""
     run(EIGHT)
 
 
@@ -87,11 +87,11 @@ def test_global_dropout_matches_one_device():
 
 @pytest.mark.extended("plans")
 def test_local_dropout_matches_one_device():
-    """For nothing: each device draws its part of the masks alone."""
+    """Each device draws only its part of the masks, which requires no communication."""
     run(LOCAL)
 
 
-# --- Several processes ---
+# --- Multiple processes ---
 
 TWO = """
 import jax
@@ -148,7 +148,7 @@ assert_close(gradients(many.model, source, target, labels).parameters,
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_divided_model_is_a_model(processes):
-    """It is called, differentiated and searched as ever; of several processes, under jit."""
+    """A sharded model can be called, differentiated, and searched as usual. Multiple processes require jit."""
     run(SEARCH, processes, 4 // processes)
 
 
@@ -329,11 +329,11 @@ assert {what for _, _, what in moved} == {"all-reduce"}, moved  # nothing that i
 
 @pytest.mark.extended("plans")
 def test_dropout_masks_are_drawn_without_communication():
-    """Those of the whole batch cost no communication: each device draws its part."""
+    """The masks for the full batch require no communication, because each device draws its part."""
     run(COMMUNICATION)
 
 
-# --- Errors, on the one device that there is ---
+# --- Errors with the only available device ---
 
 
 def test_a_plan_needs_its_devices(port):
@@ -364,7 +364,7 @@ def test_single_device_holds_full_parameters(port):
         np.testing.assert_array_equal(shard.array, array)
 
 
-# --- Folders of parts ---
+# --- Sharded directories ---
 
 SAVE = """
 from transformer_jax.parallel_checkpoint import load_sharded, save_sharded
@@ -427,7 +427,7 @@ assert_same_bits(other.export_state().first_moment, before.first_moment)
 
 @pytest.mark.extended("plans")
 def test_a_folder_of_parts(tmp_path):
-    """Written by eight devices, and read by them and as one checkpoint, with every bit."""
+    """A directory saved by eight devices is loaded by eight devices and as one checkpoint, bitwise identical."""
     folder = str(tmp_path / "run")
     run(SAVE.format(plan="data=2,fsdp=2,tensor=2", steps=0, folder=folder, exists=False) + JOIN.format(folder=folder))
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -1,4 +1,4 @@
-"""Training on TensorFlow's strategies is training on one device: the reference says what each step gives."""
+"""Training with TensorFlow's strategies matches training on one device in the reference, step by step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformer_parity.transformer.distributed.cases import probes
 
 pytestmark = pytest.mark.only("tf")
 
-SECONDS = 240  # at most, for processes that would otherwise wait for one another
+SECONDS = 240  # maximum runtime, in case the processes deadlock
 
 
 def trainer(package, probe, mesh=None, dtype="float64"):
@@ -33,7 +33,7 @@ def trainer(package, probe, mesh=None, dtype="float64"):
 
 
 def assert_copies_are_equal(package, many):
-    """On each device there is all of each parameter, the same to the bit."""
+    """Check that each device has a full copy of each parameter and that the copies are bitwise identical."""
     shards = package.shards(many)
     assert [*shards] == [*ref.parameter_shapes(many.model.config)]
     for name, copies in shards.items():
@@ -45,7 +45,7 @@ def assert_copies_are_equal(package, many):
 
 
 def same(plan, name, steps=None, expected=None, kind=lambda probe: probe):
-    """Train on a plan and on one device, by default the reference's, and compare; return the trainer on the plan."""
+    """Compare training on a plan with training on one device, by default the reference. Return both."""
     import transformer_tf as package
 
     mesh = package.make_mesh(Plan.parse(plan), "cpu")
@@ -67,7 +67,7 @@ def same(plan, name, steps=None, expected=None, kind=lambda probe: probe):
 
 
 def on_two_devices():
-    """What the default tier shows, in one process that takes the CPU for two devices."""
+    """The test of the default tier, in one process in which TensorFlow treats the CPU as two devices."""
     package, many, _ = same("data=2", "plain", kind=shallow)
     assert many.plan == Plan(data=2)
     assert assert_copies_are_equal(package, many) == {(0, 1)}
@@ -85,7 +85,7 @@ def test_every_plan_matches_the_reference(plan, name):
 
 
 def with_dropout(plan):
-    """The masks of one device are those of TensorFlow, not of NumPy."""
+    """Dropout is compared with TensorFlow on one device, because NumPy draws different masks."""
     import transformer_tf as package
 
     _, many, one = same(plan, "dropout", expected=package)
@@ -109,7 +109,7 @@ def test_full_batch_dropout_matches_one_device(plan):
 
 
 def free_ports(count):
-    """Return ports of this machine that nothing listens at."""
+    """Return unused TCP ports on this machine."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -118,7 +118,7 @@ def free_ports(count):
 
 
 def run_workers(program, count):
-    """Run a program in each of some processes that train together."""
+    """Run a program in multiple processes that train together."""
     workers = [f"127.0.0.1:{port}" for port in free_ports(count)]
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths}
@@ -140,7 +140,7 @@ def run_workers(program, count):
 
 
 def as_a_worker(name):
-    """What each of two processes checks."""
+    """Compare training in one of two processes with the reference."""
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     package, many, _ = same("data=2", name)
     assert assert_copies_are_equal(package, many) == {(index,)}
@@ -153,7 +153,7 @@ def test_two_processes_match_the_reference(name):
 
 
 def as_a_worker_of_its_own(change):
-    """The second process is given something else, and both say so."""
+    """Give the second process a different input. Both processes must raise an error."""
     import transformer_tf as package
 
     probe = probes()["plain"]
@@ -177,7 +177,7 @@ def test_workers_with_different_inputs_are_rejected(change):
 
 
 def saved_and_loaded(folder):
-    """Saved on two devices, continued on one; and refused where it does not fit."""
+    """A sharded directory saved on two devices can be resumed on one device. Incompatible directories are rejected."""
     import transformer_tf as package
     from transformer_tf.parallel_checkpoint import load_sharded, save_sharded
 
@@ -203,7 +203,7 @@ def test_checkpoint_directory_loads_under_another_plan(tmp_path):
     run_alone(f"import test_parallel_tf as t; t.saved_and_loaded({str(tmp_path)!r})")
 
 
-# --- What is refused ---
+# --- Errors ---
 
 
 @pytest.mark.parametrize("plan", ["fsdp=2", "tensor=2", "data=2,fsdp=2"])
@@ -213,10 +213,10 @@ def test_axes_other_than_data_are_rejected(port, plan):
 
 
 def test_more_devices_than_there_are(port):
-    """TensorFlow runs already, and the CPU stays one device."""
+    """TensorFlow has already started, so the CPU remains one device."""
     import tensorflow as tf
 
-    assert len(tf.config.list_logical_devices("CPU")) == 1  # asked for, they are made
+    assert len(tf.config.list_logical_devices("CPU")) == 1  # listing the devices initializes them
     with pytest.raises(ValueError, match=r"^the plan data=7 needs 7 devices: got 1 \(make the mesh before"):
         port.package.make_mesh(Plan(data=7), "cpu")
 

@@ -1,4 +1,4 @@
-"""Training on several processes gives what one gives: DistributedDataParallel, fully_shard, parallelize_module."""
+"""Training in multiple processes matches one device: DistributedDataParallel, fully_shard, and parallelize_module."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ GRADIENT, STEPS = 1e-11, 1e-10
 
 
 def on_one_device(name, *steps):
-    """Return what the reference gives; torch on one device where dropout is drawn, which each framework does anew.
+    """Return the expected results of training on one device, after the last of the given parts.
 
-    Steps may be taken in parts; it is then what the last one gives.
+    The reference computes them, except with dropout, for which each framework draws different masks.
     """
     probe = probes()[name]
     if probe.config.dropout.embedding:
@@ -43,7 +43,7 @@ def on_one_device(name, *steps):
 
 
 def off(found, expected):
-    """Return how far arrays are off, each by the largest magnitude of the expected one."""
+    """Return the largest error of all arrays, relative to the largest magnitude of each expected array."""
     assert found.keys() == expected.keys()
     return max(np.abs(found[name] - array).max() / (np.abs(array).max() or 1.0) for name, array in expected.items())
 
@@ -58,7 +58,7 @@ def assert_agree(found, expected):
 
 
 def assert_divided(held, plan, weights):
-    """Each process holds one part of each parameter; together they are the whole, and copies have the same bits."""
+    """Check that each process stores one shard of each parameter. The shards are complete, and copies are identical."""
     shards = [process[name] for process in held for name in weights]
     assert all(len(parts) == 1 for parts in shards)
     assert [process[name][0].device for process in held for name in weights][:: len(weights)] == [*range(plan.devices)]
@@ -73,14 +73,14 @@ def assert_divided(held, plan, weights):
 
 
 def engine(plan):
-    """Return the class of what a trainer on a plan calls."""
+    """Return the name of the class that a trainer on this plan calls."""
     if plan.fsdp == plan.tensor == 1:
         return "DistributedDataParallel"
     return "FSDPTransformer" if plan.shares > 1 else "Transformer"
 
 
 def assert_one_device_agrees(jobs, results):
-    """Compare everything that processes gave for jobs of training with one device."""
+    """Compare everything that the processes returned for training jobs with training on one device."""
     expected = {}
     for (_, job), processes in zip(jobs, results, strict=True):
         plan, name = Plan.parse(job["plan"]), job["probe"]
@@ -90,12 +90,12 @@ def assert_one_device_agrees(jobs, results):
             assert_agree(found, expected[name])
             assert found["steps"] == processes[0]["steps"]
             assert found["engine"] == engine(plan)
-            assert off(found["weights"], processes[0]["weights"]) == 0.0  # all have gathered the same
+            assert off(found["weights"], processes[0]["weights"]) == 0.0  # all processes gather the same weights
         assert_divided([found["shards"] for found in processes], plan, processes[0]["weights"])
 
 
 def agree_with_one_device(folder, plans, names, steps):
-    """Train on plans, all of the same number of processes, and compare everything with one device."""
+    """Train on plans with the same number of processes, and compare everything with one device."""
     jobs = [("train", {"plan": plan, "probe": name, "steps": steps}) for name in names for plan in plans]
     assert_one_device_agrees(jobs, [*zip(*run(folder, Plan.parse(plans[0]).devices, jobs), strict=True)])
 
@@ -109,7 +109,7 @@ TRAINED = [
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    """Return a folder and what two processes gave for each job: to start them takes longer than any job."""
+    """Return a directory and the results of two processes for all jobs, because starting processes is slow."""
     folder = tmp_path_factory.mktemp("two")
     jobs = [
         ("refused", {"plan": "fsdp=2", "attempts": [*REFUSED]}),
@@ -127,12 +127,12 @@ def two_processes(tmp_path_factory):
 
 
 def test_two_processes(two_processes):
-    """Every engine, with dropout, accumulation, clipping, rows and tokens that no plan divides evenly."""
+    """Every engine supports dropout, accumulation, clipping, and uneven numbers of rows and tokens."""
     assert_one_device_agrees(TRAINED, two_processes[1][: len(TRAINED)])
 
 
 def test_two_processes_match_one_device_in_search_and_checkpoints(two_processes):
-    """Search, meshes that the user made, what is refused; and what keeps ``loss_parallel`` out of use."""
+    """Also test user-defined meshes, error messages, and the reason why ``loss_parallel`` isn't used."""
     folder, results = two_processes
     expected = on_one_device("vocabulary of 37", 2, 2)
     for found in zip(*results[len(TRAINED) :], strict=True):
@@ -148,10 +148,10 @@ def test_two_processes_match_one_device_in_search_and_checkpoints(two_processes)
         for resumed in (from_the_folder, from_the_file):
             assert_agree(resumed, expected)
             assert resumed["progress"] == {"position": [3, 1]}
-        # Of 10 sublayers one each, forward; backward, one of each feed-forward network and two of each attention: that
-        # of the queries, and that of keys and values.
+        # The forward pass has one sum for each of the 10 sublayers. The backward pass has one for each feed-forward
+        # network and two for each attention, one for the queries and one for the keys and values.
         assert sums == 10 + 4 + 2 * 6
-        # Mended when this fails: https://github.com/pytorch/pytorch/issues/190746; a vocabulary can be divided then.
+        # If this fails, https://github.com/pytorch/pytorch/issues/190746 is fixed, and the vocabulary can be sharded.
         assert loss > 0.01
 
 
@@ -173,7 +173,7 @@ def test_every_case_on_every_plan(tmp_path, plan):
 
 @pytest.mark.parametrize(("world", "plan"), [(None, "data=2"), (1, "fsdp=2"), (3, "tensor=2")])
 def test_wrong_number_of_processes_raises_value_error(monkeypatch, world, plan):
-    """Each process is told at once, before it waits for others."""
+    """Each process raises the error immediately, before it waits for others."""
     for name, value in environment(0, world, 1).items() if world else ():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"the plan {plan} needs 2 devices: got {world or 1} .*torchrun"):
@@ -181,7 +181,7 @@ def test_wrong_number_of_processes_raises_value_error(monkeypatch, world, plan):
 
 
 def test_single_process_mesh_matches_one_device():
-    """Without a launcher, and with no more than this process."""
+    """Without a launcher, a mesh contains only this process."""
     probe = probes()["dropout"]
     try:
         found = observed(trainer_of(probe, mesh=transformer_torch.make_mesh(Plan())), probe, 2)
@@ -201,7 +201,7 @@ def test_missing_processes_cause_a_timeout_error(tmp_path):
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize("plan", ["data=2", "fsdp=2", "tensor=2"])
 def test_killed_process_stops_the_other(tmp_path, plan):
-    """The other one does not wait for it."""
+    """The other process doesn't wait for the killed one."""
     found = ends(tmp_path, 2, [0, 1], ("die", {"plan": plan}), 100)
     assert found[1] == -signal.SIGKILL
     assert found[0].startswith(("RuntimeError", "DistBackendError"))
@@ -233,18 +233,18 @@ def test_processes_started_by_torchrun_match_one_device(tmp_path):
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize("plan", ["data=2", "fsdp=2", "tensor=2"])
 def test_bfloat16_and_float32(tmp_path, plan):
-    """Rounded otherwise, but no further off than a step of one device is from the exact one."""
+    """The dtype determines the rounding error, which doesn't exceed the error on one device."""
     found = run(tmp_path, 2, [("train_in", {"plan": plan, "mixed": mixed}) for mixed in (False, True)])[0]
     expected = observed(trainer_of(probes()["plain"]), probes()["plain"], 3)
     for results, tolerance in zip(found, (1e-5, 2e-2), strict=True):
         np.testing.assert_allclose(results["steps"], expected["steps"], rtol=tolerance)
 
 
-# --- Folders of parts ---
+# --- Sharded directories ---
 
 
 def test_sharded_directory_and_single_file_convert_bit_exactly(tmp_path):
-    """Either is made from the other, and every bit is the same."""
+    """Each format is converted to the other, and all values are bitwise identical."""
     probe = probes()["plain"]
     trainer = trainer_of(probe)
     observed(trainer, probe, 2)
@@ -265,7 +265,7 @@ def test_sharded_directory_and_single_file_convert_bit_exactly(tmp_path):
 
 
 def damaged(folder, way):
-    """Spoil a folder in some way."""
+    """Damage a directory in the given way."""
     if way == "no run":
         (folder / "run.safetensors").unlink()
     elif way == "no metadata":
@@ -302,7 +302,7 @@ def test_invalid_sharded_checkpoint_is_rejected(tmp_path, way):
 
 
 def test_failed_sharded_save_leaves_no_directory(tmp_path):
-    """Nothing of that name is there; what was left over is not in the way next time."""
+    """A failed save leaves no directory with that name, and its temporary files don't prevent the next save."""
     trainer = trainer_of(probes()["plain"])
     with pytest.raises(ValueError, match="finite numbers"):
         save_sharded(tmp_path / "run", trainer, {"position": float("nan")})

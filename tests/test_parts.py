@@ -1,4 +1,4 @@
-"""An encoder alone and a decoder alone: built, loaded and saved on their own, and equal to those of the whole model."""
+"""Separate encoders and decoders: building, loading, and saving them, and comparing them with the full model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONVENTIONS = {
 
 
 def alone(backend, part, config, weights, dtype="float64"):
-    """Return the encoder or the decoder alone."""
+    """Return an encoder or a decoder without the other part."""
     return getattr(backend.package, part.capitalize()).from_weights(config, weights, dtype)
 
 
@@ -49,7 +49,7 @@ def test_parts_match_the_whole_model(backend, convention):
 
 @pytest.mark.parametrize("convention", tiers.first_alone(CONVENTIONS, "parts", "torch", "jax", "tf"))
 def test_a_file_of_a_part(backend, tmp_path, convention):
-    """A part has the names of the whole model, and loads from its own file, from the whole file, and from its own."""
+    """A part uses the full model's tensor names, and loads from its own file or from the full model's file."""
     config = tiny_config(**CONVENTIONS[convention])
     weights = random_weights(config)
     names = [list(parameter_shapes(config, part)) for part in PARTS]
@@ -90,7 +90,7 @@ def test_there_are_two_parts(tmp_path):
     config = tiny_config()
     with pytest.raises(ValueError, match=r"^part must be one of encoder, decoder: got 'head'$"):
         save_weights(tmp_path / "x", config, random_weights(config), part="head")
-    deep = config.replace(num_decoder_layers=10**9)  # which an encoder does not have, nor its table of names
+    deep = config.replace(num_decoder_layers=10**9)  # must not matter for an encoder
     assert parameter_shapes(deep, "encoder") == parameter_shapes(config, "encoder")
 
 
@@ -114,7 +114,7 @@ def test_standalone_decoder_requires_memory_and_source_padding(backend, case):
 @pytest.mark.only("torch")
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_is_a_torch_module(port, part):
-    """It is called with its hooks, copied, saved and trained as any module."""
+    """A part can be called with hooks, copied, saved, and trained like any other module."""
     import torch
 
     config = tiny_config(**SHALLOW)
@@ -152,7 +152,7 @@ def test_a_part_is_an_nnx_module(port, part):
 @pytest.mark.only("tf")
 @pytest.mark.parametrize("part", tiers.first_alone(PARTS, "parts"))
 def test_a_part_is_a_keras_model(port, part, tmp_path):
-    """It is part of a functional model, is saved and loaded, and trained by ``fit``."""
+    """A part can be used in a functional model, saved, loaded, and trained with ``fit``."""
     import keras
 
     config = tiny_config(**SHALLOW)

@@ -1,4 +1,4 @@
-"""Which tensors differ and how, in a sentence: patterns, learning rates, and what rounding must not be taken for."""
+"""Descriptions of which tensors differ and how: patterns and learning rates, as opposed to rounding."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shown(name, changed):
 
 
 def of_gradients(change, pattern):
-    """Return what is said of gradients of which those with a pattern in their names are changed."""
+    """Return the description for gradients if those whose names contain a pattern are changed."""
     truth = observed_in("gradients/padded")
     changed = {name: change(value) for name, value in truth.items() if name.startswith("of ") and pattern in name}
     return " | ".join(patterns(shown("gradients/padded", changed)))
@@ -109,7 +109,7 @@ def test_first_wrong_step_and_overshooting_weights_are_reported():
 
 
 def test_slightly_different_sentences_are_counted():
-    """Sentences without padding differ by less than the others, and by more than rounding."""
+    """Sentences without padding may differ by rounding, but not by more."""
     case, truth = CASES["full/padded"], observed_in("full/padded")
     padded = (case.inputs["source_ids"] == CONFIG.pad_id).any(1)
     right = f"{padded.sum()} of {len(padded)} sentences differ, exactly those with padding in the source"
@@ -120,7 +120,7 @@ def test_slightly_different_sentences_are_counted():
 
 
 def test_returned_weights_are_not_taken_for_a_wrong_learning_rate():
-    """A port that trains correctly and returns an average of its weights has right losses."""
+    """A port that trains correctly but returns an average of its weights has correct losses."""
     case, truth = CASES["steps/port"], observed_in("steps/port")
     start = case.load_weights()
     changed = {}
@@ -242,7 +242,7 @@ def test_losses_of_float32_are_recognized():
 
 
 def test_padding_labels_counted_in_the_loss_are_detected():
-    """The probabilities that the loss aims at are right, and are not stated."""
+    """The target probabilities are correct, so the description doesn't mention them."""
     case, truth = CASES["gradients/padded"], observed_in("gradients/padded")
     padding = case.inputs["labels"] == CONFIG.pad_id
     changed = np.where(padding[..., None], 0.01, truth["at logits"])

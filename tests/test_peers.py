@@ -1,4 +1,4 @@
-"""Other people's Transformers with our weights in them: each computes, learns and says what the reference does."""
+"""Third-party Transformers loaded with our weights: each computes, learns, and generates the same as the reference."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def peers(*names):
 
 @cache
 def weights():
-    """Return weights with which padding would be said if it could, and sentences end at different lengths."""
+    """Return weights for which unmasked padding would be generated and sentences have different lengths."""
     found = random_weights(CONFIG, seed=6)
     found["output_proj.bias"][[PAD, END]] = 4.0, 3.0
     return found
@@ -85,7 +85,7 @@ def test_torch_is_compiled_when_requested(monkeypatch):
 
     def compile_quickly(model, **options):
         compiled.append(options)
-        return to_compile(model, backend="eager", fullgraph=True)  # the default one compiles C++ for a minute
+        return to_compile(model, backend="eager", fullgraph=True)  # the default backend compiles C++ for a minute
 
     to_compile = torch.compile
     monkeypatch.setattr(torch, "compile", compile_quickly)
@@ -102,7 +102,7 @@ def test_torch_is_compiled_when_requested(monkeypatch):
 def test_a_wrong_weight_would_show():
     right = reference()(SOURCE, TARGET)
     for name, array in weights().items():
-        if not name.endswith("key_proj.bias"):  # which adds the same to all scores of a query
+        if not name.endswith("key_proj.bias"):  # it shifts all scores of a query equally
             wrong = reference(**{name: 1.01 * array})(SOURCE, TARGET)
             assert error(wrong, right) > 2e-5, name
 
@@ -111,9 +111,9 @@ def test_a_wrong_weight_would_show():
     ("name", "most"),
     [
         pytest.param("torch.nn", 1e-14, marks=pytest.mark.only("torch")),
-        pytest.param("marian", 1e-7, marks=pytest.mark.only("torch")),  # its positions are of float32
-        pytest.param("flax nnx", 1e-6, marks=pytest.mark.only("jax")),  # so is the softmax of jax.nn
-        pytest.param("keras hub", 1e-7, marks=pytest.mark.only("tf")),  # so is Keras' 1 / sqrt(d_k)
+        pytest.param("marian", 1e-7, marks=pytest.mark.only("torch")),  # its positional encodings are float32
+        pytest.param("flax nnx", 1e-6, marks=pytest.mark.only("jax")),  # the softmax in jax.nn is float32
+        pytest.param("keras hub", 1e-7, marks=pytest.mark.only("tf")),  # Keras's 1 / sqrt(d_k) is float32
     ],
 )
 def test_float64_is_as_exact_as_the_library(name, most):
@@ -125,7 +125,7 @@ def test_float64_is_as_exact_as_the_library(name, most):
 @peers("torch.nn", "marian", "flax nnx", "keras hub")
 @pytest.mark.extended("peers")
 def test_it_learns_as_the_reference_does(name):
-    # Keras adds epsilon to the root of a second moment that is not corrected for its bias: unless small, that shows.
+    # Keras adds epsilon to the root of the second moment before the bias correction, so epsilon must be small.
     settings = replace(TRAINING, epsilon=1e-9) if name == "keras hub" else TRAINING
     model = reference(STILL, "float32")
     trainer = ref.Trainer(model, settings)
@@ -141,7 +141,7 @@ def test_it_learns_as_the_reference_does(name):
 def test_dropout_is_for_training(name):
     peer = usual(name)
     before = logits_of(peer)
-    if "torch" in peer.modules:  # which draws from one generator for all; by chance, a loss may come out alike
+    if "torch" in peer.modules:  # torch draws all masks from one generator; two losses may match by chance
         import torch
 
         torch.manual_seed(1)
@@ -149,7 +149,7 @@ def test_dropout_is_for_training(name):
     losses = [peer.train_step(SOURCE, TARGET, LABELS) for _ in range(2)]
     assert abs(losses[0] - expected) > 1e-3 * expected
     after = logits_of(peer)
-    assert error(after, before) > 1e-3  # it has learned
+    assert error(after, before) > 1e-3  # the model has learned
     assert np.array_equal(after, logits_of(peer))
     usual.cache_clear()
 

@@ -1,4 +1,4 @@
-"""Mistakes at one place: each is limited to it, found there, and named with it."""
+"""Bugs that are limited to one module are located there, and the diagnosis states the location."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def usual(case):
 
 
 def limited(case, name, *parts):
-    """Return the reference's tensors with a mistake in some parts only."""
-    # A name may stand for edits of two modules: those in EVERYWHERE come last, and can be limited.
+    """Return the reference's tensors with a bug in only some parts."""
+    # Two bugs may have the same name. The bugs in EVERYWHERE come last, because they can be limited to some parts.
     known = {mistake.name: mistake for mistake in (*reversed(hypotheses(case.config, case.stage)), *EVERYWHERE)}
     return tensors(Hypothesis((known[name],), Place("", parts)).load(case.config, case.load_weights()), case)
 
@@ -76,7 +76,7 @@ MISTAKES = [
     (PRE, "no residual connections in pre-norm", ["decoder.layers.0"], "decoder.layers.0"),
     (CASE, "scale_embedding=False", ["target_embedding"], "the decoder"),
     (CASE, "no causal mask", ["decoder.layers.1"], "decoder.layers.1.self_attention"),
-    # Frequent mistakes of published ports, each in one place.
+    # Common bugs in published ports, each in one module.
     (CASE, "activation='gelu'", ["decoder.layers.1.feed_forward"], "decoder.layers.1.feed_forward"),
     (CASE, "position_offset=2", ["source_position"], "the encoder"),
     (

@@ -1,4 +1,4 @@
-"""The cases for ports show every known mistake that a port can make, and every hypothesis can be told apart."""
+"""The cases for ports detect every known bug that a port can have, and every hypothesis can be distinguished."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load(case):
 def test_most_likely_weight_seed_is_first_choice_and_fallback(monkeypatch):
     chosen = for_ports._varied_seed.__wrapped__
     assert chosen(CONFIG) == for_ports.LIKELY
-    monkeypatch.setattr(for_ports, "ENOUGH", (4,))  # which no model has
+    monkeypatch.setattr(for_ports, "ENOUGH", (4,))  # so that no model qualifies
     assert chosen(CONFIG) == for_ports.LIKELY
 
 
@@ -53,7 +53,7 @@ def test_a_limit_of_inner_units_is_named():
 
 
 def test_training_before_a_forward_pass_changes_no_weight():
-    """The case shows other effects of training, such as dropout that stays on."""
+    """The case detects other effects of training, such as dropout that remains enabled."""
     case = next(case for case in port_cases(CONFIG) if case.name == "full/after_training")
     (training,) = case.before
     model, trained = load(case), case.load_weights()
@@ -73,8 +73,8 @@ def test_widest_beam_detects_padding_excluded_before_log_softmax(preset):
 
 
 CONFIG = tiny(d_v=8)
-# Padding is never generated, so that the past holds some only where sentences start with it; scores are not asked for.
-# And without a norm on the embeddings, none can be forgotten; all layers have self-attention.
+# Bugs that no case for ports detects. Padding is never generated, so the cache contains padding only if sentences start
+# with it. Ports don't return scores of tokens, the embeddings have no norm, and all layers have self-attention.
 UNSEEN = [
     "past padding not masked",
     "BOS masked if it is padding",
@@ -101,7 +101,7 @@ def test_the_cases_for_ports_show_how_a_port_searches():
     right = {case.name: tensors(load(case), case) for case in cases}
     unseen = []
     for mistake in SEARCH:
-        if "/rules_of_" in mistake.case:  # which are not asked of a port
+        if "/rules_of_" in mistake.case:  # ports don't run these cases
             continue
         for case in cases:
             seen = tensors(Hypothesis((mistake,)).load(case.config, case.load_weights()), case)
@@ -116,7 +116,7 @@ SCALED_UP = "small gradients are scaled up to the limit"
 
 
 def test_the_cases_for_ports_have_a_limit_between_a_gradient_and_its_sum_over_tokens():
-    """The gradients of models differ by a factor of 100, and with one limit for all it would be above both or below."""
+    """The gradients of models differ by a factor of 100, so each model requires a different clip norm."""
     (sum_is_clipped,) = (one for one in STEP_VARIANTS if one.name == LIMIT_OF_A_SUM)
     for config in (CONFIG, tiny(d_k=None, d_v=None), tiny("paper_base", d_k=None, d_v=None)):
         (case,) = (case for case in port_cases(config) if case.name == "steps/port/small_gradient")

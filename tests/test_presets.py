@@ -1,7 +1,7 @@
-"""Each preset computes what the implementation it is named after computes, and its neighbors do not.
+"""Each preset computes the same values as the implementation that it's named after, and its neighbors don't.
 
-In float64, at every position that is not padding. What can be installed is run with our weights in it; what cannot
-is transcribed in ``third_party``.
+Logits are compared in float64 at all positions except padding. Implementations that can be installed are run with our
+weights; the others are transcribed in ``third_party``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tiers import first_alone
 import reference_numpy as ref
 
 AGREES = 1e-12
-DIFFERS = 1e-7  # the nearest neighbors, two values of epsilon, are 3e-7 apart
+DIFFERS = 1e-7  # neighbors differ by at least 3e-7, for two values of epsilon
 
-# The axes on which published Transformers differ. A convention that nobody looks at here would agree with its
-# neighbors one step along its axis, and the comparison would fail.
+# Published Transformers differ along these axes. If a preset didn't depend on a convention, its neighbor along that
+# axis would agree with it, and the comparison would fail.
 AXES = {
     "norm_order": ("post", "pre"),
     "final_norm": (True, False),
@@ -43,7 +43,7 @@ AXES = {
 
 
 def sentences(config: ref.TransformerConfig):
-    """Return source and target ids: S is not T, and two of three sentences are padded on either side."""
+    """Return source and target IDs with S != T and with padding in two of the three sentences on each side."""
     rng = np.random.default_rng(5)
     source = rng.integers(3, config.source_vocab_size, (3, 7))
     target = rng.integers(3, config.target_vocab_size, (3, 6))
@@ -54,12 +54,12 @@ def sentences(config: ref.TransformerConfig):
 
 
 def assert_only_we_agree(theirs, config: ref.TransformerConfig, weights):
-    """Compare the logits of the real positions with ours, then with those of every neighboring convention."""
+    """Compare the logits at real positions with our model and with every neighboring convention."""
     source, target = sentences(config)
     real = ref.target_padding_mask(target, config.pad_id)
 
     def error(config, **masks):
-        kept = {  # a parameter that only a neighbor has changes nothing by itself
+        kept = {  # a neighbor's additional parameters have no effect by themselves
             name: weights.get(name, np.full(shape, float(name.endswith("scale")), np.float32))
             for name, shape in ref.parameter_shapes(config).items()
         }
@@ -96,7 +96,7 @@ def test_torch_transformer(preset, changes):
         model.encoder.norm = model.decoder.norm = None
     model.load_state_dict(third_party.torch_stacks(weights))
 
-    def embed(table, ids):  # embeddings and output are the user's own
+    def embed(table, ids):  # the user provides the embeddings and the output layer
         positions = third_party.paper_positions(ids.shape[1], config.d_model)
         return tensor(table)[ids] * math.sqrt(config.d_model) + positions
 
@@ -107,7 +107,7 @@ def test_torch_transformer(preset, changes):
     states = model(
         embed(source_table, source),
         embed(target_table, target),
-        tgt_mask=torch.triu(torch.ones(6, 6, dtype=torch.bool), diagonal=1),  # True = may not attend
+        tgt_mask=torch.triu(torch.ones(6, 6, dtype=torch.bool), diagonal=1),  # True = must not attend
         src_key_padding_mask=source == config.pad_id,
         memory_key_padding_mask=source == config.pad_id,
         tgt_key_padding_mask=target == config.pad_id,
@@ -117,7 +117,7 @@ def test_torch_transformer(preset, changes):
 
 
 def attention_case(config: ref.TransformerConfig):
-    """Return one attention block with random weights, and queries, memory and a mask that leaves every query a key."""
+    """Return an attention block with random weights, queries, memory, and a mask that allows a key for every query."""
     rng = np.random.default_rng(2)
     weights = random_weights(config)
     path = "encoder.layers.0.self_attention"
@@ -133,7 +133,7 @@ def test_torch_multihead_attention():
     block, weights, path, query, memory, mask = attention_case(config)
     theirs = torch.nn.MultiheadAttention(config.d_model, config.num_heads, batch_first=True, dtype=torch.float64)
     theirs.load_state_dict(third_party.torch_attention(weights, path))
-    forbidden = ~torch.tensor(mask).expand(-1, config.num_heads, -1, -1).flatten(0, 1)  # the opposite polarity
+    forbidden = ~torch.tensor(mask).expand(-1, config.num_heads, -1, -1).flatten(0, 1)  # opposite meaning
     query_, memory_ = torch.tensor(query), torch.tensor(memory)
     output, averages = theirs(query_, memory_, memory_, attn_mask=forbidden, average_attn_weights=False)
     seen = ref.Recorder("weights")
@@ -146,7 +146,7 @@ def test_torch_scaled_dot_product_attention():
     rng = np.random.default_rng(3)
     query, key, value = rng.normal(size=(2, 3, 5, 4)), rng.normal(size=(2, 3, 7, 4)), rng.normal(size=(2, 3, 7, 6))
     mask = rng.random((2, 1, 5, 7)) < 0.5
-    mask[1, :, 2] = False  # torch, too, gives a query that may attend to nothing a zero context
+    mask[1, :, 2] = False  # torch also returns zeros for a query without allowed keys
     theirs = torch.nn.functional.scaled_dot_product_attention(
         *map(torch.tensor, (query, key, value)), attn_mask=torch.tensor(mask)
     )
@@ -155,7 +155,7 @@ def test_torch_scaled_dot_product_attention():
 
 
 def test_feed_forward_equals_two_convolutions_with_kernel_size_one():
-    """Section 3.3 says so."""
+    """Section 3.3 describes the feed-forward network this way."""
     config = tiny_config()
     weights = random_weights(config)
     ours = ref.Transformer.from_weights(config, weights, dtype="float64").encoder.layers[0].feed_forward
@@ -183,7 +183,7 @@ def test_hugging_face(preset):
 
 @pytest.mark.only("tf")
 def test_keras_hub(port):
-    # Keras rounds 1 / sqrt(d_k) to float32: only a power of four, here d_k = 4, lets it reach float64.
+    # Keras rounds 1 / sqrt(d_k) to float32, which is exact only for powers of four, so d_k is 4 here.
     config = tiny_config("keras_hub", d_model=12)
     weights = random_weights(config)
     assert_only_we_agree(third_party.keras_hub_logits(config, weights, *sentences(config)), config, weights)
@@ -193,7 +193,7 @@ def test_keras_hub(port):
 def test_keras_multi_head_attention(port):
     import keras
 
-    config = tiny_config("keras_hub", d_k=4, d_v=5)  # d_k: see test_keras_hub
+    config = tiny_config("keras_hub", d_k=4, d_v=5)  # d_k = 4, as in test_keras_hub
     block, weights, path, query, memory, mask = attention_case(config)
     theirs = keras.layers.MultiHeadAttention(config.num_heads, config.d_k, config.d_v, dtype="float64")
     theirs.build(query.shape, memory.shape)
@@ -215,7 +215,7 @@ def test_flax_nnx_multi_head_attention(port):
         config.d_model,
         param_dtype=np.float64,
         decode=False,
-        dropout_rate=0.5,  # off, but with a rate of zero it takes jax.nn's kernel, whose softmax is always float32
+        dropout_rate=0.5,  # disabled, but a rate of zero selects jax.nn's kernel, whose softmax is always float32
         deterministic=True,
         rngs=nnx.Rngs(0),
     )
@@ -254,7 +254,8 @@ def test_annotated():
 def test_decoder_starting_from_a_zero_vector_matches_third_party_code(preset):
     config = tiny_config(preset)
     weights = random_weights(config)
-    # Both feed a vector of zeros first; here the first token is PAD, and embeds to zero if its row in the table is.
+    # Both implementations start with a zero vector. We start with PAD, whose row in the embedding matrix is set to
+    # zero.
     assert config.bos_id == config.pad_id
     weights["source_embedding.table"][config.pad_id] = 0.0
     source, target = sentences(config)
@@ -264,8 +265,9 @@ def test_decoder_starting_from_a_zero_vector_matches_third_party_code(preset):
     assert_only_we_agree(logits, config, weights)
 
 
-# Table 3 of the paper, parameters in millions, and our exact counts: without biases in the attention and with them, for
-# the 37000 words of the paper's text, then for 41096, one of the vocabularies that explain the most of the table.
+# Table 3 of the paper, with parameters in millions, and our exact counts without and with biases in the attention,
+# first for the vocabulary of 37,000 tokens that the paper reports, then for 41,096 tokens, one of the sizes that match
+# most rows.
 TABLE_3 = {
     "paper_base": (65, 63_045_632, 63_082_496, 65_142_784, 65_179_648),
     "paper_dk16": (58, 55_967_744, 55_990_784, 58_064_896, 58_087_936),
@@ -317,10 +319,10 @@ def test_no_single_vocabulary_size_explains_table_3():
 )
 def test_differences_in_table_3_do_not_depend_on_the_vocabulary(larger, smaller, difference):
     assert parameters(larger, 10) - parameters(smaller, 10) == difference
-    assert abs(difference / 1e6 - (TABLE_3[larger][0] - TABLE_3[smaller][0])) < 1.0  # two roundings of half a million
+    assert abs(difference / 1e6 - (TABLE_3[larger][0] - TABLE_3[smaller][0])) < 1.0  # both are rounded to 1e6
 
 
 def test_torch_transformer_has_as_many_parameters():
     model = torch.nn.Transformer(512, 8, 6, 6, 2048, batch_first=True, device="meta")
     assert sum(parameter.numel() for parameter in model.parameters()) == 44_140_544
-    assert parameters("torch", 10) == 44_140_544 + 3 * 10 * 512 + 10  # two embeddings, the output and its bias
+    assert parameters("torch", 10) == 44_140_544 + 3 * 10 * 512 + 10  # two embeddings, the output layer, and its bias

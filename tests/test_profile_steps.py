@@ -1,4 +1,4 @@
-"""`python -m transformer_bench.profile_steps`: every kind of work has its share, and the shares are the whole."""
+"""`python -m transformer_bench.profile_steps` reports the percentages of each kind of work, which add up to 100."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Properties of every correct model, measured on a port."""
+"""Properties that every correct model has, measured on a port."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASE = Case("full/padded", "full model", CONFIG, "", token_ids(CONFIG))
 
 
 def port(change):
-    """Return the reference as a port that changes the source and target ids before it reads them."""
+    """Return the reference as a port that modifies the source and target IDs before it uses them."""
 
     def load(config, weights, placement):
         loaded = DEFINITION.load(config, weights, placement)
@@ -38,12 +38,12 @@ def hide_last(source_ids, target_ids):
 
 
 def hide_second_of_target(source_ids, target_ids):
-    """Read another token in the second place of a target."""
+    """Replace the second token of each target."""
     target_ids[:, 1] = 5
 
 
 def test_the_reference_lacks_no_property():
-    """Every token has an effect, and padding does not."""
+    """In the reference, every token affects the logits, and padding doesn't."""
     assert lacking(CASE, port(lambda source_ids, target_ids: None), Placement("float64")) == []
 
 
@@ -55,5 +55,5 @@ def test_the_reference_lacks_no_property():
     ],
 )
 def test_a_token_without_effect_is_found(change, words):
-    """A mask that is too long hides tokens."""
+    """A mask that hides too many positions makes tokens ineffective."""
     assert words in " | ".join(lacking(CASE, port(change), Placement("float64")))

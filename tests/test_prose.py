@@ -1,4 +1,4 @@
-"""How the project's text reads: flagged sentences never increase, and text for newcomers has none."""
+"""Readability of the project's text: flagged sentences never increase, and introductory pages have none."""
 
 from __future__ import annotations
 

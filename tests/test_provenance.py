@@ -1,4 +1,4 @@
-"""The place of code: ports from source, frameworks from cached bytecode, and the reference of the checker."""
+"""The origin of code: ports are loaded from source, frameworks from cached bytecode, and the checker's reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def python(folder: Path, code: str, path: tuple[str, ...] = ()) -> str:
-    """Run some code in a directory after a port has been prepared, and return the output."""
+    """Run code in a directory after importing the provenance module, and return the output."""
     prepared = "import sys\nfrom transformer_parity.engine.processes import provenance\n"
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)])}
     command = [sys.executable, "-P", "-c", prepared + code]
@@ -30,7 +30,7 @@ def python(folder: Path, code: str, path: tuple[str, ...] = ()) -> str:
 
 
 def loaders(folder: Path, port: str, modules: str, path: tuple[str, ...] = ()) -> str:
-    """Return the types of the loaders of some modules."""
+    """Return the loader types of the given modules."""
     names = f"[type(__import__(name).__spec__.loader).__name__ for name in {modules.split()}]"
     return python(folder, f"provenance.import_port({port!r})\nprint(*{names})", path)
 

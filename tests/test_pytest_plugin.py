@@ -1,4 +1,4 @@
-"""`pytest --parity-port`: the cases as tests of a port, with expected failures, skips and errors that say why."""
+"""`pytest --parity-port`: cases as tests of a port, with expected failures, skips, and errors that state the reason."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FULL, FULL32 = (
     [case.name for case in CASES if case.stage == "activations" and dtype in case.dtypes] for dtype in DTYPES
 )
 N, N32 = len(FULL), len(FULL32)
-OTHERS = len(CASES) - N  # gradients, steps and searches; in float64 only
+OTHERS = len(CASES) - N  # gradients, steps, and searches, only in float64
 FORWARD = "--parity-stage=activations"
 SEARCH = """
     def generate(self, source_ids, max_length, beam_size, length_penalty):
@@ -57,7 +57,7 @@ SEARCH = """
 
 @pytest.fixture
 def write(pytester):
-    """Return a function that writes a port into the folder of the inner pytest."""
+    """Return a function that writes a port to the directory of the inner pytest run."""
 
     def write(forward="pass", attributes="pass", more=EXPORT, name="mine"):
         pytester.makepyfile(**{name: PORT.format(forward=forward, attributes=attributes) + more})
@@ -67,15 +67,15 @@ def write(pytester):
 
 @pytest.fixture
 def plugins(monkeypatch):
-    """Return the options of an inner pytest that say which plugins there are."""
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # to import those of others takes as long as the rest
+    """Return the options that select the plugins of the inner pytest run."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # importing all other plugins would double the run time
     monkeypatch.setenv("COLUMNS", "200")
     return ("-p", "transformer-parity", "-p", "xdist", "-p", "no:cacheprovider")
 
 
 @pytest.fixture
 def run(pytester, plugins):
-    """Return a function that runs an inner pytest in this process: another one would import everything anew."""
+    """Return a function that runs pytest in this process, which has already imported everything."""
     return lambda *options, port="mine:MyPort": pytester.runpytest_inprocess(
         f"--parity-port={port}", *plugins, *options
     )
@@ -83,7 +83,7 @@ def run(pytester, plugins):
 
 @pytest.fixture
 def start(pytester, plugins):
-    """Return a function that runs an inner pytest as a process of its own, which a port may spoil."""
+    """Return a function that runs pytest in a separate process, for ports that modify global state."""
     return lambda *options, port="mine:MyPort": pytester.runpytest_subprocess(
         f"--parity-port={port}", *plugins, *options
     )
@@ -125,7 +125,7 @@ def test_a_run_without_some_tests_of_a_port_is_incomplete(write, run, pytester):
     some = run("-k", "MyPort and full/one")
     ones = sum(name.startswith("full/one") for name in FULL)
     assert (some.ret, outcomes(some)) == (1, {"passed": ones, "deselected": N + 2 + 1 - ones + OTHERS})
-    assert some.stdout.str().count("INCOMPLETE") == 1  # the other stages are not listed in addition
+    assert some.stdout.str().count("INCOMPLETE") == 1  # other stages aren't listed
     nothing = run("-k", "no_such_test")
     assert nothing.ret == pytest.ExitCode.NO_TESTS_COLLECTED
 
@@ -157,7 +157,7 @@ def test_plugin_failure_starts_with_a_one_line_summary(write, run):
 
 
 def test_failed_plugin_tests_match_the_diverging_cases(write, run, pytester):
-    """The tests that fail are the cases that diverge, and no others."""
+    """The tests of exactly the diverging cases fail."""
     write("logits = np.where(np.arange(logits.shape[1])[:, None] > 0, logits * 1.5, logits)")
     result = run("--junitxml=result.xml", FORWARD)
     failed = {
@@ -295,7 +295,7 @@ def test_requested_stages_must_have_been_compared(write, run):
     result.stdout.fnmatch_lines(
         ["INCOMPLETE: MyPort: gradients: nothing was compared (it does not define gradients()*"]
     )
-    assert "MyPort: decode" not in result.stdout.str()  # which was deselected
+    assert "MyPort: decode" not in result.stdout.str()  # the decode stage was deselected
     searches = run("--parity-stage=decode")
     assert searches.ret == pytest.ExitCode.TESTS_FAILED
     result = searches.stdout.str()
@@ -374,7 +374,7 @@ def test_known_answer_runs_last_and_passes_for_an_unmodified_reference(write, ru
     result = run("--collect-only", "-q")
     names = [line for line in result.stdout.str().splitlines() if line.startswith("parity::")]
     assert names[-1] == "parity::MyPort-known_answer"
-    assert outcomes(run("-k", "known_answer"))["passed"] == 1  # in all stages
+    assert outcomes(run("-k", "known_answer"))["passed"] == 1  # with all stages
 
 
 @pytest.mark.extended("processes of pytest")
@@ -406,4 +406,4 @@ def test_known_answer_is_checked_in_every_process(write, start):
     result = start("-n", "3", "--dist=each", "-k", "full/one_token or known", FORWARD)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     lines = start("-n", "2", "-k", "full/one_token or known", FORWARD).stdout.str()
-    assert "FAILED MyPort known answer: " in lines  # wherever the two tests ran
+    assert "FAILED MyPort known answer: " in lines  # regardless of which worker ran which test

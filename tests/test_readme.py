@@ -1,4 +1,4 @@
-"""README and pages are true: code runs, commands parse, links lead somewhere, figures are those that were measured."""
+"""README and documentation pages are correct: code runs, commands parse, links work, and figures match measurements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ INSTALL = DOCS / "how-to" / "install.md"
 CHECK_MY_PORT = DOCS / "how-to" / "check-my-port.md"
 PAGES = [ROOT / "README.md", *sorted(path for path in DOCS.rglob("*.md") if "api" not in path.parts)]
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SHOWN = ("text", "toml")  # output, and the table of names below; directives of the site, in braces, fail its build
+SHOWN = ("text", "toml")  # output and the table of names; unknown directives (in braces) make the site build fail
 
 
 def blocks(language: str, text: str = README) -> list[str]:
@@ -43,7 +43,7 @@ def blocks(language: str, text: str = README) -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """Return every call of ``parity`` in the blocks of a page."""
+    """Return every call of ``parity`` in the code blocks of a page."""
     found = []
     for language, code in BLOCK.findall(page.read_text("utf-8")):
         if language in ("", "bash", "console"):
@@ -86,7 +86,7 @@ def test_ports_in_the_guides_return_logits(page):
 
 
 def small(name: str) -> dict[str, int]:
-    """The README's model is base-sized; its conventions are kept, not its size."""
+    """Return small sizes for the README's base-sized model, which keep its conventions."""
     assert name == "paper_base"
     return {"d_model": 32, "num_heads": 2, "d_ff": 64, "num_encoder_layers": 1, "num_decoder_layers": 1}
 
@@ -155,7 +155,7 @@ def test_the_readme_is_short():
 
 
 def test_the_first_screen_explains_itself():
-    """In this order: problem, picture with a caption, commands that check a port, output of passing and failing."""
+    """The README explains the problem, shows a picture, checks a port, and shows the output of success and failure."""
     order = (
         "A Transformer with a bug usually still trains.",
         "](docs/explore.png)\n*`parity explore` on one sentence.",
@@ -179,7 +179,7 @@ def test_the_picture_is_explained_by_its_port():
 
 
 def test_reports_in_the_readme_and_the_quick_start_are_kept_outputs():
-    """The port in the quick start is the broken port of the site, so both print the same report."""
+    """The port in the quick start is the site's broken port, so both contain the same report."""
     kept = (DOCS / "examples" / "broken_port.txt").read_text("utf-8").splitlines()
     for page in (README, QUICKSTART.read_text("utf-8")):
         (report,) = (text for text in blocks("text", page) if "DIAGNOSIS" in text)
@@ -193,7 +193,7 @@ def test_reports_in_the_readme_and_the_quick_start_are_kept_outputs():
     bodies = {}
     for name, code in ports.items():
         tree = ast.parse(code)
-        for node in ast.walk(tree):  # without docstrings; comments are not in the tree
+        for node in ast.walk(tree):  # without docstrings; the syntax tree doesn't include comments
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
                 node.body = node.body[1:]
         bodies[name] = ast.unparse(tree)
@@ -201,7 +201,7 @@ def test_reports_in_the_readme_and_the_quick_start_are_kept_outputs():
 
 
 def without_backward(code: str) -> str:
-    """Return code without its backward functions and methods, which only the reference has."""
+    """Return code without its backward functions and methods, which only the reference defines."""
     lines = code.splitlines()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.FunctionDef) and "backward" in node.name:
@@ -233,7 +233,7 @@ def test_fastest_port_is_faster_than_the_other_implementations(task):
 
 
 def timed(**seconds):
-    """Return a race, as ``speeds.race`` does: with a limit of 1 second."""
+    """Return a race as ``speeds.race`` does, with a peak of 1 second."""
     ratio = lambda a, b: {"median": a / b, "low": a / b, "high": a / b}  # noqa: E731
     return {
         "limit": {"seconds": 1.0, "rate": 2e11, "bandwidth": 1e10},
@@ -285,7 +285,7 @@ def test_a_package_is_held_against_its_peers_in_the_race_of_both_its_forms(monke
     monkeypatch.setattr(speeds, "race", lambda name, machine: races.get(name, timed()))
     aims = {machine: {aim.what: aim.found for aim in speeds.aims(machine)} for machine in ("amd", "intel")}
     assert aims["amd"]["tf / best Keras hub mode, train"] == "2.00 (2.00 to 2.00), tf compiled / keras hub"
-    assert aims["intel"]["tf / best Keras hub mode, train"] == "2.00 (2.00 to 2.00), tf / keras hub"  # no such race
+    assert aims["intel"]["tf / best Keras hub mode, train"] == "2.00 (2.00 to 2.00), tf / keras hub"  # not measured
 
 
 def test_performance_targets_apply_to_each_port_and_the_best_one(monkeypatch):
@@ -364,7 +364,7 @@ def test_the_table_of_formats_has_every_format():
         assert title in plain, name
 
 
-SAID = {  # on that page, by the name of the family
+SAID = {  # names on that page, by model family
     "speech_to_text": "speech2text",
     **dict.fromkeys(("seamless_m4t", "seamless_m4t_v2"), "seamlessm4t"),
     **dict.fromkeys(
@@ -394,7 +394,7 @@ def test_every_habit_of_a_framework_is_listed_with_its_test():
         tests.update(names)
         if path.stem != "test_native":
             of_one_framework.update(names)
-        else:  # beside tests of all packages
+        else:  # contains tests of all packages
             of_one_framework.update(name for name in names if re.match(r"test_(torch|jax|tf)_", name))
     assert of_one_framework <= named <= tests, (of_one_framework - named, named - tests)
 

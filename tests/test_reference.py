@@ -1,6 +1,6 @@
-"""The reference against closed forms, against facts of the paper, and against itself written differently.
+"""The reference matches closed forms, statements in the paper, and alternative formulations of itself.
 
-NumPy only, float64. Sections 3.2 to 3.5, Table 3 and Figure 1 are those of "Attention Is All You Need".
+Uses only NumPy in float64. Sections 3.2 to 3.5, Table 3, and Figure 1 refer to "Attention Is All You Need".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from reference_numpy import fast, functional
 
 
 def close(ours, expected):
-    """Assert agreement to within rounding, for values of order one."""
+    """Check agreement up to rounding for values of order one."""
     np.testing.assert_allclose(ours, expected, rtol=1e-13, atol=1e-13)
 
 
@@ -27,7 +27,7 @@ def random(*shape, seed=0):
 
 
 def model_and_ids(preset="paper_base", dtype="float64", **overrides):
-    """Return a tiny model with random weights, and source and target ids without padding."""
+    """Return a tiny model with random weights, and source and target IDs without padding."""
     config = tiny_config(preset, **overrides)
     rng = np.random.default_rng(1)
     source = rng.integers(3, config.source_vocab_size, (2, 7))
@@ -48,7 +48,7 @@ def test_attention_of_two_keys(attend):
 @pytest.mark.parametrize("softmax", [functional.masked_softmax, fast.softmax])
 def test_softmax_is_invariant_to_shifts_and_never_overflows(softmax):
     scores = np.arange(-12.0, 12.0).reshape(4, 6) / 8.0
-    for shift in (1024.0, -1024.0):  # exact in binary, so that not a bit may change
+    for shift in (1024.0, -1024.0):  # exactly representable, so results must be bitwise identical
         np.testing.assert_array_equal(softmax(scores + shift), softmax(scores.copy()))
     np.testing.assert_array_equal(softmax(np.array([[1e300, 0.0, -1e300]])), [[1.0, 0.0, 0.0]])
 
@@ -89,7 +89,7 @@ def test_layer_norm_by_hand():
 
 
 def test_layer_norm_survives_a_large_mean_in_float32():
-    x = np.array([[1000.0, 1000.25, 999.75, 1000.0]], np.float32)  # E[x^2] - E[x]^2 would keep no digit of the variance
+    x = np.array([[1000.0, 1000.25, 999.75, 1000.0]], np.float32)  # E[x^2] - E[x]^2 would cancel to 0
     y = functional.layer_norm(x, np.ones(4, np.float32), np.zeros(4, np.float32), 1e-6)
     one = 0.25 / math.sqrt(0.03125 + 1e-6)
     np.testing.assert_allclose(y, [[0.0, one, -one, 0.0]], rtol=1e-6)
@@ -116,18 +116,18 @@ def test_dropout_rescales_kept_values():
     drop = partial(ref.Dropout(0.5), rng=np.random.default_rng(1))
     context = ref.scaled_dot_product_attention(x[None, None, :5], x[None, None, :7], x[None, None, :7], dropout=drop)
     assert context.any()
-    close(np.ptp(context, axis=-1), 0.0)  # of weights, not of values: every channel loses the same
+    close(np.ptp(context, axis=-1), 0.0)  # dropout applies to the weights, so all channels of a context are equal
 
 
 def test_dropout_differs_per_sentence_and_head_and_is_reproducible():
     model, source, target = model_and_ids(dropout=ref.DropoutRates(attention=0.5, embedding=0.0, residual=0.0))
     attention = model.encoder.layers[0].self_attention
     for projection in (attention.query_proj, attention.key_proj, attention.value_proj):
-        projection.kernel[...] = np.tile(projection.kernel[:, :8], 3)  # three equal heads
-    x = np.tile(random(1, 5, 24), (2, 1, 1))  # two equal sentences
+        projection.kernel[...] = np.tile(projection.kernel[:, :8], 3)  # three identical heads
+    x = np.tile(random(1, 5, 24), (2, 1, 1))  # two identical sentences
     seen = ref.Recorder()
     attention(x, x, tap=seen, rng=np.random.default_rng(0))
-    close(seen["weights"], np.broadcast_to(seen["weights"][:1, :1], (2, 3, 5, 5)))  # the tap sits before the dropout
+    close(seen["weights"], np.broadcast_to(seen["weights"][:1, :1], (2, 3, 5, 5)))  # the tap precedes the dropout
     assert len(np.unique(seen["context"].reshape(6, -1), axis=0)) == 6
 
     def train(seed):
@@ -139,7 +139,7 @@ def test_dropout_differs_per_sentence_and_head_and_is_reproducible():
 
 
 def only(site):
-    """Drop everything at one site and nothing elsewhere: one element in a hundred thousand would stay."""
+    """Return rates that drop almost everything at one site (99.999%) and nothing elsewhere."""
     return {"dropout": ref.DropoutRates(**{"embedding": 0.0, "residual": 0.0, site: 0.99999})}
 
 

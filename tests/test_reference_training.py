@@ -1,4 +1,4 @@
-"""The reference's trainer: Adam, accumulation, clipping, dropout, checkpointing and resumption."""
+"""The reference's trainer: Adam, accumulation, clipping, dropout, checkpointing, and resumption."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_DROPOUT = ref.DropoutRates(embedding=0.0, residual=0.0)
 
 
 def trained(settings, steps, seed=0, **overrides):
-    """Return a trainer after some steps on one batch a step, and what the steps reported."""
+    """Return a trainer after the given number of steps, each on a different batch, and the results of the steps."""
     trainer = ref.Trainer(tiny_model(**overrides), settings, seed)
     results = [trainer.train_step(*tiny_batch(trainer.model.config, seed=step)) for step in range(steps)]
     return trainer, results
@@ -39,7 +39,7 @@ def trained(settings, steps, seed=0, **overrides):
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_a_step_stays_in_the_dtype_of_the_model(fast):
-    """A float32 number times an integer of NumPy would be a float64 number."""
+    """A float32 scalar times a NumPy integer would be a float64 value."""
     config = tiny_model().config
     model = ref.Transformer.from_weights(config, random_weights(config), "float32", fast=fast)
     assert ref.Trainer(model, ref.TrainingConfig()).train_step(*tiny_batch(config)).loss.dtype == np.float32
@@ -132,7 +132,7 @@ def test_a_run_resumes_bit_for_bit(dtype):
     whole, _ = trained(settings, 4, seed=7, dropout=RATES, dtype=dtype)
     half, _ = trained(settings, 2, seed=7, dropout=RATES, dtype=dtype)
     state, weights = half.export_state(), half.model.export_weights()
-    half.train_step(*tiny_batch(half.model.config, seed=9))  # which must not reach what was exported
+    half.train_step(*tiny_batch(half.model.config, seed=9))  # must not change the exported state
     model = ref.Transformer.from_weights(half.model.config, weights, dtype)
     resumed = ref.Trainer(model, settings)
     resumed.load_state(state)
@@ -146,11 +146,11 @@ def test_a_run_resumes_bit_for_bit(dtype):
     ):
         assert_same_bits(ours, theirs)
         assert {array.dtype.name for array in ours.values()} == {dtype}
-    np.testing.assert_array_equal(np.random.get_state()[1], before)  # nothing of the caller's
+    np.testing.assert_array_equal(np.random.get_state()[1], before)  # the global random state is unchanged
 
 
 def peak_of(call):
-    """Return what a call returned, and the most bytes that it held at a time."""
+    """Return the result of a call and its peak memory use in bytes."""
     tracemalloc.start()
     try:
         result = call()
@@ -181,11 +181,11 @@ def test_activation_checkpointing_saves_memory():
         trainer = ref.Trainer(model, ref.TrainingConfig(activation_checkpointing=checkpointing))
         batch = (np.tile(ids, (2, 8)) for ids in tiny_batch(model.config))
         _, found = peak_of(partial(trainer.train_step, *batch))
-        return found - 8 * sum(array.nbytes for array in model.export_weights().values()) // 8  # the gradient
+        return found - 8 * sum(array.nbytes for array in model.export_weights().values()) // 8  # size of the gradient
 
     assert peak(6, checkpointing=True) < 0.4 * peak(6, checkpointing=False)
     added, saved = (peak(6, checkpointing) - peak(3, checkpointing) for checkpointing in (False, True))
-    assert saved < 0.2 * added  # with each layer, its input only
+    assert saved < 0.2 * added  # only the input of each layer is stored
 
 
 def test_training_keeps_no_scores():
@@ -244,4 +244,4 @@ def test_it_learns_to_copy(norm_order):
     for _ in range(150):
         trainer.train_step(*sentences())
     total, tokens = trainer.evaluate(*sentences())
-    assert total / tokens < 0.3  # chance: log 6 for each of four tokens of five, 1.4 per token
+    assert total / tokens < 0.3  # chance level: log 6 for four of five tokens, about 1.4 per token

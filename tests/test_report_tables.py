@@ -1,4 +1,4 @@
-"""Tables and trees of a report at a terminal."""
+"""Tables and trees of a report in a terminal."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from transformer_parity.transformer.report.diagnoses import print_audit, print_f
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_spec.names import parameter_shapes, tap_shapes
 
-# What a terminal is told
+# Text that a terminal might interpret
 FORGED = "[bold]x[/] :smile: \x1b[2J\x9b31m\r\nAGREE  3 ports\x85\u2028AGREE" + 200 * " " + "AGREE"
 
 
 def test_quoted_text_is_never_interpreted_as_markup_or_line_breaks():
-    """Names, reasons and what is missing, in every line that quotes them."""
+    """Names, reasons, and missing stages are quoted literally in every line that contains them."""
     file = io.StringIO()
     console = PlainConsole(file=file, width=140, force_terminal=True, color_system="standard")
     wrong = replace(SIMPLE, backend=FORGED, verdict=FAILED, detail=FORGED, error=math.inf)

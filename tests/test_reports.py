@@ -1,4 +1,4 @@
-"""The result as a dict, and the reports made from it: JSON and its schema, the page, the tree in a terminal."""
+"""The result as a dict, and the reports made from it: JSON and its schema, the page, and the tree in a terminal."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from transformer_parity.transformer.report.html import write_html
 from transformer_parity.transformer.report.result import CheckResult, build
 
 
-# The dict, JSON and the schema
+# The dict, the JSON file, and the schema
 def test_result_fits_the_schema(result, tmp_path):
     write_json(tmp_path / "result.json", result)
     read = json.loads((tmp_path / "result.json").read_text("utf-8"))
-    assert read == result  # plain values, and none of them lost
+    assert read == result  # the result contains only JSON types
     assert violations(read) == []
     assert violations(result_of([])) == []
 
@@ -62,13 +62,13 @@ def test_cases_have_their_stage_and_their_first_failure(result):
     rows = {(row["backend"], row["dtype"], row["case"]): row for row in result["result"]["cases"]}
     assert rows["torch", "float64", "full/padded"]["finding"]["tap"] == GUILTY
     assert rows["torch", "float32", "full/padded"]["verdict"] == IMPRECISE
-    assert rows["jax", "float64", "gradients/padded"]["stage"] == "gradients"  # and not of the round trip before it
+    assert rows["jax", "float64", "gradients/padded"]["stage"] == "gradients"  # not the round trip's
     assert rows["jax", "float64", "decode/beam"]["skips"] == ["no search"]
 
 
 def test_result_contains_taps_of_the_main_case_and_failed_cases(result):
     order = [(row["backend"], row["dtype"], row["case"]) for row in result["result"]["taps"]]
-    assert ("jax", "float64", "full/untied") in order  # beside the port that failed there
+    assert ("jax", "float64", "full/untied") in order  # included because the other port failed in this case
     assert [row["tap"] for row in result["result"]["taps"]][: len(TAPS)] == TAPS
     agreeing = result_of([*run_of("jax", "float64"), *run_of("jax", "float64", "full/untied")])
     assert {row["case"] for row in agreeing["result"]["taps"]} == {"full/padded"}
@@ -85,7 +85,7 @@ def test_fingerprint_depends_only_on_the_inputs_of_a_check(tmp_path):
         return made["result"]["fingerprint"]["sha256"]
 
     usual = fingerprint()
-    assert usual == fingerprint(replace(SIMPLE, error=0.0))  # what came out is not what went in
+    assert usual == fingerprint(replace(SIMPLE, error=0.0))  # results don't affect the fingerprint of the inputs
     (tmp_path / "one").write_bytes(b"1")
     (tmp_path / "two").write_bytes(b"2")
     other = {name: ids[::-1] for name, ids in CASES[0].inputs.items()}
@@ -110,7 +110,7 @@ def test_a_report_is_written_whole_or_not_at_all(write, place, step, result, tmp
     old = path.read_bytes()
 
     def full(self, *args):
-        open(self, "wb").close()  # what a full disk leaves
+        open(self, "wb").close()  # like a write to a full disk
         raise OSError("no space left")
 
     monkeypatch.setattr(place, step, full)

@@ -21,7 +21,7 @@ from transformer_parity.transformer.report.html import html, write_html
 
 # The page
 class Page(HTMLParser):
-    """Counts elements by name and class, and keeps text and addresses."""
+    """Counts elements by name and class, and collects text and URLs."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ def rows_of(result) -> int:
 
 
 def check_page(page: Page, result: dict) -> None:
-    """Fail unless everything of the result is there."""
+    """Check that the page contains the complete result."""
     assert page.count("tr", "fails") + page.count("tr", "fine") == rows_of(result) == 2 * len(TAPS)
     assert page.count("tr", "fails") == len(TAPS) - TAPS.index(GUILTY) + 2
     assert page.count("em", "introduced") == 2  # float64 and float32
     assert page.count("path", "origin") == 2
-    assert page.count("li", "introduced") == 2 * 3  # the layer, its attention, the scores; in both trees
+    assert page.count("li", "introduced") == 2 * 3  # the layer, its attention, and the scores, in both trees
     assert page.count("article", "port") == 2
     assert page.count("div", "explorer") == 1
     assert page.count("h2") == 8
@@ -76,10 +76,10 @@ def test_page_contains_the_complete_result(result):
 
 
 def test_numbers_of_cases_and_comparisons_agree(result):
-    """However many dtypes a case was run in, it is one case; what was skipped was not compared."""
+    """A case with multiple dtypes is one case, and skipped cases aren't included in the comparisons."""
     text = " ".join(Page(html(result)).text.split())
-    assert "2 ports4 cases" in text  # two items of a list
-    assert "3 cases diverging" in text  # full/padded, full/untied, gradients
+    assert "2 ports4 cases" in text  # two list items
+    assert "3 cases diverging" in text  # full/padded, full/untied, and gradients
     assert "3 cases agreeing, 1 case skipped" in text
     of_all, *of_ports = [int(count.replace(",", "")) for count in re.findall(r"([\d,]+) comparisons", text)]
     assert of_all == sum(of_ports[:2]) == result["result"]["comparisons"]
@@ -93,7 +93,7 @@ def test_page_needs_no_network(result):
 
 def test_page_escapes_text_from_ports(result):
     text = html(result)
-    assert text.count("&lt;script&gt;alert(") == 1  # the audit's detail
+    assert text.count("&lt;script&gt;alert(") == 1  # the detail of the audit
     assert "<script>alert" not in text
 
 
@@ -157,7 +157,7 @@ FRAME = """<body><iframe src="page.html" style="width: %dpx; height: 900px; bord
 
 
 def open_page(browser: str, path: Path, *more: str) -> tuple[str, str]:
-    """Return the DOM after rendering, and what the browser's console was told."""
+    """Return the DOM after rendering, and the browser's console output."""
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
     options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={path.parent / 'profile'}", *more]
     command = [browser, *options, "--timeout=20000", "--virtual-time-tolerance=3000", "--dump-dom", path.as_uri()]
@@ -173,7 +173,7 @@ def test_page_in_a_browser(browser, result, tmp_path):
 
 
 def probed(browser, result, tmp_path, width):
-    """Return what a page says of itself at a width."""
+    """Return the measurements that a page takes of itself at a given width."""
     (tmp_path / "page.html").write_text(html(result).replace("</body>", f"{PROBE}</body>"), "utf-8")
     (tmp_path / "frame.html").write_text(FRAME % width, "utf-8")
     text, console = open_page(
@@ -191,7 +191,7 @@ def test_page_on_a_phone_and_its_filter(browser, result, tmp_path):
 
 
 def test_a_passing_page_has_two_screens_and_no_map(browser, tmp_path):
-    components = [f"part {i}" for i in range(18)]  # as many as a whole check has
+    components = [f"part {i}" for i in range(18)]  # as many as in a complete check
     findings = [finding for name in ("torch", "jax") for dtype in SETTING.dtypes for finding in run_of(name, dtype)]
     findings += [
         replace(finding, component=part, path="fast") for finding in findings[:: len(TAPS)] for part in components

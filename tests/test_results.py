@@ -1,4 +1,4 @@
-"""What every command writes for programs: one envelope, one schema."""
+"""The JSON results of all commands share one envelope and one schema."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformer_parity.engine.report.envelope import WORDS, envelope
 from transformer_spec.config import TransformerConfig
 
 ELSEWHERE = {"check-distributed": "test_distributed", "selftest": "test_selftest"}
-SILENT = {"init-port", "golden", "checkpoint", "source", "show"}  # which write files or text, and no result
+SILENT = {"init-port", "golden", "checkpoint", "source", "show"}  # write files or text but no JSON result
 PORT = """
 import reference_numpy
 from transformer_parity.plugin import Port
@@ -41,7 +41,7 @@ MARIAN = {
     **{"num_encoder_layers": 1, "num_decoder_layers": 1},
 }
 BENCH = "bench forward --backends numpy --config tiny --batch 1 --source 4 --target 4 --threads 1 --rounds 1"
-RUNS = {  # a command line, its exit code and its verdict
+RUNS = {  # command line, exit code, and verdict
     "check": ("check --port right:One --stage activations --dtype float64", 0, "AGREE"),
     "check, wrong": ("check --port wrong:One --stage activations --dtype float64", 1, "DIVERGE"),
     "check, not everything": ("check --port right:One --stage gradients --dtype float64", 3, "INCOMPLETE"),
@@ -64,7 +64,7 @@ def here(tmp_path, monkeypatch):
 
 
 def prepare(line: str) -> None:
-    """Write what a command line reads."""
+    """Write the files that a command line reads."""
     if line.startswith("compare"):
         for options in ("--for right:One --out truth", "--port right:One --out mine"):
             assert main(["golden", "--dtype", "float64", *options.split()]) == 0
@@ -115,7 +115,7 @@ def test_train_writes_it_into_the_folder_of_the_run(here, monkeypatch):
     assert list(document["result"]["reached"]) == ["numpy"]
     assert document["result"]["files"] == ["model.safetensors", "curve.png", "log.jsonl"]
     assert main(["train", "--resume", "run", "--backend", "numpy", "--steps", "4", "--stop-at", "3"]) == 0
-    assert not (here / "run" / "result.json").exists()  # which was about the first two steps
+    assert not (here / "run" / "result.json").exists()  # described only the first two steps
 
 
 STALE = {"result.json": '{"verdict": "AGREE"}', "page.html": "AGREE"}
@@ -123,7 +123,7 @@ STALE = {"result.json": '{"verdict": "AGREE"}', "page.html": "AGREE"}
 
 @pytest.fixture
 def stale(here):
-    """Return a directory that has the results of an earlier run."""
+    """Return a directory that contains the results of an earlier run."""
     for name, text in STALE.items():
         (here / name).write_text(text)
     return here
@@ -146,7 +146,7 @@ def stale(here):
     ],
 )
 def test_results_of_an_earlier_run_are_deleted_before_an_error(line, stale):
-    with pytest.raises(SystemExit, match="3"):  # as argparse ends the process
+    with pytest.raises(SystemExit, match="3"):  # argparse exits this way
         sys.exit(main(line.split()))
     assert {path.name for path in stale.iterdir()} & STALE.keys() == STALE.keys() - {
         name for name in STALE if name in line

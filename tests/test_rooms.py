@@ -1,4 +1,4 @@
-"""The rooms of ``transformer_parity``: imports run downwards, and no directory has too many files."""
+"""The layers of ``transformer_parity``: imports only point to lower layers, and no directory has too many files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 from imports import PARITY, ROOT, circle, imports
 
 PACKAGE = ROOT / PARITY
-BESIDE = ""  # the files beside the sub-packages of a room
-# From the lowest to the highest: a room imports those before it, and so does a sub-package in its room. Files beside
-# the sub-packages come last, or where ``BESIDE`` is; how they import each other is free of circles, which is enough.
+BESIDE = ""  # the files next to the sub-packages of a layer
+# From the lowest to the highest layer. Each layer imports only earlier layers, and each sub-package imports only
+# earlier sub-packages of its layer. Files next to the sub-packages come last, or at the position of ``BESIDE``. They
+# may import each other, but without cycles.
 ROOMS = {
     "engine": ("system", "processes", BESIDE, "report"),
     "transformer": (
@@ -21,17 +22,17 @@ ROOMS = {
     "apps": ("containers", "text", "checkpoints", "translate", "figures", "train"),
     "cli": (),
 }
-# Modules beside the rooms: entry points and public names, which import from any of them.
-ABOVE = {"__init__": 0, "__main__": 1, "plugin": 3}  # modules that they import from, at most
+# Modules above the layers: entry points and public names, which may import from any layer.
+ABOVE = {"__init__": 0, "__main__": 1, "plugin": 3}  # maximum number of modules that each one imports from
 DATA = {"data"}
 TEMPLATES = ("transformer/explore/templates", "transformer/ports/templates", "transformer/report/templates")
 MOST_FILES = 10
 LARGE_FOLDERS = {
-    "cli": 20,  # a file for each command or two, for long lists of options, and for what comes before any import
-    "transformer/ports": 13,  # the protocol, the four packages, the user's ports, their products and their source
-    "transformer/mistakes": 14,  # one file of data for each part of the catalog
+    "cli": 20,  # one file per command or two, for long lists of options, and for code that runs before imports
+    "transformer/ports": 13,  # the protocol, the four packages, user-defined ports, their matmuls, and their source
+    "transformer/mistakes": 14,  # one data file for each part of the catalog
     "apps/checkpoints": 11,
-    "apps/checkpoints/formats": 14,  # one file for each format, or for its settings
+    "apps/checkpoints/formats": 14,  # one file for each format or its settings
 }
 FOLDERS = [
     *ROOMS,
@@ -43,7 +44,7 @@ FOLDERS = [
 
 
 def place(module: str) -> tuple[int, int]:
-    """Return the number of a module's room, and of its sub-package in that; -1 for the package itself."""
+    """Return the indices of a module's layer and its sub-package within it, or -1 for modules above the layers."""
     _, room, name, *_ = *module.split("."), "", ""
     if room not in ROOMS:
         return -1, -1
@@ -53,7 +54,7 @@ def place(module: str) -> tuple[int, int]:
 
 
 def upward(graph: dict[str, set[str]]) -> list[str]:
-    """Return the imports that do not run downwards."""
+    """Return the imports that point to a higher layer."""
     return [
         f"{module} imports {other}"
         for module, others in graph.items()
@@ -75,7 +76,7 @@ def test_every_folder_has_its_place_in_the_order():
 
 def test_imports_run_downwards():
     graph = imports(PACKAGE, types=False)
-    graph = {name: others for name, others in graph.items() if ".templates." not in name}  # which users copy
+    graph = {name: others for name, others in graph.items() if ".templates." not in name}  # users copy the templates
     assert f"{PARITY}.engine.system.errors" in graph[f"{PARITY}.cli.main"]
     assert upward(graph) == []
 

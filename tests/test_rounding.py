@@ -1,4 +1,4 @@
-"""Rounding (docs/examples/rounding.py): a run of the dates on four devices has the weights of a run on one."""
+"""docs/examples/rounding.py: training on dates with four devices yields the same weights as with one device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_runs_are_compared_at_their_checkpoints(monkeypatch, tmp_path, capfd):
 @pytest.mark.extended("plans")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.only(name)) for name in ("torch", "jax", "tf")])
 def test_dates_run_on_four_devices_matches_one_device(name, tmp_path):
-    """To 1e-10; and so is a run that was moved by as much as a rounding."""
+    """The weights agree to 1e-10, both on four devices and after perturbing the initial weights by rounding errors."""
     for _, several, moved in rounding.compare(name, ["--parallel", "data=4"], 200, 100, tmp_path, rounding.SMALL):
         assert several < 1e-10
         assert moved < 1e-10

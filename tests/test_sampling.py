@@ -1,4 +1,4 @@
-"""Samples, prefixes of hypotheses, and scores of given translations; beside Hugging Face's."""
+"""Sampling, prefixes of hypotheses, and scores of given translations, compared with Hugging Face."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SETTINGS = {
     "nucleus": {"top_p": 0.7},
     "all": {"temperature": 1.3, "top_k": 6, "top_p": 0.8},
 }
-PREFIXES = [(5,), (6, 9, 4), (), (11, 3), (7,)]  # of the five sentences
+PREFIXES = [(5,), (6, 9, 4), (), (11, 3), (7,)]  # one for each of the five sentences
 
 
-# --- Samples. ---
+# --- Sampling. ---
 
 
 @pytest.mark.parametrize("settings", [SETTINGS["plain"], pytest.param(SETTINGS["all"], marks=REPEATED)])
@@ -41,7 +41,7 @@ def test_all_packages_draw_the_same_samples(backend, settings):
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_tokens_are_drawn_with_the_probabilities_of_hugging_face(settings):
-    """Each of many random numbers at equal distances draws a token, so that their counts are probabilities."""
+    """Evenly spaced random numbers each draw a token, so the frequencies of the tokens are their probabilities."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = torch.tensor(np.random.default_rng(5).normal(size=(1, 13)) * 2)
@@ -108,7 +108,7 @@ def test_samples_follow_the_rules(backend):
     found = backend.package.sample(model, source_ids, 4, max_length=9, min_length=3, rules=rules, on_step=shown.append)
     assert not np.isin(found.nbest_ids, (4, 5)).any()
     assert (found.nbest_ids[:, :, :2] != config.eos_id).all()
-    assert (found.nbest_ids == config.eos_id).any(2).all()  # each is forced to end
+    assert (found.nbest_ids == config.eos_id).any(2).all()  # all hypotheses are forced to end
     assert [ids.shape for ids in shown] == [(5, 4, n) for n in range(1, len(shown) + 1)]
 
 
@@ -118,7 +118,7 @@ def test_samples_follow_the_rules(backend):
 @pytest.mark.parametrize("search", EITHER)
 @REPEATED
 def test_a_prefix_is_forced_upon_its_sentence_only(backend, search):
-    """As if each sentence was searched alone, with its prefix as the ids that every hypothesis begins with."""
+    """The result matches a search for each individual sentence with its prefix as ``forced_ids``."""
     config, weights = lively()
     model, source_ids, find = load(backend, config, weights), sources(config), getattr(backend.package, search)
     for scored in (False, True):
@@ -187,7 +187,7 @@ def test_score_matches_the_scores_of_the_search(backend, search):
 
 
 def test_empty_hypothesis_has_score_minus_infinity():
-    """A beam may find fewer hypotheses than were asked for."""
+    """A beam search may return fewer hypotheses than requested."""
     config, weights = lively()
     labels = np.array([[[3, config.eos_id], [config.pad_id, config.pad_id]]] * 5)
     assert reference_numpy.score(load_reference(config, weights), sources(config), labels).sequences[0, 1] == -inf
@@ -291,7 +291,7 @@ def test_settings_of_sampling_need_a_seed():
 
 
 def _hugging_face():
-    """Return config, weights, sources, and a function that generates from prefixes [B, P] with Hugging Face."""
+    """Return the config, weights, sources, and a function that generates from prefixes [B, P] with Hugging Face."""
     import transformers
 
     config, weights = lively("marian", bos_id=0, tie_embeddings="all", max_length=64)

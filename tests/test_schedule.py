@@ -23,7 +23,7 @@ CASE = next(case for case in port_cases(tiny(d_k=None, d_v=None), (STEPS,)) if c
 
 
 def usual(step: int) -> float:
-    """Return the rate of the schedule, which is 0 before the first step."""
+    """Return the correct learning rate, which is 0 before the first step."""
     return CASE.training.learning_rate(step, CASE.config.d_model) if step else 0.0
 
 
@@ -34,7 +34,7 @@ def trained(case: Case) -> Tensors:
 
 
 def trained_by(rate: Callable[[int], float]) -> Tensors:
-    """Return the tensors of the reference, trained by other rates."""
+    """Return the tensors of the reference, trained with different learning rates."""
     return trained(replace(scheduled(CASE, tuple(rate(step) / usual(step) for step in range(1, 21))), calls=()))
 
 
@@ -56,7 +56,7 @@ def trained_by(rate: Callable[[int], float]) -> Tensors:
     ids=["of the step before", "of the next step", "constant", "constant in two parts", "halved from step 11 on"],
 )
 def test_rates_are_measured_and_described(rate: Callable[[int], float], words: str) -> None:
-    """Losses and weights show the rate of each step."""
+    """Losses and weights determine the learning rate of each step."""
     shown = trained_by(rate)
     rates = measured_rates(CASE, shown)
     np.testing.assert_allclose(rates, [rate(step) for step in range(1, 21)], rtol=1e-8, atol=1e-15)
@@ -64,7 +64,7 @@ def test_rates_are_measured_and_described(rate: Callable[[int], float], words: s
 
 
 def test_rates_are_measured_across_a_second_start() -> None:
-    """The optimizer is replaced after step 7, and its steps count from 1."""
+    """The optimizer is replaced after step 7, and its step numbers restart at 1."""
     case = next(one for one in port_cases(tiny(d_k=None, d_v=None), (STEPS,)) if one.restart)
     rates = measured_rates(case, trained(scheduled(case, (0.9,) * 20)))
     words = "its learning rate is settings.learning_rate(n, d_model) times 0.9 in steps 1 to 20"
@@ -72,21 +72,21 @@ def test_rates_are_measured_across_a_second_start() -> None:
 
 
 def test_correct_learning_rates_before_the_first_wrong_one_are_omitted() -> None:
-    """The rate stays at its peak."""
+    """The learning rate stays at its peak after step 8, so earlier steps are described as correct."""
     rates = [usual(min(step, 8)) for step in range(1, 21)]
     words = f"its learning rate is correct up to step 8, and {usual(8):.5g} in steps 8 to 20"
     assert schedule_in_words(CASE, rates) == words
 
 
 def test_schedule_counting_micro_batches_is_identified() -> None:
-    """Two slices for each step."""
+    """The schedule advances by two for each step, because each step has two micro-batches."""
     case = replace(CASE, settings=replace(CASE.training, accumulation_steps=2))
     rates = [CASE.training.learning_rate(2 * step, CASE.config.d_model) for step in range(1, 21)]
     assert schedule_in_words(case, rates) == "step n uses settings.learning_rate(2 * n, d_model)"
 
 
 def test_diagnosis_reports_learning_rates_unexplained_by_known_bugs() -> None:
-    """The sentence says in which case they were measured."""
+    """The sentence identifies the case in which the learning rates were measured."""
     shown = trained_by(lambda step: usual(step) * (1.0 if step <= 10 else 0.5))
     found = diagnose(CASE, shown, "MyPort", known=hypotheses(CASE.config, STEPS, forward_agrees=True))
     assert found.confidence == EXACT
@@ -96,7 +96,7 @@ def test_diagnosis_reports_learning_rates_unexplained_by_known_bugs() -> None:
 
 
 def test_varying_learning_rates_suggest_another_bias_correction() -> None:
-    """A step that is counted one too high changes the rate and the corrections."""
+    """A step number that is too high by one affects both the learning rate and the bias corrections."""
     rates = [usual(step) * (1.0 + 1.0 / (step + 1)) for step in range(1, 21)]
     words = schedule_in_words(CASE, rates)
     assert words.startswith(
@@ -106,19 +106,19 @@ def test_varying_learning_rates_suggest_another_bias_correction() -> None:
 
 
 def test_rates_do_not_explain_a_different_optimizer() -> None:
-    """A rate for each step reaches any loss, but not all weights."""
+    """Some learning rate explains any loss, but it doesn't explain all weights."""
     other = replace(CASE, calls=(), settings=replace(CASE.training, beta2=0.99))
     assert measured_rates(CASE, trained(other)) == []
 
 
 def test_rates_need_weights_after_the_first_step() -> None:
-    """Losses do not refute a wrong explanation."""
+    """Without weights, a wrong explanation can't be refuted."""
     shown = {name: array for name, array in trained_by(lambda step: 1e-3).items() if " weight " not in name}
     assert measured_rates(CASE, shown) == []
 
 
 def test_learning_rates_are_not_measured_from_invalid_weights() -> None:
-    """A port that diverges has no rates."""
+    """Learning rates can't be measured if weights are NaN or have a wrong shape."""
     shown = trained_by(lambda step: 1e-3)
     name = next(name for name in shown if name.startswith("step 20 weight"))
     assert measured_rates(CASE, {**shown, name: shown[name] * np.nan}) == []

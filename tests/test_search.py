@@ -1,4 +1,4 @@
-"""Greedy and beam search: against enumeration, against a textbook beam search, and from backend to backend."""
+"""Greedy and beam search, compared with an exhaustive search, a textbook beam search, and between backends."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ import reference_numpy
 from reference_numpy import length_penalty
 from reference_numpy.functional import log_softmax
 
-# --- The definition: all hypotheses there are, and the textbook's beam search. ---
+# --- The definition: exhaustive search and textbook beam search. ---
 
 
 def score_all(model, source, prefixes):
-    """Return the log-probability of each next token after each prefix, by the plain model."""
+    """Return the log-probability of each next token after each prefix, computed without a cache."""
     target = np.array([[model.config.bos_id, *prefix] for prefix in prefixes])
     logits = model(np.repeat(source[None], len(target), 0), target)[:, -1]
     return log_softmax(logits)
 
 
 def enumerate_hypotheses(model, source, max_length, penalty):
-    """Return (score, tokens) of every hypothesis, best first: those that end, and those that are cut off."""
+    """Return the (score, tokens) pair of every hypothesis, finished or truncated, best first."""
     config = model.config
     complete, unfinished = [], {(): 0.0}
     for n in range(1, max_length + 1):
@@ -55,7 +55,7 @@ def enumerate_hypotheses(model, source, max_length, penalty):
 
 
 def textbook_beam_search(model, source, beam_size, max_length, penalty, min_length=1):
-    """Return (score, tokens) of the finished hypotheses, best first, with lists and never stopping early."""
+    """Return the (score, tokens) pairs of finished hypotheses, best first, using lists and without stopping early."""
     config = model.config
     beam, finished = [(0.0, ())], []
     for n in range(1, max_length + 1):
@@ -68,7 +68,7 @@ def textbook_beam_search(model, source, beam_size, max_length, penalty, min_leng
             for token in range(config.target_vocab_size)
             if token != config.pad_id and not (token == config.eos_id and n < min_length)
         ]
-        candidates.sort(key=lambda candidate: -candidate[0])  # stable: of equal ones the first comes first
+        candidates.sort(key=lambda candidate: -candidate[0])  # stable: the first of equal candidates comes first
         ended = [tokens[-1] == config.eos_id or n == max_length for _, tokens in candidates]
         finished += [
             (total / penalty(n), tokens)
@@ -90,7 +90,7 @@ def test_wide_beam_matches_exhaustive_enumeration(backend, alpha, kind):
         found = backend.package.beam_search(
             load(backend, config, weights),
             source_ids,
-            beam_size=70,  # wider than the vocabulary, and than there are prefixes
+            beam_size=70,  # exceeds the vocabulary size and the number of prefixes
             length_penalty=alpha,
             max_length=max_length,
             num_hypotheses=9,
@@ -153,7 +153,7 @@ def textbook_greedy(model, source, max_length):
 
 @REPEATED
 def test_the_search_stops_as_early_as_is_exact(backend):
-    """It goes on while the likeliest unfinished hypothesis could become the best, and not a step longer."""
+    """The search continues only while the most likely unfinished hypothesis could still become the best."""
     config, weights = lively()
     model, reference = load(backend, config, weights), load_reference(config, weights)
     source_ids = sources(config)[3:4]
@@ -172,7 +172,7 @@ def test_the_search_stops_as_early_as_is_exact(backend):
 
 
 def log_probability_of(model, source, tokens):
-    """Return the log-probability of some tokens, end symbol or not."""
+    """Return the log-probability of a sequence, with or without an EOS token."""
     logits = model(source[None], np.array([[model.config.bos_id, *tokens[:-1]]]))[0]
     return np.take_along_axis(log_softmax(logits), np.asarray(tokens)[:, None], -1).sum()
 
@@ -180,10 +180,10 @@ def log_probability_of(model, source, tokens):
 @pytest.mark.parametrize("beam_size", [pytest.param(1, marks=REPEATED), 2, pytest.param(4, marks=REPEATED)])
 @REPEATED
 def test_hugging_face_finds_the_same(backend, beam_size):
-    """On a ``marian`` preset, with n^alpha as length penalty; it starts with padding, which is never generated."""
+    """The ``marian`` preset starts with padding, which is never generated, and uses n^alpha as length penalty."""
     config = tiny_config("marian", max_length=64)
     weights = random_weights(config, 2)
-    weights["output_proj.bias"] = weights["output_proj.bias"] * 5  # tied tables make a model repeat itself
+    weights["output_proj.bias"] = weights["output_proj.bias"] * 5  # with tied embeddings, models tend to repeat tokens
     weights["output_proj.bias"][config.eos_id] += 4.0
     model, source_ids = load(backend, config, weights), sources(config)
     if beam_size == 1:
@@ -196,7 +196,7 @@ def test_hugging_face_finds_the_same(backend, beam_size):
             found = backend.package.beam_search(
                 model, source_ids, beam_size, alpha, 12, num_hypotheses=beam_size, length_penalty_kind="power"
             )
-            np.testing.assert_allclose(found.nbest_scores, scores, rtol=1e-6)  # they add up in float32
+            np.testing.assert_allclose(found.nbest_scores, scores, rtol=1e-6)  # theirs are sums in float32
             np.testing.assert_array_equal(found.nbest_ids, expected)
     np.testing.assert_array_equal(found.nbest_ids, expected)
     assert len({len(tokens_of(ids, config)) for ids in found.nbest_ids.reshape(-1, found.ids.shape[1])}) > 1
@@ -221,17 +221,17 @@ def test_ties_go_to_the_lower_id(backend):
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=REPEATED)])
 @pytest.mark.extended("searches", "jax", "tf")
 def test_ties_go_to_the_lower_id_in_a_large_vocabulary(backend, dtype):
-    """Of a few logits, each many times over, where the best may not be looked for in one part only."""
+    """Ties are resolved correctly even if the search for the best token splits the vocabulary into blocks."""
     config, weights = lively(size=300)
-    config = config.replace(eos_id=299)  # the last of all, and the likeliest
+    config = config.replace(eos_id=299)  # the last and most likely token
     weights = {name: np.zeros_like(array) for name, array in weights.items()}
     weights["output_proj.bias"][:] = np.random.default_rng(0).integers(2, size=300) / 2
-    weights["output_proj.bias"][[40, 200]] = 1.0  # the first lies in a part with nothing better
+    weights["output_proj.bias"][[40, 200]] = 1.0  # the first tied token is in a block without larger logits
     weights["output_proj.bias"][[5, 210, 290]] = 1.5
     weights["output_proj.bias"][config.eos_id] = 4.0
     for beam_size, length in ((1, 4), (3, 4), (7, 4), (7, 1)):
         options = {"beam_size": beam_size, "max_length": length, "num_hypotheses": beam_size}
-        options["length_penalty"] = 3.0  # long ones win, whose beginning was not the best
+        options["length_penalty"] = 3.0  # long hypotheses win even though their first tokens weren't the best
         expected = reference_numpy.beam_search(load_reference(config, weights, dtype), sources(config), **options)
         found = backend.package.beam_search(load(backend, config, weights, dtype), sources(config), **options)
         np.testing.assert_array_equal(found.nbest_ids, expected.nbest_ids)
@@ -243,7 +243,7 @@ def test_ties_go_to_the_lower_id_in_a_large_vocabulary(backend, dtype):
 @pytest.mark.parametrize("kind", ["Beam", "FastBeam"])
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_the_largest_of_many(port, count, kind):
-    """The same as the reference finds, whatever the number of blocks, of ties and of NaN."""
+    """The result matches the reference for any number of blocks, ties, and NaN values."""
     ours = getattr(import_module(f"{port.package.__name__}.search"), kind).top
     theirs = reference_numpy.search.top
     for size in (8, 31, 32, 33, 64, 65, 300, 2049, 9000):
@@ -307,7 +307,7 @@ def _check_types(backend, dtype):
         assert (found.ids == found.nbest_ids[:, 0]).all()
         assert (found.scores == found.nbest_scores[:, 0]).all()
         assert (found.scores < 0).all()
-        found.nbest_ids[:] = 0  # it belongs to the caller
+        found.nbest_ids[:] = 0  # belongs to the caller
 
 
 @pytest.mark.extended("searches", "jax", "tf")

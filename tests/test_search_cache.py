@@ -1,4 +1,4 @@
-"""Decoding with a cache: each step is what the plain model computes for the whole prefix."""
+"""Decoding with a cache: each step matches a forward pass for the full prefix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformer_parity.transformer.cases.standard import preset_case
 
 
 def step_by_step(backend, model, source_ids, target_ids):
-    """Return the logits of each position, decoded one after another."""
+    """Return the logits at each position, decoded one token at a time."""
     if backend.name == "jax":  # one compilation instead of one per operation
         import jax
         from flax import nnx
@@ -52,7 +52,7 @@ def test_cached_equals_uncached_step_by_step(backend, preset):
 
 @pytest.mark.parametrize("beam_size", [1, 2])
 def test_a_step_takes_several_tokens(backend, beam_size):
-    """A prefix, one token, and two tokens: the logits of the whole target, with padding inside and a first layer."""
+    """Decoding a prefix, one token, and two tokens matches a forward pass, including padding within the target."""
     config, weights = lively(skip_first_self_attention=True, num_decoder_layers=2)
     model, source_ids = load(backend, config, weights), sources(config)
     target_ids = np.random.default_rng(1).integers(3, 13, (5 * beam_size, 6))
@@ -67,7 +67,7 @@ def test_a_step_takes_several_tokens(backend, beam_size):
 
 
 def test_append_to_a_full_cache_raises_value_error(backend):
-    """Beyond its capacity a position would be dropped, or take the place of another."""
+    """Beyond the capacity, a position would be dropped or overwrite another one."""
     config, weights = lively()
     cache = load(backend, config, weights).init_cache(sources(config), 3).past[0]
     keys, values = (backend.from_numpy(np.ones((5, config.num_heads, 3, d))) for d in (config.d_k, config.d_v))
@@ -79,7 +79,7 @@ def test_append_to_a_full_cache_raises_value_error(backend):
 
 
 def test_decode_step_returns_a_new_cache_or_consumes_the_given_one(backend):
-    """JAX and TensorFlow leave what they are given alone; NumPy and PyTorch write into it."""
+    """JAX and TensorFlow don't modify the given cache. NumPy and PyTorch update it in place."""
     config, weights = lively()
     model = load(backend, config, weights)
     given = model.init_cache(sources(config), 3)
@@ -110,7 +110,7 @@ FIRST, *OTHERS = VARIANTS
 def test_cached_decoding_matches_uncached_under_all_conventions(backend, variant):
     config = tiny_config(**VARIANTS[variant])
     source_ids, target_ids = sources(config), sources(config, 5, (7, 1, 6, 3, 4))
-    source_ids[2] = config.pad_id  # a sentence of nothing but padding
+    source_ids[2] = config.pad_id  # a sentence that contains only padding
     target_ids[0, 3] = config.pad_id  # padding in the middle
     target_ids[:, 0] = config.bos_id
     check_steps(backend, config, random_weights(config), source_ids, target_ids)

@@ -1,4 +1,4 @@
-"""The options of a search and its results: lengths, start symbols, padding, and input that is refused."""
+"""The options and results of a search: lengths, start tokens, padding, and rejected inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from search_models import _quick as _quick  # a fixture of every test
 
 import reference_numpy
 
-# --- What is asked for. ---
+# --- Requested lengths and tokens. ---
 
 
 @pytest.mark.parametrize("search", EITHER)
@@ -18,7 +18,7 @@ def test_a_sentence_does_not_depend_on_its_batch(backend, search):
     config, weights = lively()
     model, source_ids = load(backend, config, weights), sources(config)
     find = getattr(backend.package, search)
-    together = find(model, source_ids)  # at most the source length + 50, which differs
+    together = find(model, source_ids)  # the default limit is the source length + 50, which differs between sentences
     for row, source in enumerate(source_ids):
         alone = find(model, source[None, source != config.pad_id])
         assert tokens_of(alone.ids[0], config) == tokens_of(together.ids[row], config)
@@ -28,7 +28,7 @@ def test_a_sentence_does_not_depend_on_its_batch(backend, search):
 @REPEATED
 def test_the_maximum_length_follows_each_source(backend):
     config, weights = lively()
-    weights["output_proj.bias"][config.eos_id] = -1e3  # it never ends by itself
+    weights["output_proj.bias"][config.eos_id] = -1e3  # never generated
     for find in (backend.package.greedy_search, backend.package.beam_search):
         found = find(load(backend, config, weights), sources(config))
         assert (found.ids != config.pad_id).sum(1).tolist() == [56, 54, 51, 55, 52]
@@ -52,7 +52,7 @@ def test_lengths_and_start_symbol(backend, search):
     assert (found.ids[:, 3] == config.eos_id).all()
     cut = find(model, source_ids, min_length=3, max_length=3)
     assert cut.ids.shape == (5, 3)
-    # The first token read decides what follows.
+    # The start token determines the following tokens.
     config, weights = lively()
     started = find(load(backend, config, weights), source_ids, max_length=6, start_id=7)
     same = find(load(backend, config.replace(bos_id=7), weights), source_ids, max_length=6)
@@ -63,7 +63,7 @@ def test_lengths_and_start_symbol(backend, search):
 @pytest.mark.parametrize("search", EITHER)
 @REPEATED
 def test_searches_never_generate_padding(backend, search):
-    for overrides in ({}, {"bos_id": 0}):  # the start symbol may be padding
+    for overrides in ({}, {"bos_id": 0}):  # the start token may be padding
         config, weights = lively(**overrides)
         weights["output_proj.bias"][config.pad_id] = 1e3
         found = getattr(backend.package, search)(load(backend, config, weights), sources(config), max_length=9)
@@ -71,7 +71,7 @@ def test_searches_never_generate_padding(backend, search):
         for row, length in zip(found.ids, lengths, strict=True):
             assert (row[:length] != config.pad_id).all()
             assert length == 9 or row[length - 1] == config.eos_id
-        assert (found.scores < -900).all()  # the probability that padding takes is not given to others
+        assert (found.scores < -900).all()  # the probability of padding isn't redistributed
 
 
 @pytest.mark.parametrize("search", EITHER)
@@ -94,7 +94,7 @@ def test_each_step_is_shown(backend, search):
         np.testing.assert_array_equal(ours, theirs)
 
 
-# --- Bad input: the same words everywhere. ---
+# --- Invalid inputs: all backends raise the same errors. ---
 
 
 BAD = {
@@ -144,7 +144,7 @@ BAD_EVERYWHERE = {
 
 @pytest.fixture(scope="module")
 def limited(backend):
-    """Return a model with 26 positions."""
+    """Return a model that supports 26 positions."""
     return load(backend, *lively(position_encoding="learned", position_offset=3))
 
 

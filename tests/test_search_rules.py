@@ -1,4 +1,4 @@
-"""The searches of Hugging Face, fairseq and Marian: the same hypotheses as theirs, from every backend."""
+"""The searches of Hugging Face, fairseq, and Marian: every backend returns the same hypotheses as these programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPEATED = pytest.mark.extended("searches", "torch", "jax", "tf")
 
 @pytest.fixture(autouse=True)
 def _quick(request):
-    """Compile nothing for speed."""
+    """Disable compiler optimizations."""
     backend = request.getfixturevalue("backend").name if "backend" in request.fixturenames else "numpy"
     with quick_search(backend):
         yield
@@ -36,10 +36,10 @@ def _quick(request):
 
 @cache
 def lively_marian(**sizes):
-    """Return config and weights with which hypotheses end after 1 to 20 tokens, and 80 sentences."""
+    """Return a config and weights for which hypotheses end after 1 to 20 tokens, and 80 sentences."""
     config = tiny_config("marian", max_length=64, source_vocab_size=40, target_vocab_size=40, **sizes)
     weights = random_weights(config, 4)
-    weights["output_proj.bias"] = weights["output_proj.bias"] * 5  # tied tables make a model repeat itself
+    weights["output_proj.bias"] = weights["output_proj.bias"] * 5  # with tied embeddings, models tend to repeat tokens
     weights["output_proj.bias"][config.eos_id] += 4.0
     rng = np.random.default_rng(0)
     source_ids = np.full((SENTENCES, 9), config.pad_id)
@@ -50,7 +50,7 @@ def lively_marian(**sizes):
 
 
 def padded(ids, width=TOKENS):
-    """Return ids [B, L] with padding behind them."""
+    """Return ids [B, L] padded on the right."""
     return np.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=lively_marian()[0].pad_id)
 
 
@@ -76,7 +76,7 @@ GENERATION = {
 
 @cache
 def generated(name):
-    """Return the hypotheses and scores of ``generate``, and the same settings as search options."""
+    """Return the hypotheses and scores of ``generate``, and its settings as search options."""
     config, weights, source_ids = lively_marian()
     lengths = {"max_length": TOKENS + 1, "bad_words_ids": [[config.pad_id]], "decoder_start_token_id": config.bos_id}
     fields = {**lengths, **GENERATION[name]}
@@ -95,11 +95,14 @@ def test_search_matches_hugging_face_generate(backend, name):
     found = options.run(backend.package, load(backend, config, weights), source_ids[:count])
     assert (padded(found.ids) == expected[:count]).all(1).sum() == count
     if scores is not None:
-        np.testing.assert_allclose(found.scores, scores[:count], rtol=2e-6)  # they add up in float32
+        np.testing.assert_allclose(found.scores, scores[:count], rtol=2e-6)  # theirs are sums in float32
 
 
 def test_hugging_face_rules_change_most_results():
-    """Under most settings that were published; so that a rule that is not followed shows."""
+    """With default rules, at least 25% of the results differ from each setting's results except one.
+
+    The other tests would therefore detect a rule that isn't applied.
+    """
     config, weights, source_ids = lively_marian()
     model, same, count = load_numpy(config, weights), {}, SENTENCES // 4
     for name in GENERATION:
@@ -137,7 +140,7 @@ def test_a_generation_config_is_read():
 
 
 def theirs(program, **settings):
-    """Return all (score, tokens) that a transcription finds for each sentence."""
+    """Return all (score, tokens) pairs that a transcription finds for each sentence."""
     config, weights, source_ids = lively_marian()
     model, symbols = load_numpy(config, weights), other_searches.Symbols(config.bos_id, config.eos_id, config.pad_id)
     for source in source_ids:
@@ -172,7 +175,7 @@ PROGRAMS = {
     ],
 )
 def test_search_matches_fairseq_and_marian(name):
-    """All that is in their lists, in the same order and with the same scores."""
+    """All hypotheses match, in the same order and with the same scores."""
     config, weights, source_ids = lively_marian()
     settings, rules, options = PROGRAMS[name]
     program = name.partition(",")[0]
@@ -187,7 +190,7 @@ def test_search_matches_fairseq_and_marian(name):
         assert (found.nbest_scores[row, len(best) :] == -np.inf).all()
 
 
-# --- All rules, from every backend. ---
+# --- All rules, in every backend. ---
 
 RULES = {
     "hf": {
@@ -200,7 +203,7 @@ RULES = {
 
 
 def searches_by(program):
-    """Return beam and greedy search by the rules of a program, and more of them."""
+    """Return a beam search and a greedy search with more rules than the program uses by default."""
     beam = Search.preset(program, RULES[program], beam_size=4, num_hypotheses=3, max_length=8)
     return [beam, replace(beam, beam_size=None, num_hypotheses=1)]
 
@@ -210,7 +213,7 @@ def searches_by(program):
     "program", ["hf", pytest.param("fairseq", marks=COMPILED), pytest.param("marian", marks=COMPILED)]
 )
 def test_every_backend_follows_the_rules(port, program, kind):
-    one_layer = {"num_encoder_layers": 1, "num_decoder_layers": 1}  # the others run one operation at a time
+    one_layer = {"num_encoder_layers": 1, "num_decoder_layers": 1}  # others don't compile
     config, weights, source_ids = lively_marian(**{} if port.name == "torch" else one_layer)
     reference, model = load_numpy(config, weights), load(port, config, weights)
     options = searches_by(program)[kind == "greedy"]
@@ -258,7 +261,7 @@ def test_search_results_follow_the_rules():
 
 @COMPILED
 def test_huge_no_repeat_ngram_size_changes_nothing(backend):
-    """Its tokens are not looked through one by one: that would take minutes."""
+    """The search doesn't iterate over all n-gram tokens, which would take minutes."""
     config, weights, source_ids = lively_marian()
     model = load(backend, config, weights)
     usual, found = (
@@ -282,7 +285,7 @@ def test_default_maximum_length_follows_each_preset():
             assert options.run(reference_numpy, model, source_ids).ids.shape == (1, most)
 
 
-# --- As data. ---
+# --- Serialization and validation. ---
 
 BAD_RULES = [
     ({"stop": "soon"}, ValueError, "stop must be one of attainable, current, first: got 'soon'"),

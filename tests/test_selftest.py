@@ -1,4 +1,4 @@
-"""Every known mistake, planted in every port: caught, located and named. What `parity selftest` prints as a table."""
+"""Every known bug is detected, located, and identified in every port, as in the table that `parity selftest` prints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformer_parity.transformer.selftest import trials
 
 
 def every() -> list:
-    """Return each mistake in each port; in JAX and TF, all but the first of each part are extended."""
+    """Return each bug in each port. In JAX and TensorFlow, all bugs except the first of each part are extended."""
     parameters = []
     for name in ALL:
         for part, mistakes in catalog.parts().items():
@@ -56,8 +56,10 @@ def test_bug_names_are_unique_and_most_bugs_can_be_named():
 
 
 def test_the_figures_of_the_site_are_those_of_the_catalog():
-    """Every mistake is proved above, one by one: here only the counts. After a change of the catalog, measure again:
-    `parity selftest --json FILE`, then docs/results/keep.py."""
+    """Compare only the totals, because the tests above check each bug.
+
+    After changing the catalog, run `parity selftest --json FILE` and docs/results/keep.py.
+    """
     kept = json.loads((Path(__file__).parent.parent / "docs" / "results" / "selftest.json").read_text("utf-8"))
     expected = []
     for part, mistakes in catalog.parts().items():

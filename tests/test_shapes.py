@@ -1,4 +1,4 @@
-"""The shapes in the signatures are true: every annotated function runs under a checker that refuses a wrong one."""
+"""The shapes in the signatures are correct: every annotated function runs under a checker that rejects wrong shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`parity show`: pictures of positions, masks and attention."""
+"""`parity show`: figures of positional encodings, masks, and attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from transformer_parity.transformer.sentences.vocabulary import batch
 
 
 def draw(picture, *arguments):
-    """Return the figure of a command line."""
+    """Return the figure that a command line draws."""
     parser = argparse.ArgumentParser()
     show.add_parser(parser.add_subparsers())
     options = parser.parse_args(["show", picture, *map(str, arguments)])
@@ -116,7 +116,7 @@ def test_attention_figure_uses_the_bundled_model():
     assert "dates.safetensors" in figure.get_suptitle()
     assert "".join(label.get_text() for label in panels[0].get_yticklabels()) == "<s>2024-05-03"
     attended = panels[0].images[0].get_array()
-    assert attended.max() > 0.9  # it is trained
+    assert attended.max() > 0.9  # the model is trained
 
 
 @pytest.mark.usefixtures("bare")
@@ -148,7 +148,7 @@ def test_attention_of_a_weight_file(tmp_path):
     assert "mine.safetensors" in figure.get_suptitle()
     keys = [label.get_text() for label in panels[-1].get_xticklabels()]
     assert (keys[0][0], keys[-1]) == ("_", "</s>")
-    assert sum(r"\$" in key for key in keys) == 2  # as it is, and not as the borders of a formula
+    assert sum(r"\$" in key for key in keys) == 2  # escaped, so that matplotlib doesn't typeset a formula
 
 
 def test_agreement_names_the_two_most_different_backends():

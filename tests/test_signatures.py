@@ -1,4 +1,4 @@
-"""What an error looks like, read off two tensors."""
+"""Typical patterns of errors, recognized from two tensors."""
 
 import math
 
@@ -81,14 +81,14 @@ def test_places_are_facts_and_name_no_cause(actual, wanted, where):
 @pytest.mark.parametrize(
     ("actual", "wanted"),
     [
-        (STATES * (1.0 + 1e-7 * RNG.normal(size=STATES.shape)), STATES),  # as small as rounding to float32 leaves
-        (STATES * (1.0 + 1e-3 * RNG.normal(size=STATES.shape)), STATES),  # or to TensorFloat32
-        (STATES[:1, :1, :1] * 3.0, STATES[:1, :1, :1]),  # one number is always a multiple of another
-        (STATES[:1, :1] + 1.0, STATES[:1, :1]),  # and one row is another and a vector
-        (np.round(STATES * 1.1), np.round(STATES)),  # of float32 before and after
-        (softmax(HEADS * 2.0, ALLOWED), softmax(HEADS, ALLOWED)),  # other weights, the same mask
-        (spoilt(STATES, np.s_[[0, 1, 3]], RNG.normal(size=(3, 7, 24))), STATES),  # all but the shortest sentence
-        (spoilt(STATES, np.s_[:, 1:], RNG.normal(size=(4, 6, 24))), STATES),  # all but the first position
+        (STATES * (1.0 + 1e-7 * RNG.normal(size=STATES.shape)), STATES),  # as small as float32 rounding errors
+        (STATES * (1.0 + 1e-3 * RNG.normal(size=STATES.shape)), STATES),  # as small as TensorFloat32 rounding errors
+        (STATES[:1, :1, :1] * 3.0, STATES[:1, :1, :1]),  # a single number is always a multiple of another
+        (STATES[:1, :1] + 1.0, STATES[:1, :1]),  # a single row is always another row plus a vector
+        (np.round(STATES * 1.1), np.round(STATES)),  # the factor is lost by rounding
+        (softmax(HEADS * 2.0, ALLOWED), softmax(HEADS, ALLOWED)),  # different weights, same mask
+        (spoilt(STATES, np.s_[[0, 1, 3]], RNG.normal(size=(3, 7, 24))), STATES),  # all except the shortest sentence
+        (spoilt(STATES, np.s_[:, 1:], RNG.normal(size=(4, 6, 24))), STATES),  # all except the first position
     ],
 )
 def test_no_signature_is_reported_without_evidence(actual, wanted):

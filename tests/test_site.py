@@ -1,4 +1,4 @@
-"""What the pages of the site are made of: code side by side, facts, colors and numbers."""
+"""The elements of the site's pages: code side by side, facts, colors, and numbers."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ SIZES = {"source_vocab_size": 9, "target_vocab_size": 9, "d_model": 16, "d_ff": 
 CSS = (DOCS / "_static" / "site.css").read_text("utf-8")
 
 
-# --- What pages are made of ---
+# --- Page elements ---
 
 
 def text(html: str) -> str:
-    """What a reader sees of HTML."""
+    """Return the visible text of HTML."""
     return (
         re.sub(r"<[^>]+>", "", html)
         .replace("&lt;", "<")
@@ -50,7 +50,7 @@ def text(html: str) -> str:
 
 
 def marked(code: str, reference: str) -> tuple[list[str], list[str]]:
-    """What is marked in a piece of code and in its reference."""
+    """Return the marked parts of a piece of code and of its reference."""
     codes = {"port": code, "reference": reference}
     marks = compare(codes, "reference")
     spans = {name: [codes[name][start:stop] for start, stop in marks[name].spans] for name in codes}
@@ -196,7 +196,7 @@ def test_exit_code_table_covers_the_commands():
 
 
 def palette(theme: str) -> dict[str, str]:
-    """The variables of site.css, in one theme."""
+    """Return the variables that site.css defines for a theme."""
     blocks = re.findall(r"^html(?:\[data-theme=\"(\w+)\"\])? \{(.*?)^\}", CSS, re.MULTILINE | re.DOTALL)
     return dict(
         pair for kind, block in blocks if kind in ("", theme) for pair in re.findall(r"--(\w[\w-]*): ([^;]+);", block)
@@ -225,16 +225,17 @@ def test_palette_has_sufficient_contrast(theme):
     assert {backend: colors[backend] for backend in style.BACKENDS} == style.BACKENDS
     for on, below in (("on-mark", "mark"), ("note", "pane"), ("good", "pane"), ("bad", "pane")):
         assert contrast(colors[on], colors[below]) >= 4.5, (on, below)
-    for mark in ("mark-edge", *style.BACKENDS):  # what is not text
+    for mark in ("mark-edge", *style.BACKENDS):  # colors of elements without text
         assert contrast(colors[mark], colors["pane"]) >= 3, mark
 
 
 def test_backends_have_their_colors_from_one_place():
-    """No other file writes a color of a backend, and no figure one that is not in the style."""
+    """No other file specifies a backend's color, and figures use only the style's colors."""
     assert {name: style.PAGE[name][0] for name in style.BACKENDS} == style.BACKENDS
     assert all(contrast(color, "#ffffff") >= 3 for color in style.BACKENDS.values())
     color = re.compile(r"#[0-9a-f]{6}\b|#[0-9a-f]{3}\b|tab:\w+", re.IGNORECASE)
-    # The steps of the scale of errors, white on the darkest of them, and paper; what the site's style repeats is above.
+    # The steps of the error scale, white on the darkest step, and paper. The variables that repeat the site's style are
+    # checked above.
     scale = re.compile(r"--(?:s\d|t7|page): #\w+;")
     files = [
         *(path for kind in ("py", "html", "css", "js") for path in (ROOT / "transformer_parity").rglob(f"*.{kind}")),
@@ -304,7 +305,7 @@ def test_code_of_the_guides_runs(tmp_path, monkeypatch, ports):
 
 
 def check_port(folder, *options: str) -> tuple[int, str]:
-    """Run `parity check` in a directory, and return its exit code and its output."""
+    """Run `parity check` in a directory, and return its exit code and output."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
     command = [sys.executable, "-m", "transformer_parity", "check", *options]
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
@@ -312,7 +313,7 @@ def check_port(folder, *options: str) -> tuple[int, str]:
     return ran.returncode, ran.stdout
 
 
-# The options in the guides: every case of this port, in float64.
+# The options used in the guides: every case in the activations stage, in float64.
 QUICK = ("--stage", "activations", "--dtype", "float64")
 
 
@@ -324,7 +325,7 @@ def test_the_broken_port_is_diagnosed_as_shown(tmp_path):
     shown = re.compile(r"^reran each block of the port.*?^DIAGNOSIS .*?$", re.MULTILINE | re.DOTALL)
     kept = (DOCS / "examples" / "broken_port.txt").read_text("utf-8")
     found, expected = (shown.search(text)[0] for text in (printed, kept))
-    rounding = re.compile(r"\(error \de-1[56], ")  # its size depends on the processor
+    rounding = re.compile(r"\(error \de-1[56], ")  # the size of this error depends on the processor
     assert rounding.search(found)
     assert rounding.sub("(error", found) == rounding.sub("(error", expected)
 
@@ -350,6 +351,6 @@ def test_a_new_port_agrees_as_the_readme_shows(tmp_path, monkeypatch):
 
 
 def verdict(text: str) -> str:
-    """Return the verdict, ports, cases and comparisons in a report; the rest of the line depends on the machine."""
+    """Return the verdict, ports, cases, and comparisons in a report. The rest of the line depends on the machine."""
     (found,) = re.findall(r"^AGREE .*? comparisons", text, re.MULTILINE)
     return found

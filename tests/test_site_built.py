@@ -1,7 +1,7 @@
-"""The built site: links, sizes, and what a browser makes of it.
+"""The built site: links, sizes, and rendering in a browser.
 
-These tests are ``extended``; ``.ci/run`` asks for them. Those in a browser are left out, and said to be NOT TESTED,
-where there is no Chromium.
+These tests are ``extended``, and ``.ci/run`` requests them. Without Chromium, the tests that use a browser are skipped
+and reported as NOT TESTED.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ COPIED = (
     *("docs", "benchmarks", "transformer_bench", "transformer_parity", "transformer_spec"),
     *panes.PACKAGES.values(),
 )
-MOST_BYTES = 250_000  # of a page and all that it loads, gzipped, without fonts
-SECONDS = 60  # of a processor that a build may take; it needs a third of that
+MOST_BYTES = 250_000  # limit for a page and everything that it loads, gzipped, without fonts
+SECONDS = 60  # maximum CPU time of a build, which usually takes 20 seconds
 FRAMEWORKS = ("torch", "jax", "flax", "tensorflow", "keras")
 
 
-# Runs sphinx-build where no framework can be imported and no connection opened.
+# Runs sphinx-build in a process that can't import frameworks or open network connections.
 BUILD = f"""
 import socket, sys
 def refuse(*_): raise OSError("the build must not need a network")
@@ -46,7 +46,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 class Page(HTMLParser):
-    """What a page refers to, and what can be referred to in it."""
+    """Collects the links in a page and their possible targets."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The site, built with warnings as errors from a copy of the tree: without frameworks, network or a checkout."""
+    """The site, built from a copy of the tree without frameworks, network, or a checkout. Warnings are errors."""
     folder = tmp_path_factory.mktemp("site")
     for name in COPIED:
         shutil.copytree(ROOT / name, folder / "tree" / name, ignore=shutil.ignore_patterns("__pycache__", "api"))
@@ -124,7 +124,7 @@ def test_pages_are_small_and_load_only_files(site, pages):
 @pytest.mark.extended("site")
 def test_package_code_is_not_copied_into_the_documentation():
     copied = sorted(page.name for page in DOCS.rglob("*.md") if "def forward(" in page.read_text("utf-8"))
-    assert copied == ["broken-port.md", "check-my-port.md", "quickstart.md"]  # these contain the reader's own ports
+    assert copied == ["broken-port.md", "check-my-port.md", "quickstart.md"]  # the reader writes these ports
 
 
 SHOWN = (
@@ -159,7 +159,7 @@ SHOWN = (
 
 @pytest.fixture(scope="module")
 def chromium(browser):
-    """A browser, driven by playwright."""
+    """A browser that playwright controls."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -170,7 +170,7 @@ def chromium(browser):
 
 @pytest.fixture
 def look(chromium, site):
-    """A function that opens a page, and fails at the end if it asked for more than files or complained."""
+    """A function that opens a page. Network requests and console messages make the test fail at the end."""
     opened, complaints = [], []
 
     def open_page(name: str, width: int = 1280, theme: str = "light", query: str = ""):

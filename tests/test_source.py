@@ -1,4 +1,4 @@
-"""`parity source`: the same piece of code from the four packages, side by side."""
+"""`parity source`: corresponding code from the four packages, side by side."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from transformer_parity.transformer.ports.registry import PORTS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = [port.package for port in PORTS.values()]
-POINTERS = re.compile(r"#[ ^]*\^[ ^]*\n")  # lines below those that differ
+POINTERS = re.compile(r"#[ ^]*\^[ ^]*\n")  # comment lines below the lines that differ
 
 
 def printed_pieces(out):
-    """Return what `parity source` printed of each package, by its place and note."""
+    """Return the code that `parity source` printed for each package, by location and note."""
     blocks = re.split(r"\n# (?=\w+/\w+\.py:|not in )", out)[1:]
     return {title: code for title, _, code in (block.partition("\n") for block in blocks) if ".py:" in title}
 
 
 def pieces(out):
-    """Return the code that `parity source` printed, by its place."""
+    """Return the code that `parity source` printed, by location."""
     return {
         title.partition("  ")[0]: "".join(line for line in code.splitlines(keepends=True) if not POINTERS.match(line))
         for title, code in printed_pieces(out).items()
@@ -67,7 +67,7 @@ def test_source_handles_names_that_differ_between_packages(capsys):
     assert [text.strip() for text in inherited.values()] == [
         "class Part(nn.Module): ...  # inherits its forward method"
     ]
-    for name, method in (("Encoder", "encode"), ("Decoder", "decode")):  # as in ``forward = encode``
+    for name, method in (("Encoder", "encode"), ("Decoder", "decode")):  # ``forward = encode``
         assert all(f"def {method}(" in text for text in pieces(parity(capsys, "source", f"{name}.forward")[1]).values())
     lacking = parity(capsys, "source", "transformer_backward")[1]
     assert lacking.endswith("\n# not in transformer_torch, transformer_jax, transformer_tf\n")
@@ -119,7 +119,7 @@ def test_every_piece_is_the_code_in_the_file(package):
 
 
 def on_terminal(capsys, monkeypatch, width, *arguments):
-    """Return what `parity source` prints on a terminal of some width, without colors and styles."""
+    """Return the output of `parity source` on a terminal with the given width, without colors and styles."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))
     return re.sub(r"\x1b\[[0-9;]*m", "", parity(capsys, "source", *arguments)[1])
@@ -134,7 +134,7 @@ def test_source_columns_depend_on_terminal_width(capsys, monkeypatch, width, col
 
 
 def test_source_comments_point_at_differing_tokens(capsys):
-    """In a pipe: the output is Python, and the comments below its lines point at the tokens that the marks name."""
+    """If the output is piped, it's valid Python, with comments that point at the tokens that differ."""
     name = "MultiHeadAttention.forward"
     codes = {package: parsed(package).find(name).code for package in PACKAGES}
     for place, printed in printed_pieces(parity(capsys, "source", name)[1]).items():
@@ -173,7 +173,7 @@ def test_source_prints_docstrings_unchanged(capsys):
 @pytest.mark.parametrize("width", [60, 100, 240])
 @pytest.mark.parametrize("name", ["MultiHeadAttention", "LayerNorm"])
 def test_marks_survive_folding(width, name):
-    """Every token that differs is highlighted, on a line with a mark in the margin; without colors too."""
+    """Every token that differs is highlighted, and its line is marked in the margin, even without colors."""
     found = {package: parsed(package).find(name) for package in PACKAGES}
     marks = source_marks.compare({package: piece.code for package, piece in found.items()}, "reference_numpy")
     for package, piece in found.items():
@@ -194,7 +194,7 @@ def test_source_marks_without_colors(capsys, monkeypatch):
     out = on_terminal(capsys, monkeypatch, 120, "LayerNorm", "--backends", "numpy,torch")
     marked = [line for line in out.splitlines() if "│ > " in line]
     assert marked
-    for half in (slice(60), slice(60, None)):  # the reference too
+    for half in (slice(60), slice(60, None)):  # including the reference
         assert any("│ > " in line[half] for line in marked)
     assert re.search(r" tokens, \d+ added, \d+ missing ", out)
     assert "columns require" not in out
@@ -207,7 +207,7 @@ def test_source_has_colors_on_a_terminal(capsys, monkeypatch):
     assert "\x1b[94" in parity(capsys, "source", "split_heads")[1]
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[94" not in parity(capsys, "source", "split_heads")[1]
-    assert "\x1b[7m" in parity(capsys, "source", "split_heads")[1]  # reversed: no color
+    assert "\x1b[7m" in parity(capsys, "source", "split_heads")[1]  # reverse video isn't a color
 
 
 @pytest.mark.parametrize("width", [8, 20, 56])

@@ -1,4 +1,4 @@
-"""Stages: each has a tolerance for every tensor that it compares, and a new one takes a class and an entry."""
+"""Each stage has a tolerance for every tensor that it compares. A new stage requires a class and a registry entry."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_tensor_has_a_tolerance(stage, dtype):
 
 
 class Means(Stage):
-    """The mean logit of each sentence: a stage that exists only here."""
+    """A stage that compares the mean logit of each sentence and exists only in this test."""
 
     name = "means"
     component = "means of logits"
@@ -59,7 +59,7 @@ class Means(Stage):
 
 
 class Shifted(LoadedPackage):
-    """A model whose logits are all too large."""
+    """A model whose logits are all slightly too large."""
 
     def run_fast(self, block: str, arrays: Tensors) -> Tensors:
         return super().run_fast(block, arrays) + 1e-3

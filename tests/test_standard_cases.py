@@ -1,4 +1,4 @@
-"""``parity check`` reaches what users call between and around the usual calls: a mistake in it makes a case diverge."""
+"""``parity check`` includes the less common calls that users make: a bug in any of them makes a case diverge."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS, GRADIENTS = "steps/pre", "gradients/padded"
 DEFAULTS, LIMITS = "decode/paper_base_beam", "decode/other_decoder_beam"
 FORMULAS, LOSS = "decode/marian_beam", "loss/large_logits"
 SAMPLES, PREFIX, SCORES = "decode/samples", "decode/prefix_beam", "scores/translations"
-MISTAKES = {  # by name: case, module, text, and the text in its place; the same for NumPy and PyTorch unless listed
+MISTAKES = {  # name: case, module, text, and its replacement; the same for NumPy and PyTorch unless listed separately
     "taps of a cached step": (STEPWISE, "transformer", 'x), cache, within(tap, "decoder"))', "x), cache, tap)"),
     "a tap of a cached step is not called": (
         STEPWISE,
@@ -174,7 +174,7 @@ def test_a_mistake_is_caught(name, case, edit):
     assert found - {AGREES, SKIPPED}
 
 
-WIDE = {  # by package: the text that widens logits of bfloat16, and the text in its place
+WIDE = {  # package: the text that converts bfloat16 logits to float32, and its replacement
     "torch": ("torch.promote_types(logits.dtype, torch.float32)", "logits.dtype"),
     "jax": ("logits.astype(jnp.promote_types(logits.dtype, jnp.float32))", "logits"),
     "tf": ('tf.cast(logits, keras.backend.result_type(logits.dtype, "float32"))', "logits"),

@@ -1,4 +1,4 @@
-"""Mistakes that show only after a different call, for a long output or for a small gradient are found and explained."""
+"""Bugs that appear only after a different call, for long outputs, or for small gradients are found and explained."""
 
 from __future__ import annotations
 

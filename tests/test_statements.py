@@ -1,4 +1,4 @@
-"""Statements about the error of a block, in a batch with padding."""
+"""Statements about the error of a block in a batch with padding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BIAS = "encoder.layers.0.feed_forward.output_proj.bias"
     ],
 )
 def test_padding_does_not_hide_the_cause_of_an_error(change, words):
-    """A port has the reference's values at padding, which nothing reads."""
+    """A port has the reference's values at padding positions, which no other block uses."""
     wanted = observed(TRUTH, CASE)
     alone = Read.of(CASE, wanted).combine({**wanted, NAME: change(wanted[NAME])}, wanted)
     blame = SimpleNamespace(introduced=[NAME], dtype="float64")

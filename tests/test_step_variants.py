@@ -1,4 +1,4 @@
-"""Ports with a different optimizer, whose code differs from the hypotheses that name it."""
+"""Ports with a different optimizer whose code differs from the hypothesis that describes it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN = "self.__dict__.setdefault('own', {})"
 
 
 def shown(edits: Sequence[tuple[str, str, str]], case: Case) -> dict:
-    """Return the losses and weights of a port that is the reference with other formulas."""
+    """Return the losses and weights that a port with different formulas reports."""
     found = observed(Hypothesis((Mistake("", "", {"numpy": list(edits)}),)), case)
     return {
         name: array
@@ -32,7 +32,7 @@ def shown(edits: Sequence[tuple[str, str, str]], case: Case) -> dict:
 
 
 def diagnosed(edits: Sequence[tuple[str, str, str]]) -> Diagnosis:
-    """Diagnose the first case that differs, by all cases of training."""
+    """Diagnose the first case that differs, using all training cases."""
     ports = {name: shown(edits, case) for name, case in CASES.items()}
     differing = [name for name in CASES if Trials.of(CASES[name], ports[name]).differing(TRUTH)]
     first = differing[0]
@@ -140,7 +140,7 @@ CORRECTIONS = "settings.bias_corrections(self.step + 1)"
     ],
 )
 def test_numbers_of_an_optimizer_are_measured(edits: Sequence[tuple[str, str, str]], name: str) -> None:
-    """They hold in all cases, as code that ignores the settings does."""
+    """The measured values hold in all cases, like hard-coded values that ignore the settings."""
     found = diagnosed(edits)
     assert found.confidence == EXACT
     assert found.hypotheses[0] == name

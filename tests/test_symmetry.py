@@ -1,7 +1,7 @@
-"""The four packages read side by side: same files, names, order, parameters, shapes and defaults.
+"""The four packages correspond to each other: same files, names, order, parameters, shapes, and defaults.
 
-Types and docstrings are the framework's own. The packages are compared by syntax tree and tokens; no framework is
-imported. Each difference from the reference is in one table with its reason, and a row that nothing needs fails too.
+Types and docstrings may differ between frameworks. The tests compare syntax trees and tokens without importing any
+framework. One table lists each difference from the reference with its reason. An unused row makes a test fail.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = "reference_numpy"
 PORTS = ("transformer_torch", "transformer_jax", "transformer_tf")
-CALLS = ("__call__", "forward", "call")  # the method that computes: in Python and NNX, in torch, in Keras
+CALLS = ("__call__", "forward", "call")  # the method for the forward pass in Python and NNX, in torch, and in Keras
 
 STATE = "a framework's modules know whether they train; NumPy's caller hands over the random numbers"
 SHIPPED = "this framework ships it"
@@ -31,7 +31,8 @@ MASKS = "Keras fills in `mask` [batch, length] by itself, and calls the mask of 
 LOSSES = "Keras passes labels as floats to each loss, and takes a class"
 MODES = "Keras hands the mode down from the outermost call"
 
-# Who (of torch, jax, tf) differs, where, how, and why. Stars as in file names; each row holds for each of its ports.
+# Which ports (torch, jax, tf) differ, in which files or definitions, how, and why. Stars are wildcards. Each listed
+# port must use the row.
 ALLOWED = [
     ("torch jax tf", "", "lacks module functional", SHIPPED),
     ("torch jax tf", "", "lacks module backward*", DERIVED),
@@ -166,13 +167,13 @@ ALLOWED = [
 
 
 def read(package: str) -> dict[str, str]:
-    """Return the text of every module of a package."""
+    """Return the text of every module in a package."""
     return {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / package).glob("*.py"))}
 
 
 @cache
 def describe(text: str) -> dict[str, dict]:
-    """Return everything there is to compare in a module, by path, in order."""
+    """Return everything that is compared in a module, by path and in order."""
     tree = ast.parse(text)
     comments = shape_comments(text)
     found: dict[str, dict] = {}
@@ -189,12 +190,12 @@ def describe(text: str) -> dict[str, dict]:
         elif isinstance(node, ast.Assign) and node.targets[0].id == "__all__":
             found |= {f"exports.{name}": {} for name in ast.literal_eval(node.value)}
         elif isinstance(node, ast.Assign) and not node.targets[0].id.isupper():
-            found[node.targets[0].id] = {}  # such as Dropout = nn.Dropout
+            found[node.targets[0].id] = {}  # for example, Dropout = nn.Dropout
     return found
 
 
 def describe_function(node: ast.FunctionDef, comments: dict[int, str]) -> dict:
-    """Return parameters with shape and default, the shape of the result, and shape comments of a function."""
+    """Return the parameters (shapes and defaults), the result's shape, and the shape comments of a function."""
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = dict(zip(reversed(positional), reversed(arguments.defaults), strict=False))
@@ -215,13 +216,13 @@ def describe_function(node: ast.FunctionDef, comments: dict[int, str]) -> dict:
 
 
 def shape(annotation: ast.expr | None) -> str:
-    """Return the shapes that an annotation gives, such as ``B H L d_k`` of ``Float[Tensor, "B H L d_k"]``."""
+    """Return the shapes in an annotation, such as ``B H L d_k`` for ``Float[Tensor, "B H L d_k"]``."""
     nodes = ast.walk(annotation) if annotation else ()
     return ", ".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 def shape_comments(text: str) -> dict[int, str]:
-    """Return the trailing comments that give a shape, such as [B, H, L, d_k], by line."""
+    """Return the trailing comments that specify a shape, such as [B, H, L, d_k], by line."""
     found = {}
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and (match := re.match(r"# (\[[^]]+\])", token.string)):
@@ -230,7 +231,7 @@ def shape_comments(text: str) -> dict[int, str]:
 
 
 def differences(reference: dict[str, str], port: dict[str, str]):
-    """Yield where and how a port differs from the reference, given the text of both by module."""
+    """Yield the location and kind of each difference between a port and the reference, given their texts by module."""
     yield from compare_names("", "module", list(reference), list(port))
     for module in reference.keys() & port.keys():
         ours, theirs = (describe(side[module]) for side in (reference, port))
@@ -245,7 +246,7 @@ def public(paths):
 
 
 def compare_names(place: str, kind: str, ours: list[str], theirs: list[str]):
-    """Yield names that one side lacks, and the first of the common ones that stands elsewhere."""
+    """Yield names that are missing on one side, and the first common name with a different position."""
     yield from ((place, f"lacks {kind} {name}") for name in ours if name not in theirs)
     yield from ((place, f"adds {kind} {name}") for name in theirs if name not in ours)
     common = zip([name for name in ours if name in theirs], [name for name in theirs if name in ours], strict=True)
@@ -253,7 +254,7 @@ def compare_names(place: str, kind: str, ours: list[str], theirs: list[str]):
 
 
 def compare(place: str, ours: dict, theirs: dict):
-    """Yield how one definition differs from its counterpart."""
+    """Yield the differences between a definition and its counterpart."""
     mine, other = ours.get("parameters", {}), theirs.get("parameters", {})
     yield from compare_names(place, "parameter", list(mine), list(other))
     for name in mine.keys() & other.keys():
@@ -265,7 +266,7 @@ def compare(place: str, ours: dict, theirs: dict):
 
 
 def allowed(port: str, place: str, what: str) -> list[int]:
-    """Return the rows of the table that speak of a difference."""
+    """Return the indices of the table rows that allow a difference."""
     name = port.removeprefix("transformer_")
     return [
         row

@@ -1,4 +1,4 @@
-"""A table of names leads from a format to canonical weights and back; what does not fit has the format's names."""
+"""Tables of names map a format to canonical weights and back. Error messages use the format's own names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformer_parity.apps.checkpoints.formats.huggingface import TABLE, table
 from transformer_parity.apps.checkpoints.imported import Origin
 from transformer_parity.apps.checkpoints.name_mapping import AS_IS, ROW, TRANSPOSED, Row, give, same, spelled_out, take
 
-SHARED = Row("{side}_position.table", "positions")  # one table there, two here
+SHARED = Row("{side}_position.table", "positions")  # one tensor in the file, two canonical weights
 
 
 def case(preset="bart", **changes):
@@ -90,7 +90,7 @@ def test_the_same_bytes(form):
     one = np.array([[0.0, np.nan], [1.0, 2.0]], np.float32)
     one = one.T if form == TRANSPOSED else one
     assert same(one, one.copy())
-    assert not same(one, -one)  # zero has a sign
+    assert not same(one, -one)  # zeros have a sign
     assert not same(one, one.astype(np.float64))
     assert not same(one, one[:1])
 

@@ -1,4 +1,4 @@
-"""Taps pass their value through: what a tap returns is what the model goes on with, in every backend."""
+"""In every backend, the model continues with the value that a tap returns."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_every_tap_can_be_replaced(port):
         expected = reference(*ids, tap=ref.Recorder("none", replace={name: other}))
         actual = model(*ids, tap=ref.Recorder("none", replace={name: port.from_numpy(other)}))
         assert relative_error(port.to_numpy(actual), expected) < 1e-12, name
-        # Scores that no query may use, and keys and values of padding, are the only places without effect.
+        # Only masked scores, and keys and values at padding positions, have no effect on the logits.
         assert relative_error(logits, expected) > 1e-6, name
 
 
@@ -60,7 +60,7 @@ def test_missing_tap_error_lists_the_stored_values():
 
 
 def test_layers_do_not_bind_tap_prefixes():
-    """The name of a sub-module stands where it is called; a preamble of taps would say it twice."""
+    """Calls of sub-modules contain the tap prefix, because a separate variable would repeat the sub-module's name."""
     root = Path(ref.__file__).parent.parent
     layers = [path for package in PACKAGES.values() for path in (root / package).glob("*.py")]
     assert len(layers) > 40
@@ -68,7 +68,7 @@ def test_layers_do_not_bind_tap_prefixes():
 
 
 class Auxiliary(ref.Recorder):
-    """Keeps every decoder layer's output, and lets the model return their sum in the place of logits."""
+    """Records every decoder layer's output and replaces the logits with the sum of these outputs."""
 
     def __call__(self, name, value):
         value = super().__call__(name, value)
@@ -76,7 +76,7 @@ class Auxiliary(ref.Recorder):
 
 
 def test_a_loss_on_every_decoder_layer(port):
-    """Its gradient reaches what lies below, and is that of differences of the reference."""
+    """The gradient reaches the embedding and matches finite differences of the reference."""
     config = tiny(num_encoder_layers=1, activation="gelu")
     weights = {name: array.astype("float64") for name, array in hard_weights(config).items()}
     rng = np.random.default_rng(0)

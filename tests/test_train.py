@@ -1,4 +1,4 @@
-"""``parity train`` and ``parity evaluate``, as a user runs them: whole runs of very small models."""
+"""Complete ``parity train`` and ``parity evaluate`` runs with very small models, as users start them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def saved_weights(path):
 
 def test_finished_run_leaves_the_documented_files(finished):
     assert {path.name for path in finished.iterdir()} == {
-        "checkpoint-0000008.safetensors",  # the first one is gone: keep=2
+        "checkpoint-0000008.safetensors",  # the first checkpoint was deleted because of keep=2
         "checkpoint-0000012.safetensors",
         "model.safetensors",
         "log.jsonl",
@@ -108,7 +108,7 @@ def test_stopped_and_resumed_is_uninterrupted_bit_by_bit(backend, tmp_path):
 
 @pytest.mark.extended("training runs")
 def test_a_run_goes_on_in_another_framework(backends, tmp_path):
-    """In float64 without dropout, the curve is the uninterrupted one to 1e-10, whoever takes the steps."""
+    """In float64 without dropout, the losses match an uninterrupted run to 1e-10, regardless of the frameworks."""
     exact = ("--dtype", "float64", "--set", "dropout=0", "--steps", 2 * len(backends))
     whole, relay = tmp_path / "whole", tmp_path / "relay"
     assert train(whole, "--backend", backends[0].name, *exact) == 0
@@ -136,7 +136,7 @@ def test_lockstep_shows_agreeing_curves(backends, tmp_path, capfd):
 
 @pytest.mark.only("torch")
 def test_bug_in_one_backend_is_detected_in_lockstep(tmp_path, capfd, monkeypatch):
-    """A schedule that is one step ahead: the first loss is the same, the second is not."""
+    """One schedule is a step ahead, so the first losses are equal and the second losses differ."""
     import transformer_torch
 
     class Early(ref.TrainingConfig):
@@ -246,7 +246,7 @@ def test_checkpoint_with_a_custom_name_is_never_deleted(finished, tmp_path):
 
 @pytest.mark.parametrize("stopped", [13, 16], ids=["in between", "at the end"])
 def test_extended_run_has_no_final_model_until_its_new_end(stopped, finished, tmp_path, monkeypatch):
-    """It can be stopped and resumed as any other, also when all steps are taken."""
+    """The run can be stopped and resumed like any other, even after its last step."""
     copy, whole = tmp_path / "copy", tmp_path / "whole"
     for folder in (copy, whole):
         shutil.copytree(finished, folder)
@@ -278,13 +278,13 @@ def test_extended_run_without_a_new_step_keeps_its_final_model(when, finished, t
 
     monkeypatch.setattr(TrainingRun, "_stops", end)
     assert resume(copy, "--backend", "numpy", "--steps", 16) == (3 if when == "fails" else 128 + signal.SIGTERM)
-    # The result is of the training that this one resumes, and was deleted when it started.
+    # The result described the run that is resumed here, which deleted it at the start.
     assert {path.name for path in copy.iterdir()} == {path.name for path in finished.iterdir()} - {"result.json"}
     assert (copy / "model.safetensors").read_bytes() == (finished / "model.safetensors").read_bytes()
 
 
 def test_it_can_be_finished_elsewhere(finished, tmp_path):
-    """The last checkpoint is all there is to average there."""
+    """In a different directory, only the last checkpoint is available for averaging."""
     copy, elsewhere = tmp_path / "copy", tmp_path / "elsewhere"
     shutil.copytree(finished, copy)
     (copy / "model.safetensors").unlink()
@@ -325,7 +325,7 @@ def test_non_finite_loss_ends_the_run(tmp_path, capfd):
     ],
 )
 def test_diverging_run_reports_the_step_and_saves_no_nan(backend, factor, every, tmp_path, capfd):
-    """The first thing that isn't finite may be the loss, the held-out loss, a weight, or the logits of a search."""
+    """The first non-finite value may be the loss, the held-out loss, a weight, or the logits in a search."""
     options = [f"save_every={every}", f"validate_every={every}", "warmup_steps=1", f"learning_rate_factor={factor}"]
     with np.errstate(all="ignore"):
         assert train(tmp_path / "run", "--backend", backend.name, "--steps", 6, "--set", *options) == 3

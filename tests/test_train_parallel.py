@@ -1,4 +1,4 @@
-"""``parity train --parallel``: the processes of a plan train what one device trains, and end together."""
+"""``parity train --parallel``: the processes of a plan train the same model as one device, and end together."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from transformer_parity.transformer.ports.protocol import Placement
 
 EXACT = ("--dtype", "float64", "--set", "num_heads=4")
 IN_PROCESSES = [pytest.param(name, marks=pytest.mark.only(name)) for name in ("torch", "jax", "tf")]
-TWO = {"torch": (), "jax": ("--processes", "2"), "tf": ("--processes", "2")}  # processes
-PLANS = {  # of each framework, and in how many processes where that can be chosen
+TWO = {"torch": (), "jax": ("--processes", "2"), "tf": ("--processes", "2")}  # options that select two processes
+PLANS = {  # plans for each framework, and the number of processes if it can be chosen
     "numpy": [("data=2,fsdp=2,tensor=2", None)],
     "torch": [("data=2", None), ("fsdp=2", None), ("tensor=2", None), ("data=2,fsdp=2", None)],
     "jax": [("data=2", None), ("fsdp=2,tensor=2", None), ("data=2,tensor=2", 2), ("data=2,fsdp=2", 4)],
@@ -42,7 +42,7 @@ def few_dates(monkeypatch):
 
 
 def make_few(monkeypatch):
-    """Let the dates be few; other processes are sent them."""
+    """Reduce the number of dates. Other processes receive them from this one."""
     monkeypatch.setattr(corpora, "DATES_TRAINED", 40)
     monkeypatch.setattr(corpora, "DATES_HELD_OUT", 6)
 
@@ -53,7 +53,7 @@ def final(folder):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """A run on one device, without dropout, which each framework would draw otherwise."""
+    """A run on one device without dropout, because each framework draws different masks."""
     folder = tmp_path_factory.mktemp("runs") / "alone"
     with pytest.MonkeyPatch.context() as patch:
         make_few(patch)
@@ -74,7 +74,7 @@ def test_reference_run_with_a_plan_matches_one_device(alone, tmp_path, capfd):
 @pytest.mark.extended("plans", "jax", "tf")
 @pytest.mark.parametrize("name", IN_PROCESSES)
 def test_run_is_resumed_on_other_devices_in_another_framework(name, alone, tmp_path, capfd):
-    """Two processes, then one device of NumPy."""
+    """The run starts with two processes and is resumed on one device with NumPy."""
     folder = tmp_path / "run"
     where = "--backend", name, "--parallel", "data=2", *TWO[name]
     options = "--steps", 6, "--stop-at", 3, "--set", "save_every=2", "--set", "dropout=0"
@@ -99,14 +99,14 @@ def test_every_plan_gives_the_final_weights_of_one_device(name, plan, processes,
     assert_near(final(tmp_path / "run"), final(alone), 1e-10)
 
 
-# --- What is translated ---
+# --- Translation ---
 
 LINES = ("3 May 2024", "Freitag, 3. Mai 2024", "", "1. März 1999", "12/31/1987", "Jan 2, 2003")
 
 
 @dataclass
 class Summed:
-    """Sums the numbers of processes that are threads."""
+    """Sums the values of processes that are simulated by threads."""
 
     count: int
     told: dict[int, np.ndarray] = field(default_factory=dict)
@@ -146,7 +146,7 @@ def test_each_process_translates_a_share_and_has_all(count, monkeypatch):
 
     with ThreadPoolExecutor(count) as threads:
         assert [*threads.map(translate, range(count))] == [expected] * count
-    assert len(searched) == 5  # each line that is not empty, once
+    assert len(searched) == 5  # each distinct non-empty line, once
 
 
 def test_gathered_texts_support_any_script():
@@ -162,7 +162,7 @@ def test_gathered_texts_support_any_script():
         assert [*threads.map(gather, range(2))] == [texts] * 2
 
 
-# A run of few dates, in a process that takes signals as a command does.
+# A run with few dates, in a process that handles signals like the command.
 PROGRAM = """
 import sys
 from transformer_parity.cli.main import main
@@ -175,7 +175,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.only("torch")
 @pytest.mark.extended("signals")
 def test_under_torchrun_the_environment_decides(alone, tmp_path):
-    """Two processes that torchrun starts; the first writes and speaks."""
+    """torchrun starts two processes, but only the first one writes files and prints output."""
     folder = tmp_path / "run"
     options = ["--out", folder, *SMALL, *EXACT, "--backend", "torch", "--steps", 6, "--set", "dropout=0"]
     program = tmp_path / "program.py"
@@ -189,7 +189,7 @@ def test_under_torchrun_the_environment_decides(alone, tmp_path):
     assert done.stderr.count("2 devices (fsdp=2) in 2 processes") == 1
 
 
-# --- What is refused, and who decides ---
+# --- Errors, and the source of the process group ---
 
 REFUSED = {
     "no plan": (["--parallel", "data"], "a plan must have the form data=2,fsdp=2,tensor=2: got 'data'"),
@@ -240,7 +240,7 @@ def test_slurm_variables_are_translated_for_torch():
     assert found == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 
 
-# --- One file, and the folders of the frameworks ---
+# --- A single checkpoint file, and the frameworks' sharded directories ---
 
 
 @pytest.mark.parametrize("name", IN_PROCESSES)

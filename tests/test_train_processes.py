@@ -1,4 +1,4 @@
-"""The processes of ``parity train --parallel`` end together, whatever ends one, and the run goes on elsewhere."""
+"""The processes of ``parity train --parallel`` end together, whichever of them ends, and the run can be resumed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from transformer_parity.apps.train import processes
 from transformer_parity.apps.train.log import checkpoints, step_of
 from transformer_parity.transformer.distributed import environments
 
-SECONDS = 20  # in which processes have to end; most of it for a busy machine
-ONE_SHAPE = ("--set", "tokens_per_batch=1024")  # of all batches: after the first step, nothing is compiled
+SECONDS = 20  # maximum time until the processes end, with a margin for a busy machine
+ONE_SHAPE = ("--set", "tokens_per_batch=1024")  # one shape for all batches, so that only the first step is compiled
 WITHOUT_END = (*ONE_SHAPE, "--steps", "100000", "--set", "validate_every=100000", "save_every=100000")
 
 
 @contextmanager
 def running(folder, *options, environment=None):
-    """Start a run, wait for its first step, and yield it with what it has said; nothing is left of it afterwards."""
+    """Start a run, wait for its first step, and yield it with its output so far. Afterwards, kill all its processes."""
     command = [sys.executable, "-c", PROGRAM, "train", "--task", "dates", "--out", str(folder), *SMALL, *WITHOUT_END]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
     run = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment)
@@ -49,13 +49,13 @@ def running(folder, *options, environment=None):
 
 
 def members(run):
-    """Return the processes that train, the first one first."""
+    """Return the training processes in order of rank."""
     processes = psutil.Process(run.pid).children(recursive=True)
     return [process for process in processes if "transformer_parity.apps.train.processes:work" in process.cmdline()]
 
 
 def ended(run, processes, folder):
-    """Return what a run has said at its end, which comes soon, for all of its processes; its folder is free again."""
+    """Wait for a run, check that all its processes end and that its lock is released, and return its output."""
     began = time.monotonic()
     said = run.stderr.read()
     run.wait(SECONDS)
@@ -66,7 +66,7 @@ def ended(run, processes, folder):
 
 
 def two(name):
-    """Return the options of a run in two processes."""
+    """Return the options for a run in two processes."""
     return "--backend", name, "--parallel", "data=2", *TWO[name]
 
 
@@ -76,7 +76,7 @@ def test_killed_process_ends_the_whole_run(tmp_path):
 
 
 def killed(run, rank, count, folder):
-    """Kill a process of a run, which ends and says so."""
+    """Kill a process of a run, and check that the run ends with an error message."""
     found = members(run)
     assert len(found) == count
     found[rank].kill()
@@ -89,7 +89,7 @@ def killed(run, rank, count, folder):
     assert "Traceback" not in said
 
 
-ELSEWHERE = {  # where the run of a framework goes on
+ELSEWHERE = {  # options for resuming each framework's run
     "torch": ("--backend", "jax", "--parallel", "data=2,tensor=2", "--processes", 2),
     "jax": ("--backend", "tf", "--parallel", "data=3"),
     "tf": ("--backend", "torch", "--parallel", "fsdp=2"),
@@ -100,7 +100,7 @@ ELSEWHERE = {  # where the run of a framework goes on
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", IN_PROCESSES)
 def test_run_with_a_killed_process_is_resumed_on_other_devices(name, rank, tmp_path):
-    """In another framework, on other devices, as the run that nothing has interrupted."""
+    """The run is resumed with a different framework and plan, and matches an uninterrupted run."""
     folder, whole = tmp_path / "run", tmp_path / "whole"
     always = *EXACT, "--set", "dropout=0", "cooldown_steps=0"
     with running(folder, *two(name), *map(str, always), "--set", "save_every=1", "keep=9999") as (run, _):
@@ -138,11 +138,11 @@ def test_worker_processes_end_when_the_command_is_killed(name, tmp_path):
         assert still_running(found, SECONDS) == []
 
 
-# --- What goes wrong in one process, or before all are there ---
+# --- Errors in one process, or before all processes have joined ---
 
 
 def failed(folder, name, monkeypatch, function=None):
-    """Train in two processes, which do something else, and fail; nothing is left of them."""
+    """Run two processes that fail, optionally with a different function, and check that both have ended."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     if function is not None:
         monkeypatch.setattr(processes, "WORK", f"parallel_train:{function}")
@@ -188,9 +188,10 @@ UNEVEN = "the plan data=3 needs 3 devices: got 2"
 @pytest.mark.extended("signals")
 @pytest.mark.parametrize("name", IN_PROCESSES)
 def test_processes_that_contradict_the_plan_all_end_with_an_error(name, tmp_path):
-    """Started by something else: each finds the other in its environment.
+    """The processes are started by another program, and each finds the other one in its environment.
 
-    One that has said what does not fit ends; JAX's other one may lose it before it has counted the devices.
+    The first process to report the error exits, so JAX's other process may lose the connection before it counts the
+    devices.
     """
     with environments.environments(name, 2, 2) as told:
         command = [sys.executable, "-c", PROGRAM, "train", "--task", "dates", "--out", str(tmp_path / "run"), *SMALL]

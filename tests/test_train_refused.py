@@ -1,4 +1,4 @@
-"""What `parity train` refuses, before anything is written."""
+"""Options and files that `parity train` rejects before it writes anything."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_more_slices_than_pairs_are_refused_at_once(checkpoint, tmp_path, capfd)
 @pytest.mark.parametrize("what", ["a FIFO", "a device", "a folder"])
 def test_special_files_in_a_checkpoint_are_never_opened(what, where, texts, checkpoint, tmp_path, capfd):
     other = {"a FIFO": tmp_path / "fifo", "a device": Path("/dev/zero"), "a folder": tmp_path}[what]
-    os.mkfifo(tmp_path / "fifo")  # to open it would wait for ever
+    os.mkfifo(tmp_path / "fifo")  # opening it would block forever
     origin = {**TEXT, "files": list(map(str, texts[:2])), "held_out": list(map(str, texts[2:]))}
     origin[where][1] = str(other)
     path = tmp_path / "checkpoint-0000008.safetensors"

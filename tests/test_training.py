@@ -1,7 +1,7 @@
-"""Training: one contract in four packages, and a run that any of them can take over from any other.
+"""Training follows one contract in four packages, so that each of them can resume a run from any other.
 
-The reference's gradients are proved in ``test_backward``; here they are what the steps of all four are held to. Models
-are as small as they can be, and each trainer is built once: the frameworks spend most of this file's time compiling.
+``test_backward`` checks the reference's gradients, and these tests compare the steps of all four packages with them.
+Models are as small as possible, and each trainer is built only once, because compilation dominates the run time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import reference_numpy as ref
 
 # --- Gradients ---
 
-# No key bias: its gradient is rounding noise. In float32 the reference itself is only so exact.
+# Without key biases, whose gradients are only rounding noise. In float32, the reference itself isn't more precise.
 GRADIENTS = {
     "paper_base": ("float64", {}),
     "annotated": ("float32", {"attention_bias": False, "position_encoding": "learned", "tie_embeddings": "none"}),
@@ -47,7 +47,7 @@ GRADIENTS = {
 
 @pytest.fixture(scope="module", params=GRADIENTS)
 def differentiated(backend, request):
-    """A model in training mode, as its user may have left it, and the same in the reference."""
+    """A model in training mode, as a user may have left it, and the same model in the reference."""
     dtype, overrides = GRADIENTS[request.param]
     ids = {"pad_id": PAD, "bos_id": CONFIG.bos_id, "eos_id": CONFIG.eos_id}
     config = tiny_config(request.param, **{**ONE_LAYER, **ids, "dropout": RATES, **overrides})
@@ -59,7 +59,7 @@ def differentiated(backend, request):
 
 
 def test_gradients(backend, differentiated):
-    """As the reference has them: names, order, shapes and dtypes too; and without dropout, whatever the rates."""
+    """Gradients match the reference in names, order, shapes, and dtypes, and ignore the dropout rates."""
     model, reference = differentiated
     found, expected = backend.package.gradients(model, *BATCH), ref.gradients(reference, *BATCH)
     dtype = reference.source_embedding.table.dtype
@@ -101,7 +101,7 @@ def test_gradients_of_a_source_of_padding_only(backend, differentiated):
 
 # --- Steps ---
 def transcribed_run(batches, settings):
-    """Train ``WEIGHTS`` by the letter: equation (3), clipping, and Algorithm 1 of Kingma and Ba (2015)."""
+    """Train ``WEIGHTS`` using equation (3), clipping, and Algorithm 1 of Kingma and Ba (2015) literally."""
     theta = {name: array.copy() for name, array in WEIGHTS.items()}
     m, v = ({name: np.zeros_like(array) for name, array in theta.items()} for _ in range(2))
     losses, norms = [], []
@@ -130,9 +130,9 @@ def transcribed_run(batches, settings):
     ],
 )
 def test_train_steps_match_the_written_formulas(backend, kind):
-    """Weights, moments and reports, after the first step and after a few; the slices cannot be seen in any of them.
+    """Weights, moments, and reports match after the first step and after a few, regardless of micro-batches.
 
-    One of the batches has no token, so that its step only lets the moments decay; one is clipped, and one is not.
+    One of the batches has no tokens, so its step only decays the moments. The gradients of one step are clipped.
     """
     trainer = at_the_start(backend, kind)
     tokens = [int((labels != PAD).sum()) for _, _, labels in BATCHES]
@@ -169,7 +169,7 @@ def test_step_on_a_padding_batch_changes_no_weights(backend):
 
 @pytest.mark.extended("training", "jax", "tf")
 def test_between_two_steps_the_model_is_in_inference_mode(backend):
-    """It holds the current weights, and computes what another model of these weights computes."""
+    """The model contains the current weights and computes the same as a new model with these weights."""
     trainer = at_the_start(backend, "dropout")
     for _ in range(2):
         trainer.train_step(*BATCH)
@@ -181,7 +181,7 @@ def test_between_two_steps_the_model_is_in_inference_mode(backend):
 
 @pytest.mark.parametrize("kind", tiers.first_alone(["plain", "dropout"], "training", "jax", "tf"))
 def test_evaluation(backend, kind):
-    """The plain likelihood: no dropout, no smoothing; between any two steps, and after another state was loaded."""
+    """Evaluation uses neither dropout nor label smoothing, at any time between steps and after loading a state."""
     trainer = at_the_start(backend, kind)
     config = trainer.model.config.replace(label_smoothing=0.0)
     tolerance = 1e-13 if kind == "plain" else 1e-5
@@ -205,7 +205,7 @@ def test_evaluation(backend, kind):
 
 # --- Learning ---
 def reversals(count):
-    """Yield batches of sentences that are to be said backwards."""
+    """Yield batches of sentences whose targets are the reversed sources."""
     rng = np.random.default_rng(0)
     for _ in range(count):
         source = rng.integers(3, 9, (8, 4))
@@ -215,7 +215,7 @@ def reversals(count):
 
 @pytest.fixture(scope="module")
 def learning():
-    """The reference, as it learns from fresh weights to reverse: its weights at the start, its losses and itself."""
+    """The reference after learning to reverse sentences: its initial weights, its losses, and its trainer."""
     weights = {name: array.astype(np.float64) for name, array in ref.init_weights(CONFIG).items()}
     model = ref.Transformer.from_weights(CONFIG, weights, dtype="float64")
     trainer = ref.Trainer(model, ref.TrainingConfig(**SCHEDULE))
@@ -226,7 +226,7 @@ def test_the_reference_learns_to_reverse(learning):
     _, losses, trainer = learning
     assert losses[0] > 3.0  # guessing among all 37 words costs log 37 = 3.6
     totals, tokens = zip(*(trainer.evaluate(*batch) for batch in list(reversals(270))[250:]), strict=True)
-    assert sum(totals) / sum(tokens) < 0.4  # guessing among the six in use costs log 6 for four tokens in five: 1.4
+    assert sum(totals) / sum(tokens) < 0.4  # guessing among the six used words costs log 6 for four of five tokens: 1.4
 
 
 @pytest.mark.extended("training", "jax", "tf")

@@ -1,4 +1,4 @@
-"""Precision, memory and compilation of a training step: they change no number, or only in the last bits."""
+"""Precision, memory use, and compilation of a training step affect results at most by rounding."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_mixed_precision(port):
     trainer = at_the_start(port, "mixed")
     exact = ref.gradients(ref.Transformer.from_weights(CONFIG, WEIGHTS), *BATCH).loss
     losses = losses_of(trainer, [BATCH] * 30)
-    assert 1e-5 < abs(losses[0] / exact - 1) < 0.03  # bfloat16 has eight bits: it is in use, and does no harm
+    assert 1e-5 < abs(losses[0] / exact - 1) < 0.03  # bfloat16, with its eight bits, is used and accurate enough
     assert np.isfinite(losses).all()
     assert losses[-1] < 0.8 * losses[0]
     found = everything(trainer)
     assert {array.dtype.name for name, array in found.items() if " " in name} == {"float32"}
     low_bits = found[f"weight {NAME}"].view(np.uint32) & 0xFFFF
-    assert low_bits.any()  # no weight was rounded to bfloat16 on the way
+    assert low_bits.any()  # no weight was ever rounded to bfloat16
     twin = port.package.Transformer.from_weights(CONFIG, trainer.model.export_weights())
     logits = port.to_numpy(trainer.model(*BATCH[:2]))
     assert logits.dtype == np.float32
@@ -57,7 +57,7 @@ def test_mixed_precision(port):
 # --- Activation checkpointing ---
 @pytest.mark.extended("training", "jax", "tf")
 def test_activation_checkpointing_changes_no_number(backend):
-    """Losses, norms, weights and moments of three steps; so dropout falls both times on the same elements."""
+    """Losses, norms, weights, and moments match after three steps, so recomputation must use the same dropout masks."""
     found = {}
     for kind in ("everything kept", "checkpointed"):
         trainer = at_the_start(backend, kind)
@@ -71,12 +71,12 @@ def test_activation_checkpointing_changes_no_number(backend):
     for name, expected in kept.items():
         assert_near(checkpointed[name], expected, 1e-12, name)
     stacks = trainer.model.encoder, trainer.model.decoder
-    assert not any(getattr(stack, "activation_checkpointing", False) for stack in stacks)  # but for a step
+    assert not any(getattr(stack, "activation_checkpointing", False) for stack in stacks)  # enabled only during a step
 
 
 @pytest.mark.only("torch")
 def test_torch_keeps_less(port):
-    """A layer's input alone outlives its forward pass."""
+    """Only a layer's inputs are kept after its forward pass."""
     import torch
 
     def kept_bytes(kind):
@@ -96,7 +96,7 @@ def test_torch_keeps_less(port):
 @pytest.mark.only("jax")
 @pytest.mark.extended("training", "jax")
 def test_jax_keeps_less(port):
-    """XLA says how much room a step takes beside what goes in and comes out."""
+    """XLA reports the temporary memory of a step, excluding its inputs and outputs."""
     import jax
 
     training, compilation = port.package.training, port.package.compilation
@@ -112,7 +112,7 @@ def test_jax_keeps_less(port):
         return step.compile().memory_analysis().temp_size_in_bytes
 
     before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)  # it is they that could undo it
+    jax.config.update("jax_disable_most_optimizations", False)  # optimizations could undo checkpointing
     try:
         kept, checkpointed = (room(ref.TrainingConfig(activation_checkpointing=again)) for again in (False, True))
     finally:
@@ -122,7 +122,7 @@ def test_jax_keeps_less(port):
 
 @pytest.mark.only("jax")
 def test_new_moments_in_jax_take_the_place_of_the_old(port):
-    """Each of the two its own: in the place of the other, XLA would have to copy one of them first."""
+    """Each moment reuses its own buffer. If they were swapped, XLA would have to copy one of them."""
     trainer = at_the_start(port)
 
     def places():
@@ -137,7 +137,7 @@ def test_new_moments_in_jax_take_the_place_of_the_old(port):
 
 @pytest.mark.only("tf")
 def test_tf_recomputes_activations_when_checkpointing(port):
-    """What is kept is decided where the graph runs; here, that there are more matrix products in it."""
+    """The runtime decides which tensors are kept, so this test only checks that the graph has more matmuls."""
 
     def products(kind):
         trainer = at_the_start(port, kind)
@@ -153,7 +153,7 @@ def test_tf_recomputes_activations_when_checkpointing(port):
 # --- Compilation ---
 @pytest.mark.only("jax")
 def test_jax_compiles_a_step_once(port, caplog):
-    """Another step, learning rate or seed, and weights and moments from elsewhere, meet what is compiled already."""
+    """A different step, learning rate, or seed, and loaded weights or moments don't trigger a recompilation."""
     import jax
 
     trainer = at_the_start(port)
@@ -161,7 +161,7 @@ def test_jax_compiles_a_step_once(port, caplog):
     trainer.evaluate(*BATCH)
     with caplog.at_level(logging.DEBUG, "jax"), jax.log_compiles():
         jax.jit(lambda x: x + 1)(np.ones(5)).block_until_ready()
-        assert "Compiling" in caplog.text  # a compilation is seen
+        assert "Compiling" in caplog.text  # shows that compilations are logged
         caplog.clear()
         for state in (zero_state(step=1000, seed=7), zero_state(step=10_000, seed=8)):
             trainer.load_state(state)
@@ -172,7 +172,7 @@ def test_jax_compiles_a_step_once(port, caplog):
 
 @pytest.mark.only("tf")
 def test_tf_traces_a_step_once(port, monkeypatch):
-    """Likewise, and for batches of every shape."""
+    """A different step, learning rate, seed, or batch shape doesn't trigger retracing."""
     trainer, traced = at_the_start(port), []
     trainer.train_step(*BATCH)
     trainer.evaluate(*BATCH)
@@ -190,12 +190,12 @@ def test_tf_traces_a_step_once(port, monkeypatch):
             trainer.evaluate(*batch)
     assert traced == []
     port.package.gradients(trainer.model, *BATCH)
-    assert len(traced) == 1  # a call is seen
+    assert len(traced) == 1  # shows that calls are recorded
 
 
 @pytest.mark.only("torch")
 def test_torch_compile(port, monkeypatch):
-    """The same losses when a compiler traces the whole of forward and backward pass; which one is its user's choice."""
+    """The losses are the same if the user's choice of compiler traces the complete forward and backward pass."""
     import torch
 
     expected = losses_of(at_the_start(port), HANDOVER[:3])
@@ -225,7 +225,7 @@ def test_xla(port, kind):
     trainer.evaluate(*BATCH)
     _, gradient, evaluation = trainer._traced.values()
     assert gradient.function_spec.jit_compile
-    assert not evaluation.function_spec.jit_compile  # of any number of shapes
+    assert not evaluation.function_spec.jit_compile  # evaluation has too many batch shapes
 
 
 @pytest.mark.only("tf")

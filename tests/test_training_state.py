@@ -1,4 +1,4 @@
-"""The state of a training run: copies, resumption in any framework, and the batches and states that are refused."""
+"""The state of a training run: copies, resumption in any framework, and rejected batches and states."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ import reference_numpy as ref
 
 
 def altered(ids, row, column, value):
-    """Return a copy of ids with one of them replaced."""
+    """Return a copy of IDs in which one is replaced."""
     ids = ids.copy()
     ids[row, column] = value
     return ids
@@ -55,10 +55,10 @@ def test_a_state_is_a_copy(backend):
     exported = everything(trainer)
     kept = {name: array.copy() for name, array in exported.items()}
     trainer.train_step(*BATCH)
-    assert_same_bits(exported, kept)  # training on does not reach what was handed out
+    assert_same_bits(exported, kept)  # further training doesn't change exported arrays
     now = everything(trainer)
     for array in everything(trainer).values():
-        array[...] = 99  # nor does what happens to it reach the trainer
+        array[...] = 99  # changing exported arrays doesn't affect the trainer
     assert_same_bits(everything(trainer), now)
     state = trainer.export_state()
     trainer.load_state(state)
@@ -69,7 +69,7 @@ def test_a_state_is_a_copy(backend):
 
 @pytest.mark.extended("backends", "tf")
 def test_resumed_run_is_bit_exact(backend, tmp_path):
-    """Cut anywhere, with dropout, through a file, in a model and a trainer that never saw the first part."""
+    """A run with dropout can be interrupted at any step and resumed from a file with a new model and trainer."""
     trainer, batches = at_the_start(backend, "dropout"), [make_batch(seed) for seed in range(4)]
     trainer.load_state(zero_state(seed=7))
     settings, config, losses, snapshots = trainer.settings, trainer.model.config, [], []
@@ -103,7 +103,7 @@ def test_dropout_depends_on_seed_and_step_only(backend):
     losses = [first(*pair) for pair in ((0, 0), (0, 1), (1, 0), (1, 1))]
     assert len(set(losses)) == 4
     assert first(0, 1) == losses[1]
-    assert mode_of(backend, trainer.model) == mode  # nothing random of the caller's has moved
+    assert mode_of(backend, trainer.model) == mode  # the caller's random state is unchanged
     assert np.random.get_state()[1].tolist() == generator
     undropped = ref.gradients(ref.Transformer.from_weights(CONFIG, WEIGHTS), *BATCH).loss
     assert min(abs(loss / undropped - 1) for loss in losses) > 1e-4
@@ -111,7 +111,7 @@ def test_dropout_depends_on_seed_and_step_only(backend):
 
 @pytest.fixture(scope="module")
 def uninterrupted(backends, tmp_path_factory):
-    """Each backend's losses over eight steps, and its checkpoint after four."""
+    """The losses of eight steps in each backend, and the checkpoint after four steps."""
     runs = {}
     for backend in backends:
         trainer, path = at_the_start(backend), tmp_path_factory.mktemp(backend.name) / "run.safetensors"
@@ -123,14 +123,14 @@ def uninterrupted(backends, tmp_path_factory):
     return runs
 
 
-@pytest.mark.extended("training", "torch", "jax", "tf")  # each runs all four
+@pytest.mark.extended("training", "torch", "jax", "tf")  # each backend takes all four steps
 def test_a_run_goes_on_in_another_framework(backend, uninterrupted):
     for other, (path, losses, final) in uninterrupted.items():
         trainer, checkpoint = at_the_start(backend), ref.load_checkpoint(path)
         backend.package.set_weights(trainer.model, checkpoint.weights)
         trainer.load_state(checkpoint.state)
         assert trainer.step == 4
-        # The contract says 1e-10; correct ports stay under 1e-14.
+        # The contract requires 1e-10. Errors of correct ports are below 1e-14.
         assert_near(losses_of(trainer, HANDOVER[4:]), losses[4:], 1e-12, f"from {other}")
         assert_near(float(trainer.evaluate(*BATCH)[0]), final, 1e-12, f"from {other}")
 
@@ -196,7 +196,7 @@ def test_batch_not_divisible_into_micro_batches_raises_value_error(backend):
         "accumulation_steps must divide the batch size: got 4 and 6",
     )
     assert_same_bits(everything(trainer), before)
-    trainer.evaluate(*batch)  # which has no slices
+    trainer.evaluate(*batch)  # evaluation doesn't use micro-batches
 
 
 MIXED = ref.TrainingConfig(mixed_bfloat16=True)
@@ -219,7 +219,7 @@ def test_numpy_has_no_mixed_precision():
         assert refusal(ref.Trainer, ref.Transformer.from_weights(CONFIG, WEIGHTS, dtype), MIXED) == expected
 
 
-BAD_STATES = {  # what is changed: attributes of the state, or one first or second moment; None leaves it out
+BAD_STATES = {  # changes to attributes of the state, or to one first or second moment; None removes it
     "negative step": ({"step": -1}, ValueError, "step must be at least 0: got -1"),
     "step of a float": ({"step": 1.0}, TypeError, "step must be an integer: got 1.0"),
     "negative seed": ({"seed": -3}, ValueError, "seed must be at least 0: got -3"),
@@ -279,7 +279,7 @@ def test_bad_states(backend, case):
 
 @pytest.mark.parametrize("moment", ["first_moment", "second_moment"])
 def test_a_state_too_large_for_the_dtype(backend, moment):
-    """Found out only when it is rounded, by which time nothing may have changed either."""
+    """The error occurs only when the state is rounded, and even then the trainer must remain unchanged."""
     trainer = at_the_start(backend, "dropout")
     trainer.train_step(*BATCH)
     before, state = everything(trainer), zero_state(step=9, seed=9)

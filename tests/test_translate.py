@@ -1,4 +1,4 @@
-"""``parity translate``: every line answered, in order, by the right model; and what is said where backends differ."""
+"""``parity translate`` translates every line in order with the right model, and reports differing backends."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def _small_batches(monkeypatch):
 
 
 def spelled(pieces):
-    """Return what subwords say, as the text of a translation has it."""
+    """Join subwords into the text of a translation."""
     return "".join(pieces).replace("</s>", "").replace("<s>", "").replace("<unk>", " ⁇ ")
 
 
 @pytest.mark.usefixtures("_small_batches")
 def test_every_line_is_answered_in_order(model, capfd):
     lines = random_lines(43)
-    for number in (0, 7, 8, 20, 21, *range(24, 32), 42):  # where windows begin and end, and a whole one
+    for number in (0, 7, 8, 20, 21, *range(24, 32), 42):  # first and last lines of blocks, and an entire block
         lines[number] = " " * (number % 3)
     expected = one_by_one(model, lines)
     assert len(set(expected)) > 20
@@ -66,7 +66,7 @@ def test_every_backend_translates_identically(model, capfd, backend):
 
 @pytest.mark.usefixtures("_small_batches")
 def test_lines_are_searched_when_they_are_due(model):
-    """The first batch is the one with the first line, and no line waits for a batch that it is not in."""
+    """The first batch contains the first line, and no line is delayed by a batch that doesn't contain it."""
     trained = read_trained(model)
     port = PORTS["numpy"].load(trained.config, trained.weights, Placement("float64"))
     batches = []
@@ -106,7 +106,7 @@ def test_a_batch_is_bounded_also_in_positions(model, monkeypatch):
 
 
 def test_only_newlines_separate_input_lines(model, capfd, monkeypatch):
-    text = "ab\r\nc\x0bd\x0c\u2028e\x85f\n\n \ngh"  # the last line has none
+    text = "ab\r\nc\x0bd\x0c\u2028e\x85f\n\n \ngh"  # the last line has no newline
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert main(["translate", "--weights", str(model), "--backend", "numpy", "--dtype", "float64"]) == 0
     lines = ["ab", "c\x0bd\x0c\u2028e\x85f", "", " ", "gh"]
@@ -115,7 +115,7 @@ def test_only_newlines_separate_input_lines(model, capfd, monkeypatch):
 
 
 def test_translation_never_contains_a_line_break(tmp_path, capfd):
-    """Whatever the subwords are; some programs take this character for the end of a line."""
+    """Subwords may contain a character that some programs treat as a line break."""
     config, weights = lively()
     vocabulary = Subwords.train(["abcdefgh\x85"], kind="char")
     ref.save_weights(tmp_path / "model", config, weights, vocabulary=vocabulary.model)
@@ -163,7 +163,7 @@ def test_json_has_it_all(model, capfd):
 
 @pytest.mark.usefixtures("_small_batches")
 def test_overlong_line_is_left_empty_with_a_warning(short, capfd):
-    lines = ["abcde", "abcdef", "a", "abcdefghi", "", "bc"]  # with the end symbol, six and seven tokens
+    lines = ["abcde", "abcdef", "a", "abcdefghi", "", "bc"]  # six and seven tokens, including EOS
     code, found, said = translated(capfd, short, lines, "--backend", "numpy")
     assert code == 3
     first, third, last = one_by_one(short, [lines[0], lines[2], lines[5]])
@@ -177,7 +177,7 @@ def test_overlong_line_is_left_empty_with_a_warning(short, capfd):
 
 
 def test_a_line_of_a_million_characters_is_left_empty_at_once(model, capfd):
-    """Though this model has positions without an end."""
+    """The line is rejected even though the model's positional encodings have no maximum length."""
     code, found, said = translated(capfd, model, ["abc", 1_000_000 * "a", "de"], "--backend", "numpy")
     assert (code, found) == (3, [*one_by_one(model, ["abc"]), "", *one_by_one(model, ["de"])])
     lengths = "it has 1,000,001 tokens, but at most 4,096 are supported"
@@ -196,7 +196,7 @@ def test_a_closed_standard_input_is_refused(model, capfd, monkeypatch):
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_a_terminal_is_sent_no_control_characters(is_terminal, monkeypatch):
-    """Those of a vocabulary or a text reach a file as they are."""
+    """Control characters from a vocabulary or text are written unchanged only to files."""
     stream = io.TextIOWrapper(io.BytesIO())
     stream.isatty = lambda: is_terminal
     monkeypatch.setattr(sys, "stdout", stream)
@@ -216,7 +216,7 @@ def test_a_text_forges_no_line_of_a_comparison():
 
 
 def start(model, *options, **streams):
-    """Start the command in a process of its own, which is killed if it hangs."""
+    """Start the command in a separate process, which is killed if it hangs."""
     options = ["--weights", model, "--backend", "numpy", "--search", f"max_length={LIMIT}", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
@@ -289,12 +289,12 @@ def test_at_a_terminal_each_line_is_answered_at_once(model):
     os.close(theirs)
 
 
-# --- What cannot work ---
+# --- Errors ---
 
 
 @pytest.fixture
 def narrow(tmp_path):
-    """Return a model whose file asks for a beam of two, and for both of its hypotheses."""
+    """Return a model whose file requests a beam of two and both hypotheses."""
     notes = {"search": Search(2, num_hypotheses=2).to_dict()}
     vocabulary = Subwords.train([LETTERS], kind="char").model
     ref.save_weights(tmp_path / "narrow", *lively(), vocabulary=vocabulary, notes=notes)
@@ -358,7 +358,7 @@ def test_invalid_translate_arguments_are_rejected_in_one_line(why, model, short,
     (tmp_path / "text").write_text("ab\ncd\n")
     (tmp_path / "text.gz").write_text("ab\ncd\n")
     (tmp_path / "empty").write_text("")
-    (tmp_path / "latin").write_bytes(600 * b"ab\n" + b"\xe4\n")  # behind what is translated at a time
+    (tmp_path / "latin").write_bytes(600 * b"ab\n" + b"\xe4\n")  # invalid only after the first block of lines
     ref.save_weights(tmp_path / "bare", *lively())
     arguments, message = REFUSED[why]
     arguments = [argument.format(folder=tmp_path, short=short) for argument in arguments]
@@ -373,7 +373,7 @@ def test_invalid_translate_arguments_are_rejected_in_one_line(why, model, short,
 
 @pytest.mark.usefixtures("_small_batches")
 def test_input_is_translated_up_to_the_first_invalid_line(model, capfd, monkeypatch):
-    """From a pipe, nobody can know beforehand."""
+    """If the input is a pipe, the command can't detect the invalid line in advance."""
     text = "".join(f"{line}\n" for line in random_lines(16)).encode() + b"\xff\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
     assert main(["translate", "--weights", str(model), "--backend", "numpy", "--search", f"max_length={LIMIT}"]) == 3

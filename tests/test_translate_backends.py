@@ -1,4 +1,4 @@
-"""`parity translate` in several backends: agreement, divergence and near ties."""
+"""`parity translate` with multiple backends: agreement, divergence, and near-ties."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformer_parity.apps.translate.lines import Line, TranslatedLine
 from transformer_parity.transformer.decoding.near_ties import Doubt
 from transformer_parity.transformer.ports.registry import PORTS
 
-# --- Several backends ---
+# --- Multiple backends ---
 
 
 BOTH = pytest.mark.parametrize("asked", tiers.first_alone([[], ["--beam", 3]], "translations"), ids=["greedy", "beam"])
@@ -69,12 +69,12 @@ def test_diverging_backend_is_reported(asked, mistake, model, capfd, monkeypatch
 
 @pytest.mark.extended("translations", "jax", "tf")
 def test_near_tie_is_not_a_divergence(tmp_path, capfd, monkeypatch, port):
-    """Token 7 is what token 5 is, but likelier by a billionth of a nat, which float32 cannot see."""
+    """Tokens 5 and 7 differ in log-probability by only 1e-9, which float32 can't represent."""
     model = save(tmp_path / "model.safetensors", *twins(1e-9))
     search = PORTS[port.name].loaded.search
 
     def compare(dtype, instead):
-        """Compare with a port that says one of the two in place of the other."""
+        """Compare the reference with a port that generates one of the two tokens instead of the other."""
 
         def swap(ids):
             return np.where(ids == 12 - instead, instead, ids)
@@ -95,7 +95,7 @@ def test_near_tie_is_not_a_divergence(tmp_path, capfd, monkeypatch, port):
     assert re.match(rf"  numpy in \d near-ties?; sentence {line}, token \d+: {doubt}", report[4])
     assert report[-1].startswith(f"AGREE  numpy, {port.name} in float32, 9 lines: ")
     assert " 0 near-ties, 0 divergences" not in report[-1]
-    code, report, _ = compare("float64", instead=5)  # where no rounding is that large
+    code, report, _ = compare("float64", instead=5)  # rounding errors are smaller in float64
     assert code == 1
     assert report[0].endswith(": divergence")
 
@@ -105,7 +105,7 @@ def test_difference_unexplained_by_near_ties_is_a_divergence():
     said = {name: TranslatedLine(name, -1.0, (len(name), 2), (name, "</s>")) for name in ("numpy", "jax")}
     near, wrong = Doubt(1, 1, 1e-7, 1e-6, "near"), Doubt(1, 1, 1e-5, 1e-6, "wrong")
     assert TranslationComparison(line, said, {"numpy": [], "jax": [near]}).verdict == "near-tie"
-    for doubts in ([wrong], [near, wrong], []):  # which explains nothing
+    for doubts in ([wrong], [near, wrong], []):  # these doubts don't explain the difference
         assert TranslationComparison(line, said, {"numpy": [], "jax": doubts}).verdict == "divergence"
     assert TranslationComparison(line, {}, {}).verdict == "same"
 

@@ -1,4 +1,4 @@
-"""``parity translate`` with other people's vocabularies and searches: what ``generate`` and ``decode`` say."""
+"""``parity translate`` with third-party vocabularies and searches matches ``generate`` and ``decode``."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from transformer_parity.cli.main import main
 from transformer_spec.files import VocabularyFiles
 from transformer_spec.search import Search
 
-TEXT = LINES[:200:2]  # English; the file in between is German
+TEXT = LINES[:200:2]  # the English lines; the lines between them are German
 OPUS = {"num_beams": 4, "max_length": 16, "forced_eos_token_id": 0, "renormalize_logits": True, "early_stopping": False}
 NLLB = {"num_beams": 3, "max_length": 12, "early_stopping": True}
 COMPILED = pytest.mark.extended("translations", "jax", "tf")
 
 
 def save(path, config, weights, ours, fields):
-    """Write what an import would write."""
+    """Write the weight file that an import would write."""
     notes = {"search": generation_search(fields, config).to_dict(), "origin": {"format": "hf"}}
     ref.save_weights(path, config, weights, None, VocabularyFiles(ours.kind, ours.files()), notes)
 
 
 @pytest.fixture(scope="module")
 def opus(tmp_path_factory):
-    """Return a weight file of a tiny Marian model, and what Hugging Face says to the text."""
+    """Return a weight file of a tiny Marian model, and Hugging Face's translations of the text."""
     folder = tmp_path_factory.mktemp("opus")
     _, tokenizer, _ = marian(folder / "hf", train())
     ours = read_vocabulary_folder(folder / "hf", "marian", {"vocab_size": len(tokenizer)})
@@ -44,7 +44,7 @@ def opus(tmp_path_factory):
     ids = {"pad_id": pad_id, "bos_id": pad_id, "eos_id": tokenizer.eos_token_id}
     config = tiny_config("marian", max_length=256, source_vocab_size=size, target_vocab_size=size, **ids)
     weights = random_weights(config, 4)
-    weights["output_proj.bias"] = weights["output_proj.bias"] * 4  # tied tables make a model repeat itself
+    weights["output_proj.bias"] = weights["output_proj.bias"] * 4  # with tied embeddings, models tend to repeat tokens
     weights["source_embedding.table"] = weights["source_embedding.table"] * 3
     weights["output_proj.bias"][config.eos_id] += 6.0
     fields = {**OPUS, "bad_words_ids": [[pad_id]], "decoder_start_token_id": pad_id}
@@ -56,7 +56,7 @@ def opus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def multilingual(tmp_path_factory):
-    """Return a weight file of a tiny NLLB model, and what Hugging Face says to the text from English into German."""
+    """Return a weight file of a tiny NLLB model, and Hugging Face's translations from English into German."""
     folder = tmp_path_factory.mktemp("nllb")
     _, tokenizer, direction = nllb(folder / "hf", train("bpe"))
     ours = read_vocabulary_folder(folder / "hf", "m2m_100", {"vocab_size": len(tokenizer)})
@@ -75,7 +75,7 @@ def multilingual(tmp_path_factory):
 
 
 def translate(capfd, model, lines, *options):
-    """Return the exit code, the translations and what was said."""
+    """Return the exit code, the translations, and the messages."""
     path = model.with_name("lines")
     path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
     code = main(["translate", "--weights", str(model), "--dtype", "float64", *map(str, options), str(path)])
@@ -99,7 +99,7 @@ def test_nllb_translations_match_hugging_face(multilingual, capfd, backend):
 
 
 def by_reference(model, search, lines):
-    """Translate each line alone, with the reference."""
+    """Translate each line separately with the reference."""
     trained = read_trained(model)
     loaded = ref.Transformer.from_weights(trained.config, trained.weights, "float64")
     sources = [np.array([trained.vocabulary.ids(line)]) for line in lines]
@@ -137,7 +137,7 @@ def test_blank_lines_stay_blank_and_language_codes_in_text_are_used(opus, capfd)
 
 
 def test_line_of_spaces_is_blank_even_if_spaces_have_ids():
-    """Byte-level pieces number each of them."""
+    """Byte-level vocabularies assign an ID to each space."""
     assert not Line(1, " \t ", [0, 7, 7, 7, 2], most=99, least=3).can_be_translated
     assert Line(1, " a ", [0, 7, 8, 7, 2], most=99, least=3).can_be_translated
 

@@ -1,4 +1,4 @@
-"""Hypotheses that are planted in no port: each changes the numbers in a different way."""
+"""Hypotheses that aren't injected into any port: each changes the values in a different way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIGS = [
     tiny("paper_base", d_k=None, d_v=None, final_norm=True),
     tiny("paper_base", d_k=None, d_v=None, activation="gelu", label_smoothing_kind="off_target"),
 ]
-# One of them has large weights.
+# SMALL selects small cases. One of them has large weights.
 SMALL = ("/padded", "/one_token", "full/longest", "full/longest/one_sentence")
 CASES = {
     stage: [
@@ -36,19 +36,19 @@ CASES = {
     for stage in (ACTIVATIONS, GRADIENTS, DECODE)
 }
 MARIAN = port_cases(tiny("marian", d_k=None, d_v=None), (DECODE,))
-# Probabilities that are rounded to float16 decide there.
+# In these cases, probabilities that are rounded to float16 change the result.
 CASES[DECODE] += [case for case in MARIAN if case.name == "decode/many_greedy_ends"]
 STEP_CASES = {case.name.partition("/")[2]: case for case in port_cases(CONFIGS[0], (STEPS,))}
 CASES[STEPS] = [
     replace(STEP_CASES["port_clipped"], snapshots=(2,)),
-    replace(STEP_CASES["port_clipped/changing_slices"], snapshots=(2,)),  # whose epsilon is large
-    replace(STEP_CASES["port/changing_slices"], snapshots=(9,)),  # training is started a second time before
-    replace(STEP_CASES["port/small_gradient"], snapshots=(2,)),  # whose limit is above the norm
+    replace(STEP_CASES["port_clipped/changing_slices"], snapshots=(2,)),  # has a large epsilon
+    replace(STEP_CASES["port/changing_slices"], snapshots=(9,)),  # training was restarted before step 9
+    replace(STEP_CASES["port/small_gradient"], snapshots=(2,)),  # its clip norm exceeds the norm
 ]
 
 
 def differs(mistake, stage):
-    """Whether some case in which a mistake runs shows it."""
+    """Return True if at least one case that runs the modified code detects the bug."""
     hypothesis = Hypothesis((mistake,))
     cases = [case for case in CASES[stage] if observed(hypothesis, case) is not None]
     return any(Trials.of(case, observed(TRUTH, case)).differing(hypothesis) for case in cases)
@@ -73,6 +73,6 @@ def test_hypotheses_of_a_step_differ_from_the_reference(mistake):
 
 @pytest.mark.parametrize("mistake", UNPLANTED_SEARCH, ids=lambda mistake: mistake.name)
 def test_hypotheses_of_searches_differ_from_the_reference(mistake):
-    # A hypothesis of beam search may change nothing in greedy search, but it runs there.
+    # A hypothesis about beam search may not change greedy search, but it must run there.
     assert all(observed(Hypothesis((mistake,)), case) is not None for case in CASES[DECODE])
     assert differs(mistake, DECODE)

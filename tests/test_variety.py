@@ -1,4 +1,4 @@
-"""The cases for ports cover all pairs of their dimensions, which are measured from the cases themselves."""
+"""The cases for ports cover all pairs of values of their dimensions, which are measured from the cases themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a verdict rests on: each of these once ended with AGREE, though nothing or only nonsense had been compared."""
+"""The requirements for a verdict: each of these runs once ended with AGREE without a meaningful comparison."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def findings_of(outputs, case=PADDED, reference=None):
     return list(Comparator("it", Placements(), reference or Reference()).compare(case, outputs))
 
 
-# One tensor
+# Comparing a single tensor
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
@@ -92,7 +92,7 @@ def test_wrong_structure_diverges(wrong, says, path):
 
 
 class Liar(np.ndarray):
-    """Equal to everything, in every shape and dtype."""
+    """An array that compares equal to everything, with any shape and dtype."""
 
     def __array_function__(self, function, types, arguments, options):
         return True
@@ -141,7 +141,7 @@ def test_object_arrays_raise_type_error():
 
 
 def overflowing(dtype):
-    """Return a case whose logits float32 cannot hold."""
+    """Return a case whose logits overflow in float32."""
     config = tiny(tie_embeddings="none")
     weights = dict(replace(PADDED, config=config).load_weights())
     weights["output_proj.kernel"] = np.full_like(weights["output_proj.kernel"], 1e38)
@@ -172,7 +172,7 @@ def test_the_same_weights_agree_in_float64():
     assert {finding.verdict for finding in findings_of(outputs_of(case), case)} == {AGREES}
 
 
-# What was asked for
+# The requested stages and dtypes
 
 
 class NoForward(MyPort):
@@ -193,12 +193,12 @@ class SingleOnly(MyPort):
 
 
 class OneCase(MyPort):
-    config = tiny(d_k=None, d_v=None)  # as a port's own: of others, the weights with most to decide are looked for
+    config = tiny(d_k=None, d_v=None)  # with a fixed config, no search for weights is necessary
     left_out = {case.name: "no time" for case in port_cases(config) if case.name != "full/padded"}
 
 
 def verdict_of(kind, stages=None, dtypes=None):
-    """Return the verdict on a port, as ``parity check`` reaches it."""
+    """Return the verdict on a port, computed like in ``parity check``."""
     port = PluginPort(f"{HERE}:{kind.__name__}")
     selection = Selection(backends=(), ports=(port.reference,), dtypes=dtypes, stages=stages)
     cases = port_cases(port_config(port), selection.chosen_stages)
@@ -284,7 +284,7 @@ BEAMS = [
 
 
 class GreedyOnly(MyPort):
-    """It has no beam search, and says so, or raises."""
+    """A port without beam search, which excludes the cases and raises an error."""
 
     left_out = dict.fromkeys(BEAMS, "greedy only")
 
@@ -295,19 +295,19 @@ class GreedyOnly(MyPort):
 
 
 class Undeclared(GreedyOnly):
-    """It has no case that it leaves out."""
+    """A port without beam search that doesn't exclude any cases."""
 
     left_out = {}
 
 
 class FirstGreedyOnly(Undeclared):
-    """It leaves out more than half."""
+    """A port without beam search that excludes more than half of the cases."""
 
     left_out = dict.fromkeys(("decode/many_greedy", "decode/many_greedy_ends"), "too many sentences")
 
 
 class Misspelt(MyPort):
-    """It leaves out what does not exist."""
+    """A port that excludes a case that doesn't exist."""
 
     left_out = {"decode/port_beem": "greedy only"}
 
@@ -333,11 +333,11 @@ def test_unknown_case_in_left_out_raises_value_error():
         verdict_of(Misspelt)
 
 
-# Where the truth is computed
+# The reference runs in a different process
 
 
 class ExpReplaced(MyPort):
-    """Its process computes other exponentials, in the reference too."""
+    """A port that modifies ``np.exp``, which would also affect the reference if it ran in the same process."""
 
     def load(self, config, weights, dtype):
         exp = np.exp
@@ -346,7 +346,7 @@ class ExpReplaced(MyPort):
 
 
 class NormReplaced(MyPort):
-    """Its process finds no difference between any two arrays."""
+    """A port whose process can't find differences between any two arrays."""
 
     def load(self, config, weights, dtype):
         np.asarray = lambda x, *a, **b: np.zeros(np.shape(x))
@@ -366,7 +366,7 @@ def test_a_port_cannot_reach_the_truth(kind):
 
 
 class KeepsItsInputs(MyPort):
-    """Changes the array that it is given, behind the back of NumPy."""
+    """A port that changes its input arrays in a way that NumPy can't prevent."""
 
     def forward(self, source_ids, target_ids, tap):
         found = super().forward(source_ids, target_ids, tap)

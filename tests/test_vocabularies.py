@@ -1,4 +1,4 @@
-"""Vocabularies of other people's models: ids and texts are those of their own software, and odd files are refused."""
+"""Third-party vocabularies: IDs and texts match the original software, and malformed files are rejected."""
 
 import base64
 import json
@@ -76,7 +76,7 @@ def marian_separate(folder, model):
 
 
 def nllb(folder, model, legacy=False):
-    """Write what NLLB's folders hold: of a sentencepiece model alone, transformers 5.23 makes no codes."""
+    """Write NLLB's files. From only a SentencePiece model, transformers 5.23 wouldn't create language codes."""
     from transformers import NllbTokenizer
     from transformers.models.nllb.tokenization_nllb import FAIRSEQ_LANGUAGE_CODES
 
@@ -143,7 +143,7 @@ def bart_saved(folder, model):
 
 
 def learned_merges(words, count):
-    """Return the merges of byte-pair encoding, most frequent pair first, and all pieces."""
+    """Return byte-pair merges, most frequent pair first, and all pieces."""
     cut = {word: [*word[:-1], f"{word[-1]}</w>"] for word in words}
     merges = []
     for _ in range(count):
@@ -183,7 +183,7 @@ OURS = {
 }
 
 
-# Theirs reads <pad> in a target as the id that the source has for it, and leaves out what has that id in the target.
+# In targets, Hugging Face reads <pad> as the source vocabulary's ID and removes the target token with that ID.
 OUT_OF_RANGE = {"marian_separate"}
 
 
@@ -198,8 +198,8 @@ def test_ids_and_texts_match_hugging_face(tmp_path, name, unigram, bpe):
     lines = [*LINES, *(HARD if name in OUT_OF_RANGE else PAD_TOO)]
     assert [ours.ids(line) for line in lines] == theirs(lines, verbose=False).input_ids
     targets = [ours.target_ids(line) for line in lines]
-    if name != "fsmt":  # which numbers no target
-        codes = {ours.start_id, *ours.forced_ids}  # theirs may stand behind the end symbol
+    if name != "fsmt":  # FSMT doesn't tokenize targets
+        codes = {ours.start_id, *ours.forced_ids}  # Hugging Face may place them after EOS
         said = theirs(text_target=lines, verbose=False).input_ids
         assert [without(codes, ids) for ids in targets] == [without(codes, ids) for ids in said]
     most = ours.sizes[1] - (name in OUT_OF_RANGE)
@@ -220,7 +220,10 @@ def without(codes, ids):
 
 
 def test_standalone_sentencepiece_model_uses_fairseq_numbering(tmp_path, bpe):
-    """Pieces from 4, then the codes, then the mask; a line is cut as by the tokenizer but for spaces at its ends."""
+    """Pieces start at ID 4, followed by the language codes and the mask. Lines are split like in the tokenizer.
+
+    However, spaces at the start and the end of a line are ignored.
+    """
     _, theirs, direction = nllb(tmp_path / "model", bpe)
     (tmp_path / "model" / "tokenizer.json").unlink()
     ours = read_vocabulary_folder(tmp_path / "model", "m2m_100", {}).between(*direction)
@@ -233,7 +236,7 @@ def test_standalone_sentencepiece_model_uses_fairseq_numbering(tmp_path, bpe):
 
 
 def test_normalization_of_a_sentencepiece_model_is_applied(tmp_path, unigram):
-    """Where transformers 5.23 leaves it out, as with mBART, what the model was trained with does not."""
+    """transformers 5.23 ignores the normalization for some models such as mBART, although they were trained with it."""
     folder = write(tmp_path / "model", {"sentencepiece.bpe.model": unigram})
     ours = read_vocabulary_folder(folder, "mbart", {}).between("en_XX", "de_DE")
     assert ours.ids("\uff46\uff55\uff4c\uff4c") == ours.ids("full")
@@ -241,9 +244,9 @@ def test_normalization_of_a_sentencepiece_model_is_applied(tmp_path, unigram):
     assert ours.names([ours.start_id, *ours.ids("a")[-2:]]) == ["de_DE", "</s>", "en_XX"]
 
 
-# Marian's own
+# Marian vocabularies
 def test_spm_vocabulary_ids_match_the_sentencepiece_models(tmp_path):
-    options = {"bos_id": -1, "eos_id": 0, "unk_id": 1, "pad_id": -1}  # as Marian trains them
+    options = {"bos_id": -1, "eos_id": 0, "unk_id": 1, "pad_id": -1}  # Marian's training options
     models = [train(size=300, **options), train(size=400, **options)]
     paths = [tmp_path / "source.en.spm", tmp_path / "target.de.spm"]
     for path, model in zip(paths, models, strict=True):
@@ -290,7 +293,7 @@ def test_marian_tables_with_invalid_yaml_are_read():
     }
 
 
-# fairseq's
+# fairseq vocabularies
 def test_fairseq_numbers_the_lines_of_its_dictionaries():
     table = read_dictionary(b"der 100\nHund@@ 7\ne 3 #fairseq:overwrite\n", "dict.de.txt")
     assert list(table) == [*SPECIAL, "der", "Hund@@", "e"]
@@ -321,7 +324,7 @@ def test_codes_merge_the_first_pair_everywhere():
     assert cut("a") == ["a</w>"]
 
 
-# Directions
+# Translation directions
 def test_missing_or_unknown_language_raises_an_error_naming_it(tmp_path, bpe, unigram):
     folder = write(tmp_path / "model", {"sentencepiece.bpe.model": bpe})
     ours = read_vocabulary_folder(folder, "nllb", {})

@@ -1,4 +1,4 @@
-"""Vocabulary files that are refused: odd, too large, incomplete, or built from nothing."""
+"""Rejected vocabulary files: malformed, too large, or incomplete files, and vocabularies built from no data."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ def unigram():
     return train()
 
 
-# What is refused
+# Malformed and unsupported files
 ODD_TABLES = {
     "gap": ('{"a": 0, "b": 2}', "the ID of 'b' must be below 2: got 2"),
     "twice": ('{"a": 0, "b": 0}', "IDs must be distinct: got 0 for 'a' and 'b'"),
@@ -106,7 +106,7 @@ def test_vocabulary_without_valid_files_raises_value_error(kind):
 
 
 PANIC = {"model": {"type": "BPE", "vocab": {}, "merges": []}, "normalizer": {"type": "Precompiled"}}
-PANIC["normalizer"]["precompiled_charsmap"] = "!"  # no base64: `tokenizers` panics
+PANIC["normalizer"]["precompiled_charsmap"] = "!"  # invalid base64, for which `tokenizers` panics
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"model": {"type": "BPE"}}', json.dumps(PANIC).encode()])
@@ -123,7 +123,7 @@ def test_a_template_of_endless_symbols_is_refused_before_it_takes_memory():
 
 @pytest.mark.parametrize("part", ["normalizer", "decoder"])
 def test_exponentially_growing_replacements_are_rejected(part):
-    """Forty of them make a terabyte of one letter."""
+    """Forty of these replacements turn one letter into a terabyte."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
     component = tokenizers.normalizers if part == "normalizer" else tokenizers.decoders
     setattr(tokenizer, part, component.Sequence([component.Replace("a", "aa")] * 40))
@@ -157,7 +157,7 @@ def test_missing_tokenizers_package_is_named(monkeypatch):
 
 
 def test_only_vocabulary_files_of_its_kind_are_read(tmp_path, unigram):
-    """A table that only another kind has changes nothing; what a vocabulary is made of is all that travels."""
+    """Files of other vocabulary kinds are ignored, and only a vocabulary's own files are stored with the weights."""
     folder = write(tmp_path / "model", marian_files(unigram) | {"tokenizer.json": b"{}", "merges.txt": b"a b"})
     ours = read_vocabulary_folder(folder, "marian", {})
     assert set(ours.files()) == {"source.spm", "target.spm", "vocab.json", "tokenizer_config.json"}

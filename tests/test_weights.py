@@ -1,4 +1,4 @@
-"""Weights in and out of a model: bit-exact, never aliased, refused as a whole when anything is wrong with them."""
+"""Setting and exporting weights is bit-exact and never aliases arrays. One invalid tensor rejects all weights."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_arrays_in_any_form(backend, tmp_path, form):
 
 
 def reform(array, form):
-    """Return an equal array that lies differently in memory."""
+    """Return an equal array with a different memory layout or byte order."""
     if form == "transposed":
         return np.ascontiguousarray(array.T).T
     if form == "reversed":
@@ -84,15 +84,15 @@ def test_model_shares_no_arrays_with_the_caller(backend, dtype):
     original = {name: array.copy() for name, array in given.items()}
     model = backend.package.Transformer.from_weights(config, given, dtype=dtype)
     logits = backend.to_numpy(model(SOURCE, TARGET))
-    for array in given.values():  # the caller changes what was given: the model stays
+    for array in given.values():  # changing the caller's arrays doesn't change the model
         array[...] = 7.0
     np.testing.assert_array_equal(backend.to_numpy(model(SOURCE, TARGET)), logits)
     exported = model.export_weights()
-    for array in exported.values():  # the caller changes what was exported: the model stays
+    for array in exported.values():  # changing the exported arrays doesn't change the model
         array[...] = 8.0
     np.testing.assert_array_equal(backend.to_numpy(model(SOURCE, TARGET)), logits)
     exported = model.export_weights()
-    change_in_place(backend, model)  # the model changes: neither of the caller's arrays does
+    change_in_place(backend, model)  # changing the model changes neither of the caller's arrays
     for name in given:
         assert (given[name] == 7.0).all(), name
         np.testing.assert_array_equal(exported[name], original[name], err_msg=name)
@@ -101,7 +101,7 @@ def test_model_shares_no_arrays_with_the_caller(backend, dtype):
 
 
 def change_in_place(backend, model):
-    """Add one to every parameter, where it lies."""
+    """Add one to every parameter in place."""
     if backend.name == "numpy":
         for name in parameter_shapes(model.config):
             parameter = find(model, name)
@@ -126,7 +126,7 @@ REPEATED = pytest.mark.extended("training", "jax", "tf")
 )
 @pytest.mark.extended("training", "jax", "tf")
 def test_tied_embeddings_stay_tied_through_training(port, convention):
-    """After a step of the framework's own optimizer, one table moved, and every use of it sees it."""
+    """After a step of the framework's own optimizer, all uses of a tied embedding matrix have the same new value."""
     config = tiny_config(num_encoder_layers=1, num_decoder_layers=1, **CONVENTIONS[convention])
     weights = random_weights(config, dtype="float64")
     model = port.package.Transformer.from_weights(config, weights, dtype="float64")
@@ -134,7 +134,7 @@ def test_tied_embeddings_stay_tied_through_training(port, convention):
     assert step(port, model) == len(parameter_shapes(config))
     trained = model.export_weights()
     for name, array in trained.items():
-        if not name.endswith("key_proj.bias"):  # whose gradient is mathematically zero
+        if not name.endswith("key_proj.bias"):  # its gradient is mathematically zero
             assert not np.array_equal(array, weights[name]), name
     expected = reference_numpy.Transformer.from_weights(config, trained, dtype="float64")(SOURCE, TARGET)
     logits = port.to_numpy(model(SOURCE, TARGET))
@@ -142,7 +142,7 @@ def test_tied_embeddings_stay_tied_through_training(port, convention):
 
 
 def step(port, model):
-    """Take one step of stochastic gradient descent with the framework's own optimizer; count what it moved."""
+    """Take one step of gradient descent with the framework's own optimizer, and return the number of parameters."""
     if port.name == "torch":
         import torch
 
@@ -173,7 +173,7 @@ NAME = "encoder.layers.1.feed_forward.inner_proj.kernel"
 
 
 def broken_weights():
-    """Yield what is wrong, the exception, how its message begins, and the weights."""
+    """Yield the problem, the exception, the start of its message, and the weights."""
     weights = random_weights(tiny_config())
     fit, finite = "weights do not fit the config:", f"{NAME} must be finite: got"
     floats = f"{NAME} must be one of float64, float32, float16, bfloat16: got"
@@ -194,7 +194,7 @@ def broken_weights():
     yield "none", ValueError, "weights contain 0 tensors, too few for the config's 5 layers", {}
 
 
-ELSEWHERE = pytest.mark.extended("weights", "jax", "tf")  # the reference refuses them for all
+ELSEWHERE = pytest.mark.extended("weights", "jax", "tf")  # the reference's checks apply to all packages
 BROKEN = [pytest.param(*rest, id=case, marks=[ELSEWHERE] * bool(i)) for i, (case, *rest) in enumerate(broken_weights())]
 
 
@@ -211,12 +211,12 @@ def test_broken_weights(backend, tmp_path, kind, message, weights):
         with pytest.raises(kind) as error:
             call()
         assert str(error.value).startswith(message)
-    assert_same_bits(model.export_weights(), good)  # refused as a whole: nothing of it was loaded
+    assert_same_bits(model.export_weights(), good)  # rejected completely, without loading any tensor
     assert not list(tmp_path.iterdir())
 
 
 def test_overflow_is_refused(backend):
-    """A finite number may be infinite in a smaller dtype."""
+    """A finite number may overflow in a smaller dtype."""
     config = tiny_config()
     weights = {**random_weights(config, dtype="float64"), NAME: np.full((24, 40), 1e300)}
     with pytest.raises(ValueError, match=f"^{NAME} overflows float32"):

@@ -1,4 +1,4 @@
-"""The measurements behind docs/why.md: against theory and finite differences; what the script prints and refuses."""
+"""The measurements in docs/why.md match theory and finite differences; the output and errors of the script."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ specification.loader.exec_module(why)
 
 @pytest.fixture
 def small(monkeypatch):
-    """Measure little, and print as into a pipe of 80 columns."""
+    """Reduce the measurements, and print as if the output were a pipe with 80 columns."""
     monkeypatch.setattr(tables, "D_KS", [1, 16, 256])
     monkeypatch.setattr(tables, "LAYER_D_KS", [8, 512])
     monkeypatch.setattr(tables, "LENGTHS", [16, 32])
@@ -44,10 +44,10 @@ def small(monkeypatch):
 
 
 def run(capsys, *arguments):
-    """Run the script and return its exit code and what it printed."""
+    """Run the script, and return its exit code and output."""
     try:
         code = why.main(list(map(str, arguments)))
-    except SystemExit as leaving:  # argparse's way out
+    except SystemExit as leaving:  # argparse exits this way
         code = leaving.code
     return code, *capsys.readouterr()
 
@@ -57,7 +57,7 @@ def test_the_gain_is_the_norm_of_the_jacobian():
     jacobians = weights[:, :, None] * np.eye(7) - weights[:, :, None] * weights[:, None, :]
     np.testing.assert_allclose(measurements.softmax_gain(weights), np.linalg.norm(jacobians, axis=(1, 2)), rtol=1e-13)
     np.testing.assert_allclose(measurements.softmax_gain(np.full(64, 1 / 64)), tables.uniform_gain(), rtol=1e-13)
-    saturated = np.array([1.0, 1e-30, 0.0])  # the sum of its squared Jacobian's entries: four of 1e-60
+    saturated = np.array([1.0, 1e-30, 0.0])  # the squared entries of its Jacobian add up to four times 1e-60
     np.testing.assert_allclose(measurements.softmax_gain(saturated), 2e-30, rtol=1e-13)
 
 
@@ -78,7 +78,7 @@ def test_only_raw_scores_saturate():
         assert 0.15 < entry.gradient.low < entry.gradient.median < entry.gradient.high < 0.25
         assert entry.largest.high < 0.2
         assert 3.5 < entry.entropy.median < math.log(measurements.POSITIONS)
-    assert measurements.measure_saturation(64, divided=False) == raw[64]  # seeded
+    assert measurements.measure_saturation(64, divided=False) == raw[64]  # the measurement is seeded
     assert measurements.measure_saturation(1, divided=False) == dataclasses.replace(
         measurements.measure_saturation(1, divided=True), divided=False
     )
@@ -105,7 +105,7 @@ def test_layer_gradient_matches_finite_differences(divided):
     x, upstream = draws.standard_normal((2, 1, measurements.POSITIONS, d_model))
     upstream /= np.linalg.norm(upstream)
 
-    def scale(name, value):  # undo the division where the scores are looked at
+    def scale(name, value):  # the tap for the scores multiplies them by sqrt(d_k) to undo the division
         return value if divided or name != "scores" else value * math.sqrt(d_k)
 
     for projection, found in ((layer.query_proj, of_query_kernel), (layer.key_proj, of_key_kernel)):
@@ -123,7 +123,7 @@ def test_carriers():
     assert measurements.carriers(np.eye(10)[:, :1]) == pytest.approx(0.1)
     assert measurements.carriers(np.sqrt([[[8.0], [1.0]], [[0.5], [0.5]]])) == pytest.approx(
         0.5
-    )  # 9 of 10, of two of four
+    )  # the mean of 9 of 10 and two of four
 
 
 @pytest.mark.parametrize(("length", "d_k"), [(128, 16), (256, 64)])
@@ -132,10 +132,11 @@ def test_the_cost_is_as_the_formulas_have_it(length, d_k):
     shapes = [(length, measurements.D_MODEL, d_k)] * 2 + [
         (length, d_k, length),
         (length, length, 64),
-    ]  # of matrix products
+    ]  # shapes of matmuls
     assert cost.multiply_adds == sum(map(math.prod, shapes))
     assert cost.extra == length * length * d_k
-    # Pre-activation and tanh of every pair; queries, keys, scores, which become weights in place, and the average.
+    # Additive attention stores the pre-activation and the tanh for each pair. Dot-product attention stores queries,
+    # keys, scores (which become weights in place), and the average.
     assert cost.additive_bytes == pytest.approx(4 * 2 * length**2 * d_k, rel=0.03)
     assert cost.dot_bytes == pytest.approx(4 * (2 * length * d_k + length**2 + length * 64), abs=12_000)
     assert cost.rounds >= measurements.LEAST_ROUNDS

@@ -1,4 +1,4 @@
-"""Every port in a process of its own: crashes, silence, prints and other interpreters are findings, and no more."""
+"""Every port runs in a separate process, so crashes, hangs, and output affect only its own findings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Mine(Port):
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """Return a function that writes a port into the current folder and returns what it is called."""
+    """Return a function that writes a port to the current directory and returns the port's name."""
     monkeypatch.chdir(tmp_path)
 
     def write(forward="pass", head=""):
@@ -57,7 +57,7 @@ def write(tmp_path, monkeypatch):
 
 
 def ports(*names: str, cases=None, stages=(ACTIVATIONS,)) -> list[CheckedPort]:
-    """Return each port, with some cases or, for those that have none, all of some stages."""
+    """Return each port with the given cases, or with all cases of the given stages."""
     return [CheckedPort(PortJob(name, FLOAT64), (cases or {}).get(name), stages) for name in names]
 
 
@@ -92,7 +92,7 @@ def test_plugin_port_and_built_in_port_run_side_by_side(write):
     assert mine.environment["port"] == name
     assert "numpy" in mine.environment
     kinds = {type(value) for value in of_torch.environment.values()}
-    assert kinds == {str}  # of another class, it would be imported to be read
+    assert kinds == {str}  # other classes would be imported in order to unpickle them
 
 
 def test_cases_may_be_given_outright(write):
@@ -171,7 +171,7 @@ class Number:
 
 
 def test_custom_objects_of_a_port_do_not_reach_the_parent_process(write, monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(tmp_path)  # from where it could be imported
+    monkeypatch.syspath_prepend(tmp_path)  # so that the class could be imported
     findings = compare(write("return np.array([[[Number()]]])", head=OBJECTS))
     said = {finding.detail.partition(" (")[0] for finding in findings if finding.verdict == FAILED}
     assert said == {"TypeError: output must contain numbers: got dtype object"}
@@ -211,7 +211,7 @@ def test_port_that_answers_in_time_is_not_stopped(write):
     cases = {"mine:Mine": short}
     started = time.monotonic()
     findings = compare(write("time.sleep(0.02)"), cases=cases, timeout=2.0)
-    assert time.monotonic() - started > 2.0  # in all
+    assert time.monotonic() - started > 2.0  # for all calls together
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
     assert compare(write(), cases=cases, timeout=None) == findings
 
@@ -233,7 +233,7 @@ def compute():
     compute = lambda: None
 """)
     command = [sys.executable, "-c", "while True: pass"]
-    others = [subprocess.Popen(command, start_new_session=True) for _ in range(4)]  # a scheduler may share by sessions
+    others = [subprocess.Popen(command, start_new_session=True) for _ in range(4)]  # sessions share CPU time
     try:
         for other in others:
             os.sched_setaffinity(other.pid, one)
@@ -254,7 +254,7 @@ def test_closing_the_iterator_ends_the_process(write, tmp_path):
             break
     messages.close()
     pid = tmp_path / "pid"
-    if pid.exists() and pid.read_text():  # it may have been ended before it came that far
+    if pid.exists() and pid.read_text():  # the process may have been killed before it wrote the file
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid.read_text()), 0)
 
@@ -294,7 +294,7 @@ def test_thread_count_respects_cpu_affinity(write, monkeypatch):
 
 @pytest.fixture(scope="module")
 def other_python(tmp_path_factory):
-    """Return the interpreter of a new environment that has nothing, and the folder of its packages."""
+    """Return the interpreter of a new, empty environment and its package directory."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=os.name != "nt")
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
@@ -309,7 +309,7 @@ def test_port_runs_in_another_interpreter(write, other_python):
     problem = only_problem(compare(name, **options))
     assert problem == "the process ended with exit code 1 at starting: ModuleNotFoundError: No module named 'numpy'"
 
-    for needed in ("numpy", "ml_dtypes", "safetensors"):  # and no rich, matplotlib, sacrebleu, sentencepiece
+    for needed in ("numpy", "ml_dtypes", "safetensors"):  # but not rich, matplotlib, sacrebleu, or sentencepiece
         folder = os.path.dirname(__import__(needed).__path__[0])
         for entry in (needed, f"{needed}.libs"):
             if os.path.exists(os.path.join(folder, entry)) and not os.path.exists(os.path.join(packages, entry)):
@@ -330,4 +330,4 @@ def test_missing_interpreter_is_reported(write):
     assert only_problem(compare(name, interpreters={name: "/absent/python"})) == (
         "the interpreter /absent/python cannot be started: No such file or directory"
     )
-    assert time.monotonic() - started < 4.0  # nothing is waited for
+    assert time.monotonic() - started < 4.0  # fails without waiting

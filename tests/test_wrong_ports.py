@@ -1,7 +1,7 @@
-"""What is said of ports that were written without a look at the catalog: the right name, a measured fact, or unknown.
+"""Diagnoses of ports written independently of the bug catalog: the right name, a measured fact, or unknown.
 
-One plain model in NumPy, with a mistake at a time, shown with all taps, with few and with none; a port whose forward is
-right and whose greedy search is not; and one whose gradients are right and whose learning rate is not.
+A plain NumPy model contains one bug at a time and reports all taps, a few, or none. In other ports, the forward pass is
+right but greedy search is wrong, or the gradients are right but the learning rate is wrong.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ TAPS = {"all": ("**",), "few": ("*.output", "*.layers.*.output"), "none": ()}
 
 @pytest.fixture(autouse=True)
 def few_attempts(monkeypatch):
-    monkeypatch.setattr(several, "ATTEMPTS", 30)  # fewer sets of mistakes to try if none fits
+    monkeypatch.setattr(several, "ATTEMPTS", 30)  # fewer combinations of bugs to try if no single bug fits
 
 
 def reports_of(kind, *stages, **fields):
-    """Compare a kind of port as `parity check` does; return what is said of each stage that fails."""
+    """Compare a kind of port as `parity check` does, and return a report for each stage that fails."""
     globals()["Wrong"] = type("Wrong", (kind,), {**fields, "__module__": __name__})
     port, kept = PluginPort(f"{__name__}:Wrong"), {}
     cases = port_cases(port_config(port), stages) if stages else model_cases(port_config(port))[:4]
@@ -56,7 +56,7 @@ def softmax(x, axis=-1):
 
 
 class Plain(Port):
-    """The paper's model, but for one mistake."""
+    """The paper's model with at most one bug."""
 
     dtypes = ("float64",)
     overrides = {"attention_bias": True}
@@ -165,7 +165,7 @@ LENGTH, BATCH = "they depend on the length", "has different logits in a separate
 RANDOM = "two calls on the same input differ"
 FLOAT32, NARROW = "a value is rounded to float32", "a value is rounded to lower precision than float32"
 SHOWN = "the output is correct; the port differs only in encoder.layers.0.self_attention.scores and 5 more taps"
-# What is to be said first with all taps, with few, and with none; nothing where it is to stay unknown.
+# The first statement with all taps, with a few, and with none. An empty string means that the bug remains unknown.
 SAID = {
     "no scale": ("scores not scaled",) * 3,
     "over sqrt(d_k + 1)": (SCALE.format("0.942809"), "", ""),
@@ -208,12 +208,12 @@ def test_bugs_are_never_identified_incorrectly(mistake, shown):
     assert found.confidence == (UNKNOWN if not said else EXACT if "exactly" in found.sentence else LIKELY)
     if found.confidence == EXACT:
         assert found.signatures == ()
-    if not said:  # places are facts, and no cause
+    if not said:  # positions are facts, not causes
         assert all(re.search(r"at .*, of \w+ 0 to \d+, only .* differs?$", words) for words in found.signatures)
 
 
 class WrongWithoutTaps(Plain):
-    """A port whose mistake is only in the way that it computes without taps."""
+    """A port that has a bug only when it runs without taps."""
 
     of_fast_path = ""
 
@@ -255,7 +255,7 @@ def test_truncated_position_table_is_detected_in_a_long_sentence():
 
 
 class LatePosition:
-    """Positions as a cache counts them that numbers every token behind the first four too high."""
+    """Positional encodings whose positions are too large by four, except for the first token of each call."""
 
     def __init__(self, position):
         self.position = position
@@ -273,7 +273,7 @@ BEAMS = [
 
 
 class Greedy(Port):
-    """A port without beam search, and with some mistakes."""
+    """A port without beam search and with the given bugs."""
 
     dtypes = ("float64",)
     left_out = dict.fromkeys(BEAMS, "greedy only")
@@ -304,7 +304,7 @@ class Greedy(Port):
         return ids[:, 1:]
 
     def choose(self, logits, ids, max_length):
-        """Change the logits of the next tokens as other searches do."""
+        """Change the logits of the next tokens according to the bugs."""
         n = ids.shape[1]
         for row, before in zip(logits, ids.tolist(), strict=True):
             if "trigrams" in self.mistakes:
@@ -393,14 +393,14 @@ def test_search_is_not_blamed_for_a_wrong_forward():
 
 
 class Cubic(TrainingConfig):
-    """A warm-up of its own."""
+    """Training settings with a custom warm-up schedule."""
 
     def learning_rate(self, step, d_model):
         return 1e-4 * (step / 50) ** 3
 
 
 class Scheduled(MyPort):
-    """A small model with a schedule of its own: each hypothesis about it is trained."""
+    """A small model with a custom schedule, because each hypothesis about the schedule requires training."""
 
     overrides = {"num_encoder_layers": 1, "num_decoder_layers": 1}
     dtypes = ("float64",)

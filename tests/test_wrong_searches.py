@@ -1,6 +1,7 @@
-"""Diagnoses of ports with a right model and a wrong search: the rule, its number, and the kind of search.
+"""Diagnoses of ports with a correct model and a wrong search: the rule, its parameter, and the kind of search.
 
-One plain search in NumPy, without a cache and without a look at the reference's, with a mistake at a time.
+The port uses a plain NumPy search without a cache, written independently of the reference's search, with one bug at a
+time.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ SETTING = Placements(("float64",))
 
 @pytest.fixture(autouse=True)
 def few_attempts(monkeypatch):
-    monkeypatch.setattr(several, "ATTEMPTS", 30)  # fewer sets of mistakes to try if none fits
+    monkeypatch.setattr(several, "ATTEMPTS", 30)  # fewer combinations of bugs to try if no single bug fits
 
 
 class Searching(Port):
-    """A port that searches by decoding the whole prefix for each token, and returns padding up to the limit."""
+    """A port that decodes the full prefix for each token and returns hypotheses padded to the maximum length."""
 
     dtypes = ("float64",)
     mistake = ""

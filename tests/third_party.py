@@ -1,10 +1,11 @@
-"""Other people's Transformers with our weights in them, and transcriptions of those that no package index has.
+"""Third-party Transformers with our weights, and transcriptions of implementations that aren't on any package index.
 
-The first half renames canonical weights into what other implementations call them; a kernel is [in, out] here and
-[out, in] in torch. The second half writes three implementations down again from their formulas, in another style
-than the reference: heads stay behind the lengths, masks are added, positions are built from logarithms.
+The first half maps canonical weights to the names that other implementations use. A kernel is [in, out] here and [out,
+in] in torch. The second half transcribes three implementations from their formulas in a different style than the
+reference: the head dimension follows the length dimension, masks are added to the scores, and positional encodings are
+computed using logarithms.
 
-``transformers`` is imported where it is used, not in every process that collects tests: it takes seconds.
+``transformers`` is imported only in the functions that use it, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TORCH_NAMES = {
     },
 }
 
-FAMILY = {  # of BART: the name of the preset, and the beginning of the names of Hugging Face's classes
+FAMILY = {  # models of BART's family: preset name and prefix of Hugging Face's class names
     "bart": "Bart",
     "plbart": "PLBart",
     "mbart": "MBart",
@@ -41,7 +42,7 @@ FAMILY = {  # of BART: the name of the preset, and the beginning of the names of
 
 
 def relative_error(ours, theirs) -> float:
-    """Return the L2 distance between two arrays relative to the size of the second."""
+    """Return the L2 distance between two arrays relative to the norm of the second array."""
     ours, theirs = np.asarray(ours), np.asarray(theirs)
     assert ours.shape == theirs.shape
     assert ours.dtype == theirs.dtype == np.float64
@@ -53,12 +54,12 @@ def tensor(array) -> Tensor:
 
 
 def under(weights, prefix):
-    """Return the weights below a path, with the path taken off their names."""
+    """Return the weights below a path, and remove the path from their names."""
     return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
 
 
 def _renamed(weights, *tables):
-    """Return torch's entries for our weights: other names, and every kernel transposed."""
+    """Return torch's state dict entries for our weights: names are mapped and kernels are transposed."""
     state = {}
     for name, value in weights.items():
         new = name
@@ -70,7 +71,7 @@ def _renamed(weights, *tables):
 
 
 def hugging_face_sizes(config):
-    """Return our sizes as the configs of MarianMTModel, FSMTForConditionalGeneration and BartModel call them."""
+    """Return our sizes with the names in the configs of MarianMTModel, FSMTForConditionalGeneration, and BartModel."""
     return {
         "d_model": config.d_model,
         "encoder_layers": config.num_encoder_layers,
@@ -86,13 +87,13 @@ def hugging_face_sizes(config):
 
 
 def hugging_face_layers(weights):
-    """Return encoder and decoder layers as MarianMTModel, FSMTForConditionalGeneration and BartModel call them."""
+    """Return layers with the names in MarianMTModel, FSMTForConditionalGeneration, and BartModel."""
     layers = {name: value for name, value in weights.items() if ".layers." in name}
     return {f"model.{name}": value for name, value in _renamed(layers, HUGGING_FACE_NAMES).items()}
 
 
 def _replaced_positions(model, exact, error):
-    """Return a table of positions to load in the place of a model's own, which is of float32, once it is the same."""
+    """Return exact positional encodings after checking that the model's float32 values approximate them."""
     theirs = model.model.encoder.embed_positions.weight
     assert theirs.dtype == torch.float32
     assert (theirs - tensor(exact)).abs().max() <= error
@@ -104,7 +105,7 @@ def marian_model(config, weights):
     import transformers
 
     special = {"scale_embedding": True, "activation_function": "swish", "decoder_start_token_id": config.bos_id}
-    special["forced_eos_token_id"] = None  # the default forces it at the maximum length
+    special["forced_eos_token_id"] = None  # the default forces EOS at the maximum length
     sizes = hugging_face_sizes(config)
     fields = transformers.MarianConfig(vocab_size=config.target_vocab_size, **sizes, **special)
     model = transformers.MarianMTModel(fields).eval()
@@ -112,7 +113,7 @@ def marian_model(config, weights):
     tables = ("model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head")
     state = {
         **hugging_face_layers(weights),
-        **_replaced_positions(model, positions, 2.0**-24),  # rounded once
+        **_replaced_positions(model, positions, 2.0**-24),  # one rounding error
         **{f"{name}.weight": tensor(weights["source_embedding.table"]) for name in tables},
         "final_logits_bias": tensor(weights["output_proj.bias"])[None],
     }
@@ -122,27 +123,28 @@ def marian_model(config, weights):
 
 @torch.no_grad()
 def marian_logits(config, weights, source, target):
-    """Run Hugging Face's MarianMTModel."""
+    """Return the logits of Hugging Face's MarianMTModel."""
     model = marian_model(config, weights)
     return model(
         input_ids=torch.tensor(source),
         attention_mask=torch.tensor(source != config.pad_id),
         decoder_input_ids=torch.tensor(target),
-        # The first target token is PAD, and is attended to: without a mask, Marian attends to all of them.
+        # The first target token is PAD, but queries attend to it. Without this mask, Marian also attends to the other
+        # PAD tokens.
         decoder_attention_mask=torch.tensor(target_padding_mask(target, config.pad_id)),
     ).logits
 
 
 def marian_search(config, weights, source, max_length, **options):
-    """Let Hugging Face search, and return ids [B, N, L] without the start symbol, and scores [B, N] or None."""
-    early = "never" if options["num_beams"] > 1 else False  # that is: as early as is exact
+    """Return the IDs [B, N, L] without the start token and the scores [B, N] or None from Hugging Face's search."""
+    early = "never" if options["num_beams"] > 1 else False  # stops as soon as the result is certain
     fields = {"max_new_tokens": max_length, "bad_words_ids": [[config.pad_id]], "early_stopping": early, **options}
     return marian_generate(config, weights, source, {"decoder_start_token_id": config.bos_id, **fields})
 
 
 @torch.no_grad()
 def marian_generate(config, weights, source, fields):
-    """Let Hugging Face search by the fields of a generation config; result as of ``marian_search``."""
+    """Search with Hugging Face and a generation config, and return the same results as ``marian_search``."""
     import transformers
 
     found = marian_model(config, weights).generate(
@@ -162,7 +164,7 @@ def marian_generate(config, weights, source, fields):
 
 
 def hugging_face_model(name, config, weights):
-    """Return the model of BART's family that Hugging Face calls by a name, in float64."""
+    """Return a float64 model of BART's family, given the preset's name."""
     import transformers
 
     config_class = getattr(transformers, f"{FAMILY[name]}Config")
@@ -193,7 +195,7 @@ def hugging_face_model(name, config, weights):
         exact = sinusoidal_encoding(config.max_length, config.d_model, "split", "m")
         state |= _replaced_positions(model, exact, 2.0**-24)
     model.double().load_state_dict(state)
-    if name == "m2m_100":  # its table is no part of the state
+    if name == "m2m_100":  # its positional encodings aren't in the state dict
         exact = sinusoidal_encoding(config.max_length + 2, config.d_model, "split", "m_minus_1")
         exact[config.pad_id] = 0.0
         for stack in (model.model.encoder, model.model.decoder):
@@ -204,7 +206,7 @@ def hugging_face_model(name, config, weights):
 
 @torch.no_grad()
 def hugging_face_logits(name, config, weights, source, target):
-    """Run a model of BART's family."""
+    """Return the logits of a model of BART's family."""
     return hugging_face_model(name, config, weights)(
         input_ids=torch.tensor(source),
         attention_mask=torch.tensor(source != config.pad_id),
@@ -215,7 +217,7 @@ def hugging_face_logits(name, config, weights, source, target):
 
 @torch.no_grad()
 def fairseq_logits(config, weights, source, target):
-    """Run Hugging Face's FSMTForConditionalGeneration, the port of fairseq's WMT19 models."""
+    """Return the logits of Hugging Face's FSMTForConditionalGeneration, the port of fairseq's WMT19 models."""
     import transformers
 
     vocabularies = {"src_vocab_size": config.source_vocab_size, "tgt_vocab_size": config.target_vocab_size}
@@ -225,7 +227,7 @@ def fairseq_logits(config, weights, source, target):
     positions[config.pad_id] = 0.0
     state = {
         **hugging_face_layers(weights),
-        **_replaced_positions(model, positions, 1e-6 * config.max_length),  # the angles, too, are of float32
+        **_replaced_positions(model, positions, 1e-6 * config.max_length),  # the angles are also float32
         "model.encoder.embed_tokens.weight": tensor(weights["source_embedding.table"]),
         "model.decoder.embed_tokens.weight": tensor(weights["target_embedding.table"]),
         "model.decoder.output_projection.weight": tensor(weights["output_proj.kernel"].T),
@@ -233,14 +235,15 @@ def fairseq_logits(config, weights, source, target):
     model.double().load_state_dict(state)
     source, target = torch.tensor(source), torch.tensor(target)
     real = source != config.pad_id
-    # The two halves by hand: what joins them builds its causal mask in float32, which cannot hold float64's minimum.
+    # Call the encoder and the decoder directly, because the model builds its causal mask in float32, in which float64's
+    # minimum overflows.
     memory = model.model.encoder(source, attention_mask=real).last_hidden_state
     future = torch.triu(torch.full((target.shape[1], target.shape[1]), -math.inf, dtype=torch.float64), diagonal=1)
     return model.model.decoder(target, memory, real, target == config.pad_id, future).last_hidden_state
 
 
 def torch_sizes(config):
-    """Return our sizes and conventions as torch.nn.Transformer calls them."""
+    """Return our sizes and conventions with torch.nn.Transformer's names."""
     return {
         "d_model": config.d_model,
         "nhead": config.num_heads,
@@ -254,7 +257,7 @@ def torch_sizes(config):
 
 
 def torch_attention(weights, path):
-    """Return one attention block as torch.nn.MultiheadAttention calls it; biases that we lack are zero."""
+    """Return an attention block with torch.nn.MultiheadAttention's names. Biases that we don't have are zero."""
 
     def get(name, kind):
         kernel = weights[f"{path}.{name}_proj.kernel"]
@@ -271,7 +274,7 @@ def torch_attention(weights, path):
 
 
 def torch_stacks(weights):
-    """Return encoder and decoder as torch.nn.Transformer calls them."""
+    """Return the encoder and the decoder with torch.nn.Transformer's names."""
     state = {}
     for stack in ("encoder", "decoder"):
         rest = {
@@ -289,7 +292,7 @@ def torch_stacks(weights):
 
 
 def split_heads_off(weights, path, num_heads):
-    """Return one attention block as Flax shapes and calls it: kernels [d_model, H, d], the output's [H, d, d_model]."""
+    """Return an attention block with Flax's names and shapes: kernels [d_model, H, d], output [H, d, d_model]."""
     block = {}
     for name in ("query", "key", "value", "output"):
         layer = under(weights, f"{path}.{name}_proj.")
@@ -302,7 +305,7 @@ def split_heads_off(weights, path, num_heads):
 
 
 def assign_keras(layer, arrays):
-    """Give every variable of a Keras layer the array of its path, the layer's own name left out."""
+    """Assign an array to every variable of a Keras layer by its path, excluding the layer's own name."""
     paths = {variable.path.partition("/")[2]: variable for variable in layer.variables}
     assert paths.keys() == arrays.keys()
     for path, variable in paths.items():
@@ -310,7 +313,7 @@ def assign_keras(layer, arrays):
 
 
 def keras_attention(weights, path, num_heads):
-    """Return one attention block by the paths in keras.layers.MultiHeadAttention."""
+    """Return an attention block with the paths in keras.layers.MultiHeadAttention."""
     return {
         f"{'attention_output' if name == 'out' else name}/{kind}": array
         for name, layer in split_heads_off(weights, path, num_heads).items()
@@ -319,7 +322,7 @@ def keras_attention(weights, path, num_heads):
 
 
 def keras_hub_layer(weights, path, num_heads):
-    """Return one layer by the paths in keras_hub's TransformerEncoder or TransformerDecoder."""
+    """Return a layer with the paths in keras_hub's TransformerEncoder or TransformerDecoder."""
     names = {"self_attention": "self_attention", "cross_attention": "cross_attention"}
     if path.startswith("encoder"):
         names = {"self_attention": "self_attention_layer"}
@@ -338,7 +341,7 @@ def keras_hub_layer(weights, path, num_heads):
 
 
 def keras_hub_logits(config, weights, source_ids, target_ids, **options):
-    """Return the logits of keras_hub's layers, in float64."""
+    """Return the logits of keras_hub's layers in float64."""
     import keras
     import keras_hub
 
@@ -371,9 +374,9 @@ def keras_hub_logits(config, weights, source_ids, target_ids, **options):
 
 
 def labels_of(target_ids, pad_id, eos_id):
-    """Return what a decoder is to predict at each position: the inputs one step to the left, and the end symbol.
+    """Return the labels for decoder inputs: the inputs shifted left by one position, followed by EOS.
 
-    Tensor2tensor, Marian and Flax's example take these and make the decoder's inputs from them by a shift.
+    Tensor2tensor, Marian, and Flax's example accept labels and shift them to get the decoder inputs.
     """
     labels = np.concatenate([target_ids[:, 1:], np.full_like(target_ids[:, :1], pad_id)], axis=1)
     ends = (labels != pad_id).sum(axis=1)
@@ -382,7 +385,7 @@ def labels_of(target_ids, pad_id, eos_id):
 
 
 def paper_positions(length, d_model):
-    """The Annotated Transformer's table: sines and cosines in turn, frequencies from a logarithm."""
+    """The Annotated Transformer's positional encodings: alternating sines and cosines, computed via logarithms."""
     frequencies = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float64) * -(math.log(10000.0) / d_model))
     angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
     table = torch.zeros(length, d_model, dtype=torch.float64)
@@ -392,7 +395,7 @@ def paper_positions(length, d_model):
 
 
 def timing_signal(length, d_model):
-    """Tensor2tensor's timing signal: all sines, then all cosines, timescales from 1 to 10000 inclusive."""
+    """Tensor2tensor's timing signal: all sines, then all cosines, with timescales from 1 to 10000 inclusive."""
     increment = math.log(10000.0) / (d_model // 2 - 1)
     inverse_timescales = torch.exp(torch.arange(d_model // 2, dtype=torch.float64) * -increment)
     scaled_time = torch.outer(torch.arange(length, dtype=torch.float64), inverse_timescales)
@@ -400,12 +403,12 @@ def timing_signal(length, d_model):
 
 
 def annotated_norm(x, a, b):
-    """The Annotated Transformer's LayerNorm: torch's std is the unbiased one, and epsilon is added to it."""
+    """The Annotated Transformer's LayerNorm, which adds epsilon to torch's unbiased standard deviation."""
     return a * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) + b
 
 
 def t2t_norm(x, scale, bias):
-    """Tensor2tensor's layer_norm, and Marian's: its operator defaults to 1e-9, but its Transformer passes 1e-6."""
+    """Tensor2tensor's and Marian's layer norm. Marian's operator defaults to 1e-9, but its Transformer passes 1e-6."""
     mean = torch.mean(x, -1, keepdim=True)
     variance = torch.mean(torch.square(x - mean), -1, keepdim=True)
     return (x - mean) * torch.rsqrt(variance + 1e-6) * scale + bias
@@ -448,7 +451,7 @@ def _future(length):
 
 
 def annotated_logits(weights, heads, source, target):
-    """The Annotated Transformer, before its log-softmax; its padding id is 2."""
+    """Return the Annotated Transformer's logits before its log-softmax. Its padding ID is 2."""
     w = {name: tensor(value) for name, value in weights.items()}
     source, target = torch.tensor(source), torch.tensor(target)
     d_model = w["source_embedding.table"].shape[1]
@@ -466,9 +469,9 @@ def annotated_logits(weights, heads, source, target):
 
 
 def shifted_logits(weights, heads, source, labels, pad_id, act):
-    """Tensor2tensor's first release, or Marian, which followed it: the decoder starts from a vector of zeros.
+    """Return the logits of Tensor2tensor's first release or of Marian, whose decoders start with a zero vector.
 
-    Tensor2tensor has no output bias, and its embedding of a target space is left out. Padding embeds to zero.
+    Tensor2tensor has no output bias, and its embedding of the target space is omitted. Embeddings of padding are zero.
     """
     w = {name: tensor(value) for name, value in weights.items()}
     source, labels = torch.tensor(source), torch.tensor(labels)

@@ -1,4 +1,4 @@
-"""Flax's WMT example, written down again, with our weights in it: Flax has it as an example, not as a package."""
+"""A transcription of Flax's WMT example with our weights. Flax distributes it as an example, not as a package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reference_numpy import TransformerConfig
 
 
 class WmtBlock(nn.Module):
-    """One layer of Flax's WMT example, encoder and decoder alike: pre-norm, no biases in the attention."""
+    """A layer of the encoder or the decoder in Flax's WMT example: pre-norm, without biases in the attention."""
 
     config: TransformerConfig
 
@@ -31,9 +31,9 @@ class WmtBlock(nn.Module):
 
 
 class WmtTransformer(nn.Module):
-    """Flax's WMT example with shared embeddings: no embedding scale, and logits divided by sqrt(d_model) instead."""
+    """Flax's WMT example with shared embeddings. It divides logits by sqrt(d_model) instead of scaling embeddings."""
 
-    config: TransformerConfig  # the sizes; nothing else is read
+    config: TransformerConfig  # only its sizes are used
 
     @nn.compact
     def __call__(self, source, labels):
@@ -56,7 +56,7 @@ class WmtTransformer(nn.Module):
 
 
 def wmt_parameters(config, weights):
-    """Return the parameter tree of WmtTransformer; its table is sqrt(d_model) times ours."""
+    """Return the parameter tree of WmtTransformer. Its embedding matrix is ours multiplied by sqrt(d_model)."""
     table = weights["source_embedding.table"].astype(np.float64) * math.sqrt(config.d_model)
     tree = {"shared_embedding": {"embedding": table}}
     depths = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}

@@ -1,7 +1,7 @@
-"""Which tests a run takes, in which process each runs, and what a process keeps from one file to the next.
+"""Test tiers: the tests that a run selects, the process that runs each test, and the caches that a process keeps.
 
-The default tier shows every kind of thing at least once; tests marked ``extended`` repeat it for another framework,
-mistake or preset. XLA's compiling is most of the time of all tests, so what was compiled once is kept on disk.
+The default tier covers every feature at least once. Tests marked ``extended`` repeat it for a different framework, bug,
+or preset. Compilation by XLA dominates the run time, so compiled programs are cached on disk.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ import pytest
 from transformer_parity.transformer.check.kept_programs import kept_in, processor_features
 from transformer_spec import PRESETS, TransformerConfig
 
-# In the name of a test, what it shares with others; these run one after another in one process. What TensorFlow has
-# compiled, a process keeps until it ends: its tests are two parts, and of four processes, two are for these.
+# Parts of test names that identify shared resources. Tests that share a resource run sequentially in one process.
+# Because a process retains everything that TensorFlow compiles, TensorFlow's tests form two groups, for two of four
+# processes.
 SHARED = (
     re.compile(r"test_(selftest|train\w*)\.py::.*[\[-](?P<tf_training>tf)[]-]"),
     re.compile(r"::test_(?P<tf_training>a_run_goes_on_in_another_framework|attention_of_every_backend|lockstep_shows)"),
     re.compile(r"::test_(?P<tf_training>.*backends_(agree|translate)|code_of_the_guides|info_describes|the_code_runs)"),
     re.compile(r"::test_[^\[]*(?P<tf>tensorflow|keras_hub|copy_is_saved)"),
     re.compile(r"[\[-](jax|tf)[]-]"),  # a framework that compiles
-    re.compile(r"_(jax|tf)\.py::"),  # likewise, in a file that is about one
-    re.compile(r"::test_(jax|tf)_"),  # likewise, in a test that is about one
-    re.compile(r"\[(.*-)?(?P<jax>flax nnx)|\[(.*-)?(?P<tf>keras hub)"),  # likewise, in a test of another model in it
-    re.compile(r"test_selftest\.py::.*\[torch-.*-(\S+)\]$"),  # a case: what each hypothesis makes of it
+    re.compile(r"_(jax|tf)\.py::"),  # a file for such a framework
+    re.compile(r"::test_(jax|tf)_"),  # a test for such a framework
+    re.compile(r"\[(.*-)?(?P<jax>flax nnx)|\[(.*-)?(?P<tf>keras hub)"),  # a third-party model in such a framework
+    re.compile(r"test_selftest\.py::.*\[torch-.*-(\S+)\]$"),  # a case, which all hypotheses are run on
     re.compile(
         r"test_(circumstances|golden|investigate|parallel_torch|port_cases)(?:_written)?\.py"
-    ),  # what a file needs
-    re.compile(r"test_(import)_(?!messages|alone)"),  # models of transformers, whose import takes seconds
+    ),  # data shared by all tests in a file
+    re.compile(r"test_(import)_(?!messages|alone)"),  # models in transformers, which takes seconds to import
 )
 
 ALONE = {"tf", "tf_training"}
-GROWTH = 400 * 2**20  # bytes, between two tests of which what they compiled is forgotten
-GROWTH_OF_A_FILE = 100 * 2**20  # likewise between two files
-_size = 0  # in bytes, of this process, when it last forgot
+GROWTH = 400 * 2**20  # memory growth in bytes after which caches are cleared between two tests
+GROWTH_OF_A_FILE = 100 * 2**20  # memory growth in bytes after which caches are cleared between two files
+_size = 0  # memory use of this process in bytes after caches were last cleared
 
-QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"  # in a third of the time
+QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"  # 3 times faster
 
 
 def add_options(parser):
@@ -53,7 +54,7 @@ def add_options(parser):
 
 
 def configure(config):
-    """Read the options. A shard of another form than K/N, with K from 1 to N, stops the run."""
+    """Read the options. Raise a usage error if --shard isn't K/N with K from 1 to N."""
     config.addinivalue_line("markers", "extended(kind, backend, ...): left out unless --all is given")
     config.shard = None
     if (asked := config.getoption("--shard")) is not None:
@@ -65,9 +66,10 @@ def configure(config):
 
 
 def scheduler(config, log):
-    """Return pytest-xdist's scheduler of groups: a group for what tests share, and all others singly.
+    """Return a pytest-xdist scheduler that groups tests by shared resources and runs all other tests individually.
 
-    Its own ``--dist=loadgroup`` finds no groups (3.8.0, under pytest 9.2.0, where the names of tests are fixed).
+    xdist's own ``--dist=loadgroup`` doesn't find the groups (3.8.0 with pytest 9.2.0, which doesn't allow changing test
+    names).
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -76,25 +78,25 @@ def scheduler(config, log):
             return group(nodeid)
 
         def _assign_work_unit(self, node) -> None:
-            for name in ALONE & self.workqueue.keys():  # in a process that has done nothing else before either
+            for name in ALONE & self.workqueue.keys():  # these groups run first, each in a fresh process
                 self.workqueue.move_to_end(name, last=False)
             super()._assign_work_unit(node)
 
         def _reschedule(self, node) -> None:
             if self.numnodes > 3 and ALONE & self.assigned_work[node].keys():
-                node.shutdown()  # after its tests
+                node.shutdown()  # after finishing its tests
             super()._reschedule(node)
 
     return ByWhatIsShared(config, log)
 
 
 def group(test: str) -> str:
-    """Return what a test shares with others, by its name; or the name itself."""
+    """Return the name of the resource that a test shares with others, or the test's own name."""
     return next((found.lastgroup or found[1] for shared in SHARED if (found := shared.search(test))), test)
 
 
 def presets() -> list:
-    """Return every preset as a parameter; in JAX and TF, one that has no convention of its own is extended."""
+    """Return every preset as a parameter. In JAX and TensorFlow, presets without a new convention are extended."""
     parameters, seen = [], set()
     for preset in PRESETS:
         fields = TransformerConfig.preset(preset, source_vocab_size=37, target_vocab_size=37).to_dict()
@@ -110,28 +112,28 @@ def presets() -> list:
 
 
 def first_alone(values, kind: str, *backends: str) -> list:
-    """Return the values of a parameter: all but the first are extended, for these backends or for all."""
+    """Return a parameter's values. All except the first are extended for the given backends or for all backends."""
     first, *rest = values
     return [first, *(pytest.param(value, marks=pytest.mark.extended(kind, *backends)) for value in rest)]
 
 
 def keep_what_is_compiled(config):
-    """Let JAX keep executables on disk, for all processes of this run and of later ones on the same processor.
+    """Let JAX cache executables on disk for all processes of this run and of later runs on the same processor.
 
-    In the default tier JAX also optimizes little, and compiles in a fraction of the time.
+    In the default tier, JAX also skips most optimizations, which reduces compilation time.
     """
     if not config.getoption("--all") and not config.shard:
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         flags = os.environ.get("XLA_FLAGS", "")
-        with suppress(PackageNotFoundError):  # XLA ends a process for a switch that it does not know
+        with suppress(PackageNotFoundError):  # XLA aborts if it doesn't recognize a flag
             if version("jaxlib").startswith("0.10.") and QUICK not in flags:
                 os.environ["XLA_FLAGS"] = f"{flags} {QUICK}".strip()
-    if hasattr(config, "cache"):  # not with -p no:cacheprovider
+    if hasattr(config, "cache"):  # unset with -p no:cacheprovider
         os.environ.update(kept_in(config.cache.mkdir(f"jax-{processor_features()}")))
 
 
 def framework(item) -> str:
-    """Return the name of the one backend that a test is about; empty if it is about several, or about none."""
+    """Return the name of the only backend that a test uses, or an empty string if it uses multiple or no backends."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     if found := next((parameters[name] for name in ("port", "backend") if name in parameters), None):
         return getattr(found, "name", found)
@@ -140,9 +142,10 @@ def framework(item) -> str:
 
 
 def choose(config, items) -> list:
-    """Return the tests of this tier and shard, and count the others.
+    """Return the tests of this tier and shard, and record the number of other tests.
 
-    Extended tests are dealt out to the shards kind by kind and file by file: what takes long is in many of them.
+    Extended tests are assigned to shards in turn, sorted by kind and file, so that slow tests are spread over the
+    shards.
     """
     kinds = {item: _kind(item) for item in items}
     extended = sorted((item for item in items if kinds[item]), key=lambda item: (kinds[item], item.nodeid))
@@ -156,33 +159,33 @@ def choose(config, items) -> list:
 
 
 def _kind(item) -> str:
-    """Return as what a test is extended; empty if it is of the default tier."""
+    """Return the kind of an extended test, or an empty string if the test is in the default tier."""
     name = framework(item)
     marks = [mark.args for mark in item.iter_markers("extended")]
     return next((kind for kind, *backends in marks if name in backends or not backends), "")
 
 
 def summary(left_out) -> list[str]:
-    """Return the lines that say what was left out; none if nothing was."""
+    """Return a line about the tests that weren't selected, or no lines if all tests were selected."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(left_out.items()))
     number = sum(left_out.values())
     return [f"NOT TESTED: {number} extended tests, which --all runs; of each kind: {kinds}"] * bool(left_out)
 
 
 def forget():
-    """Free what the frameworks keep of the models of a finished file: gigabytes, after all of them."""
+    """Clear the frameworks' caches for the models of a finished file, which would otherwise grow to gigabytes."""
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
     if "keras" in sys.modules:
-        sys.modules["keras"].backend.clear_session()  # which collects garbage too
+        sys.modules["keras"].backend.clear_session()  # also collects garbage
     else:
         gc.collect()
-    with suppress(OSError, AttributeError):  # of glibc, which keeps hundreds of megabytes of what XLA has freed
+    with suppress(OSError, AttributeError):  # glibc retains hundreds of megabytes that XLA has freed
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def forget_if_grown(most=GROWTH):
-    """Free it where the process has grown by as much as it may: to look through everything takes half a second."""
+    """Clear the caches if the process has grown by the given number of bytes, because clearing takes half a second."""
     global _size
     if psutil.Process().memory_info().rss > _size + most:
         forget()
@@ -190,7 +193,7 @@ def forget_if_grown(most=GROWTH):
 
 
 def peak() -> float:
-    """Return the most memory that this process held, in GiB; 0 where that is not known."""
+    """Return the peak memory use of this process in GiB, or 0 if it isn't available."""
     try:
         import resource
     except ImportError:  # Windows

@@ -1,4 +1,4 @@
-"""What the tests of training share: a tiny model, batches with padding on all sides, and a trainer of each kind."""
+"""Helpers for the training tests: a tiny model, batches with padding everywhere, and a trainer of each kind."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from conftest import random_weights, tiny_config
 import reference_numpy as ref
 
 NO_DROPOUT = ref.DropoutRates(embedding=0.0, residual=0.0)
-RATES = ref.DropoutRates(embedding=0.2, attention=0.3, residual=0.0)  # few sites: each has to be compiled
+RATES = ref.DropoutRates(embedding=0.2, attention=0.3, residual=0.0)  # few sites compile faster
 ONE_LAYER = {"num_encoder_layers": 1, "num_decoder_layers": 1, "output_bias": True}
 CONFIG = tiny_config(**ONE_LAYER, dropout=NO_DROPOUT)
 WEIGHTS = random_weights(CONFIG, dtype="float64")
 PAD = CONFIG.pad_id
 SCHEDULE = {"warmup_steps": 40, "learning_rate_factor": 0.5}
-TRAINERS = {  # dtype, dropout and settings: each has to be compiled
+TRAINERS = {  # dtype, dropout, and settings; each kind is compiled
     "plain": ("float64", NO_DROPOUT, {}),
     "four slices, clipped": (
         "float64",
@@ -33,9 +33,9 @@ TRAINERS = {  # dtype, dropout and settings: each has to be compiled
 
 
 def make_batch(seed=0, sentences=8):
-    """Return ids with padding on all sides, a source that is nothing but padding, and uneven numbers of labels.
+    """Return IDs with padding in sources, targets, and labels, an all-padding source, and uneven numbers of labels.
 
-    Of four slices the last has no token at all.
+    If the batch is divided into four micro-batches, the last one has no labels.
     """
     rng = np.random.default_rng(seed)
     source, target, labels = (rng.integers(3, 37, (sentences, length)) for length in (4, 5, 5))
@@ -55,7 +55,7 @@ BATCHES = [make_batch(0), make_batch(1), without_labels(make_batch(2)), make_bat
 
 
 def build(backend, kind="plain", seed=0):
-    """Return a trainer of ``TRAINERS`` whose model has other weights than ``WEIGHTS``."""
+    """Return a trainer of a kind in ``TRAINERS`` whose model doesn't have ``WEIGHTS`` yet."""
     dtype, rates, settings = TRAINERS[kind]
     config = CONFIG.replace(dropout=rates)
     model = backend.package.Transformer.from_weights(config, random_weights(config, seed=1), dtype=dtype)
@@ -68,7 +68,7 @@ def built(backend, kind):
 
 
 def at_the_start(backend, kind="plain", weights=WEIGHTS):
-    """Return a trainer at the start of a run. Each is built once: the frameworks spend most of the time compiling."""
+    """Return a trainer in its initial state. Each trainer is built only once, because compilation is slow."""
     trainer = built(backend, kind)
     backend.package.set_weights(trainer.model, weights)
     trainer.load_state(zero_state())
@@ -77,7 +77,7 @@ def at_the_start(backend, kind="plain", weights=WEIGHTS):
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_compilation(backends) -> Iterator[None]:
-    """Let XLA optimize little: that is half the time of these files. ``parity check`` takes the other way."""
+    """Disable most XLA optimizations, which halves the run time. ``parity check`` tests the optimized code."""
     if "jax" not in [backend.name for backend in backends]:
         yield
         return
@@ -95,7 +95,7 @@ def zero_state(step=0, seed=0):
 
 
 def everything(trainer):
-    """Return all that the next step depends on, by name."""
+    """Return everything that the next step depends on, by name."""
     state = trainer.export_state()
     return {
         "step": np.asarray(state.step),
@@ -122,7 +122,7 @@ def assert_near(got, expected, tolerance, what=""):
 
 
 def mode_of(backend, model):
-    """Return what tells training from inference in a framework, and the state of its random numbers."""
+    """Return the state that distinguishes training from inference in a framework, and its random state."""
     if backend.name == "torch":
         import torch
 

@@ -1,4 +1,4 @@
-"""Small training runs, as tests start them."""
+"""Small training runs, started by tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAIRS = 60
 
 
 def make_small(monkeypatch):
-    """Let the dates be few, and their batches of two shapes: each is compiled for."""
+    """Reduce the number of dates and the number of batch shapes, because each shape is compiled."""
     monkeypatch.setattr(corpora, "DATES_TRAINED", PAIRS)
     monkeypatch.setattr(corpora, "DATES_HELD_OUT", 6)
     monkeypatch.setattr(batches, "MAX_SHAPES", 2)
@@ -38,12 +38,12 @@ def resume(path, *options):
 
 
 def losses(folder):
-    """Return the training loss of each step, whoever took it."""
+    """Return the training loss of each step, regardless of the backend that computed it."""
     return {event["step"]: next(iter(event["loss"].values())) for event in read_log(folder) if event["event"] == "step"}
 
 
 def spoilt(checkpoint, path, *entry, value=None, settings=None):
-    """Write a checkpoint with another value at an entry of its progress, or without the entry."""
+    """Write a checkpoint with one entry of its progress replaced or removed."""
     progress = json.loads(json.dumps(checkpoint.progress))
     *outer, last = entry or ("plan",)
     place = progress
@@ -72,13 +72,13 @@ def _finished(folder):
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    """A run of twelve steps, to the end, once for all files of tests."""
+    """A completed run of twelve steps, shared by all test files."""
     return _finished(tmp_path_factory.getbasetemp() / "finished_run")
 
 
 @pytest.fixture
 def texts(tmp_path):
-    """The two sides of a text, and of another one that is held out."""
+    """Source and target files for training and for the held-out text."""
     paths = [tmp_path / name for name in ("a", "b", "c", "d")]
     for path in paths:
         path.write_text("".join(f"{path.name} has {i} cats\n" for i in range(40)), "utf-8")

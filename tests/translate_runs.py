@@ -1,4 +1,4 @@
-"""Runs of `parity translate`, and models for them."""
+"""Runs of `parity translate` and models for them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformer_parity.transformer.sentences.subwords import Subwords
 from transformer_spec.search import Search
 
 LETTERS = "abcdefghi"
-LONG = "paper_learned"  # a preset with learned positions
-LIMIT = 12  # tokens of most translations here: not all of these models know when to stop
+LONG = "paper_learned"  # a preset with learned positional encodings
+LIMIT = 12  # maximum length in most tests, because some of these models never generate EOS
 
 
 def save(path, config, weights):
-    """Save a model that translates letters into letters."""
+    """Save a model that translates letters to letters."""
     vocabulary = Subwords.train([LETTERS], kind="char")
     ref.save_weights(path, config, weights, vocabulary=vocabulary.model)
     return path
@@ -30,7 +30,7 @@ def random_lines(count, seed=0, longest=9):
 
 
 def translated(capfd, model, lines, *options, file=None):
-    """Translate lines, and return the exit code, what was written and what was said."""
+    """Translate lines, and return the exit code, the output lines, and the messages."""
     path = file or model.with_name("lines")
     path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
     limit = min(LIMIT, read_trained(model).config.max_positions or LIMIT)
@@ -41,12 +41,12 @@ def translated(capfd, model, lines, *options, file=None):
 
 
 def one_by_one(model, lines, **options):
-    """Translate each line alone, with the reference."""
+    """Translate each line separately with the reference."""
     return [answers[0] for answers in all_hypotheses(model, lines, **options)]
 
 
 def all_hypotheses(model, lines, **options):
-    """Translate each line alone, with the reference; a blank line into nothing."""
+    """Translate each line separately with the reference, and return all hypotheses. Blank lines remain blank."""
     trained = read_trained(model)
     options = {"max_length": min(LIMIT, trained.config.max_positions or LIMIT)} | options
     loaded = ref.Transformer.from_weights(trained.config, trained.weights, "float64")
@@ -66,6 +66,6 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
-    """A model with six positions."""
+    """A model that supports six positions."""
     config, weights = lively(LONG, max_length=6)
     return save(tmp_path_factory.mktemp("short") / "model.safetensors", config, weights)

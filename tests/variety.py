@@ -13,7 +13,7 @@ from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 
-# By stage: each dimension with its values. All pairs of values of two dimensions must occur, except IMPOSSIBLE.
+# The values of each dimension, by stage. All pairs of values of two dimensions must occur, except IMPOSSIBLE.
 SENTENCES = ("one", "several", "many")
 LENGTHS = ("one", "some", "longest")
 BEFORE = ("nothing", "same shape", "other method", "other model")
@@ -61,7 +61,7 @@ IMPOSSIBLE = {
     (("target tokens", "one"), ("target padding", True)): "a row without a token is not specified for ports",
     (("sentences", "one"), ("rows without labels", True)): "the loss of a batch without labels is not specified",
 }
-# Values that at least one case must have. Each would multiply the cases if all pairs with it were required.
+# Values that at least one case must have. Requiring all pairs with them would multiply the number of cases.
 ONCE = {
     "activations": {
         *("as long as the source", "a row of one token", "a large vocabulary", "as many sentences as tokens"),
@@ -95,7 +95,7 @@ Value = tuple[str, object]
 
 
 def values_of(case) -> dict[str, object]:
-    """Return the value of each dimension of a case."""
+    """Return the value of each dimension for a case."""
     inputs, pad_id = case.inputs, case.config.pad_id
     sentences, source = inputs["source_ids"].shape
     found = {
@@ -133,7 +133,7 @@ def pairs(values: dict[str, object]) -> set[tuple[Value, Value]]:
 
 
 def missing(stage: str, cases: Iterable) -> list[tuple[Value, Value]]:
-    """Return the possible pairs of a stage that no case covers."""
+    """Return the possible pairs in a stage that no case covers."""
     dimensions = DIMENSIONS[stage]
     wanted = {
         tuple(sorted(((first, one), (second, other))))
@@ -145,7 +145,7 @@ def missing(stage: str, cases: Iterable) -> list[tuple[Value, Value]]:
 
 
 def once(case) -> set[str]:
-    """Return the values of ONCE that a case has."""
+    """Return the values in ONCE that a case has."""
     inputs, pad_id = case.inputs, case.config.pad_id
     tokens = [(inputs[name] != pad_id).sum(1) for name in ("source_ids", "target_ids") if name in inputs]
     found = {"a row of one token"} if any((sums == 1).any() for sums in tokens) else set()
@@ -203,7 +203,7 @@ def _before(case) -> str:
 
 
 def _magnitude(case) -> str:
-    """Measure the logits, activations and scores; for the exceptions, see ``LARGE``."""
+    """Return the magnitude of the logits, activations, and scores. See ``LARGE`` for exceptions."""
     if case.magnitude in ("usual", "ending"):
         return "usual"
     hypotheses = np.tile(np.arange(3, 15), (len(case.inputs["source_ids"]), 1))

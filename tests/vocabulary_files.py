@@ -1,4 +1,4 @@
-"""Vocabulary files of other software, written for tests."""
+"""Vocabulary files in the formats of other software, written for tests."""
 
 import io
 import json
@@ -11,7 +11,7 @@ LINES = [line for pair in read_pairs() for line in pair]
 
 
 def train(kind="unigram", size=400, **options):
-    """Return a sentencepiece model with few pieces."""
+    """Return a SentencePiece model with few pieces."""
     model = io.BytesIO()
     options |= {"character_coverage": 1.0, "hard_vocab_limit": False, "minloglevel": 2}
     sentencepiece.SentencePieceTrainer.train(
@@ -34,7 +34,7 @@ def write(folder, files):
 
 
 def marian_files(model, **settings):
-    """Return a folder's files: some pieces have ids of another order than the model's, and some are missing."""
+    """Return the files in a Marian directory. Some pieces are missing, and the IDs are in a different order."""
     table = {piece: number for number, piece in enumerate(["</s>", "<unk>", ">>deu<<", ">>fra<<"])}
     for number, piece in enumerate(reversed(pieces_of(model)[3:])):
         table[piece if number % 23 else f"not {piece}"] = len(table)
