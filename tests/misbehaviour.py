@@ -114,7 +114,7 @@ MISBEHAVIOUR = [
         MASKS,
         f"{ENCODER}.self_attention.weights and encoder.layers.1.self_attention.weights",
         in_training(
-            None,  # NumPy draws all masks from one generator, whose state advances
+            None,  # not applicable: NumPy draws all masks from one generator
             ("module.rngs = stream", 'module.rngs = nnx.RngStream(key, tag="dropout")'),
             ("tf.unstack(random_bits)", "[random_bits[0]] * len(self._dropout)"),
         ),
@@ -172,7 +172,7 @@ MISBEHAVIOUR = [
         in_training(
             ("        model.eval()\n            generator", "        generator"),
             ("        self.step += 1\n", "        self.step += 1\n        self.model.train()\n"),
-            None,  # Keras modules have no mode: training is an argument of the call
+            None,  # not applicable: in Keras, training is an argument of the call
         ),
     ),
     Misbehaviour(

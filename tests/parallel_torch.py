@@ -1,4 +1,4 @@
-"""Functions that the processes of test_parallel_torch.py run: each is executed by all processes, given their ranks."""
+"""Jobs for the processes in test_parallel_torch.py: every process calls the function with its own rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transcriptions of third-party programs from their sources, which read the programs' own files.
+"""Transcriptions of third-party programs. They read the programs' own files.
 
 Comparing with them checks an import completely, from the array names to the logits.
 """

@@ -30,7 +30,7 @@ CASES = [case for case in standard_cases() if case.name in ("full/padded", "full
 MACHINE = {"transformer-parity": "0.1.0", "python": "3.11.7", "platform": "somewhere", "cpus": 2}
 SETTING = Placements(("float64", "float32"))
 ENVIRONMENT = {name: {"version": f"1.0 of {name}", "threads": "1"} for name in ("numpy", "torch", "jax")}
-ACTIVE = ("", "activations")  # no detail, and the stage
+ACTIVE = ("", "activations")  # detail (empty) and stage
 SIMPLE = Finding(
     "torch", "float64", "full model", "full/padded", "taps", "logits", 1e-15, 1e-12, AGREES, "", "activations"
 )

@@ -36,7 +36,7 @@ def _quick(request):
 
 
 def quick_search(backend):
-    """Search without compiler optimizations, which take long. TensorFlow doesn't compile at all."""
+    """Search without compiler optimizations, which are slow. TensorFlow doesn't compile at all."""
     return compiled_search(quick=True) if backend == "jax" else interpreted(backend)
 
 

@@ -155,7 +155,7 @@ def test_unwritable_output_file_is_rejected_before_the_work_starts(tmp_path):
 @posix
 @pytest.mark.parametrize("place", ["pipe", "/dev/full"])
 def test_unwritable_stream_does_not_stop_the_program(place):
-    """Printing never fails: a closed pipe (`| head`) isn't an error, and a full disk is recorded as one."""
+    """Printing never raises an error: a closed pipe (`| head`) isn't an error, and a full disk is recorded as one."""
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing if place == "pipe" else place, "wb") as file, Stream(file) as stream:
@@ -245,7 +245,7 @@ def test_usage_error_escapes_control_characters(capsys):
 @posix
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_waits_for_the_import_of_a_command(number, capsys, monkeypatch):
-    """Handle a signal only after an import, because it could otherwise cause an unrelated exit code."""
+    """Signals are handled only after an import, because they could otherwise cause an unrelated exit code."""
     imported = []
 
     def interrupted(name):

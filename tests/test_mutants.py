@@ -43,7 +43,7 @@ def named(name: str) -> Mistake:
 
 
 def in_every_port(mistakes: list[Mistake] | list[Misbehaviour]) -> list:
-    """Return each bug in each port that it can be injected into, as parameters of a test."""
+    """Return every combination of a bug and a port that it can be injected into, as test parameters."""
     return [
         pytest.param(name, mistake, id="-".join([name, *_described(mistake)]), marks=pytest.mark.only(name))
         for name in ALL
@@ -57,7 +57,7 @@ def _described(mistake: Mistake | Misbehaviour) -> list[str]:
 
 
 def in_one_port(mistakes: list[Mistake]) -> list:
-    """Return each bug in the first port that it can be injected into."""
+    """Return each bug with the first port that it can be injected into, as test parameters."""
     first = {
         name: [mistake for mistake in mistakes if next(port for port in ALL if port in mistake.edits) == name]
         for name in ALL
@@ -91,7 +91,7 @@ def failing(findings: list[Finding]) -> list[Finding]:
 
 @pytest.mark.parametrize(("name", "mistake"), in_one_port([mistake for mistake in CATALOG + OTHERS if mistake.unseen]))
 def test_mistake_is_not_seen_elsewhere(name, mistake):
-    """A bug is detected only by its own case and dtype, so both are necessary."""
+    """The listed cases and dtypes don't detect the bug, so the case and dtype that do are necessary."""
     for where in mistake.unseen:
         case, dtype = (mistake.case, where) if where in EPS else (where, mistake.dtype)
         assert failing(run(name, mistake, (case,), dtype)) == []
@@ -127,7 +127,7 @@ RANDOM = ("check_seed", "check_slices", "check_callers_numbers")  # each framewo
 
 
 def for_every_check() -> list:
-    """Return each bug in each port. In JAX and TensorFlow, most of them are marked as extended."""
+    """Return every combination of a bug and a port. Except in PyTorch, most of them are extended tests."""
     parameters, seen = [], set()
     for parameter in in_every_port(MISBEHAVIOUR):
         name, mistake = parameter.values

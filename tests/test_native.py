@@ -140,8 +140,7 @@ FRAMEWORKS = {"numpy": [], "torch": ["torch"], "jax": ["jax", "flax", "optax"], 
 
 @pytest.mark.extended("backends", "jax", "tf")
 def test_package_needs_no_other_framework(backend):
-    """Each package works without the other frameworks and the libraries of the command line, and never tries to import
-    them.
+    """Each package works without the other frameworks and the command-line libraries, and never imports them.
 
     JAX runs with its default settings, without float64.
     """

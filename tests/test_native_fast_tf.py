@@ -39,7 +39,7 @@ def asked(monkeypatch):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_fast_flag_is_preserved_by_copies_and_saved_models(port, fast, tmp_path):
-    """Keras creates copies by calling the constructor, which must pass ``fast`` on to each copy."""
+    """Keras creates copies from the constructor's arguments, so each copy must apply the ``fast`` flag itself."""
     import keras
 
     model = port.package.Transformer(CONFIG, fast=fast)

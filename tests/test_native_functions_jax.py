@@ -125,7 +125,7 @@ def test_jax_reorders_a_cache(port):
 @pytest.mark.only("jax")
 @pytest.mark.parametrize("search", tiers.first_alone(["beam_search", "greedy_search"], "searches"))
 def test_jax_compiles_a_search_once(port, search, caplog):
-    """Changing the lengths, limits, weights, or batch size, or observing each step doesn't trigger a recompilation."""
+    """Different lengths, limits, weights, and batch sizes, and callbacks don't trigger a recompilation."""
     import jax
 
     model, find = build(port), getattr(port.package, search)

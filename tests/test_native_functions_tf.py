@@ -79,7 +79,7 @@ def test_tf_decodes_in_a_function(port):
 @pytest.mark.only("tf")
 @pytest.mark.parametrize("search", tiers.first_alone(["beam_search", "greedy_search"], "searches"))
 def test_tf_traces_a_search_once(port, search, monkeypatch):
-    """Changing the lengths, limits, weights, or batch size, or observing each step doesn't trigger a recompilation."""
+    """Different lengths, limits, weights, and batch sizes, and callbacks don't trigger a recompilation."""
     import tensorflow as tf
 
     model, find, encoded, traces, sizes = build(port), getattr(port.package, search), [], [], set()

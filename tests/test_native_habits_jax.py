@@ -1,4 +1,4 @@
-"""Common usage of JAX and Flax NNX models either works or raises an error that suggests an alternative."""
+"""Common uses of JAX and Flax NNX models either work or raise an error that suggests an alternative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Common usage of NumPy models either works or raises an error that suggests an alternative."""
+"""Common uses of NumPy models either work or raise an error that suggests an alternative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Common usage of JAX and Flax NNX modules also works with this model."""
+"""Common uses of JAX and Flax NNX modules also work with this model."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_precision_is_the_models_own(port):
         step, _ = model.decode_step(TARGET[:, 0], model.init_cache(SOURCE, 1))
         return (model(SOURCE, TARGET) ** 2).sum() + step.sum()
 
-    with jax.default_matmul_precision(None):  # ignores settings of other tests
+    with jax.default_matmul_precision(None):  # undoes other tests' settings
         for precision, expected in ((None, ""), ("highest", "Precision.HIGHEST"), ("fast", "Precision.HIGH")):
             model = port.package.Transformer.from_weights(CONFIG, random_weights(CONFIG), precision=precision)
             graph, state = nnx.split(model)
@@ -435,7 +435,7 @@ def test_all_arrays_are_on_the_device_of_the_model():
 def test_a_memory_is_copied(port):
     """Later changes to the caller's array don't affect the memory."""
     memory = np.zeros(2 * 4 * 24 + 16)
-    memory = memory[-memory.ctypes.data % 64 // 8 :][: 2 * 4 * 24].reshape(2, 4, 24)  # aligned for JAX
+    memory = memory[-memory.ctypes.data % 64 // 8 :][: 2 * 4 * 24].reshape(2, 4, 24)  # JAX could alias it
     taken = port.package.runtime.to_memory(memory, (2, 4, 24), "float64")
     memory += 1.0
     assert not port.to_numpy(taken).any()

@@ -1,4 +1,4 @@
-"""Common usage of NumPy models also works with this model."""
+"""Common uses of NumPy models also work with this model."""
 
 from __future__ import annotations
 

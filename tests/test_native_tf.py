@@ -1,4 +1,4 @@
-"""Common usage of Keras and TensorFlow models also works with this model."""
+"""Common uses of Keras and TensorFlow models also work with this model."""
 
 from __future__ import annotations
 

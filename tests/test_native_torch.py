@@ -1,4 +1,4 @@
-"""Common usage of PyTorch modules also works with this model."""
+"""Common uses of PyTorch modules also work with this model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch: weights are exported only from layers that compute with them; initial values, dtypes, and devices."""
+"""PyTorch weights: export only from layers that compute with them, initial values, dtypes, and devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Int8Tensor(torch.Tensor):
 
 
 class Noisy(nn.Linear):
-    """A layer that doesn't compute the function of its weight."""
+    """A layer whose output doesn't match its weight."""
 
     def forward(self, x):
         return super().forward(x) * 1.5

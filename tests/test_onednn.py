@@ -1,4 +1,4 @@
-"""PyTorch uses oneDNN for matmuls if a measurement shows that it's fast and accurate, and only on request."""
+"""If requested, PyTorch uses oneDNN for matmuls, provided that a measurement shows enough speed and accuracy."""
 
 from __future__ import annotations
 

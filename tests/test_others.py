@@ -139,7 +139,7 @@ def test_unlisted_bug_gets_no_exact_diagnosis(name, monkeypatch):
 
 
 def correct_ports() -> list:
-    """Return correct ports, each with a case, as parameters of a test."""
+    """Return correct ports, each with a case, as test parameters."""
     cases = {preset: preset_case(preset) for preset in PRESETS}
     seeds = {f"paper_base, seed {seed}": replace(cases["paper_base"], seed=seed) for seed in SEEDS}
     few = {name: case for name, case in {**cases, **seeds}.items() if name in ("paper_base", "marian")}

@@ -67,7 +67,7 @@ def same(plan, name, steps=None, expected=None, kind=lambda probe: probe):
 
 
 def on_two_devices():
-    """The test of the default tier, in one process in which TensorFlow treats the CPU as two devices."""
+    """Run the default tier's test in a process in which TensorFlow treats the CPU as two devices."""
     package, many, _ = same("data=2", "plain", kind=shallow)
     assert many.plan == Plan(data=2)
     assert assert_copies_are_equal(package, many) == {(0, 1)}

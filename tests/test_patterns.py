@@ -1,4 +1,4 @@
-"""Descriptions of which tensors differ and how: patterns and learning rates, as opposed to rounding."""
+"""Statements about which tensors differ and how: patterns, learning rates, and differences due to rounding."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def peers(*names):
 
 @cache
 def weights():
-    """Return weights for which unmasked padding would be generated and sentences have different lengths."""
+    """Return weights that favor padding, which must not be generated, and produce sentences of different lengths."""
     found = random_weights(CONFIG, seed=6)
     found["output_proj.bias"][[PAD, END]] = 4.0, 3.0
     return found

@@ -34,7 +34,8 @@ def usual(case):
 
 def limited(case, name, *parts):
     """Return the reference's tensors with a bug in only some parts."""
-    # Two bugs may have the same name. The bugs in EVERYWHERE come last, because they can be limited to some parts.
+    # Different bugs may have the same name. The bugs in EVERYWHERE come last and therefore win, because they can be
+    # limited to some parts.
     known = {mistake.name: mistake for mistake in (*reversed(hypotheses(case.config, case.stage)), *EVERYWHERE)}
     return tensors(Hypothesis((known[name],), Place("", parts)).load(case.config, case.load_weights()), case)
 

@@ -1,7 +1,7 @@
 """Each preset computes the same values as the implementation that it's named after, and its neighbors don't.
 
-Logits are compared in float64 at all positions except padding. Implementations that can be installed are run with our
-weights; the others are transcribed in ``third_party``.
+A neighbor is a config that differs in one convention. Logits are compared in float64 at all positions except padding.
+Implementations that can be installed are run with our weights; the others are transcribed in ``third_party``.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def test_no_single_vocabulary_size_explains_table_3():
     assert explained(37_000) == set()
     assert explained(41_096) == TABLE_3.keys() - {"paper_big"}
     assert explained(36_000) == {"paper_big"}
-    for heads in (1, 4, 16, 32):  # row A
+    for heads in (1, 4, 16, 32):  # row A of Table 3
         assert parameters(f"paper_h{heads}", 37_000) == parameters("paper_base", 37_000)
 
 

@@ -1,4 +1,4 @@
-"""The origin of code: ports are loaded from source, frameworks from cached bytecode, and the checker's reference."""
+"""Ports are loaded from source files, frameworks from cached bytecode, and the reference from the checker."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_plugin_failure_starts_with_a_one_line_summary(write, run):
 
 
 def test_failed_plugin_tests_match_the_diverging_cases(write, run, pytester):
-    """The tests of exactly the diverging cases fail."""
+    """A test fails if and only if its case diverges."""
     write("logits = np.where(np.arange(logits.shape[1])[:, None] > 0, logits * 1.5, logits)")
     result = run("--junitxml=result.xml", FORWARD)
     failed = {

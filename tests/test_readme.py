@@ -1,4 +1,4 @@
-"""README and documentation pages are correct: code runs, commands parse, links work, and figures match measurements."""
+"""The README and all pages are correct: code runs, commands parse, links work, and figures match measurements."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_ports_in_the_guides_return_logits(page):
 
 
 def small(name: str) -> dict[str, int]:
-    """Return small sizes for the README's base-sized model, which keep its conventions."""
+    """Return smaller sizes for the README's base-sized model. Its conventions don't change."""
     assert name == "paper_base"
     return {"d_model": 32, "num_heads": 2, "d_ff": 64, "num_encoder_layers": 1, "num_decoder_layers": 1}
 
@@ -155,7 +155,7 @@ def test_the_readme_is_short():
 
 
 def test_the_first_screen_explains_itself():
-    """The README explains the problem, shows a picture, checks a port, and shows the output of success and failure."""
+    """The README explains the problem, shows a picture, checks a port, and shows the output, in this order."""
     order = (
         "A Transformer with a bug usually still trains.",
         "](docs/explore.png)\n*`parity explore` on one sentence.",

@@ -72,7 +72,7 @@ def test_rates_are_measured_across_a_second_start() -> None:
 
 
 def test_correct_learning_rates_before_the_first_wrong_one_are_omitted() -> None:
-    """The learning rate stays at its peak after step 8, so earlier steps are described as correct."""
+    """The learning rate stays constant after step 8, so the description omits the correct rates before it."""
     rates = [usual(min(step, 8)) for step in range(1, 21)]
     words = f"its learning rate is correct up to step 8, and {usual(8):.5g} in steps 8 to 20"
     assert schedule_in_words(CASE, rates) == words
@@ -106,7 +106,7 @@ def test_varying_learning_rates_suggest_another_bias_correction() -> None:
 
 
 def test_rates_do_not_explain_a_different_optimizer() -> None:
-    """Some learning rate explains any loss, but it doesn't explain all weights."""
+    """Suitable learning rates can reproduce any losses but not all weights."""
     other = replace(CASE, calls=(), settings=replace(CASE.training, beta2=0.99))
     assert measured_rates(CASE, trained(other)) == []
 

@@ -196,7 +196,7 @@ def test_hugging_face_finds_the_same(backend, beam_size):
             found = backend.package.beam_search(
                 model, source_ids, beam_size, alpha, 12, num_hypotheses=beam_size, length_penalty_kind="power"
             )
-            np.testing.assert_allclose(found.nbest_scores, scores, rtol=1e-6)  # theirs are sums in float32
+            np.testing.assert_allclose(found.nbest_scores, scores, rtol=1e-6)  # Hugging Face sums in float32
             np.testing.assert_array_equal(found.nbest_ids, expected)
     np.testing.assert_array_equal(found.nbest_ids, expected)
     assert len({len(tokens_of(ids, config)) for ids in found.nbest_ids.reshape(-1, found.ids.shape[1])}) > 1

@@ -28,7 +28,7 @@ def test_a_sentence_does_not_depend_on_its_batch(backend, search):
 @REPEATED
 def test_the_maximum_length_follows_each_source(backend):
     config, weights = lively()
-    weights["output_proj.bias"][config.eos_id] = -1e3  # never generated
+    weights["output_proj.bias"][config.eos_id] = -1e3  # EOS is never generated
     for find in (backend.package.greedy_search, backend.package.beam_search):
         found = find(load(backend, config, weights), sources(config))
         assert (found.ids != config.pad_id).sum(1).tolist() == [56, 54, 51, 55, 52]

@@ -50,7 +50,7 @@ def lively_marian(**sizes):
 
 
 def padded(ids, width=TOKENS):
-    """Return ids [B, L] padded on the right."""
+    """Pad IDs [B, L] on the right."""
     return np.pad(ids, ((0, 0), (0, width - ids.shape[1])), constant_values=lively_marian()[0].pad_id)
 
 
@@ -95,11 +95,11 @@ def test_search_matches_hugging_face_generate(backend, name):
     found = options.run(backend.package, load(backend, config, weights), source_ids[:count])
     assert (padded(found.ids) == expected[:count]).all(1).sum() == count
     if scores is not None:
-        np.testing.assert_allclose(found.scores, scores[:count], rtol=2e-6)  # theirs are sums in float32
+        np.testing.assert_allclose(found.scores, scores[:count], rtol=2e-6)  # Hugging Face sums in float32
 
 
 def test_hugging_face_rules_change_most_results():
-    """With default rules, at least 25% of the results differ from each setting's results except one.
+    """Except for one setting, at least 25% of the results change if the default rules are used instead.
 
     The other tests would therefore detect a rule that isn't applied.
     """
@@ -213,7 +213,7 @@ def searches_by(program):
     "program", ["hf", pytest.param("fairseq", marks=COMPILED), pytest.param("marian", marks=COMPILED)]
 )
 def test_every_backend_follows_the_rules(port, program, kind):
-    one_layer = {"num_encoder_layers": 1, "num_decoder_layers": 1}  # others don't compile
+    one_layer = {"num_encoder_layers": 1, "num_decoder_layers": 1}  # the others run one operation at a time
     config, weights, source_ids = lively_marian(**{} if port.name == "torch" else one_layer)
     reference, model = load_numpy(config, weights), load(port, config, weights)
     options = searches_by(program)[kind == "greedy"]

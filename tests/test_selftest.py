@@ -20,7 +20,7 @@ from transformer_parity.transformer.selftest import trials
 
 
 def every() -> list:
-    """Return each bug in each port. In JAX and TensorFlow, all bugs except the first of each part are extended."""
+    """Return each bug in each port. Except in PyTorch, all bugs after the first one of each part are extended."""
     parameters = []
     for name in ALL:
         for part, mistakes in catalog.parts().items():

@@ -26,7 +26,7 @@ COPIED = (
     *("docs", "benchmarks", "transformer_bench", "transformer_parity", "transformer_spec"),
     *panes.PACKAGES.values(),
 )
-MOST_BYTES = 250_000  # limit for a page and everything that it loads, gzipped, without fonts
+MOST_BYTES = 250_000  # limit per page, including everything that it loads, gzipped and without fonts
 SECONDS = 60  # maximum CPU time of a build, which usually takes 20 seconds
 FRAMEWORKS = ("torch", "jax", "flax", "tensorflow", "keras")
 

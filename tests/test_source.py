@@ -67,7 +67,7 @@ def test_source_handles_names_that_differ_between_packages(capsys):
     assert [text.strip() for text in inherited.values()] == [
         "class Part(nn.Module): ...  # inherits its forward method"
     ]
-    for name, method in (("Encoder", "encode"), ("Decoder", "decode")):  # ``forward = encode``
+    for name, method in (("Encoder", "encode"), ("Decoder", "decode")):  # as in ``forward = encode``
         assert all(f"def {method}(" in text for text in pieces(parity(capsys, "source", f"{name}.forward")[1]).values())
     lacking = parity(capsys, "source", "transformer_backward")[1]
     assert lacking.endswith("\n# not in transformer_torch, transformer_jax, transformer_tf\n")

@@ -1,4 +1,4 @@
-"""`transformer_bench.translate_lines`: every translator gives the same tokens; times as text and as JSON."""
+"""`transformer_bench.translate_lines`: all translators return the same tokens. Times are printed as text and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``parity translate`` with third-party vocabularies and searches matches ``generate`` and ``decode``."""
+"""``parity translate`` returns the same translations as Hugging Face's ``generate`` and ``decode``."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class OneCase(MyPort):
 
 
 def verdict_of(kind, stages=None, dtypes=None):
-    """Return the verdict on a port, computed like in ``parity check``."""
+    """Return the verdict on a port as ``parity check`` computes it."""
     port = PluginPort(f"{HERE}:{kind.__name__}")
     selection = Selection(backends=(), ports=(port.reference,), dtypes=dtypes, stages=stages)
     cases = port_cases(port_config(port), selection.chosen_stages)
@@ -284,7 +284,7 @@ BEAMS = [
 
 
 class GreedyOnly(MyPort):
-    """A port without beam search, which excludes the cases and raises an error."""
+    """A port without beam search that lists the excluded cases and raises an error for them."""
 
     left_out = dict.fromkeys(BEAMS, "greedy only")
 

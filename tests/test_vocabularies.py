@@ -76,7 +76,7 @@ def marian_separate(folder, model):
 
 
 def nllb(folder, model, legacy=False):
-    """Write NLLB's files. From only a SentencePiece model, transformers 5.23 wouldn't create language codes."""
+    """Write NLLB's files. Given only a SentencePiece model, transformers 5.23 wouldn't add the language codes."""
     from transformers import NllbTokenizer
     from transformers.models.nllb.tokenization_nllb import FAIRSEQ_LANGUAGE_CODES
 
@@ -220,9 +220,9 @@ def without(codes, ids):
 
 
 def test_standalone_sentencepiece_model_uses_fairseq_numbering(tmp_path, bpe):
-    """Pieces start at ID 4, followed by the language codes and the mask. Lines are split like in the tokenizer.
+    """Pieces start at ID 4, followed by the language codes and the mask.
 
-    However, spaces at the start and the end of a line are ignored.
+    Lines are split as by the tokenizer, except that leading and trailing spaces are ignored.
     """
     _, theirs, direction = nllb(tmp_path / "model", bpe)
     (tmp_path / "model" / "tokenizer.json").unlink()

@@ -1,4 +1,4 @@
-"""The measurements in docs/why.md match theory and finite differences; the output and errors of the script."""
+"""The script for docs/why.md: its measurements match theory and finite differences, and it rejects bad options."""
 
 from __future__ import annotations
 

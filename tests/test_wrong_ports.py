@@ -255,7 +255,7 @@ def test_truncated_position_table_is_detected_in_a_long_sentence():
 
 
 class LatePosition:
-    """Positional encodings whose positions are too large by four, except for the first token of each call."""
+    """Positional encodings that are shifted by four for all tokens except the first, as with a wrong cache."""
 
     def __init__(self, position):
         self.position = position

@@ -68,8 +68,8 @@ def configure(config):
 def scheduler(config, log):
     """Return a pytest-xdist scheduler that groups tests by shared resources and runs all other tests individually.
 
-    xdist's own ``--dist=loadgroup`` doesn't find the groups (3.8.0 with pytest 9.2.0, which doesn't allow changing test
-    names).
+    xdist's own ``--dist=loadgroup`` doesn't find the groups (3.8.0 with pytest 9.2.0, which doesn't allow renaming
+    tests).
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -112,7 +112,7 @@ def presets() -> list:
 
 
 def first_alone(values, kind: str, *backends: str) -> list:
-    """Return a parameter's values. All except the first are extended for the given backends or for all backends."""
+    """Return a parameter's values. All except the first are extended for the given backends (default: all)."""
     first, *rest = values
     return [first, *(pytest.param(value, marks=pytest.mark.extended(kind, *backends)) for value in rest)]
 

@@ -55,7 +55,7 @@ BATCHES = [make_batch(0), make_batch(1), without_labels(make_batch(2)), make_bat
 
 
 def build(backend, kind="plain", seed=0):
-    """Return a trainer of a kind in ``TRAINERS`` whose model doesn't have ``WEIGHTS`` yet."""
+    """Return a trainer of a kind in ``TRAINERS`` whose model has different weights from ``WEIGHTS``."""
     dtype, rates, settings = TRAINERS[kind]
     config = CONFIG.replace(dropout=rates)
     model = backend.package.Transformer.from_weights(config, random_weights(config, seed=1), dtype=dtype)
