@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from conftest import assert_same_bits  # noqa: F401  for programs
+from conftest import assert_same_bits  # noqa: F401  used by the programs in test_parallel_jax.py
 
 import reference_numpy as ref
 from reference_numpy import Plan
-from transformer_parity.transformer.distributed.cases import probes  # noqa: F401  likewise
+from transformer_parity.transformer.distributed.cases import probes  # noqa: F401  used by the programs
 from transformer_parity.transformer.distributed.environments import environments
 from transformer_parity.transformer.distributed.jax_process import prepare_jax_process
 
@@ -34,7 +34,7 @@ def started(program: str, processes: int, devices: int):
     with environments("jax", processes * devices, processes) as environment:
         try:
             for told in environment:
-                said = tempfile.TemporaryFile("w+")  # noqa: SIM115  read after the process has ended
+                said = tempfile.TemporaryFile("w+")  # noqa: SIM115  the file is read after the process ends
                 variables = {**os.environ, "PYTHONPATH": paths, "JAX_ENABLE_X64": "1", **told}
                 process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=variables)
                 running.append((process, said))

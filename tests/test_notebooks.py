@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "notebooks"
 sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 
-import code_cells  # noqa: E402  of the site
+import code_cells  # noqa: E402  a module of the site
 
 NEEDS = {"tour": "all", "one-attention": "all", "broken-port": "torch", "train-and-change": "jax tf"}  # reading order
 NAMES = list(NEEDS)

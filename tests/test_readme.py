@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS / "_ext"))
 
-import facts  # noqa: E402  of the site
+import facts  # noqa: E402  a module of the site
 import panes  # noqa: E402
 import results  # noqa: E402
 import speeds  # noqa: E402

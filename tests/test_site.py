@@ -23,7 +23,7 @@ from transformer_parity.transformer.ports.source_marks import compare, tokens
 DOCS = ROOT / "docs"
 sys.path[:0] = [str(DOCS / "_ext"), str(DOCS / "examples")]
 
-import catalog  # noqa: E402  of the site
+import catalog  # noqa: E402  a module of the site
 import compute  # noqa: E402
 import example_numbers  # noqa: E402
 import facts  # noqa: E402

@@ -20,7 +20,7 @@ from imports import ROOT
 DOCS = ROOT / "docs"
 sys.path[:0] = [str(DOCS / "_ext"), str(DOCS / "examples")]
 
-import panes  # noqa: E402  of the site
+import panes  # noqa: E402  a module of the site
 
 COPIED = (
     *("docs", "benchmarks", "transformer_bench", "transformer_parity", "transformer_spec"),

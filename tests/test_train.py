@@ -195,7 +195,7 @@ def test_evaluate_reports_missing_and_invalid_file_contents(finished, tmp_path, 
         return capfd.readouterr().err
 
     with open_file(finished / "checkpoint-0000012.safetensors", "checkpoint") as (description, file):
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  the object isn't a dict
     for spoilt, message in (({"step": "12"}, "step must be an integer: got '12'"), ({}, "'step'")):
         write_file(tmp_path / "checkpoint", {**description, "training": spoilt}, tensors, None)
         assert f"checkpoint is not a usable weight file: {message}" in evaluate(tmp_path / "checkpoint")

@@ -19,7 +19,7 @@ from reference_numpy.functional import masked_softmax
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 sys.path.insert(0, str(DOCS / "examples" / "why"))
 
-import measurements  # noqa: E402  of the example
+import measurements  # noqa: E402  a module of the example
 import tables  # noqa: E402
 
 specification = spec_from_file_location("why", DOCS / "examples" / "why" / "__main__.py")
