@@ -13,7 +13,7 @@ pytestmark = pytest.mark.only("tf")
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
 @pytest.mark.parametrize("suffix", [".weights.h5", ".weights.json", ".keras"])
 def test_weights_of_more_layers_are_not_loaded_in_part(port, side, suffix, tmp_path):
-    """Keras loads only the layers that a model has and ignores the others in the file."""
+    """By default, Keras ignores additional layers in a file, so the model must report them."""
     layers = f"num_{side}_layers"
     saved, model = build(port, **{layers: 3}), build(port, **{layers: 2})
     path = str(tmp_path / f"model{suffix}")

@@ -78,7 +78,7 @@ def test_training_refuses_adapters(port):
 
 
 def test_unsupported_layers_and_parameters_are_rejected(port):
-    """Layers that may compute a different function and parameters without a canonical name are rejected."""
+    """Layers that may compute something different, and parameters without a canonical name, are rejected."""
     from flax import nnx
 
     class Scaled(nnx.Linear):

@@ -55,7 +55,7 @@ def test_two_searches_and_a_trainer_at_a_time(port):
 
 
 def test_tokens_of_a_search_are_not_read_back(port, monkeypatch):
-    """A search doesn't validate the tokens that it generated, which would require a copy to the host in each step."""
+    """A search doesn't validate its own tokens, because that would require a copy to the host in each step."""
     runtime, read = port.package.runtime, []
     check = runtime.check_ids
     monkeypatch.setattr(

@@ -22,8 +22,8 @@ import reference_numpy as ref
 AGREES = 1e-12
 DIFFERS = 1e-7  # neighbors differ by at least 3e-7, for two values of epsilon
 
-# Published Transformers differ along these axes. If a preset didn't depend on a convention, its neighbor along that
-# axis would agree with it, and the comparison would fail.
+# Published Transformers differ along these axes. If the logits didn't depend on a convention, the neighbors
+# along that axis would agree too, and the comparison would fail.
 AXES = {
     "norm_order": ("post", "pre"),
     "final_norm": (True, False),

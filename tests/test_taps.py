@@ -29,7 +29,7 @@ def test_every_tap_can_be_replaced(port):
         expected = reference(*ids, tap=ref.Recorder("none", replace={name: other}))
         actual = model(*ids, tap=ref.Recorder("none", replace={name: port.from_numpy(other)}))
         assert relative_error(port.to_numpy(actual), expected) < 1e-12, name
-        # Only masked scores, and keys and values at padding positions, have no effect on the logits.
+        # The only values that don't affect the logits are masked scores and the keys and values of padding.
         assert relative_error(logits, expected) > 1e-6, name
 
 
