@@ -1,4 +1,4 @@
-"""`transformer_bench.translate_lines`: all translators return the same tokens, and times are printed as text and JSON."""
+"""All translators return the same tokens in `transformer_bench.translate_lines`, which prints text and JSON."""
 
 from __future__ import annotations
 
