@@ -271,7 +271,7 @@ def _forget():
 
 def pytest_addoption(parser):
     tiers.add_options(parser)
-    parser.addoption("--backends", default=",".join(PACKAGES), help="which to test (default: %(default)s)")
+    parser.addoption("--backends", default=",".join(PACKAGES), help="test these backends (default: %(default)s)")
     parser.addoption("--devices", default="cpu", help="cpu, gpu or both (default: %(default)s)")
     found = next(filter(shutil.which, BROWSERS), "none")
     parser.addoption("--browser", default=found, help="a Chromium to open reports, or none (default: %(default)s)")
@@ -320,7 +320,9 @@ def _choices(config, option, known):
 def _find_browser(name):
     path = shutil.which(name)
     if path is None and name != "none":
-        raise pytest.UsageError(f"--browser asks for {name}, which is not there; leave it out with --browser none")
+        raise pytest.UsageError(
+            f"--browser {name} is not installed: install it, or skip the browser tests with --browser none"
+        )
     return path
 
 
@@ -334,8 +336,8 @@ def _import(name):
     except ImportError as error:
         extra = "" if name == "numpy" else f"[{name}]"
         raise pytest.UsageError(
-            f"backend {name} was asked for, but {error}. Install it with: pip install 'transformer-parity{extra}', "
-            "or leave it out of --backends"
+            f"--backends includes {name}, but {error}. Install it with: pip install 'transformer-parity{extra}', "
+            "or remove it from --backends"
         ) from error
     if name == "jax":  # JAX's float64 setting applies to the whole process, so no test may run before it is set
         import jax
@@ -350,7 +352,7 @@ def _need_gpu(backend):
     try:
         backend.package.runtime.check_placement("float32", "gpu")
     except RuntimeError as error:
-        raise pytest.UsageError(f"--devices asks for a GPU, but {error}") from error
+        raise pytest.UsageError(f"--devices requires a GPU, but {error}") from error
 
 
 def pytest_generate_tests(metafunc):

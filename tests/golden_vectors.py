@@ -71,7 +71,7 @@ class Full(Port):
 
     def start_training(self, settings):
         if self.is_used:
-            raise RuntimeError("steps must have a model of their own")
+            raise RuntimeError("steps must have a separate model")
         self.trainer = ref.Trainer(self.model, settings, 0)
 
     def train_step(self, source_ids, target_ids, labels):

@@ -29,7 +29,7 @@ def searched(work=SMALL, weights=None, dtype="float32"):
 
 
 def no_steps():
-    raise AssertionError("nobody asked for the steps")
+    raise AssertionError("the steps were not requested")
 
 
 @pytest.mark.parametrize("beam_size", [None, 3])

@@ -87,7 +87,7 @@ def test_missing_backend_stops_the_run(run, tmp_path):
     (tmp_path / "transformer_jax.py").write_text("raise ModuleNotFoundError(\"No module named 'flax'\")")
     code, output = run("def test(): pass", "--backends", "numpy,jax")
     assert code == pytest.ExitCode.USAGE_ERROR
-    assert "backend jax was asked for, but No module named 'flax'" in output
+    assert "--backends includes jax, but No module named 'flax'" in output
     assert "pip install 'transformer-parity[jax]'" in output
 
 
@@ -97,7 +97,7 @@ def test_missing_gpu_stops_the_run(run, tmp_path):
     )
     code, output = run("def test(): pass", "--backends", "torch", "--devices", "cpu,gpu")
     assert code == pytest.ExitCode.USAGE_ERROR
-    assert "--devices asks for a GPU, but no GPU is visible to torch" in output
+    assert "--devices requires a GPU, but no GPU is visible to torch" in output
 
 
 def test_unknown_backend_stops_the_run(run):

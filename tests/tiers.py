@@ -50,7 +50,7 @@ QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_co
 
 def add_options(parser):
     parser.addoption("--all", action="store_true", help="also the tests marked as extended")
-    parser.addoption("--shard", metavar="K/N", help="of the extended tests, the K-th of N parts, and nothing else")
+    parser.addoption("--shard", metavar="K/N", help="run only part K of N of the extended tests")
 
 
 def configure(config):
