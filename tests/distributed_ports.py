@@ -277,7 +277,7 @@ IN_TF = table(
         },
         run("data=2", "", "shallow"): {
             "moments outside the scope": in_tf(
-                "build it in the scope of the mesh",
+                "created in the scope of the trainer's mesh",
                 ("training", "if mesh is None else mesh.scope():", "if mesh is None else placed(None):"),
             )
         },

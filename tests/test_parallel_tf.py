@@ -217,7 +217,7 @@ def test_more_devices_than_there_are(port):
     import tensorflow as tf
 
     assert len(tf.config.list_logical_devices("CPU")) == 1  # listing the devices initializes them
-    with pytest.raises(ValueError, match=r"^the plan data=7 needs 7 devices: got 1 \(make the mesh before"):
+    with pytest.raises(ValueError, match=r"^the plan data=7 needs 7 devices: got 1 \(to split a CPU into devices,"):
         port.package.make_mesh(Plan(data=7), "cpu")
 
 
