@@ -63,7 +63,7 @@ def test_agreeing_port_passes_the_check(capsys, tmp_path):
     printed = capsys.readouterr().out
     assert code == 0, printed
     assert "AGREE  1 port, 8 cases" in printed  # activations, gradients, and two searches for each of two models
-    for line in ("float64: semantics", "NOT TESTED: jax", "NOT TESTED: tf", "NOT TESTED: gpu"):
+    for line in ("float64 (checks the math)", "NOT TESTED: jax", "NOT TESTED: tf", "NOT TESTED: gpu"):
         assert line in printed
     document = json.loads(path.read_text())
     result = document["result"]
@@ -136,7 +136,7 @@ def test_a_missing_framework_is_an_error_with_the_install_line(monkeypatch, caps
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "flax" else find_spec(name))
     assert main(["check", "--backends", "torch,jax"]) == 3
-    assert "flax is not installed: pip install 'transformer-parity[cli,jax]'" in capsys.readouterr().err
+    assert "flax, which is not installed: run pip install 'transformer-parity[cli,jax]'" in capsys.readouterr().err
 
 
 def test_an_absent_gpu_is_incomplete_not_a_pass(capsys, monkeypatch):

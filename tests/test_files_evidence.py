@@ -224,7 +224,7 @@ def test_tokens_between_steps_are_compared_in_words():
     outputs = Outputs(case.name, "float64", {FILES: wrong})
     findings = Comparator("mine", Placements(("float64",)), Reference()).compare(case, outputs)
     (finding,) = [finding for finding in findings if finding.verdict == DIVERGES]
-    assert finding.words == f"2 of {len(truth[name])} sentences have different tokens, from token 5 on"
+    assert finding.words == f"2 of {len(truth[name])} sentences have different tokens, starting at token 5"
 
 
 def test_agreeing_cases_do_not_refute_a_bug_in_differing_cases():

@@ -111,7 +111,7 @@ def test_silent_member_is_stopped_and_others_continue(children):
         else:
             members.remove(other)
             found[child] = str(message)
-    assert found == {silent: "no answer for 1 s: asleep"}
+    assert found == {silent: "no progress for 1 s: asleep"}
     assert silent.process.poll() is not None
     assert other.process.poll() is None
 
@@ -174,6 +174,6 @@ def test_a_team_ends_with_any_member_and_reports_the_cause(children, actions, wh
 
 def test_a_silent_team_is_ended(children):
     members = start(children, "sleeps", "sleeps")
-    with pytest.raises(TeamError, match=r"^process [01] of 2: no answer for 1 s: asleep$"):
+    with pytest.raises(TeamError, match=r"^process [01] of 2: no progress for 1 s: asleep$"):
         Team(children, members).replies(patience=1.0)
     assert [member.process.poll() is None for member in members] == [False, False]

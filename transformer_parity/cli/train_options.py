@@ -32,11 +32,11 @@ WITH_DEFAULTS = {
     "num_heads": "number of attention heads",
     "num_encoder_layers": "number of encoder layers",
     "num_decoder_layers": "number of decoder layers",
-    "dropout": "rate at the preset's sites, or an object with one rate per site",
+    "dropout": "dropout rate, or an object with one rate per site",
     "tokens_per_batch": "batch size in tokens, including padding",
-    "learning_rate_factor": "factor by which the learning rate in equation (3) is multiplied",
-    "warmup_steps": "number of steps during which the learning rate increases",
-    "cooldown_steps": "number of final steps during which the learning rate decreases to 0",
+    "learning_rate_factor": "multiplier of the learning rate in equation (3)",
+    "warmup_steps": "steps during which the learning rate increases",
+    "cooldown_steps": "final steps during which the learning rate falls to 0",
     "average": "number of final checkpoints to average",
 }
 OTHER_FIELDS = {
