@@ -226,7 +226,7 @@ def test_unsupported_peer_settings_are_rejected(name, changes, training, message
 
 @pytest.mark.only("torch")
 def test_marian_peer_requires_a_single_dropout_rate():
-    with pytest.raises(ValueError, match="one rate"):
+    with pytest.raises(ValueError, match="the same dropout rate"):
         built("marian", CONFIG.replace(dropout=ref.DropoutRates(embedding=0.2, residual=0.1)))
 
 
