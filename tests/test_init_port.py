@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from transformer_parity.cli.init_port import FRAMEWORKS
 from transformer_parity.cli.main import main
 from transformer_parity.engine.findings import AGREES, SKIPPED
+from transformer_parity.transformer.cases.case import ACTIVATIONS, in_stages
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.ports.protocol import Placements
@@ -57,6 +59,7 @@ def run_skeleton(framework, capsys, choose):
     assert main(["init-port", "--framework", framework, "--out", f"{module}.py"]) == 0
     printed = capsys.readouterr().out
     assert f"  parity check --port {module}:MyPort\n  pytest --parity-port={module}:MyPort\n" in printed
+    assert f"  parity check --port {module}:MyPort --stage activations\n" in printed
     port = PluginPort(f"{module}:MyPort")
     cases = choose(port_config(port))
     findings = list(compare(cases, port, Placements(("float64",))))
@@ -64,6 +67,28 @@ def run_skeleton(framework, capsys, choose):
     assert [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)] == []
     assert {finding.case for finding in findings if finding.verdict == AGREES} == {case.name for case in cases}
     return {finding.detail for finding in skipped}
+
+
+@pytest.mark.parametrize("framework", IN_EVERY_FRAMEWORK)
+def test_template_with_only_load_and_forward_agrees_in_the_forward_pass(framework, folder):
+    """The template says to delete all other methods first and to check only the activations."""
+    assert main(["init-port", "--framework", framework, "--out", f"{framework}_short.py"]) == 0
+    file = folder / f"{framework}_short.py"
+    tree = ast.parse(file.read_text())
+    (port,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    methods = vars(Port).keys() - {"load", "forward"}
+    port.body = [node for node in port.body if not isinstance(node, ast.FunctionDef) or node.name not in methods]
+    for node in port.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "taps":
+            node.value = ast.Tuple([], ast.Load())
+    file.write_text(ast.unparse(tree))
+    port = PluginPort(f"{framework}_short:MyPort")
+    assert port.kind.taps == ()
+    cases = [case for case in port_cases(port_config(port)) if case.name in ("full/padded", "full/other_weights")]
+    findings = list(compare(in_stages(cases, {ACTIVATIONS}), port, Placements(("float64",))))
+    assert [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)] == []
+    assert {finding.case for finding in findings if finding.verdict == AGREES} == {case.name for case in cases}
+    assert "it does not define export_weights()" in {finding.detail for finding in findings}
 
 
 def test_skeleton_shows_every_method(folder):

@@ -334,9 +334,9 @@ def test_the_broken_port_is_diagnosed_as_shown(tmp_path):
 def test_the_fixed_port_of_the_quick_start_agrees_as_shown(tmp_path):
     page = (DOCS / "quickstart.md").read_text("utf-8")
     code = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
-    (tmp_path / "my_port.py").write_text(re.sub(r".*  # the bug\n", "", code))
-    assert (tmp_path / "my_port.py").read_text() != code
-    ended, printed = check_port(tmp_path, "--port", "my_port:MyPort", *QUICK)
+    (tmp_path / "broken_port.py").write_text(re.sub(r".*  # the bug\n", "", code))
+    assert (tmp_path / "broken_port.py").read_text() != code
+    ended, printed = check_port(tmp_path, "--port", "broken_port:MyPort", *QUICK)
     assert ended == 0, printed
     assert verdict(printed) == verdict(page)
 

@@ -31,8 +31,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "init-port",
         description="Write a template for a port, a class that wraps your model so that `parity` can compare it with "
-        "the reference. The template contains a small model that already agrees. Replace this model with your own, one "
-        "method at a time, and rerun `parity check` after each change.",
+        "the reference. The template wraps a placeholder model that already agrees. Replace load and forward first, "
+        "because they must use the same model, and delete the methods that you have not written yet. Check only the "
+        "forward pass with `parity check --stage activations`. When it agrees, add the other methods and rerun the "
+        "check without --stage.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -68,6 +70,9 @@ def run(options: argparse.Namespace) -> int:
         print(f"  cd {path.parent}")
     print(f"  parity check --port {path.stem}:MyPort")
     print(f"  pytest --parity-port={path.stem}:MyPort")
+    print("Then replace load and forward with your model, delete the methods that you have not written yet, and")
+    print("check only the forward pass:")
+    print(f"  parity check --port {path.stem}:MyPort --stage activations")
     return 0
 
 

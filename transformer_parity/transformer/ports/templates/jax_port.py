@@ -1,10 +1,17 @@
 """A port: the class through which `parity` runs your model and compares it with the reference.
 
-This template passes the check because it wraps a placeholder model. Replace the placeholder with your model, one method
-at a time, and rerun the check after each change:
+This template passes the check because it wraps a placeholder model. To check your own model:
 
-    parity check --port my_port:MyPort
-    pytest --parity-port=my_port:MyPort
+1. Replace `load` and `forward` first, because they must use the same model. Set `taps` to the names that your `forward`
+   reports, or to `()`. Delete the methods that you have not written yet, because they use the placeholder.
+2. Check only the forward pass, until it agrees:
+
+       parity check --port my_port:MyPort --stage activations
+
+3. Add `export_weights`, `gradients`, `start_training`, `train_step`, and `generate`, and check everything:
+
+       parity check --port my_port:MyPort
+       pytest --parity-port=my_port:MyPort
 
 All methods take and return NumPy arrays. Shapes: B batch, S source length, T target length, V target vocabulary.
 """
@@ -24,6 +31,7 @@ from numpy import ndarray
 
 import transformer_jax  # placeholder for your model
 from reference_numpy import TransformerConfig
+from transformer_jax.weights import parameter_of
 from transformer_parity.plugin import Gradients, Port, Tap, TrainingConfig, no_tap
 from transformer_spec.names import find, tap_shapes
 
@@ -41,7 +49,7 @@ class MyPort(Port):
     # distinguish a wrong convention from a loss of precision.
     dtypes = ("float64", "float32")
     # Taps (named intermediate values) that `forward` reports. `parity info --names` lists all names, and "**.scores"
-    # matches every name that ends in ".scores". Remove the taps that your model can't report.
+    # matches every name that ends in ".scores". If your model reports none, set this to `()`.
     taps = ("**",)
     # Cases that your model doesn't support, each with a reason: {"full/one_token": "needs at least two tokens"}.
     # The report lists them as skipped.
@@ -54,10 +62,10 @@ class MyPort(Port):
         self.config, self.dtype = config, dtype
         self.model = transformer_jax.Transformer(config, dtype, rngs=nnx.Rngs(0))
         self.model.eval()  # turn dropout off
-        # All methods use this dict from canonical names to parameters. The placeholder's attributes already have the
-        # canonical names. For your model, write {"encoder.layers.0.feed_forward.inner_proj.kernel":
-        # model.blocks[0].fc1.weight, ...}. List a tied embedding matrix only once.
-        self.parameters = {name: find(self.model, name) for name in weights}
+        # All methods use this dict from canonical names to parameters. For your model, write
+        # {"encoder.layers.0.feed_forward.inner_proj.kernel": model.blocks[0].fc1.kernel, ...}. List a tied embedding
+        # matrix only once.
+        self.parameters = {name: parameter_of(self.model, name) for name in weights}
         for name, parameter in self.parameters.items():
             parameter[...] = jnp.array(weights[name], dtype)  # kernels are [in, out], as in nnx.Linear
 
