@@ -189,7 +189,7 @@ def test_invalid_port_conventions_are_reported(write):
 def test_timeout_stops_only_the_silent_port(write):
     name = write("time.sleep(60) if source_ids.shape[0] == 1 else None; print('thinking')")
     findings = compare(name, "numpy", cases={"numpy": standard_cases()[:1]}, timeout=2.0)
-    assert only_problem(findings) == "no answer for 2 s at float64 full/one_sentence: thinking"
+    assert only_problem(findings) == "no progress for 2 s at float64 full/one_sentence: thinking"
     assert {finding.verdict for finding in findings if finding.backend == "numpy"} == {AGREES}
     assert len({finding.case for finding in findings if finding.backend == "Mine" and finding.case}) == 3
 
@@ -202,7 +202,7 @@ def test_timeout_stops_only_the_silent_port(write):
 def test_port_that_never_returns_is_stopped_busy_or_idle(waits, write):
     started = time.monotonic()
     problem = only_problem(compare(write(f"while True: {waits}"), timeout=2.0))
-    assert problem == "no answer for 2 s at float64 full/padded: it printed nothing"
+    assert problem == "no progress for 2 s at float64 full/padded: it printed nothing"
     assert time.monotonic() - started < 50.0
 
 
