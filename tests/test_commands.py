@@ -116,7 +116,10 @@ def test_framework_output_is_hidden_unless_an_error_occurs(capfd):
         ("show positions --size 50x7", "require an even d_model: got 7"),
         ("show masks --out x.pdf", "--out must be a directory, or a file name that ends in .png or .svg: got x.pdf"),
         ("show masks --out some_file/x.png", "some_file"),
-        ("show attention --backends numpy,jax", "jax, which is not installed: run pip install 'transformer-parity[cli,jax]'"),
+        (
+            "show attention --backends numpy,jax",
+            "jax, which is not installed: run pip install 'transformer-parity[cli,jax]'",
+        ),
         ("show attention --backends numpy --layer 2", "--layer must be from 0 to 1 for this model: got 2"),
         ("show attention --backends numpy --layer -1", "--layer must be from 0 to 1 for this model: got -1"),
         ("show attention --weights none.safetensors", "there is no weight file none.safetensors"),
