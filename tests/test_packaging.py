@@ -210,7 +210,7 @@ def test_package_description_has_no_relative_links(built):
     assert found["Description-Content-Type"] == "text/markdown"
     assert text.startswith("# transformer-parity\n")
     assert [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link] == []
-    assert "what AGREE means (docs/agreement.md)" in text
+    assert "What AGREE means (docs/agreement.md)" in text
     assert "[Bring your own port" not in text
 
 

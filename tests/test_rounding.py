@@ -17,7 +17,7 @@ def test_runs_are_compared_at_their_checkpoints(monkeypatch, tmp_path, capfd):
     make_few(monkeypatch)
     found = rounding.compare("numpy", ["--parallel", "data=4"], 4, 2, tmp_path, SMALL)
     assert [step for step, _, _ in found] == [2, 4]
-    assert "on 4 devices, data=4, of 1 process" in capfd.readouterr().err
+    assert "4 devices (data=4) in 1 process" in capfd.readouterr().err
     for _, several, moved in found:
         assert several < 1e-13
         assert 0.0 < moved < 1e-13

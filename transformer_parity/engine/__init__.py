@@ -1,4 +1,1 @@
-"""The generic part of the checker, which contains nothing specific to the Transformer.
-
-It runs two implementations in separate processes, compares their tensors, decides on a verdict, and reports the result.
-"""
+"""Run two implementations in separate processes, compare their tensors, and decide on a verdict, for any model."""

@@ -1,4 +1,1 @@
-"""Readers for other software's file formats.
-
-The readers return NumPy arrays, never run code from a file, and check sizes before they allocate memory.
-"""
+"""Readers for other software's file formats, which return NumPy arrays and never run code from a file."""
