@@ -303,7 +303,7 @@ def test_it_can_be_finished_elsewhere(finished, tmp_path):
 def test_float64_run_is_resumed_in_float64(tmp_path, capfd):
     assert train(tmp_path / "run", "--backend", "numpy", "--steps", 4, "--stop-at", 2, "--dtype", "float64") == 0
     assert resume(tmp_path / "run", "--backend", "numpy", "--dtype", "float32") == 3
-    assert "goes on in float64" in capfd.readouterr().err
+    assert "--resume uses float64" in capfd.readouterr().err
     assert resume(tmp_path / "run", "--backend", "numpy") == 0
     assert {array.dtype.name for array in saved_weights(tmp_path / "run" / "model.safetensors").values()} == {"float64"}
 

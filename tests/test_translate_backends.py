@@ -120,4 +120,4 @@ def test_uncompared_lines_do_not_count_as_agreement(model, short, capfd, port):
     assert code == 3
     assert report[0].startswith(f"INCOMPLETE  numpy, {port.name} in float64, 1 line: 1 same, ")
     assert ", 1 too long; " in report[0]
-    assert "line 2 is left empty" in said
+    assert "the translation of line 2 is empty" in said
