@@ -27,7 +27,7 @@ COPIED = (
     *panes.PACKAGES.values(),
 )
 MOST_BYTES = 250_000  # limit per page, including everything that it loads, gzipped and without fonts
-SECONDS = 60  # maximum CPU time of a build, which usually takes 20 seconds
+SECONDS = 180  # maximum CPU time of a build; a busy, slow processor takes about 90 seconds
 FRAMEWORKS = ("torch", "jax", "flax", "tensorflow", "keras")
 
 
