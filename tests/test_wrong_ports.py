@@ -173,7 +173,7 @@ SAID = {
     "times d_model": ("exactly like the reference with this change: embedding multiplied by d_model",) * 3,
     "weights of layer 0 and 1 swapped": ("",) * 3,
     "epsilon of 1e-4": ("",) * 3,
-    "scale plus one": (r"exactly like the reference with this change: 1 \+ scale",) * 3,
+    "scale plus one": (r"exactly like the reference with this change: norm multiplied by 1 \+ scale",) * 3,
     "norm over positions": (f"normalized over the positions|{LATER}",) * 3,
     "a little of the batch's mean": (BATCH,) * 3,
     "positions over the length": (LENGTH,) * 3,
@@ -209,7 +209,7 @@ def test_bugs_are_never_identified_incorrectly(mistake, shown):
     if found.confidence == EXACT:
         assert found.signatures == ()
     if not said:  # positions are facts, not causes
-        assert all(re.search(r"at .*, of \w+ 0 to \d+, only .* differs?$", words) for words in found.signatures)
+        assert all(re.search(r"at .*, among \w+ 0 to \d+, only .* differs?$", words) for words in found.signatures), found
 
 
 class WrongWithoutTaps(Plain):
