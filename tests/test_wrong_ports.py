@@ -209,7 +209,7 @@ def test_bugs_are_never_identified_incorrectly(mistake, shown):
     if found.confidence == EXACT:
         assert found.signatures == ()
     if not said:  # positions are facts, not causes
-        assert all(re.search(r"at .*, among \w+ 0 to \d+, only .* differs?$", words) for words in found.signatures), found
+        assert all(re.search(r"at .*, among \w+ 0 to \d+, only .* differs?$", words) for words in found.signatures)
 
 
 class WrongWithoutTaps(Plain):
