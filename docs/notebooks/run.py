@@ -75,7 +75,7 @@ def main() -> None:
     """Execute the notebooks that the command line specifies."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(NAMES)} (default: all)")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="directory to write to (default: that of the sources)")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="directory to write to (default: next to the sources)")
     options = parser.parse_args()
     if unknown := sorted(set(options.names) - set(NAMES)):
         parser.error(f"NAME must be one of {', '.join(NAMES)}: got {', '.join(unknown)}")
