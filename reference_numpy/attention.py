@@ -15,7 +15,7 @@ from numpy import ndarray
 
 from reference_numpy.functional import masked_softmax, masked_softmax_backward
 from reference_numpy.layers import Dropout, Linear
-from transformer_spec.checks import check_attention, check_attention_mask, check_room
+from transformer_spec.checks import check_attention, check_attention_mask, check_capacity
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
@@ -162,7 +162,7 @@ class KeyValueCache:
         Raises:
             ValueError: If the new positions exceed the capacity.
         """
-        check_room(self.length, key.shape[2], self.key.shape[2])
+        check_capacity(self.length, key.shape[2], self.key.shape[2])
         new = slice(self.length, self.length + key.shape[2])
         self.key[:, :, new], self.value[:, :, new] = key, value
         self.length = new.stop

@@ -13,7 +13,7 @@ from reference_numpy.functional import UNDERFLOW
 from reference_numpy.masks import causal_mask
 from reference_numpy.part import Part
 from reference_numpy.runtime import to_ids
-from transformer_spec.checks import check_integer, check_next_ids, check_positions, check_room, check_same_batch
+from transformer_spec.checks import check_capacity, check_integer, check_next_ids, check_positions, check_same_batch
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, checked, no_tap, within
 
@@ -212,7 +212,7 @@ class Decoder(Part):
         ids = to_ids("target_ids", ids[None] if is_one else ids, self.config.target_vocab_size, None)
         ids = ids.T if is_one else ids  # [R, L]
         check_next_ids(ids.shape[:1], cache.length, cache.self_mask.shape)
-        check_room(cache.length, ids.shape[1], cache.self_mask.shape[3])
+        check_capacity(cache.length, ids.shape[1], cache.self_mask.shape[3])
         tap, n = checked(tap), cache.length + np.arange(ids.shape[1])
         cache.self_mask[:, 0, 0, n] = (ids != self.config.pad_id) | (n == 0)  # the same rule as in target_padding_mask
         x = self.target_embedding(ids) + cache.positions[n]  # [R, L, d_model]

@@ -12,8 +12,8 @@ from conftest import parity
 from test_bench_verify import another_token
 
 from transformer_bench import rounds
+from transformer_bench.implementations import DecodePackage
 from transformer_bench.limit import Library
-from transformer_bench.participants import DecodePackage
 
 QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1"]
 
@@ -31,7 +31,7 @@ def read(path):
 
 @dataclass
 class Wrong(DecodePackage):
-    """A participant that returns a wrong token from the third call on."""
+    """An implementation that returns a wrong token from the third call on."""
 
     calls: int = 0
 
@@ -45,5 +45,5 @@ def no_pause(monkeypatch):
     monkeypatch.setattr(rounds, "PAUSE", 0.0)
     # Measuring every library takes long, so only one test does it.
     monkeypatch.setattr("transformer_bench.run.libraries", lambda *_, **__: [Library("numpy")])
-    here = str(Path(__file__).parent)  # directory from which child processes import the participants defined here
+    here = str(Path(__file__).parent)  # directory from which child processes import the implementations defined here
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]))

@@ -69,7 +69,7 @@ def ended(arguments: list[str]) -> int:
 def run(request: dict, stderr: int) -> None:
     """Set up the requested circumstance, run the command, and write the number of events to a file."""
     os.setsid()  # detach from the terminal
-    os.chdir(request["folder"])
+    os.chdir(request["directory"])
     os.environ |= {"CIRCUMSTANCE": request["mark"], "TMPDIR": request["temporary"]}
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(os.open(request["stdout"], os.O_WRONLY), 1)

@@ -303,7 +303,7 @@ def pytest_configure(config):
     if not hasattr(os, "sched_setaffinity"):
         config.not_tested.append("NOT TESTED: processes that are bound to one processor (this system has none)")
     if not importlib.util.find_spec("ctranslate2"):
-        config.not_tested.append("NOT TESTED: what CTranslate2 computes from our folders (not installed)")
+        config.not_tested.append("NOT TESTED: what CTranslate2 computes from our directories (not installed)")
     if not importlib.util.find_spec("torchao"):
         config.not_tested.append("NOT TESTED: models that torchao has quantized (not installed)")
     if config.browser is None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from transformer_parity.transformer.mistakes.distributed import BIAS, FIRST_NORM, MASKS, OTHER, planted, run
-from transformer_parity.transformer.mistakes.mistake import Edit, table
+from transformer_parity.transformer.bugs.bug import Edit, table
+from transformer_parity.transformer.bugs.distributed import BIAS, FIRST_NORM, MASKS, OTHER, injected, run
 from transformer_parity.transformer.stages.training_stage import LOSS
 
-in_torch, in_jax, in_tf = (partial(planted, port=port) for port in ("torch", "jax", "tf"))
+in_torch, in_jax, in_tf = (partial(injected, port=port) for port in ("torch", "jax", "tf"))
 
 AVERAGED = "all gradients: averaged over the shards after dividing by the number of tokens (0.5, 0.5)"
 MEANS = "each shard divided by its own token count, then averaged: a mean of means"
@@ -289,7 +289,7 @@ IN_TF = table(
     }
 )
 
-MISTAKES = {"torch": IN_TORCH, "jax": IN_JAX, "tf": IN_TF}
+BUGS = {"torch": IN_TORCH, "jax": IN_JAX, "tf": IN_TF}
 APART = {  # bugs that leave each device with its own copy
     "torch": ("no reduction", "past the engine", "one tensor left out", "weights differ between devices"),
     "jax": ("no psum", "table without psum"),

@@ -14,7 +14,7 @@ import safetensors.numpy
 import reference_numpy as ref
 from transformer_parity.cli.main import main
 from transformer_parity.transformer.golden import vectors
-from transformer_parity.transformer.golden.compare import FolderPair, compare_folders
+from transformer_parity.transformer.golden.compare import DirectoryPair, compare_directories
 from transformer_parity.transformer.ports.user import Port
 
 PADDED, STEPS, GREEDY = "full/padded", "steps/port", "decode/port_greedy"
@@ -99,12 +99,12 @@ class Empty(Forward):
     left_out = {}
 
 
-def rounded(folder):
+def rounded(directory):
     """Change every computed value by one unit in the last place."""
-    for case in manifest_of(folder)["cases"]:
+    for case in manifest_of(directory)["cases"]:
         for dtype in case["outputs"]:
-            edit(folder, case["name"], dtype, move)
-    return folder
+            edit(directory, case["name"], dtype, move)
+    return directory
 
 
 def move(tensors):
@@ -116,44 +116,44 @@ def compare(truth, candidate, *options):
 
 
 def findings_of(truth, candidate):
-    return list(compare_folders(FolderPair("", vectors.read(truth), vectors.read(candidate))))
+    return list(compare_directories(DirectoryPair("", vectors.read(truth), vectors.read(candidate))))
 
 
-def manifest_of(folder):
-    return json.loads((folder / "manifest.json").read_text())
+def manifest_of(directory):
+    return json.loads((directory / "manifest.json").read_text())
 
 
-def edit_manifest(folder, change):
-    manifest = manifest_of(folder)
+def edit_manifest(directory, change):
+    manifest = manifest_of(directory)
     change(manifest)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (directory / "manifest.json").write_text(json.dumps(manifest))
 
 
-def edit(folder, case, dtype, change, *, describe=True):
+def edit(directory, case, dtype, change, *, describe=True):
     """Change the tensors in one file, and update its hash and (if ``describe``) its tensor list in the manifest."""
 
     def rewrite(manifest):
         entry = next(entry for entry in manifest["cases"] if entry["name"] == case)
         record = entry["inputs"] if dtype == "inputs" else entry["outputs"][dtype]
-        found = safetensors.numpy.load((folder / record["file"]).read_bytes())
+        found = safetensors.numpy.load((directory / record["file"]).read_bytes())
         tensors = {tensor["name"]: found[tensor["name"]].copy() for tensor in record["tensors"]}
         change(tensors)
         tensors = {name: np.array(array, order="C") for name, array in tensors.items()}
         content = safetensors.numpy.save(tensors)
-        (folder / record["file"]).write_bytes(content)
+        (directory / record["file"]).write_bytes(content)
         record["sha256"] = hashlib.sha256(content).hexdigest()
         if describe:
             record["tensors"] = [
                 {"name": name, "dtype": x.dtype.name, "shape": list(x.shape)} for name, x in tensors.items()
             ]
 
-    edit_manifest(folder, rewrite)
+    edit_manifest(directory, rewrite)
 
 
 def set_field(*path, value):
     """Return a function that changes one field of the manifest; ``path`` can refer to a case by name or by index."""
 
-    def change(folder):
+    def change(directory):
         def assign(manifest):
             entry = manifest
             for key in path[:-1]:
@@ -161,16 +161,16 @@ def set_field(*path, value):
                 entry = next(case for case in entry if case["name"] == key) if is_case else entry[key]
             entry[path[-1]] = value
 
-        edit_manifest(folder, assign)
+        edit_manifest(directory, assign)
 
     return change
 
 
-def drop(folder, keep):
+def drop(directory, keep):
     def choose(manifest):
         manifest["cases"] = [case for case in manifest["cases"] if keep(case["name"])]
 
-    edit_manifest(folder, choose)
+    edit_manifest(directory, choose)
 
 
 def empty(tensors):
@@ -178,15 +178,15 @@ def empty(tensors):
 
 
 @cache
-def _truth(folder):
-    path = folder / "golden_truth"
+def _truth(directory):
+    path = directory / "golden_truth"
     assert main(["golden", "--out", str(path)]) == 0
     return path
 
 
 @cache
-def _of_another_program(folder):
-    return rounded(shutil.copytree(_truth(folder), folder / "golden_of_another_program"))
+def _of_another_program(directory):
+    return rounded(shutil.copytree(_truth(directory), directory / "golden_of_another_program"))
 
 
 @pytest.fixture(scope="session")

@@ -55,36 +55,36 @@ def made(form: Form) -> torch.nn.Module:
     return model.to(form.dtype)
 
 
-def saved(form: Form, folder: Path) -> torch.nn.Module:
+def saved(form: Form, directory: Path) -> torch.nn.Module:
     """Save the model as a user would, and return it in float64."""
     model = made(form)
-    model.save_pretrained(folder, max_shard_size=form.shard)
+    model.save_pretrained(directory, max_shard_size=form.shard)
     if form.pickled:  # releases before 5 wrote it like this, with every name of a tied matrix
-        pickle(folder, model)
+        pickle(directory, model)
     return model.double()
 
 
-def pickle(folder: Path, model: torch.nn.Module) -> None:
+def pickle(directory: Path, model: torch.nn.Module) -> None:
     """Write the weights as torch files: one file, or one per shard."""
-    files, state = sorted(folder.glob("*.safetensors")), model.state_dict()
+    files, state = sorted(directory.glob("*.safetensors")), model.state_dict()
     names = list(state)
     places = {name: f"pytorch_model-{at * len(files) // len(names)}.bin" for at, name in enumerate(names)}
     places = places if len(files) > 1 else dict.fromkeys(names, "pytorch_model.bin")
     for place in set(places.values()):
-        torch.save({name: state[name] for name in names if places[name] == place}, folder / place)
+        torch.save({name: state[name] for name in names if places[name] == place}, directory / place)
     if len(files) > 1:
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
-    for path in [*files, *folder.glob("*.safetensors.index.json")]:
+        (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    for path in [*files, *directory.glob("*.safetensors.index.json")]:
         path.unlink()
 
 
 @cache
-def _marian(folder: Path) -> Path:
-    saved(Form("marian"), folder / "marian")
-    return folder / "marian"
+def _marian(directory: Path) -> Path:
+    saved(Form("marian"), directory / "marian")
+    return directory / "marian"
 
 
 @pytest.fixture
-def folder(tmp_path_factory, tmp_path) -> Path:
+def directory(tmp_path_factory, tmp_path) -> Path:
     """A copy of one model that a test can change."""
     return shutil.copytree(_marian(tmp_path_factory.getbasetemp()), tmp_path / "model")

@@ -15,17 +15,17 @@ BACKENDS = ("reference_numpy", "transformer_torch", "transformer_jax", "transfor
 PROGRAM = (SPEC, *BACKENDS, PARITY, BENCH)
 
 
-def imports(folder: Path, *, types: bool) -> dict[str, set[str]]:
+def imports(directory: Path, *, types: bool) -> dict[str, set[str]]:
     """Return the modules of the same package that each module of a package imports, by dotted name.
 
     Importing a submodule isn't considered an import of its parent packages, although Python runs their ``__init__``
     first. Otherwise, no ``__init__`` could export anything.
 
     Args:
-        folder: Directory of the package; subdirectories are subpackages.
+        directory: Directory of the package; subdirectories are subpackages.
         types: Whether to include imports under ``if TYPE_CHECKING``.
     """
-    files = {module_name(path, folder.parent): path for path in sorted(folder.rglob("*.py"))}
+    files = {module_name(path, directory.parent): path for path in sorted(directory.rglob("*.py"))}
     return {
         module: {name if name in files else name.rpartition(".")[0] for name in imported(module, path, types)}
         & files.keys()
@@ -49,13 +49,13 @@ def imported(module: str, path: Path, types: bool) -> Iterator[str]:
             yield from (".".join([*above, *filter(None, [node.module]), alias.name]) for alias in node.names)
 
 
-def packages_of(folder: Path, *, types: bool = False, root: Path = ROOT) -> dict[str, set[str]]:
+def packages_of(directory: Path, *, types: bool = False, root: Path = ROOT) -> dict[str, set[str]]:
     """Return the top-level packages that each file of a package imports, by the file's path relative to the root."""
     return {
         path.relative_to(root).as_posix(): {
             name.partition(".")[0] for name in imported(module_name(path, root), path, types)
         }
-        for path in sorted(folder.rglob("*.py"))
+        for path in sorted(directory.rglob("*.py"))
     }
 
 
@@ -65,10 +65,10 @@ def module_name(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def circle(folder: Path, *, types: bool) -> list[str]:
+def circle(directory: Path, *, types: bool) -> list[str]:
     """Return an import cycle in a package, as modules that each import the next, or an empty list if there is none."""
     try:
-        TopologicalSorter(imports(folder, types=types)).prepare()
+        TopologicalSorter(imports(directory, types=types)).prepare()
     except CycleError as error:
         return error.args[1][::-1]
     return []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformer_parity.transformer.mistakes.layers import ATTENDED
-from transformer_parity.transformer.mistakes.mistake import ENCODER, Edits, instead
-from transformer_parity.transformer.mistakes.optimizer import in_adam
-from transformer_parity.transformer.mistakes.training import in_training
+from transformer_parity.transformer.bugs.bug import ENCODER, Edits, instead
+from transformer_parity.transformer.bugs.layers import ATTENDED
+from transformer_parity.transformer.bugs.optimizer import in_adam
+from transformer_parity.transformer.bugs.training import in_training
 
 
 @dataclass(frozen=True)

@@ -178,11 +178,11 @@ class Tf(Packaged):
     backend, package = "tf", "transformer_tf"
 
 
-class Mistaken(Packaged):
+class Buggy(Packaged):
     """Our PyTorch package with an injected bug. A test sets ``package`` to the modified copy."""
 
 
-class MistakenUnseen(Mistaken):
+class BuggyUnseen(Buggy):
     """Our PyTorch package with an injected bug, as a port that reports only the logits."""
 
     taps = ()

@@ -26,13 +26,13 @@ from transformer_torch.parallel_checkpoint import load_sharded, save_sharded
 from transformer_torch.weights import copy_out, parameters
 
 
-def run(folder: Path, world: int, jobs: list[tuple[str, dict[str, Any]]], seconds: float = 200) -> list[list[Any]]:
+def run(directory: Path, world: int, jobs: list[tuple[str, dict[str, Any]]], seconds: float = 200) -> list[list[Any]]:
     """Let processes run a list of jobs, and return what each process returned for each job.
 
     If one process fails, all processes are killed, and the error is raised here.
     """
     store = meeting_place()
-    context = processes.spawn(_process, (world, store.port, folder, jobs), nprocs=world, join=False)
+    context = processes.spawn(_process, (world, store.port, directory, jobs), nprocs=world, join=False)
     ends = time.monotonic() + seconds
     try:
         while not context.join(timeout=1.0, grace_period=1.0):
@@ -40,16 +40,18 @@ def run(folder: Path, world: int, jobs: list[tuple[str, dict[str, Any]]], second
     finally:
         for process in context.processes:
             process.kill()
-    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(world)]
+    return [pickle.loads((directory / f"{rank}.pickle").read_bytes()) for rank in range(world)]
 
 
-def ends(folder: Path, world: int, ranks: list[int], job: tuple[str, dict[str, Any]], seconds: float) -> dict[int, Any]:
+def ends(
+    directory: Path, world: int, ranks: list[int], job: tuple[str, dict[str, Any]], seconds: float
+) -> dict[int, Any]:
     """Run a job in some processes of a group. Return each process's result, or its exit status if it returned none.
 
     Processes are killed only after the timeout.
     """
     store, spawn = meeting_place(), processes.get_context("spawn")
-    started = [spawn.Process(target=_process, args=(rank, world, store.port, folder, [job])) for rank in ranks]
+    started = [spawn.Process(target=_process, args=(rank, world, store.port, directory, [job])) for rank in ranks]
     over = time.monotonic() + seconds
     for process in started:
         process.start()
@@ -57,7 +59,7 @@ def ends(folder: Path, world: int, ranks: list[int], job: tuple[str, dict[str, A
         process.join(max(over - time.monotonic(), 0.0))
     for process in started:
         process.kill()
-    returned = {rank: folder / f"{rank}.pickle" for rank in ranks}
+    returned = {rank: directory / f"{rank}.pickle" for rank in ranks}
     return {
         rank: pickle.loads(returned[rank].read_bytes())[0] if returned[rank].exists() else process.exitcode
         for rank, process in zip(ranks, started, strict=True)
@@ -76,11 +78,11 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}, **switches}
 
 
-def _process(rank: int, world: int, port: int, folder: Path, jobs: list[tuple[str, dict[str, Any]]]) -> None:
+def _process(rank: int, world: int, port: int, directory: Path, jobs: list[tuple[str, dict[str, Any]]]) -> None:
     torch.set_num_threads(1)
     os.environ |= environment(rank, world, port)
     found = [globals()[name](rank, **arguments) for name, arguments in jobs]
-    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(found))
+    (directory / f"{rank}.pickle").write_bytes(pickle.dumps(found))
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -140,17 +142,17 @@ def train_on_a_mesh_of_the_user(rank: int, axes: dict[str, int], probe: str, ste
     return observed(transformer_torch.Trainer(model, case.settings, case.seed, mesh=mesh), case, steps)
 
 
-def save(rank: int, folder: Path, plan: str, probe: str, steps: int) -> str:
+def save(rank: int, directory: Path, plan: str, probe: str, steps: int) -> str:
     """Train on a plan, and save a sharded directory and a file. Return the error for an existing directory."""
     case = probes()[probe]
     trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)))
     observed(trainer, case, steps)
-    save_sharded(folder, trainer, {"position": [3, 1]}, b"vocabulary")
+    save_sharded(directory, trainer, {"position": [3, 1]}, b"vocabulary")
     with pytest.raises(FileExistsError) as refused:
-        save_sharded(folder, trainer)
+        save_sharded(directory, trainer)
     weights, state = trainer.model.export_weights(), trainer.export_state()
     if rank == 0:
-        path = folder.with_suffix(".safetensors")
+        path = directory.with_suffix(".safetensors")
         save_checkpoint(path, Checkpoint(case.config, case.settings, weights, state, {"position": [3, 1]}))
     dist.barrier()
     return str(refused.value)

@@ -96,7 +96,7 @@ def test_trial_pool_size_matches_cpu_affinity(monkeypatch):
 
 def test_unexpected_attack_outcome_is_reported():
     sound = next(attack for attack in table.table() if attack.name == "ReadOnly")
-    wrong = Attack(sound.name, sound.what, FAILS, sound.family, sound.plant, stages=sound.stages)
+    wrong = Attack(sound.name, sound.what, FAILS, sound.family, sound.inject, stages=sound.stages)
     (outcome,) = table.trials([wrong])
     assert (outcome.expected, outcome.got, outcome.is_as_expected) == (FAILS, TOLERATED, False)
 

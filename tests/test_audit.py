@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import reference_numpy
+from transformer_parity.transformer.bugs.catalog import FORWARD, STRUCTURE
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.diagnose.weight_audit import (
@@ -21,30 +22,29 @@ from transformer_parity.transformer.diagnose.weight_audit import (
     TRANSPOSED,
     UNUSED,
     USED,
-    as_mistake,
+    as_bug,
     audit,
     summary,
 )
-from transformer_parity.transformer.mistakes.catalog import FORWARD, STRUCTURE
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort, Port, find
-from transformer_parity.transformer.selftest.planted_ports import planted
+from transformer_parity.transformer.selftest.buggy_ports import injected
 
 CASES = {case.name: case for case in standard_cases()}
-MISTAKES = [mistake for part in (*FORWARD.values(), STRUCTURE["weights"]) for mistake in part]
+BUGS = [bug for part in (*FORWARD.values(), STRUCTURE["weights"]) for bug in part]
 ATTENTION, CROSS = "encoder.layers.0.self_attention", "decoder.layers.0.cross_attention"
 
 
-def fates(mistake: str) -> dict[str, tuple[str, str]]:
+def fates(bug: str) -> dict[str, tuple[str, str]]:
     """Return the verdict and the detail for each weight that a bug affects."""
-    planned = next(known for known in MISTAKES if known.name == mistake)
-    found = audit(planted(planned, "numpy"), CASES[planned.case], Placement("float64"))
+    planned = next(known for known in BUGS if known.name == bug)
+    found = audit(injected(planned, "numpy"), CASES[planned.case], Placement("float64"))
     return {fate.name: (fate.verdict, fate.detail) for fate in found if fate.verdict not in (USED, HIDDEN)}
 
 
 @pytest.mark.parametrize(
-    ("mistake", "name", "verdict", "detail"),
+    ("bug", "name", "verdict", "detail"),
     [
         ("W_o transposed", f"{ATTENTION}.output_proj.kernel", TRANSPOSED, f"detected at {ATTENTION}.output"),
         ("a square matrix transposed", f"{ATTENTION}.query_proj.kernel", TRANSPOSED, f"detected at {ATTENTION}.query"),
@@ -65,8 +65,8 @@ def fates(mistake: str) -> dict[str, tuple[str, str]]:
         ),
     ],
 )
-def test_weight_verdict_matches_the_injected_bug(mistake, name, verdict, detail):
-    assert fates(mistake)[name] == (verdict, detail)
+def test_weight_verdict_matches_the_injected_bug(bug, name, verdict, detail):
+    assert fates(bug)[name] == (verdict, detail)
 
 
 def test_swapped_weights_are_both_reported_as_misplaced():
@@ -148,14 +148,14 @@ def test_uninitialized_weights_and_active_dropout_are_reported_as_random():
 
 
 def test_replaced_weight_becomes_a_hypothesis():
-    planned = next(known for known in MISTAKES if known.name == "first layer used for all layers")
-    suspect = as_mistake(audit(planted(planned, "numpy"), CASES[planned.case], Placement("float64")))
+    planned = next(known for known in BUGS if known.name == "first layer used for all layers")
+    suspect = as_bug(audit(injected(planned, "numpy"), CASES[planned.case], Placement("float64")))
     weights = CASES[planned.case].load_weights()
     changed = suspect.convert(weights)
     for name in weights:
         source = name.replace("encoder.layers.1.", "encoder.layers.0.")
         assert np.array_equal(changed[name], weights[source]), name
-    assert as_mistake([]) is None
+    assert as_bug([]) is None
 
 
 class Overwriting(Blind):
@@ -194,7 +194,7 @@ def test_port_that_overwrites_its_inputs_is_reported(kind, name):
     [
         ("package/sub/port.py:X", "use a module name, with dots and without .py: package.sub.port:X"),
         ("./port.py:X", "use a module name, with dots and without .py: port:X"),
-        ("/folder/port.py:X", "use a module name and run in /folder: port:X"),
+        ("/directory/port.py:X", "use a module name and run in /directory: port:X"),
         ("no_such_module.py:X", "use a module name, with dots and without .py: no_such_module:X"),
         ("json.port:X", f"'json' was imported from {json.__file__}"),
         ("json:X", f"module 'json' has no 'X'; 'json' was imported from {json.__file__}"),

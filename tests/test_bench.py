@@ -1,4 +1,4 @@
-"""`parity bench`: failing participants, processes that die, interruptions, and the output."""
+"""`parity bench`: failing implementations, processes that die, interruptions, and the output."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from conftest import child_processes, still_running
 from test_bench_verify import SMALL
 
 from transformer_bench import rounds
+from transformer_bench.implementations import OURS, DecodePackage
 from transformer_bench.limit import libraries
 from transformer_bench.measurements import Entry
-from transformer_bench.participants import OURS, DecodePackage
 from transformer_bench.workload import DecodeWork
 from transformer_parity.cli.main import main
 from transformer_parity.engine.findings import AGREES, FAILED
@@ -47,7 +47,7 @@ class Process:
         self.asked.append(f"{self.entry.name} {method}")
         self.seconds -= method == "run"
         if self.seconds == self.fails_at:
-            raise rounds.ParticipantError("enough")
+            raise rounds.ImplementationError("enough")
         return rounds.Reply(method, self.seconds, 2.0 * self.seconds, int(self.seconds), 90)
 
 
@@ -93,17 +93,17 @@ def test_agreeing_implementations_are_timed(capsys, tmp_path, monkeypatch):
     assert list(limit["rates"]) == list(limit["bandwidths"]) == list(limit["libraries"]) == ["numpy", "torch"]
     assert limit["rate"] == max(limit["rates"].values()) > 1e9
     assert limit["bandwidth"] == max(limit["bandwidths"].values()) > 1e8
-    assert f"{limit['seconds'] / report['participants'][0]['median_seconds']:.0%}" in printed
+    assert f"{limit['seconds'] / report['implementations'][0]['median_seconds']:.0%}" in printed
     assert report["work"]["operations"] == DecodeWork("tiny", 8, 6, 4).operations
-    assert [entry["name"] for entry in report["participants"]] == ["numpy", "torch"]
-    for entry in report["participants"]:
+    assert [entry["name"] for entry in report["implementations"]] == ["numpy", "torch"]
+    for entry in report["implementations"]:
         assert len(entry["seconds"]) == len(entry["cores"]) == 2
         assert 0 < entry["median_seconds"] < 60
         assert entry["first_seconds"] > 0
         assert entry["peak_bytes"] is None or entry["peak_bytes"] >= entry["loaded_bytes"] > 2**20
         assert entry["environment"]["threads"] == str(min(2, processors()))
         assert f"{1e3 * entry['median_seconds']:,.1f}" in printed
-    numpy, torch = (entry["seconds"] for entry in report["participants"])
+    numpy, torch = (entry["seconds"] for entry in report["implementations"])
     expected = [ours / theirs for ours, theirs in zip(torch, numpy, strict=True)]
     assert report["ratios"]["torch"]["numpy"]["median"] == pytest.approx(sum(expected) / 2)
     assert list(report["ratios"]["torch"]) == ["numpy"]
@@ -118,7 +118,7 @@ def test_peers_do_the_same_work(capsys, tmp_path):
     assert f"Tokens and scores of every call of {agreeing} agree" in printed.replace("\n", " ")
     assert "products: only the matrix multiplications" in printed
     report, _ = read(tmp_path / "a.json")
-    assert {entry["name"]: entry["has_result"] for entry in report["participants"]} == {
+    assert {entry["name"]: entry["has_result"] for entry in report["implementations"]} == {
         "numpy": True,
         **dict.fromkeys(["marian", "flax nnx", "keras hub", "keras hub XLA"], True),
         "products": False,
@@ -135,7 +135,7 @@ def test_peers_search_with_the_same_beam(capsys):
 
 @dataclass
 class Dying(DecodePackage):
-    """A participant that exits in its second round."""
+    """An implementation that exits in its second round."""
 
     calls: int = 0
 
@@ -149,14 +149,14 @@ class Dying(DecodePackage):
 
 @dataclass
 class Raising(DecodePackage):
-    """A participant that fails to load."""
+    """An implementation that fails to load."""
 
     def load(self, work, weights):
         raise MemoryError("too large")
 
 
 @pytest.mark.parametrize(
-    ("participant", "code", "reason"),
+    ("implementation", "code", "reason"),
     [
         (Wrong("torch"), 1, "DIVERGES  torch: sentence 1, token 3: "),
         *(
@@ -169,15 +169,15 @@ class Raising(DecodePackage):
     ],
     ids=["wrong", "dying", "raising"],
 )
-def test_wrong_or_failing_implementations_are_not_timed(participant, code, reason, capsys, tmp_path, monkeypatch):
-    monkeypatch.setitem(OURS["decode"], "torch", participant)
+def test_wrong_or_failing_implementations_are_not_timed(implementation, code, reason, capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(OURS["decode"], "torch", implementation)
     options = ["--backends", "numpy,torch", "--rounds", 3, "--json", tmp_path / "a.json"]
     found, printed, _ = bench(capsys, *options)
     assert found == code
     assert reason in printed
     assert "of numpy agree" in printed
     report, everything = read(tmp_path / "a.json")
-    numpy, torch = report["participants"]
+    numpy, torch = report["implementations"]
     assert len(numpy["seconds"]) == 3
     assert torch["seconds"] is torch["first_seconds"] is torch["median_seconds"] is None
     assert report["ratios"] == {"numpy": {}}
@@ -216,7 +216,7 @@ def test_interrupted_benchmark_prints_partial_results_and_cleans_up(number, tmp_
     assert "Traceback" not in errors.read_text()
     report, everything = read(tmp_path / "a.json")
     assert everything["interrupted"]
-    assert 2 <= len(report["participants"][0]["seconds"]) < 100
+    assert 2 <= len(report["implementations"][0]["seconds"]) < 100
     assert still_running(started, 10.0) == []
     assert list(temporary.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""`parity bench train --parallel`: participants with multiple processes, rejected arguments, and the costs of plans."""
+"""`parity bench train --parallel`: runs with multiple processes, rejected arguments, and the costs of plans."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from conftest import child_processes, parity, still_running
 
 from reference_numpy import Plan
 from transformer_bench import rounds, run
-from transformer_bench.participants import TrainOnDevices
-from transformer_bench.rounds import Participant, Reply
+from transformer_bench.implementations import TrainOnDevices
+from transformer_bench.rounds import Implementation, Reply
 from transformer_bench.tables import costs_for_machines
 from transformer_bench.workload import TrainWork
 from transformer_parity.cli.main import main
@@ -33,11 +33,11 @@ QUICK = ["--config", "tiny", "--target", "4", "--source", "6", "--threads", "1",
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
     monkeypatch.setattr(rounds, "PAUSE", 0.0)
-    here = str(Path(__file__).parent)  # directory from which child processes import the participants defined here
+    here = str(Path(__file__).parent)  # directory from which child processes import the implementations defined here
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
-# --- Participants with multiple processes ---
+# --- Implementations with multiple processes ---
 
 
 def test_combined_reply_uses_slowest_time_and_largest_memory():
@@ -48,7 +48,7 @@ def test_combined_reply_uses_slowest_time_and_largest_memory():
 
 
 @dataclass
-class Two(Participant):
+class Two(Implementation):
     """Two processes that return their numbers; with ``fails``, process 1 exits and process 0 raises or hangs."""
 
     name: str = "two"
@@ -79,9 +79,9 @@ class Two(Participant):
 
 def test_requests_reach_all_processes_and_threads_are_divided():
     entry = rounds.Entry("two")
-    with rounds.started([Two()], [entry], threads=6) as ((process,), folder):
+    with rounds.started([Two()], [entry], threads=6) as ((process,), directory):
         assert process.receive("prepare").others == ({"version": "1"},)
-        loaded = process.ask("load", None, folder)
+        loaded = process.ask("load", None, directory)
         assert (loaded.answer, *loaded.others) == (("0", "3"), ("1", "3"))
         with pytest.raises(rounds.DisagreementError, match="1 is wrong"):
             rounds._run(process, refuse_the_second)
@@ -103,7 +103,7 @@ def test_exit_of_one_process_is_reported_and_ends_the_others(how, monkeypatch):
         started = [child for child in child_processes() if rounds.WORK in child.cmdline()]
         assert len(started) == 2
         reason = "process 1 of 2: the process ended with exit code 7 in run: out of luck"
-        with pytest.raises(rounds.ParticipantError, match=reason):
+        with pytest.raises(rounds.ImplementationError, match=reason):
             process.ask("run")
         assert still_running(started, 10.0) == []
 
@@ -120,8 +120,8 @@ def test_numpy_simulates_a_plan(capsys, tmp_path):
     names = ["numpy", "numpy fsdp=2,tensor=2"]
     assert f"Losses of every call of {', '.join(names)} agree with the float64 reference." in " ".join(printed.split())
     (race,) = json.loads((tmp_path / "a.json").read_text())["result"]["races"]
-    assert [entry["name"] for entry in race["participants"]] == names
-    assert [len(entry["seconds"]) for entry in race["participants"]] == [1, 1]
+    assert [entry["name"] for entry in race["implementations"]] == names
+    assert [len(entry["seconds"]) for entry in race["implementations"]] == [1, 1]
     plan = Plan.parse("fsdp=2,tensor=2")
     assert race["plans"] == costs_for_machines(TrainWork("tiny", source=6, target=4), [plan])
 
@@ -134,7 +134,7 @@ def test_each_framework_trains_in_processes(name, capsys, tmp_path):
         *(capsys, "--backends", name, "--parallel", "data=2", "--parallel", "fsdp=2", "--json", tmp_path / "a.json")
     )
     (race,) = json.loads((tmp_path / "a.json").read_text())["result"]["races"]
-    one, data, fsdp = race["participants"]
+    one, data, fsdp = race["implementations"]
     for entry in (one, data, *[fsdp] * (name != "tf")):
         assert len(entry["seconds"]) == 2, printed + errors
         assert entry["peak_bytes"] > 2**26
@@ -154,7 +154,7 @@ def test_zero_rounds_print_plan_costs_without_timing(capsys, monkeypatch, tmp_pa
     assert next(row for row in rows if row[:1] == ["data=8"])[1:4] == ["1,430", "-", "-"]
     assert next(row for row in rows if row[:2] == ["one", "device"])[2:6] == ["-", "-", "-", "817"]
     (race,) = json.loads((tmp_path / "a.json").read_text())["result"]["races"]
-    assert (race["participants"], race["plans"][0]["plan"]) == ([], "data=8")
+    assert (race["implementations"], race["plans"][0]["plan"]) == ([], "data=8")
 
 
 def test_documented_plan_costs_match_the_command_output(capsys):

@@ -13,8 +13,8 @@ from test_bench_verify import FORWARD, SMALL, TRAIN, no_steps
 
 import reference_numpy as ref
 from transformer_bench import imports
+from transformer_bench.implementations import FORMS, OURS, ForwardPackage, TrainPackage, others
 from transformer_bench.measurements import Entry
-from transformer_bench.participants import FORMS, OURS, ForwardPackage, TrainPackage, others
 from transformer_bench.plots import draw_growth, draw_times
 from transformer_bench.run import Setting
 from transformer_bench.verify import verifier_of
@@ -31,13 +31,13 @@ def test_forward_and_train_agree_before_they_are_timed(task, capsys, tmp_path):
     what = {"forward": "Logits", "train": "Losses"}[task]
     assert f"{what} of every call of numpy, torch, jax, tf agree with the float64 reference." in printed
     found, _ = read(tmp_path / "a.json")
-    assert [entry["name"] for entry in found["participants"]] == ["numpy", "torch", "jax", "tf"]
+    assert [entry["name"] for entry in found["implementations"]] == ["numpy", "torch", "jax", "tf"]
     assert (tmp_path / "a.svg").read_text().lstrip().startswith("<?xml")
 
 
 @dataclass
 class WrongLogits(ForwardPackage):
-    """A participant that returns its logits in the wrong order of sentences."""
+    """An implementation that returns its logits in the wrong order of sentences."""
 
     def result(self, found):
         return super().result(found)[::-1]
@@ -45,7 +45,7 @@ class WrongLogits(ForwardPackage):
 
 @dataclass
 class Lazy(TrainPackage):
-    """A participant that doesn't train, so its loss stays the same."""
+    """An implementation that doesn't train, so its loss stays the same."""
 
     def ready(self, model, work):
         step = super().ready(model, work)
@@ -55,7 +55,7 @@ class Lazy(TrainPackage):
 
 
 @pytest.mark.parametrize(
-    ("task", "participant", "reason"),
+    ("task", "implementation", "reason"),
     [
         ("forward", WrongLogits("torch"), "DIVERGES  torch: the error of the logits must be at most"),
         pytest.param(
@@ -65,8 +65,8 @@ class Lazy(TrainPackage):
     ],
     ids=["forward", "train"],
 )
-def test_wrong_results_are_not_timed(task, participant, reason, capsys, monkeypatch):
-    monkeypatch.setitem(OURS[task], "torch", participant)
+def test_wrong_results_are_not_timed(task, implementation, reason, capsys, monkeypatch):
+    monkeypatch.setitem(OURS[task], "torch", implementation)
     code, printed, _ = bench(capsys, "--backends", "numpy,torch", task=task)
     assert code == 1
     assert reason in printed
@@ -115,7 +115,7 @@ def test_only_marian_has_a_beam():
 
 @pytest.mark.parametrize("work", [FORWARD, TRAIN, SMALL], ids=lambda work: work.task)
 def test_compiled_variant_is_timed_with_peers(work):
-    names = lambda *ours, **how: [one.name for one in Setting(ours, **how).participants(work)]  # noqa: E731
+    names = lambda *ours, **how: [one.name for one in Setting(ours, **how).implementations(work)]  # noqa: E731
     forms = [] if work.task == "decode" else ["torch compiled"]
     assert names("torch", peers=True)[: len(forms) + 2] == ["torch", *forms, others(work)[0].name]
     # Training in this many processes uses too much memory.

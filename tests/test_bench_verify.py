@@ -101,9 +101,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("mistake", WRONG)
-def test_a_wrong_result_is_refused(mistake):
-    change, reason = WRONG[mistake]
+@pytest.mark.parametrize("bug", WRONG)
+def test_a_wrong_result_is_refused(bug):
+    change, reason = WRONG[bug]
     reference = DecodeVerifier(SMALL, SMALL.weights())
     right = searched()()
     for _ in range(2):  # before and after the verifier accepts a correct result

@@ -10,39 +10,39 @@ import pytest
 
 from transformer_parity.engine.tensors import Tensors
 from transformer_parity.engine.tolerances import POLICY
+from transformer_parity.transformer.bugs import search, training
+from transformer_parity.transformer.bugs.bug import ALL
+from transformer_parity.transformer.bugs.catalog import FORWARD, SEARCH, STRUCTURE, TRAINING
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.compare.runner import tensors
-from transformer_parity.transformer.mistakes import search, training
-from transformer_parity.transformer.mistakes.catalog import FORWARD, SEARCH, STRUCTURE, TRAINING
-from transformer_parity.transformer.mistakes.mistake import ALL
 from transformer_parity.transformer.ports.protocol import Implementation, Placement
 from transformer_parity.transformer.ports.registry import PORTS
-from transformer_parity.transformer.selftest.planted_ports import planted
+from transformer_parity.transformer.selftest.buggy_ports import injected
 from transformer_parity.transformer.selftest.uncompiled import interpreted
 from transformer_parity.transformer.stages.training_stage import training_error
 
 OF_THE_MODEL, OTHERS, OF_TRAINING = (
-    [mistake for part in parts.values() for mistake in part] for parts in (FORWARD, STRUCTURE, TRAINING)
+    [bug for part in parts.values() for bug in part] for parts in (FORWARD, STRUCTURE, TRAINING)
 )
 CASES = {case.name: case for case in standard_cases()} | search.CASES
-MISTAKES = [*OF_THE_MODEL, *OTHERS, *OF_TRAINING, *SEARCH]
-HYPOTHESES = {f"{mistake.name}-{mistake.case}": mistake for mistake in MISTAKES if "numpy" in mistake.edits}
+BUGS = [*OF_THE_MODEL, *OTHERS, *OF_TRAINING, *SEARCH]
+HYPOTHESES = {f"{bug.name}-{bug.case}": bug for bug in BUGS if "numpy" in bug.edits}
 SAME, DIFFERENT = POLICY["float64"]["tap"], 100.0 * POLICY["float64"]["tap"]
 ALIKE = 1e-9  # after a step or a search, rounding causes far smaller differences, and a bug causes far larger ones
 
 
-def case_of(mistake: str) -> Case:
+def case_of(bug: str) -> Case:
     """Return the case of a bug; for a training bug, this is a gradient case or a training case with two steps."""
-    found = HYPOTHESES[mistake]
+    found = HYPOTHESES[bug]
     if found in OF_TRAINING:
         return replace(training.CASES.get(found.case, training.GRADIENTS), snapshots=(1, 2))
     return CASES[found.case]
 
 
-def limits(mistake: str) -> tuple[float, float]:
+def limits(bug: str) -> tuple[float, float]:
     """Return the maximum difference between backends with the same bug, and the minimum from the reference."""
-    return (SAME, DIFFERENT) if HYPOTHESES[mistake] in OF_THE_MODEL + OTHERS else (ALIKE, ALIKE)
+    return (SAME, DIFFERENT) if HYPOTHESES[bug] in OF_THE_MODEL + OTHERS else (ALIKE, ALIKE)
 
 
 def load_and_run(port: Implementation, case: Case) -> Tensors:
@@ -50,11 +50,11 @@ def load_and_run(port: Implementation, case: Case) -> Tensors:
 
 
 @cache
-def run_with(mistake: str, name: str) -> Tensors:
+def run_with(bug: str, name: str) -> Tensors:
     """Run a bug's own case on a port in which the bug is injected."""
-    port = planted(HYPOTHESES[mistake], name)
+    port = injected(HYPOTHESES[bug], name)
     with interpreted(name):
-        return load_and_run(port, case_of(mistake))
+        return load_and_run(port, case_of(bug))
 
 
 def distance(actual: Tensors, expected: Tensors) -> float:
@@ -68,22 +68,22 @@ def distance(actual: Tensors, expected: Tensors) -> float:
 
 def in_the_first_port() -> list:
     """Return each hypothesis with the first port into which it can be injected, as test parameters."""
-    ports = {name: next(port for port in ALL if port in mistake.edits) for name, mistake in HYPOTHESES.items()}
-    return [pytest.param(mistake, name, marks=pytest.mark.only(name)) for mistake, name in ports.items()]
+    ports = {name: next(port for port in ALL if port in bug.edits) for name, bug in HYPOTHESES.items()}
+    return [pytest.param(bug, name, marks=pytest.mark.only(name)) for bug, name in ports.items()]
 
 
-def test_every_mistake_but_some_of_structure_is_a_hypothesis():
-    assert [mistake.name for mistake in MISTAKES if mistake not in (*OTHERS, *HYPOTHESES.values())] == []
-    assert len(HYPOTHESES) == len([mistake for mistake in MISTAKES if "numpy" in mistake.edits])
+def test_every_bug_but_some_of_structure_is_a_hypothesis():
+    assert [bug.name for bug in BUGS if bug not in (*OTHERS, *HYPOTHESES.values())] == []
+    assert len(HYPOTHESES) == len([bug for bug in BUGS if "numpy" in bug.edits])
 
 
-@pytest.mark.parametrize("mistake", HYPOTHESES)
-def test_hypothesis_differs_from_the_reference(mistake):
-    assert distance(run_with(mistake, "numpy"), load_and_run(PORTS["numpy"], case_of(mistake))) > limits(mistake)[1]
+@pytest.mark.parametrize("bug", HYPOTHESES)
+def test_hypothesis_differs_from_the_reference(bug):
+    assert distance(run_with(bug, "numpy"), load_and_run(PORTS["numpy"], case_of(bug))) > limits(bug)[1]
 
 
-@pytest.mark.parametrize(("mistake", "name"), in_the_first_port())
-def test_hypothesis_matches_the_port_with_the_same_bug(mistake, name):
-    port, hypothesis = run_with(mistake, name), run_with(mistake, "numpy")
+@pytest.mark.parametrize(("bug", "name"), in_the_first_port())
+def test_hypothesis_matches_the_port_with_the_same_bug(bug, name):
+    port, hypothesis = run_with(bug, name), run_with(bug, "numpy")
     assert list(port) == list(hypothesis)
-    assert distance(port, hypothesis) <= limits(mistake)[0]
+    assert distance(port, hypothesis) <= limits(bug)[0]

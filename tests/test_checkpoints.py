@@ -25,7 +25,7 @@ from test_files import flipped, header_size, tensor_at
 
 from reference_numpy import PRESETS, load_weights, save_weights
 from transformer_spec.checkpoint import load_checkpoint, save_checkpoint
-from transformer_spec.checkpoint_folder import RUN, read_run
+from transformer_spec.checkpoint_directory import RUN, read_run
 from transformer_spec.files import checksum, load_vocabulary
 from transformer_spec.training_config import TrainingState
 
@@ -327,7 +327,7 @@ def test_corrupted_sharded_checkpoint_is_rejected(tmp_path, case):
         read_run(tmp_path)
 
 
-def test_a_folder_without_a_run(tmp_path):
+def test_a_directory_without_a_run(tmp_path):
     save_weights(tmp_path / RUN, small_config(), random_weights(small_config()))
     with pytest.raises(
         ValueError, match=r"is not a usable sharded checkpoint: it contains weights but no training state$"

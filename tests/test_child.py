@@ -246,9 +246,9 @@ def test_leaving_the_block_ends_all_started_processes(tmp_path, monkeypatch):
     with Children() as children:
         child = children.start("functions:starts")
         started = [psutil.Process(pid) for pid in child.receive()]
-        (children.folder / "weights").write_text("many")
+        (children.directory / "weights").write_text("many")
     assert still_running(started) == []
-    assert not children.folder.exists()
+    assert not children.directory.exists()
     assert child_processes() == []
 
 
@@ -261,7 +261,7 @@ from transformer_parity.engine.system.interrupts import sigterm_is_ctrl_c
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup, around the tests, ignores
 with sigterm_is_ctrl_c(), Children() as children:
     child = children.start("functions:{function}")
-    (children.folder / "weights").write_text("many")
+    (children.directory / "weights").write_text("many")
     print(child.process.pid, *child.receive(), flush=True)
     time.sleep(600)
 """
@@ -270,7 +270,7 @@ with sigterm_is_ctrl_c(), Children() as children:
 @posix
 @pytest.mark.parametrize("function", ["starts", "ignores", "holds_the_lock"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP, signal.SIGINT])
-def test_children_and_their_folder_go_with_their_parent(function, number, tmp_path):
+def test_children_and_their_directory_go_with_their_parent(function, number, tmp_path):
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     temporary = tmp_path / "temporary"
     temporary.mkdir()

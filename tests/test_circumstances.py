@@ -102,8 +102,8 @@ def test_every_command_is_here():
 class Server:
     """A process that runs commands; see ``circumstances``."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.have = folder, folder / "have"
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.have = directory, directory / "have"
         self.have.mkdir()
         (self.have / "one.py").write_text(PORT)
         (self.have / "text").write_text("abc\nde\n" * 9)
@@ -158,9 +158,9 @@ class Case:
 
     def __init__(self, server: Server, command: str, out: str = "") -> None:
         self.server, self.command, self.mark = server, command, str(uuid.uuid4())
-        folder = server.folder / self.mark
-        folder.mkdir()
-        self.out, self.temporary, self.passed = folder / "out", folder / "temporary", folder / "passed"
+        directory = server.directory / self.mark
+        directory.mkdir()
+        self.out, self.temporary, self.passed = directory / "out", directory / "temporary", directory / "passed"
         self.said = ""
         self.out.mkdir()
         self.temporary.mkdir()
@@ -171,7 +171,7 @@ class Case:
         """Run the command, store its standard error, and return its exit code."""
         request = {"circumstance": circumstance, "at": at, "arguments": self.arguments, "mark": self.mark}
         request["stdout"] = "/dev/full" if circumstance == "a full output" else os.devnull
-        request |= {"folder": str(self.out), "temporary": str(self.temporary), "passed": str(self.passed)}
+        request |= {"directory": str(self.out), "temporary": str(self.temporary), "passed": str(self.passed)}
         self.server.process.stdin.write(json.dumps(request) + "\n")
         self.server.process.stdin.flush()
         code, self.said = json.loads(self.server.process.stdout.readline())
@@ -221,10 +221,10 @@ def whole(path: Path) -> None:
 @pytest.fixture(scope="module")
 def server():
     temporary = Path(tempfile.gettempdir()).resolve()
-    is_open = all(folder.stat().st_mode & 0o001 for folder in (temporary, *temporary.parents))
-    with tempfile.TemporaryDirectory(dir=None if is_open else "/tmp") as folder:
-        Path(folder).chmod(0o755)  # pytest's own directories are inaccessible to other users
-        server = Server(Path(folder))
+    is_open = all(directory.stat().st_mode & 0o001 for directory in (temporary, *temporary.parents))
+    with tempfile.TemporaryDirectory(dir=None if is_open else "/tmp") as directory:
+        Path(directory).chmod(0o755)  # pytest's own directories are inaccessible to other users
+        server = Server(Path(directory))
         yield server
         server.process.stdin.close()
         assert server.process.wait(10) == 0
@@ -282,7 +282,7 @@ def test_a_full_disk(case, command):
 
 
 @some
-def test_a_read_only_folder(server, command):
+def test_a_read_only_directory(server, command):
     case = case_of(server, command, READ_ONLY)
     assert case.end("") == 3
     assert READ_ONLY in case.said

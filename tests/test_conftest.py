@@ -120,7 +120,7 @@ EXTENDED = """
 def test_backend(backend): pass
 @pytest.mark.extended("presets", "torch")
 def test_other_backend(backend): pass
-@pytest.mark.extended("mistakes")
+@pytest.mark.extended("bugs")
 @pytest.mark.parametrize("i", range(20))
 def test_many(i): pass
 def test_good(): pass
@@ -130,7 +130,7 @@ def test_good(): pass
 def test_extended_tests_are_left_out_and_counted_by_kind(run):
     code, output = run(EXTENDED, "--backends", "numpy", "-q")
     assert (code, "2 passed, 21 deselected" in output) == (0, True)
-    assert output.count("NOT TESTED: 21 extended tests, which --all runs; of each kind: 20 mistakes, 1 presets") == 1
+    assert output.count("NOT TESTED: 21 extended tests, which --all runs; of each kind: 20 bugs, 1 presets") == 1
     code, output = run(EXTENDED, "--backends", "numpy", "-q", "--all")
     assert (code, "23 passed" in output, "which --all" in output) == (0, True, False)
 
@@ -138,7 +138,7 @@ def test_extended_tests_are_left_out_and_counted_by_kind(run):
 def test_parallel_run_reports_deselected_tests(run):
     code, output = run(EXTENDED, "--backends", "numpy", "-q", "-n", "2")
     assert (code, "2 passed" in output) == (0, True)
-    assert output.count("NOT TESTED: 21 extended tests, which --all runs; of each kind: 20 mistakes, 1 presets") == 1
+    assert output.count("NOT TESTED: 21 extended tests, which --all runs; of each kind: 20 bugs, 1 presets") == 1
     assert "largest size of each process: " in output
 
 
@@ -192,13 +192,13 @@ def test_tensorflow_tests_run_in_dedicated_processes(run):
         ("test_clock.py::test_jax_compiles", "jax"),
         ("test_peers.py::test_logits[keras hub XLA]", "tf"),
         ("test_peers.py::test_float64[flax nnx-1e-06]", "jax"),
-        ("test_selftest.py::test_mistake[tf-loss-summed-steps]", "tf_training"),
+        ("test_selftest.py::test_bug[tf-loss-summed-steps]", "tf_training"),
         ("test_training.py::test_mixed_precision[tf]", "tf_training"),
         ("test_train.py::test_a_run_goes_on_in_another_framework", "tf_training"),
         ("test_search.py::test_cached_equals_uncached[jax-keras_hub]", "jax"),
         ("test_others.py::test_no_alarm[torch-keras_hub]", "test_others.py::test_no_alarm[torch-keras_hub]"),
         ("test_edited_package.py::test_tensorflow_compiles_each_copy_of_a_model[float32]", "tf"),
-        ("test_selftest.py::test_mistake[torch-loss-no - and no-full/padded]", "full/padded"),
+        ("test_selftest.py::test_bug[torch-loss-no - and no-full/padded]", "full/padded"),
         ("test_golden.py::test_golden_vectors_of_each_package_agree[torch]", "golden"),
         ("test_import_hf.py::test_logits_match_transformers[marian-numpy]", "import"),
         ("test_import_hf.py::test_logits_match_transformers[marian-jax]", "jax"),

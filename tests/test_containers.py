@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from transformer_parity.apps.checkpoints.importer import import_checkpoint
 from transformer_parity.apps.containers import pickles, tensors
-from transformer_parity.apps.containers.folder import member
+from transformer_parity.apps.containers.directory import member
 from transformer_parity.transformer.sentences.pairs import read_pairs
 from transformer_spec.files import load_weights
 
@@ -124,7 +124,7 @@ ZIPPED = {  # each pickle, with a part of the expected error message
 }
 
 
-def prepared(folder: Path) -> dict[str, tuple[Path, str]]:
+def prepared(directory: Path) -> dict[str, tuple[Path, str]]:
     """Write every malicious file, and return each path with a part of the expected error message."""
     found = {}
 
@@ -133,7 +133,7 @@ def prepared(folder: Path) -> dict[str, tuple[Path, str]]:
         return path
 
     def new(kind: str) -> Path:
-        return Path(tempfile.mkdtemp(dir=folder)) / f"model.{kind}"
+        return Path(tempfile.mkdtemp(dir=directory)) / f"model.{kind}"
 
     for title, (pickled, said) in ZIPPED.items():
         add(title, archive(new("bin"), pickled, bytes(36_000 if "thousand" in title else 16)), said)
@@ -181,7 +181,7 @@ def prepared(folder: Path) -> dict[str, tuple[Path, str]]:
     content = header(len(json.dumps({"w": eighth})), {"w": eighth}) + b"\0"
     add("a number of eight bits", new("safetensors"), "not a valid").write_bytes(content)
 
-    outside = folder / "outside.safetensors"
+    outside = directory / "outside.safetensors"
     save_file({"w": np.ones(3, np.float32)}, outside)
 
     def index(title: str, place: str, said: str, weight: str = "w") -> Path:
@@ -193,7 +193,7 @@ def prepared(folder: Path) -> dict[str, tuple[Path, str]]:
     index("a shard anywhere", str(outside), "file names must not")
     index("a shard of a drive", "C:outside.safetensors", "file names must not")
     index("a shard that is missing", "none.safetensors", "there is no file")
-    index("the folder itself", ".", "file names must not")
+    index("the directory itself", ".", "file names must not")
     (index("a link that leads out", "link.safetensors", "outside its directory") / "link.safetensors").symlink_to(
         outside
     )
@@ -305,10 +305,10 @@ def test_safetensors_are_read_whole_and_in_shards(tmp_path):
 def test_the_links_of_the_hubs_cache_are_followed(tmp_path):
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs/ab12").write_bytes(b"{}")
-    folder = tmp_path / "snapshots/main"
-    folder.mkdir(parents=True)
-    (folder / "config.json").symlink_to("../../blobs/ab12")
-    assert member(folder, "config.json").read_bytes() == b"{}"
+    directory = tmp_path / "snapshots/main"
+    directory.mkdir(parents=True)
+    (directory / "config.json").symlink_to("../../blobs/ab12")
+    assert member(directory, "config.json").read_bytes() == b"{}"
 
 
 # Files that git-lfs has not fetched, and permissions of written files.
@@ -330,7 +330,7 @@ def test_a_pointer_of_git_lfs_is_recognized(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "pytorch_model.bin"])
-def test_a_pointer_of_git_lfs_in_a_folder_is_recognized(name, tmp_path):
+def test_a_pointer_of_git_lfs_in_a_directory_is_recognized(name, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "marian"}')
     (tmp_path / name).write_bytes(UNFETCHED)
     with pytest.raises(ValueError, match=f"{name} {FETCH}$"):

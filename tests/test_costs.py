@@ -116,11 +116,11 @@ def counted_by_gloo(events):
     return +found, small
 
 
-def assert_torch_sends(folder, plans):
+def assert_torch_sends(directory, plans):
     import parallel_torch
 
     job = "sends", {"plans": plans, "probe": "plain"}
-    for (process,) in parallel_torch.run(folder, Plan.parse(plans[0]).devices, [job]):
+    for (process,) in parallel_torch.run(directory, Plan.parse(plans[0]).devices, [job]):
         for plan in plans:
             counted, small = counted_by_gloo(process[plan])
             assert counted == predicted(plan), plan

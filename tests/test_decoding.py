@@ -13,9 +13,9 @@ from search_models import lively, load_reference, sources
 
 import reference_numpy as ref
 from reference_numpy import SearchResult, search, search_loop
+from transformer_parity.transformer.bugs.edited_package import edited_package
 from transformer_parity.transformer.decoding.near_ties import explain, follow, summary
 from transformer_parity.transformer.decoding.prefixes import PrefixScorer, score
-from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.ports.protocol import Decoded
 from transformer_spec.search import Search
 
@@ -79,7 +79,7 @@ def test_near_tie_is_distinguished_from_a_bug(options):
 
 
 @BOTH
-def test_a_choice_beyond_rounding_is_a_mistake(options):
+def test_a_choice_beyond_rounding_is_a_bug(options):
     config, weights = twins(1e-2)
     other = {**weights, "output_proj.bias": weights["output_proj.bias"].copy()}
     other["output_proj.bias"][7] = -1e-2
@@ -127,13 +127,13 @@ def test_recomputed_scores_match_the_search():
         np.testing.assert_allclose(score(truth, sources(config), found.nbest_ids, options), found.nbest_scores, 1e-12)
 
 
-def mistaken_package(old, new):
+def buggy_package(old, new):
     """Return the reference with one line of its search changed."""
     module = next(module for module in (search, search_loop) if old in inspect.getsource(module))
     return edited_package("reference_numpy", ((module.__name__.rpartition(".")[2], old, new),))
 
 
-GREEDY_MISTAKES = {
+GREEDY_BUGS = {
     "does not stop at the end symbol": ("(tokens != plan.eos_id) & ", ""),
     "stops one token early": ("& (n < plan.limits[:, None])", "& (n < plan.limits[:, None] - 1)"),
     "takes the least likely": (
@@ -145,7 +145,7 @@ GREEDY_MISTAKES = {
         "decode_step(state.tokens.reshape(-1) * 0 + plan.start_id, cache)",
     ),
 }
-BEAM_MISTAKES = {
+BEAM_BUGS = {
     "beams are not reordered": ("cache.reorder(rows)", "None"),
     "the cache follows the wrong beam": ("parent[sentence, rank]", "parent[:, :beam_size]"),
     "keeps the beam's first, not its best": (
@@ -170,16 +170,16 @@ BEAM_MISTAKES = {
     ("options", "old", "new"),
     [
         pytest.param(options, *lines, id=f"{kind}: {name}")
-        for kind, options, mistakes in (("greedy", GREEDY, GREEDY_MISTAKES), ("beam", BEAM, BEAM_MISTAKES))
-        for name, lines in mistakes.items()
+        for kind, options, bugs in (("greedy", GREEDY, GREEDY_BUGS), ("beam", BEAM, BEAM_BUGS))
+        for name, lines in bugs.items()
     ],
 )
-def test_mistakes_in_a_search_are_found(options, old, new):
-    mistaken, caught = mistaken_package(old, new), False
+def test_bugs_in_a_search_are_found(options, old, new):
+    buggy, caught = buggy_package(old, new), False
     for seed in (13, 28, 6, 3):
         config, weights = lively(seed=seed)
         truth = load_reference(config, weights)
-        found = found_by(load_reference(config, weights), options, mistaken)
+        found = found_by(load_reference(config, weights), options, buggy)
         doubts = follow_all(config, weights, found, options, "float32")
         known = score(truth, sources(config), found.result.nbest_ids, options)
         caught |= not np.allclose(known, found.result.nbest_scores, rtol=1e-5)
@@ -190,7 +190,7 @@ def test_mistakes_in_a_search_are_found(options, old, new):
 @pytest.mark.parametrize("condition", ["np.isfinite(state.finished).all()", "n == plan.capacity - 1"])
 def test_search_that_stops_too_early_is_detected(condition):
     """The searches run on one sentence at a time, because an unfinished sentence would keep its batch running."""
-    mistaken = mistaken_package("if not state.goes_on():", f"if not state.goes_on() or {condition}:")
+    buggy = buggy_package("if not state.goes_on():", f"if not state.goes_on() or {condition}:")
     wrong = 0
     for seed, row, count in itertools.product((13, 28, 6), range(5), (1, 2)):
         config, weights = lively(seed=seed)
@@ -198,7 +198,7 @@ def test_search_that_stops_too_early_is_detected(condition):
         source_ids = sources(config)[row : row + 1]
         expected = options.run(ref, truth, source_ids).nbest_ids
         try:
-            found = Decoded.by(partial(options.run, mistaken, truth, source_ids))
+            found = Decoded.by(partial(options.run, buggy, truth, source_ids))
         except ValueError:  # the search returned no hypothesis
             continue
         doubts = explain(truth, truth, source_ids, found, expected, options)

@@ -123,20 +123,20 @@ def test_cases_without_padding_are_incomplete(truth, copy, capsys):
 
 
 def test_written_golden_vectors_have_no_coverage_gaps(truth):
-    folder = vectors.read(truth)
-    assert list(gaps(folder, folder, folder.cases)) == []
+    directory = vectors.read(truth)
+    assert list(gaps(directory, directory, directory.cases)) == []
 
 
 def test_gaps_of_inputs_are_named(truth):
-    folder = vectors.read(truth)
+    directory = vectors.read(truth)
     changes = {
         "are equal in every case": lambda ids: np.repeat(ids[1:2] if len(ids) > 1 else ids, len(ids), axis=0),
         "contain only one distinct token": lambda ids: np.where(ids == 0, 0, 5),
         "have no padding": lambda ids: np.where(ids == 0, 5, ids),
     }
     for words, change in changes.items():
-        cases = [replace_inputs(case, change) for case in folder.cases]
-        found = [why for why in gaps(folder, folder, cases) if words in why]
+        cases = [replace_inputs(case, change) for case in directory.cases]
+        found = [why for why in gaps(directory, directory, cases) if words in why]
         assert {why.partition(":")[0] for why in found} == {*STAGES}
 
 

@@ -9,6 +9,9 @@ import pytest
 
 from reference_numpy.embedding import sinusoidal_encoding
 from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
+from transformer_parity.transformer.bugs.bug import Bug
+from transformer_parity.transformer.bugs.catalog import FORWARD
+from transformer_parity.transformer.bugs.other_optimizers import MATRICES, decoupled
 from transformer_parity.transformer.cases.case import DECODE, STEPS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.compare.runner import tensors
@@ -17,9 +20,6 @@ from transformer_parity.transformer.diagnose.files import investigate_files
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, hypotheses
 from transformer_parity.transformer.diagnose.hypotheses.places import Place
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH
-from transformer_parity.transformer.mistakes.catalog import FORWARD
-from transformer_parity.transformer.mistakes.mistake import Mistake
-from transformer_parity.transformer.mistakes.other_optimizers import MATRICES, decoupled
 from transformer_parity.transformer.stages.padding import Read
 
 CONFIG = tiny("paper_base", d_k=None, d_v=None)
@@ -30,7 +30,7 @@ STEP_CASES = [case for case in CASES if case.stage == STEPS]
 
 
 def named(name, stage):
-    return Hypothesis((next(mistake for mistake in hypotheses(CONFIG, stage) if mistake.name == name),))
+    return Hypothesis((next(bug for bug in hypotheses(CONFIG, stage) if bug.name == name),))
 
 
 def shown(hypothesis, case):
@@ -42,12 +42,12 @@ def only_tokens(arrays):
 
 
 @pytest.mark.parametrize("stage", ["gradients", "steps", "decode"])
-def test_agreeing_activations_exclude_forward_mistakes(stage):
+def test_agreeing_activations_exclude_forward_bugs(stage):
     known = hypotheses(CONFIG, stage, forward_agrees=True)
-    forward = {mistake.name for part in FORWARD.values() for mistake in part}
+    forward = {bug.name for part in FORWARD.values() for bug in part}
     assert known
-    assert forward.isdisjoint(mistake.name for mistake in known)
-    assert {name for mistake in known for name in mistake.config} <= {"label_smoothing", "label_smoothing_kind"}
+    assert forward.isdisjoint(bug.name for bug in known)
+    assert {name for bug in known for name in bug.config} <= {"label_smoothing", "label_smoothing_kind"}
 
 
 def test_search_is_not_diagnosed_with_a_forward_bug_if_activations_agree():
@@ -101,7 +101,7 @@ def test_case_that_cannot_show_a_bug_does_not_refute_it():
 
 @pytest.mark.parametrize(("value", "where"), [("0.003", ""), ("0.2", ""), ("0.05", "except for biases and norms")])
 def test_decoupled_weight_decay_is_named_with_its_measured_coefficient(value, where):
-    decay = Mistake("decay", "", decoupled(value, *([MATRICES] if where else [])))
+    decay = Bug("decay", "", decoupled(value, *([MATRICES] if where else [])))
     case = next(case for case in STEP_CASES if case.name == "steps/port")
     arrays = shown(Hypothesis((decay,)), case)
     weights = {name: array for name, array in arrays.items() if "moment" not in name}
@@ -155,7 +155,7 @@ def test_place_is_found_although_unread_positions_seem_to_introduce_differences(
     """Merging heads without a transpose mixes positions, so later blocks read values at padding."""
     case = next(case for case in CASES if case.name == "full/padded")
     parts = tuple(f"decoder.layers.{i}.cross_attention" for i in range(CONFIG.num_decoder_layers))
-    (mistake,) = named("heads merged without a transpose", case.stage).parts
-    right, wrong = shown(TRUTH, case), shown(Hypothesis((mistake,), Place("", parts)), case)
-    found = diagnose(case, Read.of(case, right).combine(wrong, right), "it", known=[mistake])
-    assert found.hypotheses == (f"{mistake.name}, in decoder.layers.*.cross_attention only",)
+    (bug,) = named("heads merged without a transpose", case.stage).parts
+    right, wrong = shown(TRUTH, case), shown(Hypothesis((bug,), Place("", parts)), case)
+    found = diagnose(case, Read.of(case, right).combine(wrong, right), "it", known=[bug])
+    assert found.hypotheses == (f"{bug.name}, in decoder.layers.*.cross_attention only",)

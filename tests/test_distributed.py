@@ -15,14 +15,14 @@ import reference_numpy
 from reference_numpy import Plan
 from transformer_parity.cli.main import main
 from transformer_parity.engine.findings import AGREES, FAILED, IMPRECISE, SKIPPED
+from transformer_parity.transformer.bugs.distributed import BUGS
+from transformer_parity.transformer.bugs.edited_package import edited_package
 from transformer_parity.transformer.check.messages import CaseCompared
 from transformer_parity.transformer.distributed import run as processes
 from transformer_parity.transformer.distributed.cases import PLANS, probes, rounded
 from transformer_parity.transformer.distributed.check import DistributedCheck
 from transformer_parity.transformer.distributed.compare import DIVIDED, NAMES, REPLICAS, DeviceRun, findings
 from transformer_parity.transformer.distributed.worker import Seen, TrainingTask, train
-from transformer_parity.transformer.mistakes.distributed import MISTAKES
-from transformer_parity.transformer.mistakes.edited_package import edited_package
 
 INVISIBLE = ("reduced twice", "norm includes every replica")  # bugs that don't change the loss
 
@@ -40,10 +40,10 @@ def task(name: str, plan: Plan | None = None) -> TrainingTask:
     return TrainingTask(probes()["short"], plan, expected("short").snapshots[2])
 
 
-def run(mistake):
+def run(bug):
     """Train with an injected bug, and return the observed run, the expected run, and all findings."""
-    _, plan, name = mistake.case.split("/")
-    package = edited_package("reference_numpy", tuple(mistake.edits["numpy"]))
+    _, plan, name = bug.case.split("/")
+    package = edited_package("reference_numpy", tuple(bug.edits["numpy"]))
     seen = train(package, task(name, package.Plan.parse(plan)))
     started = task(name)
     return (
@@ -53,20 +53,20 @@ def run(mistake):
     )
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name.replace(" ", "-"))
-def test_a_mistake_is_found_located_and_named(mistake):
-    seen, right, found = run(mistake)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_a_bug_is_found_located_and_named(bug):
+    seen, right, found = run(bug)
     first = next(finding for finding in found if finding.verdict != AGREES)
-    assert first.tap.startswith(mistake.at)
-    assert mistake.detail in first.detail
-    if mistake.name in INVISIBLE:
+    assert first.tap.startswith(bug.at)
+    assert bug.detail in first.detail
+    if bug.name in INVISIBLE:
         assert seen.losses[:4] == pytest.approx(right.losses[:4], abs=1e-6)
 
 
 def test_per_shard_clipping_is_diagnosed_without_reported_norms():
-    (mistake,) = (one for one in MISTAKES if one.name == "clipped by the norm of each shard")
+    (bug,) = (one for one in BUGS if one.name == "clipped by the norm of each shard")
     plan, right = Plan(data=2, fsdp=2), replace(expected("short"), norms=[])
-    package = edited_package("reference_numpy", tuple(mistake.edits["numpy"]))
+    package = edited_package("reference_numpy", tuple(bug.edits["numpy"]))
     seen = replace(train(package, task("short", plan)), norms=[])
     first = next(iter(failing(findings("mine", DeviceRun(probes()["short"], plan), [seen], right)).items()))
     assert first[0] == "step 2 loss"
@@ -80,35 +80,33 @@ def two():
         yield cache(lambda name: stack.enter_context(processes.group(name, 2, timeout=200)))
 
 
-def planted(name, mistake, *marks):
-    return pytest.param(
-        name, mistake, id=f"{name}-{mistake.name.replace(' ', '-')}", marks=[pytest.mark.only(name), *marks]
-    )
+def injected(name, bug, *marks):
+    return pytest.param(name, bug, id=f"{name}-{bug.name.replace(' ', '-')}", marks=[pytest.mark.only(name), *marks])
 
 
 IN_PORTS = [
     # By default, only one JAX bug runs here; test_own_trainer.py runs one bug in torch processes.
-    planted(name, mistake, *[pytest.mark.extended("plans")] * (name != "jax" or mistake is not mistakes[0]))
-    for name, mistakes in distributed_ports.MISTAKES.items()
-    for mistake in mistakes
+    injected(name, bug, *[pytest.mark.extended("plans")] * (name != "jax" or bug is not bugs[0]))
+    for name, bugs in distributed_ports.BUGS.items()
+    for bug in bugs
 ]
 
 
-@pytest.mark.parametrize(("name", "mistake"), IN_PORTS)
-def test_a_mistake_in_a_port_is_found_located_and_named(two, name, mistake):
-    _, plan, case = mistake.case.split("/")
-    run_of = replace(task(case, Plan.parse(plan)), edits=tuple(mistake.edits[name]))
-    if not mistake.at:
-        with processes.group(name, 2, timeout=200) as group, pytest.raises(processes.GroupError, match=mistake.detail):
+@pytest.mark.parametrize(("name", "bug"), IN_PORTS)
+def test_a_bug_in_a_port_is_found_located_and_named(two, name, bug):
+    _, plan, case = bug.case.split("/")
+    run_of = replace(task(case, Plan.parse(plan)), edits=tuple(bug.edits[name]))
+    if not bug.at:
+        with processes.group(name, 2, timeout=200) as group, pytest.raises(processes.GroupError, match=bug.detail):
             group.train(run_of)
         return
     seen = two(name).train(run_of)
     right = two(name).train(task(case))[0] if "dropout" in case else expected(case)
     found = failing(findings(name, DeviceRun(run_of.probe, run_of.plan), seen, right))
     at, said = next(iter(found.items()))
-    assert at.startswith(mistake.at)
-    assert mistake.detail in said
-    assert (REPLICAS in found) == (mistake.name in distributed_ports.APART[name])
+    assert at.startswith(bug.at)
+    assert bug.detail in said
+    assert (REPLICAS in found) == (bug.name in distributed_ports.APART[name])
 
 
 @pytest.mark.extended("plans")

@@ -13,45 +13,45 @@ import pytest
 import tiers
 from misbehaviour import MISBEHAVIOUR
 
-from transformer_parity.transformer.cases.standard import standard_cases
-from transformer_parity.transformer.mistakes import optimizer, precision
-from transformer_parity.transformer.mistakes.catalog import (
+from transformer_parity.transformer.bugs import optimizer, precision
+from transformer_parity.transformer.bugs.bug import FOUR, Bug, instead
+from transformer_parity.transformer.bugs.catalog import (
     BACKWARD_BLOCKS,
     BACKWARD_PATHS,
     EVERYWHERE,
+    HELD_OUT,
+    HELD_OUT_SEARCH,
     LOSSES,
     STEP_VARIANTS,
-    UNPLANTED,
-    UNPLANTED_SEARCH,
     parts,
 )
-from transformer_parity.transformer.mistakes.edited_package import edited_package
-from transformer_parity.transformer.mistakes.mistake import FOUR, Mistake, instead
-from transformer_parity.transformer.mistakes.structure import STALE
+from transformer_parity.transformer.bugs.edited_package import edited_package
+from transformer_parity.transformer.bugs.structure import STALE
+from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
-from transformer_parity.transformer.selftest.planted_ports import planted
+from transformer_parity.transformer.selftest.buggy_ports import injected
 
 CASES = {case.name: case for case in standard_cases()}
-CATALOG = [mistake for part in parts().values() for mistake in part]
-UNPLANTED_ANYWHERE = [
+CATALOG = [bug for part in parts().values() for bug in part]
+HELD_OUT_ANYWHERE = [
     *EVERYWHERE,
-    *UNPLANTED,
+    *HELD_OUT,
     *BACKWARD_BLOCKS,
     *BACKWARD_PATHS,
     *LOSSES,
     *STEP_VARIANTS,
-    *UNPLANTED_SEARCH,
+    *HELD_OUT_SEARCH,
 ]
-EVERY = [*CATALOG, *UNPLANTED_ANYWHERE, STALE, *precision.CONTROLS, *optimizer.CONTROLS]
-UNSCALED = Mistake("unscaled", "", instead("attention", "math.sqrt(d_k)", "1.0"))
-SQUARED = Mistake("squared", "", instead("attention", "math.sqrt(d_k)", "d_k"))
-IN_TRAINING = Mistake("training", "", instead("training", "self.settings = settings\n", "self.settings = None\n"))
+EVERY = [*CATALOG, *HELD_OUT_ANYWHERE, STALE, *precision.CONTROLS, *optimizer.CONTROLS]
+UNSCALED = Bug("unscaled", "", instead("attention", "math.sqrt(d_k)", "1.0"))
+SQUARED = Bug("squared", "", instead("attention", "math.sqrt(d_k)", "d_k"))
+IN_TRAINING = Bug("training", "", instead("training", "self.settings = settings\n", "self.settings = None\n"))
 PACKAGES = [pytest.param(port, id=name, marks=pytest.mark.only(name)) for name, port in PORTS.items()]
 
 
-def of(mistake, name):
-    return tuple(mistake.edits[name])
+def of(bug, name):
+    return tuple(bug.edits[name])
 
 
 def output(port, dtype="float64", taps=False, case="full/padded"):
@@ -62,17 +62,17 @@ def output(port, dtype="float64", taps=False, case="full/padded"):
 
 @pytest.mark.parametrize("name", FOUR)
 def test_every_old_text_stands_there_once(name):
-    folder = Path(__file__).parent.parent / PORTS[name].package
-    sources = {file.stem: file.read_text("utf-8") for file in folder.glob("*.py")}
+    directory = Path(__file__).parent.parent / PORTS[name].package
+    sources = {file.stem: file.read_text("utf-8") for file in directory.glob("*.py")}
     seen = 0
-    for mistake in EVERY if name == "numpy" else [*EVERY, *MISBEHAVIOUR]:
+    for bug in EVERY if name == "numpy" else [*EVERY, *MISBEHAVIOUR]:
         texts = dict(sources)
-        for module, old, new in mistake.edits.get(name, ()):
-            assert texts[module].count(old) == 1, (mistake.name, module, old)
+        for module, old, new in bug.edits.get(name, ()):
+            assert texts[module].count(old) == 1, (bug.name, module, old)
             texts[module] = texts[module].replace(old, new)
-            assert texts[module] != sources[module], mistake.name
+            assert texts[module] != sources[module], bug.name
             seen += 1
-        for module in texts.keys() & {module for module, _, _ in mistake.edits.get(name, ())}:
+        for module in texts.keys() & {module for module, _, _ in bug.edits.get(name, ())}:
             compile(texts[module], module, "exec")
     assert seen > 100
 
@@ -117,22 +117,22 @@ def test_module_imported_as_a_whole_is_copied():
 def test_injected_bugs_are_isolated_from_the_original_and_each_other(ours):
     taps, path = ours.name == "torch", list(sys.path)  # PyTorch's fused kernel applies its own scale
     before = output(ours, taps=taps)
-    one, other = planted(UNSCALED, ours.name), planted(SQUARED, ours.name)
+    one, other = injected(UNSCALED, ours.name), injected(SQUARED, ours.name)
     wrong, also_wrong = output(one, taps=taps), output(other, taps=taps)
     assert np.array_equal(output(ours, taps=taps), before)
     assert np.array_equal(output(one, taps=taps), wrong)
-    assert np.array_equal(output(planted(UNSCALED, ours.name), taps=taps), wrong)
+    assert np.array_equal(output(injected(UNSCALED, ours.name), taps=taps), wrong)
     for a, b in ((wrong, before), (also_wrong, before), (wrong, also_wrong)):
         assert np.abs(a - b).max() > 1e-3
-    truth = output(planted(UNSCALED, "numpy"))
+    truth = output(injected(UNSCALED, "numpy"))
     np.testing.assert_allclose(wrong, truth, rtol=1e-9, atol=1e-9)
     assert sys.path == path
 
 
 @pytest.mark.parametrize("ours", PACKAGES)
 def test_the_source_of_a_copy_is_found(ours):
-    for mistake, scale in ((UNSCALED, "/ 1.0"), (SQUARED, "/ d_k")):
-        package = edited_package(ours.package, of(mistake, ours.name))
+    for bug, scale in ((UNSCALED, "/ 1.0"), (SQUARED, "/ d_k")):
+        package = edited_package(ours.package, of(bug, ours.name))
         source = inspect.getsource(package.scaled_dot_product_attention)
         assert "math.sqrt(d_k)" not in source
         assert scale in source
@@ -182,9 +182,9 @@ def test_tensorflow_compiles_the_source_of_each_copy(jit_compile):
 )
 def test_tensorflow_compiles_each_copy_of_a_model(dtype, most):
     """XLA compiles the float32 model."""
-    found = [output(planted(mistake, "tf"), dtype) for mistake in (UNSCALED, SQUARED)]
-    for actual, mistake in zip(found, (UNSCALED, SQUARED), strict=True):
-        truth = output(planted(mistake, "numpy"))
+    found = [output(injected(bug, "tf"), dtype) for bug in (UNSCALED, SQUARED)]
+    for actual, bug in zip(found, (UNSCALED, SQUARED), strict=True):
+        truth = output(injected(bug, "numpy"))
         np.testing.assert_allclose(actual, truth, rtol=0.0, atol=most)
     assert np.abs(found[0] - found[1]).max() > 1e-3
 
@@ -194,8 +194,8 @@ def test_copy_is_saved_under_a_separate_name():
     import keras
 
     original = importlib.import_module("transformer_tf").Transformer
-    for mistake in (UNSCALED, SQUARED):
-        package = edited_package("transformer_tf", of(mistake, "tf"))
+    for bug in (UNSCALED, SQUARED):
+        package = edited_package("transformer_tf", of(bug, "tf"))
         name = keras.saving.get_registered_name(package.Transformer)
         assert name == f"{package.__name__}>Transformer"
         assert keras.saving.get_registered_object(name) is package.Transformer
@@ -209,8 +209,8 @@ def test_torch_compiles_each_copy():
 
     rng = np.random.default_rng(0)
     query, key, value = (torch.tensor(rng.normal(size=(2, 3, 5, 4))) for _ in range(3))
-    for mistake, scale in ((UNSCALED, 1.0), (SQUARED, 0.25)):
-        attention = edited_package("transformer_torch", of(mistake, "torch")).scaled_dot_product_attention
+    for bug, scale in ((UNSCALED, 1.0), (SQUARED, 0.25)):
+        attention = edited_package("transformer_torch", of(bug, "torch")).scaled_dot_product_attention
         compiled = torch.compile(attention, backend="eager", fullgraph=True)
         expected = (query @ key.mT * scale).softmax(-1) @ value
         shown = {}
@@ -229,8 +229,8 @@ def test_torch_compiles_each_copy():
 def test_injected_bug_is_not_masked_by_the_jax_compilation_cache(case, taps):
     """All models in a package share compiled functions, but different packages must not share them."""
     right = output(PORTS["jax"], taps=taps, case=case)
-    for mistake in (UNSCALED, SQUARED):
-        wrong = output(planted(mistake, "jax"), taps=taps, case=case)
-        np.testing.assert_allclose(wrong, output(planted(mistake, "numpy"), case=case), rtol=1e-9, atol=1e-9)
+    for bug in (UNSCALED, SQUARED):
+        wrong = output(injected(bug, "jax"), taps=taps, case=case)
+        np.testing.assert_allclose(wrong, output(injected(bug, "numpy"), case=case), rtol=1e-9, atol=1e-9)
         assert np.abs(wrong - right).max() > 1e-3
     assert np.array_equal(output(PORTS["jax"], taps=taps, case=case), right)

@@ -26,26 +26,26 @@ from transformer_parity.engine.style import PAGE
 from transformer_parity.engine.tensors import relative_error
 from transformer_parity.engine.tolerances import tolerance
 from transformer_parity.plugin import Port
+from transformer_parity.transformer.bugs.bug import FOUR
+from transformer_parity.transformer.bugs.catalog import FORWARD, cases
 from transformer_parity.transformer.explore.page import Scale, page
 from transformer_parity.transformer.explore.recording import Recorded, Recording, record
 from transformer_parity.transformer.explore.view import MOST_CHANNELS, view
-from transformer_parity.transformer.mistakes.catalog import FORWARD, cases
-from transformer_parity.transformer.mistakes.mistake import FOUR
 from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
-from transformer_parity.transformer.selftest.planted_ports import planted
+from transformer_parity.transformer.selftest.buggy_ports import injected
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import tap_shapes
 
 CASES = cases()
 MAIN = CASES["full/padded"]
-MISTAKES = {mistake.name: mistake for part in FORWARD.values() for mistake in part}
+BUGS = {bug.name: bug for part in FORWARD.values() for bug in part}
 SCORES = "encoder.layers.0.self_attention.scores"
 LIMIT = 3_000_000  # bytes
 
 
-def recorded(name: str, mistake: str = "", dtype: str = "float64", case=MAIN) -> Recording:
+def recorded(name: str, bug: str = "", dtype: str = "float64", case=MAIN) -> Recording:
     """Return a recording of one port on a case, with or without an injected bug."""
-    port = planted(MISTAKES[mistake], name) if mistake else PORTS[name]
+    port = injected(BUGS[bug], name) if bug else PORTS[name]
     return record(case.config, case.load_weights(), case.inputs, [port], dtype)
 
 
@@ -173,23 +173,23 @@ def test_errors_and_tolerances_match_parity_check():
 # --- The start of a difference ---
 
 
-def planted_everywhere() -> list:
+def injected_everywhere() -> list:
     """Return every forward bug in every package; only some of those in the first two packages run by default."""
     every, parameters = {"numpy": 4, "torch": 30}, []
     for name in FOUR:
-        for i, (mistake, entry) in enumerate(MISTAKES.items()):
+        for i, (bug, entry) in enumerate(BUGS.items()):
             if name in entry.edits and not CASES[entry.case].block:
                 marks = [pytest.mark.only(name)]
                 if name not in every or i % every[name]:
-                    marks.append(pytest.mark.extended("mistakes"))
-                parameters.append(pytest.param(name, mistake, id=f"{name}-{mistake}", marks=marks))
+                    marks.append(pytest.mark.extended("bugs"))
+                parameters.append(pytest.param(name, bug, id=f"{name}-{bug}", marks=marks))
     return parameters
 
 
-@pytest.mark.parametrize(("name", "mistake"), planted_everywhere())
-def test_first_tap_over_tolerance_matches_blame(name, mistake):
-    entry = MISTAKES[mistake]
-    recording = recorded(name, mistake, entry.dtype, CASES[entry.case])
+@pytest.mark.parametrize(("name", "bug"), injected_everywhere())
+def test_first_tap_over_tolerance_matches_blame(name, bug):
+    entry = BUGS[bug]
+    recording = recorded(name, bug, entry.dtype, CASES[entry.case])
     (port,) = recording.ports
     introduced = [mark.name for mark in port.marks if mark.verdict == INTRODUCED]
     assert port.first_over == introduced[0] == entry.at
@@ -197,10 +197,10 @@ def test_first_tap_over_tolerance_matches_blame(name, mistake):
 
 
 @pytest.mark.parametrize(
-    ("mistake", "inputs"), [("scores not scaled", ("query", "key")), ("softmax over the queries", ("scores",))]
+    ("bug", "inputs"), [("scores not scaled", ("query", "key")), ("softmax over the queries", ("scores",))]
 )
-def test_the_inputs_of_the_first_wrong_tap_are_found(mistake, inputs):
-    recording = recorded("numpy", mistake)
+def test_the_inputs_of_the_first_wrong_tap_are_found(bug, inputs):
+    recording = recorded("numpy", bug)
     ((name, feeds),) = recording.feeds.items()
     assert feeds == tuple(f"{name.rpartition('.')[0]}.{tap}" for tap in inputs)
 

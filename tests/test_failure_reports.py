@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from test_investigate import CASE, blamed, named, numpy, plant
+from test_investigate import CASE, blamed, inject, named, numpy
 
 from transformer_parity.cli.main import main
 from transformer_parity.engine.findings import DIVERGES, ROUND_TRIP, Finding
@@ -40,9 +40,9 @@ def printed(report, **options):
 @pytest.mark.parametrize("options", [{"width": 60}, {"width": 60, "force_terminal": True}])
 def test_reproduction_code_can_be_copied_from_a_narrow_terminal(options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    evidence = blamed(CASE, plant(named("scores divided by d_k")))
-    folder = reproduce.save(evidence, CASE, "numpy", tmp_path / "a-folder-with-a-long-name" / "failures")
-    report = FailureReport("it", "float64", CASE.name, CASE.stage, None, Diagnosis("so", "likely"), folder=folder)
+    evidence = blamed(CASE, inject(named("scores divided by d_k")))
+    directory = reproduce.save(evidence, CASE, "numpy", tmp_path / "a-directory-with-a-long-name" / "failures")
+    report = FailureReport("it", "float64", CASE.name, CASE.stage, None, Diagnosis("so", "likely"), directory=directory)
     text = printed(report, **options)
     code = text.partition("To rerun only this block:")[2].partition("\n")[2]
     assert "\x1b" not in code  # no colors, because they may be unreadable in a light terminal
@@ -65,7 +65,7 @@ def test_convention_diagnosis_suggests_an_override():
 
 
 def test_bug_diagnosis_suggests_no_override():
-    assert diagnose(CASE, tensors(plant(named("scores divided by d_k")), CASE), "it").signatures == ()
+    assert diagnose(CASE, tensors(inject(named("scores divided by d_k")), CASE), "it").signatures == ()
 
 
 def test_uninformative_numbers_are_omitted():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from transformer_parity.engine.findings import AGREES
+from transformer_parity.transformer.bugs.edited_package import edited_package
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.ports.protocol import Placement, Placements
 from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
 
@@ -51,27 +51,26 @@ WITHOUT_THE_ROOT = {
 }
 
 
-def planted(case, mistakes):
+def injected(case, bugs):
     """Return a bug for each package, as test parameters."""
     return [
-        pytest.param(name, case, edit, id=f"{name}-{case}", marks=pytest.mark.only(name))
-        for name, edit in mistakes.items()
+        pytest.param(name, case, edit, id=f"{name}-{case}", marks=pytest.mark.only(name)) for name, edit in bugs.items()
     ]
 
 
 @pytest.mark.parametrize(
     ("name", "case", "edit"),
     [
-        *planted("attention/padding", WITHOUT_THE_ROOT),
-        *planted("attention/many_queries", MASK_OF_THE_FIRST_BLOCK),
-        *planted("attention/many_padded_queries", ONE_ROW_FOR_ALL_QUERIES),
-        *planted("decode/blocks_beam", PLACE_AMONG_THE_SORTED),
-        *planted("decode/blocks_beam", WITHOUT_THE_REST),
-        *planted("decode/blocks_beam", WITHOUT_THE_LAST_BLOCK),
-        *planted("decode/paper_base_beam", WITHOUT_THE_REST_OF_FEW),
+        *injected("attention/padding", WITHOUT_THE_ROOT),
+        *injected("attention/many_queries", MASK_OF_THE_FIRST_BLOCK),
+        *injected("attention/many_padded_queries", ONE_ROW_FOR_ALL_QUERIES),
+        *injected("decode/blocks_beam", PLACE_AMONG_THE_SORTED),
+        *injected("decode/blocks_beam", WITHOUT_THE_REST),
+        *injected("decode/blocks_beam", WITHOUT_THE_LAST_BLOCK),
+        *injected("decode/paper_base_beam", WITHOUT_THE_REST_OF_FEW),
     ],
 )
-def test_a_mistake_in_fast_code_is_caught(name, case, edit):
+def test_a_bug_in_fast_code_is_caught(name, case, edit):
     port, setting = PORTS[name], Placements(("float64",))
     assert {finding.verdict for finding in compare([CASES[case]], port, setting)} == {AGREES}
     wrong = replace(port, package=edited_package(port.package, (("fast", *edit),)).__name__)

@@ -304,7 +304,7 @@ def test_swapped_tensors_are_detected(path, saved):
     refused(path, f"({'|'.join(map(re.escape, names))}) is damaged")
 
 
-def test_folder_is_synced_after_the_file_is_in_place(path, config, monkeypatch):
+def test_directory_is_synced_after_the_file_is_in_place(path, config, monkeypatch):
     """Otherwise, a power failure could undo the rename."""
     done = []
 
@@ -314,10 +314,12 @@ def test_folder_is_synced_after_the_file_is_in_place(path, config, monkeypatch):
 
     os_replace = os.replace
     monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.setattr(os, "fsync", lambda file: done.append("folder" if S_ISDIR(os.fstat(file).st_mode) else "file"))
+    monkeypatch.setattr(
+        os, "fsync", lambda file: done.append("directory" if S_ISDIR(os.fstat(file).st_mode) else "file")
+    )
     save_weights(path, config, random_weights(config))
     write_text(path.with_suffix(".txt"), "text")
-    assert done == ["file", "replace", "folder"] * 2
+    assert done == ["file", "replace", "directory"] * 2
 
 
 # --- Vocabulary files and notes in a weight file ---

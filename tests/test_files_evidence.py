@@ -11,6 +11,7 @@ from rich.console import Console
 
 from transformer_parity.engine.findings import AGREES, DIVERGES, Finding
 from transformer_parity.engine.outputs import FILES, Outputs
+from transformer_parity.transformer.bugs.bug import Bug
 from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.compare.comparator import Comparator
@@ -26,7 +27,6 @@ from transformer_parity.transformer.diagnose.hypotheses.places import Place
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
 from transformer_parity.transformer.diagnose.measured.schedule import schedule_in_words
 from transformer_parity.transformer.golden import compare as golden
-from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.report.diagnoses import print_failure_report, print_undiagnosed
 from transformer_parity.transformer.stages import steps
@@ -60,9 +60,9 @@ TRIED = (
 CASES = {case.name: case for case in port_cases(CONFIG) if case.name in NAMES}
 
 
-def with_mistake(name, case, *parts):
+def with_bug(name, case, *parts):
     """Return the tensors of a program with a known bug, either in the entire model or in some of its parts."""
-    known = next(mistake for mistake in hypotheses(CONFIG, case.stage) if mistake.name == name)
+    known = next(bug for bug in hypotheses(CONFIG, case.stage) if bug.name == name)
     place = Place("", parts) if parts else None
     return dict(tensors(Hypothesis((known,), place).load(case.config, case.load_weights()), case))
 
@@ -101,24 +101,24 @@ def in_gradients(change):
     return {name: {**observed(TRUTH, CASES[name]), **change(CASES[name])} for name in NAMES if "gradients" in name}
 
 
-def from_mistake(name, keep=lambda tap: True, *parts):
+def from_bug(name, keep=lambda tap: True, *parts):
     """Return a function that returns a bug's tensors for a case, restricted to the taps that ``keep`` selects."""
-    return lambda case: {tap: x for tap, x in with_mistake(name, case, *parts).items() if keep(tap)}
+    return lambda case: {tap: x for tap, x in with_bug(name, case, *parts).items() if keep(tap)}
 
 
 def test_loss_in_bits_is_named_next_to_right_gradients():
-    (report,) = reports(in_gradients(from_mistake("a loss in bits", lambda tap: tap == "loss")))
+    (report,) = reports(in_gradients(from_bug("a loss in bits", lambda tap: tap == "loss")))
     assert (report.diagnosis.confidence, report.diagnosis.hypotheses) == (EXACT, ("a loss in bits",))
     assert report.diagnosis.sentence.endswith("; only the loss differs, and its gradient is correct")
 
 
 def test_kullback_leibler_divergence_is_named():
-    (report,) = reports(in_gradients(from_mistake(KULLBACK_LEIBLER)))
+    (report,) = reports(in_gradients(from_bug(KULLBACK_LEIBLER)))
     assert report.diagnosis.hypotheses[0] == KULLBACK_LEIBLER
 
 
 def test_gradient_without_smoothing_is_named_next_to_a_right_loss():
-    (report,) = reports(in_gradients(from_mistake("label smoothing missing", lambda tap: tap != "loss")))
+    (report,) = reports(in_gradients(from_bug("label smoothing missing", lambda tap: tap != "loss")))
     assert report.diagnosis.confidence == EXACT
     assert "label smoothing" in report.diagnosis.hypotheses[0]
     assert report.diagnosis.sentence.endswith("; only the gradients differ, and the loss is correct")
@@ -134,7 +134,7 @@ def test_gradient_without_smoothing_is_named_next_to_a_right_loss():
     ],
 )
 def test_bug_in_one_backward_pass_is_identified_with_its_location(name, part):
-    (report,) = reports(in_gradients(from_mistake(name, lambda tap: True, part)))
+    (report,) = reports(in_gradients(from_bug(name, lambda tap: True, part)))
     assert (report.diagnosis.confidence, report.diagnosis.hypotheses) == (EXACT, (f"{name}, in {part} only",))
 
 
@@ -163,7 +163,7 @@ def test_patterns_and_factors_of_gradients_are_described():
 
 
 def test_remedy_of_a_convention_names_the_files():
-    files = {name: with_mistake("layer_norm_epsilon=1e-05", CASES[name]) for name in NAMES if "full" in name}
+    files = {name: with_bug("layer_norm_epsilon=1e-05", CASES[name]) for name in NAMES if "full" in name}
     (report,) = reports(files)
     remedy = report.diagnosis.signatures[0]
     assert (
@@ -184,7 +184,7 @@ def test_files_of_float32_numbers_are_recognized():
 
 
 def test_steps_with_wrong_gradients_are_not_diagnosed():
-    files = in_gradients(from_mistake("a loss in bits"))
+    files = in_gradients(from_bug("a loss in bits"))
     steps = observed(TRUTH, CASES["steps/port"])
     files["steps/port"] = {tap: 1.1 * x for tap, x in steps.items()}
     found = reports(files)
@@ -230,7 +230,7 @@ def test_tokens_between_steps_are_compared_in_words():
 def test_agreeing_cases_do_not_refute_a_bug_in_differing_cases():
     name = "a source mask that ends one token too early"
     files = {
-        "full/padded": with_mistake(name, CASES["full/padded"]),
+        "full/padded": with_bug(name, CASES["full/padded"]),
         "full/one_token": observed(TRUTH, CASES["full/one_token"]),
     }
     (report,) = reports(files)
@@ -256,8 +256,8 @@ def test_agreeing_cases_do_not_refute_a_bug_in_differing_cases():
         ),
     ],
 )
-def test_mistake_of_the_forward_pass_is_named_with_its_place(name, parts, words):
-    files = {case: with_mistake(name, CASES[case], *parts) for case in NAMES if "full" in case}
+def test_bug_of_the_forward_pass_is_named_with_its_place(name, parts, words):
+    files = {case: with_bug(name, CASES[case], *parts) for case in NAMES if "full" in case}
     (report,) = reports(files)
     assert report.diagnosis.confidence == EXACT
     assert report.diagnosis.hypotheses[0] == (f"{name}, in {words} only" if words else name)
@@ -291,7 +291,7 @@ def test_base_of_wavelengths_is_measured(base):
     edits = {"numpy": [("embedding", "10000.0 ** (", f"{base!r} ** (")]}
     files = {}
     for name in ("full/padded", "full/one_token"):
-        loaded = Hypothesis((Mistake("base", "", edits),)).load(CONFIG, CASES[name].load_weights())
+        loaded = Hypothesis((Bug("base", "", edits),)).load(CONFIG, CASES[name].load_weights())
         files[name] = dict(tensors(loaded, CASES[name]))
     (report,) = reports(files)
     assert report.diagnosis.hypotheses == (f"a base of {base:g} instead of 10000 in the wavelengths",)

@@ -6,7 +6,7 @@ import json
 
 import ml_dtypes  # noqa: F401  registers bfloat16
 import pytest
-from hf_checkpoints import folder as folder  # a fixture
+from hf_checkpoints import directory as directory  # a fixture
 
 import reference_numpy as ref
 from transformer_parity.apps.checkpoints.formats.huggingface_search import generation_search, read_search, write_search
@@ -27,11 +27,11 @@ from transformer_spec.search import Search
         ({"max_length": [5]}, r"max_length must be an integer: got \[5\]"),
     ],
 )
-def test_invalid_generation_settings_are_rejected(folder, fields, message):
-    path = folder / "generation_config.json"
+def test_invalid_generation_settings_are_rejected(directory, fields, message):
+    path = directory / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     with pytest.raises(ValueError, match=message):
-        import_checkpoint(folder)
+        import_checkpoint(directory)
 
 
 CONFIG = ref.TransformerConfig.preset("marian", source_vocab_size=31, target_vocab_size=31)

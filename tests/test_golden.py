@@ -40,13 +40,13 @@ def stage_of(case):
 
 
 def test_golden_vectors_of_an_external_program_agree(truth, copy, capsys):
-    folder, findings = vectors.read(copy), findings_of(truth, copy)
+    directory, findings = vectors.read(copy), findings_of(truth, copy)
     assert {finding.verdict for finding in findings} == {AGREES}
     assert max(finding.error for finding in findings if finding.dtype == "float64") > 0.0
     # In float32, the tolerance is four times the reference's own error.
     assert max(finding.share for finding in findings) < 0.5
-    held = [name for case in folder.cases for dtype in case.dtypes for name in folder.tensors(case, dtype)]
-    whole = sum(case.stage == "gradients" for case in folder.cases)
+    held = [name for case in directory.cases for dtype in case.dtypes for name in directory.tensors(case, dtype)]
+    whole = sum(case.stage == "gradients" for case in directory.cases)
     assert len(findings) == len(held) + whole > 3000
     assert compare(truth, copy) == 0
     assert "AGREE  1 port, 49 cases, 4,809 comparisons;" in capsys.readouterr().out
@@ -182,24 +182,24 @@ def test_a_changed_tensor_is_named(truth, copy, capsys, tmp_path, monkeypatch, c
     assert name in {failure["tap"] for failure in failures}
 
 
-def truncate(folder):
-    file = folder / PADDED / "float64.safetensors"
+def truncate(directory):
+    file = directory / PADDED / "float64.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
 
 
-def flip(folder):
-    file = folder / STEPS / "float64.safetensors"
+def flip(directory):
+    file = directory / STEPS / "float64.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
 
 
-def other_weights(folder):
-    config, weights = ref.load_weights(folder / "weights.safetensors")
+def other_weights(directory):
+    config, weights = ref.load_weights(directory / "weights.safetensors")
     weights["source_embedding.table"][0, 0] += 1.0
-    ref.save_weights(folder / "weights.safetensors", config, weights)
-    digest = hashlib.sha256((folder / "weights.safetensors").read_bytes()).hexdigest()
-    set_field("weights", "sha256", value=digest)(folder)
+    ref.save_weights(directory / "weights.safetensors", config, weights)
+    digest = hashlib.sha256((directory / "weights.safetensors").read_bytes()).hexdigest()
+    set_field("weights", "sha256", value=digest)(directory)
 
 
 @pytest.mark.parametrize(
@@ -351,8 +351,8 @@ def test_comparison_fails_if_a_differs_from_the_reference(
 )
 def test_invalid_search_options_never_agree(truth, copy, tmp_path, capsys, option, value):
     wrong = shutil.copytree(truth, tmp_path / "wrong")
-    for folder in (wrong, copy):
-        set_field("cases", GREEDY, "search", option, value=value)(folder)
+    for directory in (wrong, copy):
+        set_field("cases", GREEDY, "search", option, value=value)(directory)
     assert compare(wrong, copy, "--stage", "decode") == 3
     assert "AGREE " not in capsys.readouterr().out
 

@@ -19,13 +19,13 @@ from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
 OUTPUT, LOSS = "output", "step 1 loss"
 
 
-def with_tensors(folder, change):
+def with_tensors(directory, change):
     """Return golden vectors in which ``change(name, array)`` replaces each floating-point tensor."""
     found = {
         place: {name: change(name, x) if x.dtype.kind == "f" else x for name, x in tensors.items()}
-        for place, tensors in folder._computed.items()
+        for place, tensors in directory._computed.items()
     }
-    return replace(folder, _computed=found)
+    return replace(directory, _computed=found)
 
 
 def merged(truth, is_own):
@@ -73,8 +73,8 @@ def test_doubly_transposed_copy_is_detected(truth, copy):
     assert set(find_copies(own, vectors.read(copy), own.cases)) == {(PADDED, "float64")}
 
 
-def held(folder):
-    return folder.tensors(next(case for case in folder.cases if case.name == PADDED), "float64")
+def held(directory):
+    return directory.tensors(next(case for case in directory.cases if case.name == PADDED), "float64")
 
 
 def test_a_copy_with_a_few_own_numbers_is_found(truth, copy):
@@ -130,7 +130,7 @@ def test_independently_computed_tensors_are_not_flagged_as_copies(name, preset):
         tensors = {(case.name, dtype): found for case, by_dtype in computed for dtype, found in by_dtype.items()}
         weights = cases[0].load_weights()
         sides.append(
-            vectors.GoldenFolder(None, port.name, cases[0].config, weights, cases, vectors.DTYPES, (), tensors)
+            vectors.GoldenDirectory(None, port.name, cases[0].config, weights, cases, vectors.DTYPES, (), tensors)
         )
     assert not find_copies(*sides, cases)
     assert find_copies(sides[1], sides[1], cases).keys() == sides[1]._computed.keys()

@@ -25,29 +25,29 @@ DOCUMENT = REFERENCE / "golden-vectors.md"
 
 
 def test_written_golden_vectors_match_the_reference(truth):
-    folder = vectors.read(truth)
-    assert {case.stage for case in folder.cases} == set(STAGES)
-    assert (folder.producer, folder.left_out) == ("numpy", ())
-    assert folder.dtypes == ("float64", "float32")
-    padded = next(case for case in folder.cases if case.name == PADDED)
-    model = ref.Transformer.from_weights(folder.config, padded.load_weights(), "float32", fast=False)
+    directory = vectors.read(truth)
+    assert {case.stage for case in directory.cases} == set(STAGES)
+    assert (directory.producer, directory.left_out) == ("numpy", ())
+    assert directory.dtypes == ("float64", "float32")
+    padded = next(case for case in directory.cases if case.name == PADDED)
+    model = ref.Transformer.from_weights(directory.config, padded.load_weights(), "float32", fast=False)
     seen = ref.Recorder()
     logits = model(**padded.inputs, tap=seen)
-    tensors = folder.tensors(padded, "float32")
+    tensors = directory.tensors(padded, "float32")
     assert list(tensors) == [*seen, "output"]  # in the order of computation
     assert all(tensors[name].tobytes() == value.tobytes() for name, value in seen.items())
     np.testing.assert_array_equal(tensors["output"], logits)
     assert not any(array.flags.writeable for array in tensors.values())
     config, weights = ref.load_weights(truth / "weights.safetensors")
-    assert config == folder.config
-    assert weights.keys() == folder.weights.keys()
-    gradients = next(case for case in folder.cases if case.stage == "gradients")
-    assert folder.tensors(gradients, "float64")["loss"].shape == ()
+    assert config == directory.config
+    assert weights.keys() == directory.weights.keys()
+    gradients = next(case for case in directory.cases if case.stage == "gradients")
+    assert directory.tensors(gradients, "float64")["loss"].shape == ()
     with pytest.raises(ValueError, match="has no float32 tensors of gradients/padded"):
-        folder.tensors(gradients, "float32")
+        directory.tensors(gradients, "float32")
     steps = next(case for case in manifest_of(truth)["cases"] if case["name"] == STEPS)
-    settings = next(case.settings for case in folder.cases if case.name == STEPS)
-    assert steps["learning_rates"] == [settings.learning_rate(step, folder.config.d_model) for step in range(1, 21)]
+    settings = next(case.settings for case in directory.cases if case.name == STEPS)
+    assert steps["learning_rates"] == [settings.learning_rate(step, directory.config.d_model) for step in range(1, 21)]
 
 
 def test_golden_vectors_in_a_single_dtype_can_be_compared(truth, copy, tmp_path, capsys):
@@ -98,10 +98,10 @@ def test_a_port_of_your_own(tmp_path, capsys):
     assert main(["golden", "--for", "golden_vectors:Forward", "--out", str(right)]) == 0
     assert main(["golden", "--port", "golden_vectors:Forward", "--out", str(mine)]) == 0
     assert "omitted: full/one_token: it is not made for that" in capsys.readouterr().out
-    folder = vectors.read(mine)
-    assert (folder.producer, folder.config.norm_order) == ("Forward", "pre")
-    assert {case.stage for case in folder.cases} == {"activations"}
-    assert LeftOut(STEPS, "it does not define train_step()", dtype="float64") in folder.left_out
+    directory = vectors.read(mine)
+    assert (directory.producer, directory.config.norm_order) == ("Forward", "pre")
+    assert {case.stage for case in directory.cases} == {"activations"}
+    assert LeftOut(STEPS, "it does not define train_step()", dtype="float64") in directory.left_out
     findings = findings_of(right, mine)
     assert {finding.verdict for finding in findings} == {AGREES, SKIPPED}
     assert {finding.tap.partition(".")[0] for finding in findings if finding.verdict == AGREES} == {"encoder", "output"}
@@ -147,8 +147,8 @@ def test_failed_golden_command_writes_nothing(tmp_path, capsys, options, says):
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError("disk full")])
 def test_interrupted_golden_command_keeps_the_old_directory(truth, tmp_path, monkeypatch, stop):
-    def write(folder, *rest):
-        (folder / "weights.safetensors").write_bytes(b"half")
+    def write(directory, *rest):
+        (directory / "weights.safetensors").write_bytes(b"half")
         raise stop
 
     monkeypatch.setattr(writer, "write", write)
@@ -174,7 +174,7 @@ def test_only_golden_vectors_are_replaced_and_only_on_demand(copy, tmp_path, cap
         assert "must be empty or contain only golden vectors: it has different files" in capsys.readouterr().err
     assert (copy / "notes.txt").read_text() == "mine"
     assert main([*write, str(copy / "notes.txt")]) == 3
-    assert main([*write, str(tmp_path / "no" / "folder")]) == 3
+    assert main([*write, str(tmp_path / "no" / "directory")]) == 3
     assert "there is no directory" in capsys.readouterr().err
     empty = tmp_path / "empty"
     empty.mkdir()

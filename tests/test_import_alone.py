@@ -24,22 +24,22 @@ from pathlib import Path
 sys.modules.update(dict.fromkeys({BLOCKED}))
 from transformer_parity.apps.checkpoints.importer import export_checkpoint, import_checkpoint, save
 from transformer_parity.apps.checkpoints.options import ReadOptions
-folder = Path(sys.argv[1])
+directory = Path(sys.argv[1])
 fields = {{"num_heads": 3, "norm_order": "post", "activation": "relu", "layer_norm_epsilon": 1e-5}}
 fields |= {{"pad_id": 0, "bos_id": 1, "eos_id": 2}}
 for name, as_, fields, names in (
     ("marian/model.npz", None, {{}}, None),
     ("ctranslate2", None, {{}}, None),
-    ("torch/model.safetensors", "torch", {{}}, folder / "torch/names.toml"),
-    ("torch.pt", "torch", {{}}, folder / "torch/names.toml"),
+    ("torch/model.safetensors", "torch", {{}}, directory / "torch/names.toml"),
+    ("torch.pt", "torch", {{}}, directory / "torch/names.toml"),
     ("fairseq.pt", None, {{}}, None),
     ("model.weights.h5", None, fields, None),
 ):
-    model = import_checkpoint(folder / name, as_, ReadOptions(fields=fields, names=names))
-    save(folder / "out.safetensors", model)
+    model = import_checkpoint(directory / name, as_, ReadOptions(fields=fields, names=names))
+    save(directory / "out.safetensors", model)
     print(model.origin.format, len(model.weights), model.config.d_model)
-export_checkpoint(import_checkpoint(folder / "marian/model.npz"), "marian", folder / "again")
-export_checkpoint(import_checkpoint(folder / "marian/model.npz"), "ctranslate2", folder / "other")
+export_checkpoint(import_checkpoint(directory / "marian/model.npz"), "marian", directory / "again")
+export_checkpoint(import_checkpoint(directory / "marian/model.npz"), "ctranslate2", directory / "other")
 print(any(sys.modules.get(name) for name in {BLOCKED}))
 """
 
@@ -91,8 +91,8 @@ def fairseq_file(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("formats")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("formats")
     for module, name, preset in (
         (marian, "marian", "marian_cpp"),
         (ctranslate2, "ctranslate2", "bart"),
@@ -102,19 +102,19 @@ def folder(tmp_path_factory):
         weights = random_weights(config)
         if preset == "marian_cpp":
             config, weights = append_padding(config.replace(pad_id=0, bos_id=0), weights)
-        module.write(ours(config, weights), folder / name)
-    torch.save(load_file(folder / "torch/model.safetensors"), folder / "torch.pt")
-    fairseq_file(folder / "fairseq.pt")
-    keras_file(folder / "model.weights.h5")
-    return folder
+        module.write(ours(config, weights), directory / name)
+    torch.save(load_file(directory / "torch/model.safetensors"), directory / "torch.pt")
+    fairseq_file(directory / "fairseq.pt")
+    keras_file(directory / "model.weights.h5")
+    return directory
 
 
-def test_checkpoint_formats_require_no_framework(folder):
-    done = subprocess.run([sys.executable, "-c", SCRIPT, folder], capture_output=True, text=True, timeout=120)
+def test_checkpoint_formats_require_no_framework(directory):
+    done = subprocess.run([sys.executable, "-c", SCRIPT, directory], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == [
         *("marian", "ctranslate2", "torch", "torch", "fairseq", "keras"),
         "False",
     ]
-    assert (folder / "again/model.npz").read_bytes() == (folder / "marian/model.npz").read_bytes()
+    assert (directory / "again/model.npz").read_bytes() == (directory / "marian/model.npz").read_bytes()

@@ -19,7 +19,7 @@ import test_vocabularies
 import torch
 import vocabulary_files
 from hf_checkpoints import Form, saved
-from hf_checkpoints import folder as folder  # a fixture
+from hf_checkpoints import directory as directory  # a fixture
 from imports import ROOT
 from third_party import relative_error
 from tiers import first_alone
@@ -59,15 +59,15 @@ import sys
 for name in ("torch", "transformers", "jax", "tensorflow", "keras"):
     sys.modules[name] = None  # an import of it is an ImportError
 from transformer_parity.apps.checkpoints.importer import import_checkpoint, save
-for folder in sys.argv[1:]:
-    save(f"{folder}.safetensors", import_checkpoint(folder))
+for directory in sys.argv[1:]:
+    save(f"{directory}.safetensors", import_checkpoint(directory))
 """
 
 
-def imported_elsewhere(*folders: Path) -> None:
+def imported_elsewhere(*directories: Path) -> None:
     """Import checkpoint directories in a process that has neither torch nor transformers, to files next to them."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", CHILD, *map(str, folders)]
+    command = [sys.executable, "-c", CHILD, *map(str, directories)]
     child = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
 
@@ -199,7 +199,7 @@ def test_a_vocabulary_travels_with_its_weights(tmp_path):
     assert back(vocabulary_files.LINES[0]).input_ids == tokenizer(vocabulary_files.LINES[0]).input_ids
 
 
-def test_a_folder_without_its_output_layer_and_without_a_bias(tmp_path):
+def test_a_directory_without_its_output_layer_and_without_a_bias(tmp_path):
     """facebook/bart-base is published like this."""
     model = saved(Form("bart"), tmp_path / "whole")
     model.model.float().save_pretrained(tmp_path / "bare")
@@ -211,9 +211,9 @@ def test_a_folder_without_its_output_layer_and_without_a_bias(tmp_path):
     assert not bare.weights["output_proj.bias"].any()
 
 
-def test_the_license_and_what_was_read_are_remembered(folder, tmp_path):
-    (folder / "README.md").write_text("---\nlanguage: en\nlicense: cc-by-4.0\n---\nlicense: not this\n")
-    found = import_checkpoint(folder)
+def test_the_license_and_what_was_read_are_remembered(directory, tmp_path):
+    (directory / "README.md").write_text("---\nlanguage: en\nlicense: cc-by-4.0\n---\nlicense: not this\n")
+    found = import_checkpoint(directory)
     save(tmp_path / "ours.safetensors", found)
     origin = load(tmp_path / "ours.safetensors").origin
     assert origin == found.origin
@@ -221,9 +221,9 @@ def test_the_license_and_what_was_read_are_remembered(folder, tmp_path):
     assert set(origin.files) >= {"config.json", "generation_config.json", "model.safetensors"}
 
 
-def test_the_command_imports_proves_and_checks(folder, tmp_path, capsys):
+def test_the_command_imports_proves_and_checks(directory, tmp_path, capsys):
     out = ["--out", str(tmp_path / "a.safetensors"), "--json", str(tmp_path / "a.json")]
-    assert main(["import", str(folder), *out, "--backends", "numpy,torch", "--check"]) == 0
+    assert main(["import", str(directory), *out, "--backends", "numpy,torch", "--check"]) == 0
     said = capsys.readouterr().out
     for part in (
         "marian",
@@ -241,17 +241,17 @@ def test_the_command_imports_proves_and_checks(folder, tmp_path, capsys):
     assert "No file was written. To convert the checkpoint, add --out FILE." in capsys.readouterr().out
 
 
-def test_a_wrong_import_is_found_out(folder, tmp_path, capsys, monkeypatch):
+def test_a_wrong_import_is_found_out(directory, tmp_path, capsys, monkeypatch):
     import transformers
 
     # This is Marian's own epsilon, which transformers doesn't use.
     monkeypatch.setitem(ref.PRESETS["marian"], "layer_norm_epsilon", 1e-6)
     out = ["--out", str(tmp_path / "a.safetensors"), "--backends", "numpy"]
-    assert main(["import", str(folder), *out, "--check"]) == 1
+    assert main(["import", str(directory), *out, "--check"]) == 1
     assert capsys.readouterr().out.endswith(f"DIVERGE  transformers {transformers.__version__}\n")
 
 
-def test_check_without_transformers_reports_not_checked(folder, tmp_path, capsys, monkeypatch):
+def test_check_without_transformers_reports_not_checked(directory, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(proof, "find_spec", lambda name: None)
-    assert main(["import", str(folder), "--check"]) == 3
+    assert main(["import", str(directory), "--check"]) == 3
     assert "NOT CHECKED: not installed: torch, transformers" in " ".join(capsys.readouterr().out.split())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import vocabulary_files
 from hf_checkpoints import Form, saved
-from hf_checkpoints import folder as folder  # a fixture
+from hf_checkpoints import directory as directory  # a fixture
 
 import reference_numpy as ref
 from transformer_parity.apps.checkpoints.formats import huggingface, torch_nn
@@ -21,14 +21,14 @@ from transformer_parity.apps.checkpoints.options import ReadOptions
 from transformer_parity.apps.containers import tensors
 
 
-def changed(folder: Path, drop=(), fields=None, **arrays) -> Path:
+def changed(directory: Path, drop=(), fields=None, **arrays) -> Path:
     """Change tensors and fields of config.json in a checkpoint directory."""
-    found = tensors.read(folder / "model.safetensors")
+    found = tensors.read(directory / "model.safetensors")
     found = {name: array for name, array in found.items() if name not in drop} | arrays
-    tensors.write(folder / "model.safetensors", found)
-    config = json.loads((folder / "config.json").read_text()) | (fields or {})
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    tensors.write(directory / "model.safetensors", found)
+    config = json.loads((directory / "config.json").read_text()) | (fields or {})
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 OUTPUT, SHARED = "lm_head.weight", "model.shared.weight"
@@ -41,8 +41,8 @@ def test_contradictory_embedding_ties_follow_the_tensors_with_a_note(tmp_path):
     saved(Form("m2m_100", {"tie_word_embeddings": False}), tmp_path / "apart")
     table = tensors.read(tmp_path / "tied/model.safetensors")[SHARED]
 
-    def notes_of(folder):
-        found = import_checkpoint(folder)
+    def notes_of(directory):
+        found = import_checkpoint(directory)
         return found.config.tie_embeddings, found.notes[0], found.weights
 
     tied, note, weights = notes_of(changed(tmp_path / "tied", **{OUTPUT: table + 1}))
@@ -94,81 +94,81 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_unsupported_config_field_raises_value_error_naming_it(folder, what):
+def test_unsupported_config_field_raises_value_error_naming_it(directory, what):
     fields, said = REFUSED[what]
     with pytest.raises(ValueError, match="cannot be imported") as error:
-        import_checkpoint(changed(folder, fields=fields))
+        import_checkpoint(changed(directory, fields=fields))
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_tensor_errors_use_the_names_of_the_checkpoint(folder):
+def test_tensor_errors_use_the_names_of_the_checkpoint(directory):
     norm, more = "model.encoder.layers.0.self_attn_layer_norm.weight", {"model.encoder.adapter.weight": np.ones((2, 2))}
-    changed(folder, drop=[norm], **more)
+    changed(directory, drop=[norm], **more)
     with pytest.raises(ValueError, match=rf"missing {norm} \[16\]; unexpected model.encoder.adapter.weight \[2, 2\]"):
-        import_checkpoint(folder)
-    changed(folder, drop=list(more), **{norm: np.ones(16, np.int64)})
+        import_checkpoint(directory)
+    changed(directory, drop=list(more), **{norm: np.ones(16, np.int64)})
     with pytest.raises(ValueError, match=rf"{norm} must be one of float64, float32, float16, bfloat16: got int64"):
-        import_checkpoint(folder)
+        import_checkpoint(directory)
 
 
-def test_unexpected_position_table_is_rejected(folder):
+def test_unexpected_position_table_is_rejected(directory):
     exact = ref.sinusoidal_encoding(40, 16, "split", "m").astype(np.float32)
     name = huggingface.POSITIONS[0]
-    import_checkpoint(changed(folder, **{name: exact}))
-    import_checkpoint(changed(folder, **{name: exact.astype(np.float16)}))
+    import_checkpoint(changed(directory, **{name: exact}))
+    import_checkpoint(changed(directory, **{name: exact.astype(np.float16)}))
     others = [exact + np.float32(1e-6), ref.sinusoidal_encoding(40, 16, "split", "m_minus_1"), exact[:, ::-1].copy()]
     for other in others:
         with pytest.raises(ValueError, match="must contain this family's sinusoids: got a difference of"):
-            import_checkpoint(changed(folder, **{name: other}))
+            import_checkpoint(changed(directory, **{name: other}))
 
 
-def test_directory_with_weights_for_another_framework_is_rejected(folder):
-    (folder / "model.safetensors").unlink()
+def test_directory_with_weights_for_another_framework_is_rejected(directory):
+    (directory / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="there are no weights in"):
-        import_checkpoint(folder)
-    (folder / "tf_model.h5").write_bytes(b"")
+        import_checkpoint(directory)
+    (directory / "tf_model.h5").write_bytes(b"")
     with pytest.raises(ValueError, match=r"got only weights for TensorFlow \(tf_model.h5\)"):
-        import_checkpoint(folder)
+        import_checkpoint(directory)
 
 
 @pytest.mark.parametrize("format_", ["marian", "fairseq", "torch"])
-def test_directory_is_rejected_by_single_file_formats(folder, format_):
+def test_directory_is_rejected_by_single_file_formats(directory, format_):
     options = ReadOptions(fields=dict.fromkeys(torch_nn.ASKED, "none")) if format_ == "torch" else None
     with pytest.raises(ValueError, match=f"cannot be imported as {format_}: it must be "):
-        import_checkpoint(folder, format_, options)
+        import_checkpoint(directory, format_, options)
 
 
-def test_adapters_and_unused_options_are_rejected(folder):
+def test_adapters_and_unused_options_are_rejected(directory):
     with pytest.raises(ValueError, match="has the format hf, which supports no options: remove --set"):
-        import_checkpoint(folder, options=ReadOptions(fields={"num_heads": 8}))
-    (folder / "config.json").rename(folder / "adapter_config.json")
+        import_checkpoint(directory, options=ReadOptions(fields={"num_heads": 8}))
+    (directory / "config.json").rename(directory / "adapter_config.json")
     with pytest.raises(ValueError, match=r"contains an adapter \(LoRA, adapter_config.json\), not a model: merge"):
-        import_checkpoint(folder)
+        import_checkpoint(directory)
 
 
-def test_a_readme_of_empty_lines_takes_no_time(folder):
+def test_a_readme_of_empty_lines_takes_no_time(directory):
     for text in ("---" + "\n" * 3_000_000, "---\n" + "\n--" * 1_000_000):
-        (folder / "README.md").write_text(text)
+        (directory / "README.md").write_text(text)
         start = time.process_time()
-        assert import_checkpoint(folder).origin.license is None
+        assert import_checkpoint(directory).origin.license is None
         assert time.process_time() - start < 20.0  # a quadratic search would take hours
 
 
 @pytest.mark.parametrize("name", ["source.spm", "target.spm", "vocab.json", "tokenizer_config.json"])
-def test_vocabulary_links_outside_the_directory_are_not_followed(folder, tmp_path, name):
-    vocabulary_files.write(folder, vocabulary_files.marian_files(vocabulary_files.train(size=300)))
-    (folder / name).rename(tmp_path / "elsewhere")
-    (folder / name).symlink_to(tmp_path / "elsewhere")
-    found = import_checkpoint(folder)
+def test_vocabulary_links_outside_the_directory_are_not_followed(directory, tmp_path, name):
+    vocabulary_files.write(directory, vocabulary_files.marian_files(vocabulary_files.train(size=300)))
+    (directory / name).rename(tmp_path / "elsewhere")
+    (directory / name).symlink_to(tmp_path / "elsewhere")
+    found = import_checkpoint(directory)
     assert found.vocabulary is None
     assert f"{name} must not be a link to a file outside its directory" in found.notes[-1]
 
 
-def test_unknown_or_unrecognized_format_raises_value_error(folder):
+def test_unknown_or_unrecognized_format_raises_value_error(directory):
     with pytest.raises(ValueError, match="format must be one of"):
-        import_checkpoint(folder, "onnx")
+        import_checkpoint(directory, "onnx")
     with pytest.raises(ValueError, match="is not recognized"):
-        import_checkpoint(folder / "config.json")
-    assert import_checkpoint(folder, "hf", ReadOptions()).config == import_checkpoint(folder).config
-    assert differences(import_checkpoint(folder).config, "fairseq")["activation"] == ("relu", "swish")
+        import_checkpoint(directory / "config.json")
+    assert import_checkpoint(directory, "hf", ReadOptions()).config == import_checkpoint(directory).config
+    assert differences(import_checkpoint(directory).config, "fairseq")["activation"] == ("relu", "swish")

@@ -47,11 +47,11 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def vocabulary(folder, size=17):
+def vocabulary(directory, size=17):
     """Write a SentencePiece model with the special IDs of the test model, and return its path."""
     model = train(kind="char", size=size, pad_id=0, bos_id=1, eos_id=2, unk_id=3, character_coverage=0.5)
-    (folder / "text.model").write_bytes(model)
-    return folder / "text.model"
+    (directory / "text.model").write_bytes(model)
+    return directory / "text.model"
 
 
 @pytest.mark.parametrize(
@@ -202,17 +202,17 @@ def test_export_without_vocabulary_prints_a_note(here, capsys):
     assert "note: own.safetensors contains no vocabulary, so no tokenizer was written\n" in out
 
 
-@pytest.mark.parametrize("line", ["translate --text x --weights folder", "export folder --format hf --out out"])
+@pytest.mark.parametrize("line", ["translate --text x --weights files", "export files --format hf --out out"])
 def test_directory_given_as_weight_file_is_rejected(line, here, capsys):
-    (here / "folder").mkdir()
+    (here / "files").mkdir()
     code, _, err = parity(capsys, *line.split())
     assert code == 3
-    assert "folder is a directory, not a weight file: `parity import` converts a checkpoint directory\n" in err
+    assert "files is a directory, not a weight file: `parity import` converts a checkpoint directory\n" in err
     for name in ("model.safetensors", "checkpoint-20.safetensors"):  # a training run writes both files
-        (here / "folder" / name).touch()
+        (here / "files" / name).touch()
     code, _, err = parity(capsys, *line.split())
     assert code == 3
-    assert "folder is a directory, not a weight file: it contains checkpoint-20.safetensors, model.safetensors\n" in err
+    assert "files is a directory, not a weight file: it contains checkpoint-20.safetensors, model.safetensors\n" in err
 
 
 def test_missing_vocabulary_error_explains_how_to_add_one(here, capsys):
@@ -246,7 +246,7 @@ def test_model_unsupported_by_a_format_is_not_exported(format_, preset, change, 
     said = f"{SOFTWARE[format_]} does not support this model: .*{re.escape(message)}"
     for write in (importer.module_of(format_).write, partial(importer.export_checkpoint, format_=format_)):
         with pytest.raises(ValueError, match=said):
-            write(ours(tiny_config(preset, **change)), folder=tmp_path / "out")
+            write(ours(tiny_config(preset, **change)), directory=tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
 

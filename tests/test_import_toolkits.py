@@ -40,7 +40,7 @@ class Fixture:
         return {name.removeprefix(prefix): one for name, one in self.tensors.items() if name.startswith(prefix)}
 
 
-def save_opennmt(folder, name, edit=lambda content: None):
+def save_opennmt(directory, name, edit=lambda content: None):
     held = Fixture(name)
     model, generator = held.under("model/"), held.under("generator/")
     sizes = [len(model[f"{stack}.embeddings.make_embedding.emb_luts.0.weight"]) for stack in ("encoder", "decoder")]
@@ -53,19 +53,19 @@ def save_opennmt(folder, name, edit=lambda content: None):
         "optim": {"training_step": 3},
     }
     edit(content)
-    torch.save(content, folder / "model.pt")
-    return held, folder / "model.pt"
+    torch.save(content, directory / "model.pt")
+    return held, directory / "model.pt"
 
 
-def save_joeynmt(folder, name, edit=lambda settings, tensors: None):
+def save_joeynmt(directory, name, edit=lambda settings, tensors: None):
     held = Fixture(name)
     settings, tensors = yaml.safe_load(held.settings), held.under("model/")
     edit(settings, tensors)
     torch.save(
-        {"model_state": tensors, "optimizer_state": {"state": {}}, "stats_state": {"steps": 3}}, folder / "3.ckpt"
+        {"model_state": tensors, "optimizer_state": {"state": {}}, "stats_state": {"steps": 3}}, directory / "3.ckpt"
     )
-    (folder / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(settings))))
-    return held, folder / "3.ckpt"
+    (directory / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(settings))))
+    return held, directory / "3.ckpt"
 
 
 SAVED = {"opennmt": (save_opennmt, opennmt_py), "joeynmt": (save_joeynmt, joeynmt)}

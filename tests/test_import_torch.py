@@ -109,13 +109,13 @@ DEFAULT = {"norm_order": "post", "activation": "relu"}
 WHOLE = SAID.format(**DEFAULT)
 
 
-def save(folder, model, text, key=""):
+def save(directory, model, text, key=""):
     state = model.state_dict()
     for part in reversed(key.split(".") if key else []):
         state = {part: state, "epoch": 3}
-    torch.save(state, folder / "model.pt")
-    (folder / "names.toml").write_text(text + (f'state = "{key}"\n' if key else ""))
-    return torch_nn.read(folder / "model.pt", ReadOptions(names=folder / "names.toml"))
+    torch.save(state, directory / "model.pt")
+    (directory / "names.toml").write_text(text + (f'state = "{key}"\n' if key else ""))
+    return torch_nn.read(directory / "model.pt", ReadOptions(names=directory / "names.toml"))
 
 
 @pytest.mark.parametrize(
@@ -231,10 +231,10 @@ def test_exported_state_dict_loads_into_torch_and_round_trips(changes, tmp_path)
     assert_same_bits(again.weights, weights)
 
 
-def annotated_file(folder, edit=lambda state: state, **options):
+def annotated_file(directory, edit=lambda state: state, **options):
     model = randomized(make_model(V, W, N=2, d_model=D, d_ff=20, h=3))
-    torch.save(edit(model.state_dict()), folder / "model.pt")
-    return model, lambda: annotated.read(folder / "model.pt", ReadOptions(fields=options))
+    torch.save(edit(model.state_dict()), directory / "model.pt")
+    return model, lambda: annotated.read(directory / "model.pt", ReadOptions(fields=options))
 
 
 def test_the_annotated_transformer(tmp_path):

@@ -30,7 +30,7 @@ IN_EVERY_FRAMEWORK = [
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def directory(tmp_path, monkeypatch):
     """Change to an empty directory, and afterwards unload the modules imported from it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
@@ -43,13 +43,13 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.extended("every case of a skeleton", "jax", "tf")
 @pytest.mark.parametrize("framework", IN_EVERY_FRAMEWORK)
-def test_skeleton_agrees(framework, folder, capsys):
+def test_skeleton_agrees(framework, directory, capsys):
     assert run_skeleton(framework, capsys, port_cases) == NOT_ASKED
 
 
 @pytest.mark.extended("skeletons", "jax", "tf")
 @pytest.mark.parametrize("framework", [pytest.param(name, marks=pytest.mark.only(name)) for name in ("jax", "tf")])
-def test_skeleton_agrees_in_one_case_of_each_component(framework, folder, capsys):
+def test_skeleton_agrees_in_one_case_of_each_component(framework, directory, capsys):
     run_skeleton(framework, capsys, lambda config: [*{case.component: case for case in port_cases(config)}.values()])
 
 
@@ -70,10 +70,10 @@ def run_skeleton(framework, capsys, choose):
 
 
 @pytest.mark.parametrize("framework", IN_EVERY_FRAMEWORK)
-def test_template_with_only_load_and_forward_agrees_in_the_forward_pass(framework, folder):
+def test_template_with_only_load_and_forward_agrees_in_the_forward_pass(framework, directory):
     """The template says to delete all other methods first and to check only the activations."""
     assert main(["init-port", "--framework", framework, "--out", f"{framework}_short.py"]) == 0
-    file = folder / f"{framework}_short.py"
+    file = directory / f"{framework}_short.py"
     tree = ast.parse(file.read_text())
     (port,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
     methods = vars(Port).keys() - {"load", "forward"}
@@ -91,10 +91,10 @@ def test_template_with_only_load_and_forward_agrees_in_the_forward_pass(framewor
     assert "it does not define export_weights()" in {finding.detail for finding in findings}
 
 
-def test_skeleton_shows_every_method(folder):
+def test_skeleton_shows_every_method(directory):
     for framework in FRAMEWORKS:
         assert main(["init-port", "--framework", framework, "--out", f"{framework}_all.py"]) == 0
-        text = (folder / f"{framework}_all.py").read_text()
+        text = (directory / f"{framework}_all.py").read_text()
         for name in vars(Port):
             if not name.startswith("_") and name != "name":
                 assert f"    def {name}(" in text or f"    {name}" in text, (framework, name)
@@ -102,22 +102,22 @@ def test_skeleton_shows_every_method(folder):
 
 
 @pytest.mark.parametrize("name", ["torch", "numpy", "jax", "json", "types", "rich", "transformer_jax", "ml_dtypes"])
-def test_output_name_that_shadows_a_module_is_rejected(name, folder, capsys):
+def test_output_name_that_shadows_a_module_is_rejected(name, directory, capsys):
     assert main(["init-port", "--framework", "other", "--out", f"{name}.py"]) == 3
     assert f"would hide the module {name} from everything that imports it" in capsys.readouterr().err
-    assert list(folder.iterdir()) == []
+    assert list(directory.iterdir()) == []
 
 
-def test_existing_port_file_is_not_overwritten(folder, capsys):
-    (folder / "my_port.py").write_text("mine")
+def test_existing_port_file_is_not_overwritten(directory, capsys):
+    (directory / "my_port.py").write_text("mine")
     assert main(["init-port", "--framework", "other"]) == 3
     assert (
         "my_port.py already exists: choose a different name with --out, or delete the file" in capsys.readouterr().err
     )
-    assert (folder / "my_port.py").read_text() == "mine"
-    (folder / "my_port.py").unlink()
+    assert (directory / "my_port.py").read_text() == "mine"
+    (directory / "my_port.py").unlink()
     assert main(["init-port", "--framework", "other"]) == 0
-    assert "class MyPort(Port)" in (folder / "my_port.py").read_text()
+    assert "class MyPort(Port)" in (directory / "my_port.py").read_text()
 
 
 @pytest.mark.parametrize(
@@ -128,15 +128,15 @@ def test_existing_port_file_is_not_overwritten(folder, capsys):
         ("absent/port.py", "port.py: No such file or directory"),
     ],
 )
-def test_invalid_output_path_is_rejected(out, message, folder, capsys):
+def test_invalid_output_path_is_rejected(out, message, directory, capsys):
     assert main(["init-port", "--framework", "other", "--out", out]) == 3
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-    assert list(folder.iterdir()) == []
+    assert list(directory.iterdir()) == []
 
 
-def test_printed_instructions_change_to_the_output_directory(folder, capsys):
-    (folder / "ports").mkdir()
+def test_printed_instructions_change_to_the_output_directory(directory, capsys):
+    (directory / "ports").mkdir()
     assert main(["init-port", "--framework", "torch", "--out", "ports/mine.py"]) == 0
     assert "  cd ports\n  parity check --port mine:MyPort\n" in capsys.readouterr().out

@@ -17,6 +17,8 @@ import reference_numpy
 from transformer_parity.engine.findings import AGREES, SKIPPED
 from transformer_parity.engine.localization import FINE, INHERITED, INTRODUCED
 from transformer_parity.engine.outputs import OUTPUT
+from transformer_parity.transformer.bugs.bug import Bug, instead, together
+from transformer_parity.transformer.bugs.catalog import FORWARD, TRAINING
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import model_cases, port_config
 from transformer_parity.transformer.cases.standard import gradient_case, standard_cases
@@ -30,22 +32,20 @@ from transformer_parity.transformer.diagnose.hypotheses import hypothesis as hyp
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, content, hypotheses
 from transformer_parity.transformer.diagnose.investigate import Investigation
 from transformer_parity.transformer.explore.view import view_of_case
-from transformer_parity.transformer.mistakes.catalog import FORWARD, TRAINING
-from transformer_parity.transformer.mistakes.mistake import Mistake, instead, together
 from transformer_parity.transformer.ports.protocol import Placement, Placements, Result
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.ports.user import PluginPort, Port
-from transformer_parity.transformer.selftest.planted_ports import planted
+from transformer_parity.transformer.selftest.buggy_ports import injected
 from transformer_parity.transformer.stages.training_stage import WHOLE, training_error
 
 CASE = next(case for case in standard_cases() if case.name == "full/padded")
 GRADIENTS = gradient_case("paper_base")
-ALL = [mistake for part in (*FORWARD.values(), *TRAINING.values()) for mistake in part]
+ALL = [bug for part in (*FORWARD.values(), *TRAINING.values()) for bug in part]
 SCALE, NORM = "encoder.layers.0.self_attention.scores", "encoder.layers.0.self_attention_norm.output"
 
 
-def named(name: str) -> Mistake:
-    return next(mistake for mistake in ALL if mistake.name == name)
+def named(name: str) -> Bug:
+    return next(bug for bug in ALL if bug.name == name)
 
 
 def numpy(case=CASE, dtype="float64"):
@@ -66,9 +66,9 @@ class Only:
         return getattr(self.loaded, name)
 
 
-def plant(mistake, case=CASE, dtype="float64"):
+def inject(bug, case=CASE, dtype="float64"):
     """Inject a bug into the reference, and load the reference for a case."""
-    return planted(mistake, "numpy").load(case.config, case.load_weights(), Placement(dtype))
+    return injected(bug, "numpy").load(case.config, case.load_weights(), Placement(dtype))
 
 
 def blamed(case, loaded, dtype="float64"):
@@ -77,7 +77,7 @@ def blamed(case, loaded, dtype="float64"):
 
 @pytest.mark.parametrize(("goes_on", "replayed"), [(True, "port"), (False, "reference")])
 def test_bug_is_introduced_in_every_layer_and_inherited_downstream(goes_on, replayed):
-    found = blamed(CASE, Only(plant(named("scores divided by d_k")), goes_on=goes_on)).blame
+    found = blamed(CASE, Only(inject(named("scores divided by d_k")), goes_on=goes_on)).blame
     assert found.replayed == replayed
     assert len(found.introduced) == 6
     assert all(name.endswith(".scores") for name in found.introduced)
@@ -90,25 +90,25 @@ def test_bug_is_introduced_in_every_layer_and_inherited_downstream(goes_on, repl
 
 def test_two_bugs_are_both_marked_as_introduced():
     both = together(named("scores divided by d_k").edits, named("unbiased variance").edits)
-    introduced = blamed(CASE, plant(Mistake("both", "", both))).blame.introduced
+    introduced = blamed(CASE, inject(Bug("both", "", both))).blame.introduced
     assert {name.rpartition(".")[2] for name in introduced} == {"scores", "output"}
     assert {SCALE, NORM} <= set(introduced)
 
 
 def test_blocks_between_two_taps_are_blamed_together():
     shown = ("encoder.layers.0.output", "encoder.layers.1.output", "encoder.output", "decoder.output")
-    found = blamed(CASE, Only(plant(named("final norm that is not in the config")), shown)).blame
+    found = blamed(CASE, Only(inject(named("final norm that is not in the config")), shown)).blame
     assert found.introduced == ["encoder.output"]
 
 
 def test_without_taps_the_whole_model_is_to_blame():
-    found = blamed(CASE, Only(plant(named("scores divided by d_k")), ())).blame
+    found = blamed(CASE, Only(inject(named("scores divided by d_k")), ())).blame
     assert (found.replayed, found.introduced) == ("nothing", ["output"])
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_nan_is_introduced_at_its_origin_and_inherited_downstream(dtype):
-    nan = Mistake(
+    nan = Bug(
         "nan",
         "",
         {
@@ -118,7 +118,7 @@ def test_nan_is_introduced_at_its_origin_and_inherited_downstream(dtype):
         },
     )
     # The source has nine positions, so only the decoder's self-attention is affected.
-    loaded = Only(plant(nan, dtype=dtype), goes_on=False)
+    loaded = Only(inject(nan, dtype=dtype), goes_on=False)
     with np.errstate(all="ignore"):
         found = blamed(CASE, loaded, dtype).blame
     assert found.introduced == ["decoder.layers.0.self_attention.context"]
@@ -127,13 +127,13 @@ def test_nan_is_introduced_at_its_origin_and_inherited_downstream(dtype):
 
 def test_lost_precision_is_blamed_in_float32():
     rounded = instead("attention", "weights @ value", "(weights.astype(np.float16) @ value).astype(value.dtype)")
-    found = blamed(CASE, plant(Mistake("half", "", rounded), dtype="float32"), "float32").blame
+    found = blamed(CASE, inject(Bug("half", "", rounded), dtype="float32"), "float32").blame
     assert {name.rpartition(".")[2] for name in found.introduced} == {"context"}
 
 
 def test_gradients_are_blamed_backwards():
     assert blamed(GRADIENTS, numpy(GRADIENTS)).blame.introduced == []
-    loaded = plant(named("softmax passes its gradient through unchanged"), GRADIENTS)
+    loaded = inject(named("softmax passes its gradient through unchanged"), GRADIENTS)
     found = blamed(GRADIENTS, loaded).blame
     assert found.replayed == "reference"
     assert {name.rpartition(".")[2] for name in found.introduced} == {"scores"}
@@ -166,7 +166,7 @@ def test_rare_differences_between_calls_are_detected_as_random():
 
 
 def test_blame_from_files_matches_blame_of_the_port():
-    loaded = plant(named("scores divided by d_k"))
+    loaded = inject(named("scores divided by d_k"))
     actual = tensors(loaded, CASE)
     assert blame_files(CASE, actual, numpy(), "it").blame.introduced == blamed(CASE, loaded).blame.introduced
 
@@ -248,10 +248,10 @@ def test_distance_is_infinite_for_mismatched_shapes_and_nan():
         "W_o transposed",
     ],
 )
-def test_a_known_mistake_is_named(name):
-    mistake = named(name)
-    case = next(case for case in standard_cases() if case.name == mistake.case)
-    found = diagnose(case, tensors(plant(mistake, case), case), "it")
+def test_a_known_bug_is_named(name):
+    bug = named(name)
+    case = next(case for case in standard_cases() if case.name == bug.case)
+    found = diagnose(case, tensors(inject(bug, case), case), "it")
     assert (found.confidence, found.hypotheses) == (EXACT, (name,))
     assert found.error < 1e-12 < 1e-6 < found.next_error
     assert found.sentence.startswith(f"it behaves exactly like the reference with this change: {name} (error ")
@@ -287,16 +287,16 @@ def test_a_convention_is_named():
     )
 
 
-def test_two_mistakes_are_named_together():
+def test_two_bugs_are_named_together():
     both = together(named("scores divided by d_k").edits, named("epsilon outside the root").edits)
-    found = diagnose(CASE, tensors(plant(Mistake("both", "", both)), CASE), "it")
+    found = diagnose(CASE, tensors(inject(Bug("both", "", both)), CASE), "it")
     assert found.confidence == EXACT
     assert found.hypotheses == ("scores divided by d_k and epsilon outside the root",)
 
 
 def test_unlisted_bug_is_diagnosed_as_unknown_or_likely():
-    odd = Mistake("odd", "", instead("attention", "math.sqrt(d_k)", "(math.sqrt(d_k) + 0.3)"))
-    loaded = plant(odd)
+    odd = Bug("odd", "", instead("attention", "math.sqrt(d_k)", "(math.sqrt(d_k) + 0.3)"))
+    loaded = inject(odd)
     assert diagnose(CASE, tensors(loaded, CASE), "it").confidence == UNKNOWN
 
     class Port:
@@ -326,11 +326,11 @@ def test_a_correct_port_is_given_no_diagnosis():
 def test_hypotheses_are_distinct_and_differ_from_the_config():
     for stage in ("activations", "gradients", "steps", "decode"):
         known = hypotheses(CASE.config, stage)
-        contents = [repr(content(mistake)) for mistake in known]
+        contents = [repr(content(bug)) for bug in known]
         assert len(set(contents)) == len(contents) > 80
-        for mistake in known:
-            changed = {name for name, value in mistake.config.items() if value != getattr(CASE.config, name)}
-            assert changed or mistake.edits["numpy"] or mistake.convert is not dict, mistake.name
+        for bug in known:
+            changed = {name for name, value in bug.config.items() if value != getattr(CASE.config, name)}
+            assert changed or bug.edits["numpy"] or bug.convert is not dict, bug.name
 
 
 def test_hypothesis_does_not_modify_the_reference():
@@ -342,12 +342,12 @@ def test_hypothesis_does_not_modify_the_reference():
 
 
 def test_first_wrong_block_is_saved_and_can_be_rerun_alone(tmp_path, monkeypatch):
-    loaded = plant(named("scores divided by d_k"))
+    loaded = inject(named("scores divided by d_k"))
     evidence = blamed(CASE, loaded)
-    folder = reproduce.save(evidence, CASE, "numpy", tmp_path / "failures")
-    assert sorted(file.name for file in folder.iterdir()) == ["about.json", "block.safetensors", "model.safetensors"]
-    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # the umask determines the mode
-    block = reproduce.load(folder)
+    directory = reproduce.save(evidence, CASE, "numpy", tmp_path / "failures")
+    assert sorted(file.name for file in directory.iterdir()) == ["about.json", "block.safetensors", "model.safetensors"]
+    assert len({file.stat().st_mode for file in directory.iterdir()}) == 1  # the umask determines the mode
+    block = reproduce.load(directory)
     parent = "inputs/encoder.layers.0.self_attention"
     assert {name for name in block if name.startswith("inputs/")} == {f"{parent}.query", f"{parent}.key"}
     right = block[f"{parent}.query"] @ block[f"{parent}.key"].swapaxes(-1, -2) / math.sqrt(8)
@@ -355,24 +355,24 @@ def test_first_wrong_block_is_saved_and_can_be_rerun_alone(tmp_path, monkeypatch
     np.testing.assert_allclose(block["actual"], right / math.sqrt(8), rtol=1e-12, atol=1e-14)
 
     lines = []
-    assert reproduce.rerun(folder, lines.append) < 1e-15  # the fast code doesn't have the bug
+    assert reproduce.rerun(directory, lines.append) < 1e-15  # the fast code doesn't have the bug
     assert re.match(rf"{re.escape(SCALE)}: error \d\.\de-1[67], was ", lines[0])
     monkeypatch.setattr(reproduce.PORTS["numpy"].__class__, "load", lambda *arguments: loaded)
-    assert reproduce.rerun(folder, lines.append) > 0.5
+    assert reproduce.rerun(directory, lines.append) > 0.5
     again = reproduce.save(evidence, CASE, "numpy", tmp_path / "failures")
-    assert again == folder
-    assert [path.name for path in (tmp_path / "failures").iterdir()] == [folder.name]
+    assert again == directory
+    assert [path.name for path in (tmp_path / "failures").iterdir()] == [directory.name]
 
 
 def test_wrong_gradient_is_saved_with_its_inputs(tmp_path):
-    evidence = blamed(GRADIENTS, plant(named("softmax passes its gradient through unchanged"), GRADIENTS))
-    folder = reproduce.save(evidence, GRADIENTS, "numpy", Path(tmp_path))
+    evidence = blamed(GRADIENTS, inject(named("softmax passes its gradient through unchanged"), GRADIENTS))
+    directory = reproduce.save(evidence, GRADIENTS, "numpy", Path(tmp_path))
     parent = "decoder.layers.1.cross_attention"
-    read = {name for name in load_file(folder / "block.safetensors") if name.startswith("inputs/")}
+    read = {name for name in load_file(directory / "block.safetensors") if name.startswith("inputs/")}
     assert read == {f"inputs/at {parent}.weights", f"inputs/{parent}.weights"}
     said = io.StringIO()
     with redirect_stdout(said):
-        exec(reproduce.snippet(folder), {})
+        exec(reproduce.snippet(directory), {})
     assert re.search(r"scores: error \d\.\de-1[56], was ", said.getvalue())  # the fast code doesn't have the bug
 
 
@@ -450,7 +450,7 @@ def test_hypothesis_must_hold_in_every_case():
 
 def test_hypothesis_is_compared_only_at_taps_of_the_port():
     one, two = (case for case in model_cases(tiny(d_v=8)) if case.name in ("full/padded", "full/one_token"))
-    shown = tensors(plant(named("scores divided by d_k"), one), one)
+    shown = tensors(inject(named("scores divided by d_k"), one), one)
     few = {name: value for name, value in shown.items() if name in ("encoder.output", "logits", "output")}
     # With one key, wrong scores have no effect on later taps.
     for actual, confidence in ((few, EXACT), (shown, LIKELY)):
@@ -461,7 +461,7 @@ def test_hypothesis_is_compared_only_at_taps_of_the_port():
 
 def test_a_likely_name_needs_no_description_of_its_error():
     one, two = model_cases(tiny(d_v=8))[:2]
-    loaded = plant(named("scores divided by d_k"), one)
+    loaded = inject(named("scores divided by d_k"), one)
 
     class Port:
         """A port that is wrong in only one case."""

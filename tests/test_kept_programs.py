@@ -18,7 +18,7 @@ from transformer_parity.transformer.check.kept_programs import (
     AGE,
     JAX_SWITCH,
     SWITCH,
-    TENSORFLOW_FOLDER,
+    TENSORFLOW_DIRECTORY,
     TENSORFLOW_SWITCH,
     keep_programs,
     kept_by_tensorflow,
@@ -30,8 +30,8 @@ from transformer_parity.transformer.ports.protocol import Placements
 
 def test_programs_are_kept_in_the_users_cache(tmp_path):
     kept = keep_programs({"XDG_CACHE_HOME": str(tmp_path)})
-    folder = tmp_path / "transformer-parity"
-    assert kept[JAX_SWITCH].startswith(f"{folder}{os.sep}jax-")
+    directory = tmp_path / "transformer-parity"
+    assert kept[JAX_SWITCH].startswith(f"{directory}{os.sep}jax-")
     assert kept == keep_programs({SWITCH: str(tmp_path), "XDG_CACHE_HOME": "/another"})
     if os.name == "posix":
         # Cached programs are executed, so only the user may write them.
@@ -50,29 +50,29 @@ def test_compilation_cache_is_disabled_without_a_usable_directory(tmp_path):
 
 
 def test_cached_programs_older_than_a_month_are_removed(tmp_path):
-    folder = keep_programs({SWITCH: str(tmp_path)})[JAX_SWITCH]
+    directory = keep_programs({SWITCH: str(tmp_path)})[JAX_SWITCH]
     for name, age in (("old", AGE + 60.0), ("new", AGE - 60.0)):
-        with open(os.path.join(folder, name), "w"):
-            os.utime(os.path.join(folder, name), (time.time() - age,) * 2)
+        with open(os.path.join(directory, name), "w"):
+            os.utime(os.path.join(directory, name), (time.time() - age,) * 2)
     keep_programs({SWITCH: str(tmp_path)})
-    assert os.listdir(folder) == ["new"]
+    assert os.listdir(directory) == ["new"]
 
 
 @pytest.fixture
 def of_tensorflow(monkeypatch):
     """A function that returns the directory in which a TensorFlow version caches programs, or None."""
 
-    def folder(environment, version="2.21.0", meanwhile=lambda folder: None):
+    def directory(environment, version="2.21.0", meanwhile=lambda directory: None):
         monkeypatch.delenv(TENSORFLOW_SWITCH, raising=False)
         about = SimpleNamespace(VERSION=version, GIT_VERSION="g", COMPILER_VERSION="c")
         monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(version=about))
         with kept_by_tensorflow(environment):
             flags = os.environ.get(TENSORFLOW_SWITCH)
-            found = flags and flags.partition(f"{TENSORFLOW_FOLDER}=")[2]
+            found = flags and flags.partition(f"{TENSORFLOW_DIRECTORY}=")[2]
             meanwhile(found)
         return found
 
-    return folder
+    return directory
 
 
 def test_each_version_of_tensorflow_has_its_own_cache(tmp_path, of_tensorflow):
@@ -83,15 +83,15 @@ def test_each_version_of_tensorflow_has_its_own_cache(tmp_path, of_tensorflow):
 
 
 def test_tensorflow_finds_only_complete_programs_in_the_cache(tmp_path, of_tensorflow):
-    def compile_three(folder):
+    def compile_three(directory):
         for name in ("whole", "broken", "without"):
-            (tmp_path / folder / f"{name}.pb").write_bytes(b"program" * 100)
+            (tmp_path / directory / f"{name}.pb").write_bytes(b"program" * 100)
 
     environment, found = {SWITCH: str(tmp_path)}, []
-    folder = tmp_path / of_tensorflow(environment, meanwhile=compile_three)
-    (folder / "broken.pb").write_bytes(b"program" * 99)
-    (folder / "without.pb.sha256").unlink()  # simulates an interrupted run
-    of_tensorflow(environment, meanwhile=lambda folder: found.extend((tmp_path / folder).glob("*.pb")))
+    directory = tmp_path / of_tensorflow(environment, meanwhile=compile_three)
+    (directory / "broken.pb").write_bytes(b"program" * 99)
+    (directory / "without.pb.sha256").unlink()  # simulates an interrupted run
+    of_tensorflow(environment, meanwhile=lambda directory: found.extend((tmp_path / directory).glob("*.pb")))
     assert [path.name for path in found] == ["whole.pb"]
 
 
@@ -102,13 +102,13 @@ def test_other_tensorflow_flags_are_preserved(tmp_path, of_tensorflow):
     assert seen == ["--tf_xla_auto_jit=0"]
 
 
-@pytest.mark.parametrize("environment", [{SWITCH: ""}, {TENSORFLOW_SWITCH: f"{TENSORFLOW_FOLDER}=/mine"}])
+@pytest.mark.parametrize("environment", [{SWITCH: ""}, {TENSORFLOW_SWITCH: f"{TENSORFLOW_DIRECTORY}=/mine"}])
 def test_tensorflow_cache_respects_user_settings(tmp_path, of_tensorflow, environment):
     assert of_tensorflow({"XDG_CACHE_HOME": str(tmp_path), **environment}) is None
 
 
 def test_tensorflow_cache_is_disabled_on_a_full_disk(tmp_path, of_tensorflow, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda directory: SimpleNamespace(free=2**20))
     assert of_tensorflow({SWITCH: str(tmp_path)}) is None
 
 

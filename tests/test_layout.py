@@ -137,13 +137,13 @@ WAYS = {  # ways in which b.py can import a.py, which imports b.py
 }
 
 
-def house(folder: Path, b: str) -> Path:
+def house(directory: Path, b: str) -> Path:
     """Write a package with two modules, the first of which imports the second."""
     files = {"__init__": "", "room/__init__": "from house.room.a import A", "room/a": "from house.room.b import B"}
-    (folder / "house/room").mkdir(parents=True)
+    (directory / "house/room").mkdir(parents=True)
     for name, text in (files | {"room/b": b}).items():
-        (folder / f"house/{name}.py").write_text(text)
-    return folder / "house"
+        (directory / f"house/{name}.py").write_text(text)
+    return directory / "house"
 
 
 @pytest.mark.parametrize("way", WAYS)

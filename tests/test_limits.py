@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from imports import BACKENDS, PROGRAM, ROOT
 
 MOST_LINES, MOST_LINES_OF_TESTS, MOST_PARAMETERS = 400, 500, 8
-LONG_FILES = {"transformer_parity/transformer/mistakes/reported.py": "data: one entry for each reported bug"}
+LONG_FILES = {"transformer_parity/transformer/bugs/reported.py": "data: one entry for each reported bug"}
 SEARCH = "the public options of a search, as DESIGN.md and the frameworks' own searches name them"
 LONG_SIGNATURES = {
     f"{package}/search.py: {search}": SEARCH
@@ -19,9 +19,9 @@ LONG_SIGNATURES = {
 SAME_NAMES = {"MyPort": "the templates of `parity init-port`, of which a user takes one"}
 
 
-def sources(*folders: str) -> dict[str, str]:
+def sources(*directories: str) -> dict[str, str]:
     """Return the text of every Python file in some directories, by relative path."""
-    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    paths = [path for directory in directories for path in sorted((ROOT / directory).rglob("*.py"))]
     return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}
 
 

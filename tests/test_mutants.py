@@ -20,64 +20,61 @@ from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECI
 from transformer_parity.engine.tensors import relative_error
 from transformer_parity.engine.tolerances import EPS, POLICY, NotFiniteError, tolerance
 from transformer_parity.engine.verdict import Verdict
+from transformer_parity.transformer.bugs import optimizer, precision, structure, training
+from transformer_parity.transformer.bugs.bug import ALL, Bug
+from transformer_parity.transformer.bugs.catalog import FORWARD, STRUCTURE, TRAINING, cases
 from transformer_parity.transformer.cases import case as case_module
 from transformer_parity.transformer.cases.inputs import hard_weights
 from transformer_parity.transformer.compare.comparator import compare
-from transformer_parity.transformer.mistakes import optimizer, precision, structure, training
-from transformer_parity.transformer.mistakes.catalog import FORWARD, STRUCTURE, TRAINING, cases
-from transformer_parity.transformer.mistakes.mistake import ALL, Mistake
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
-from transformer_parity.transformer.selftest.planted_ports import planted
+from transformer_parity.transformer.selftest.buggy_ports import injected
 from transformer_parity.transformer.selftest.uncompiled import interpreted
 from transformer_parity.transformer.stages import gradients, steps
 from transformer_parity.transformer.stages.training_stage import WHOLE, training_error
 
 CASES_BY_NAME = cases()
-CATALOG = [mistake for part in FORWARD.values() for mistake in part]
-OTHERS = [mistake for part in STRUCTURE.values() for mistake in part]
+CATALOG = [bug for part in FORWARD.values() for bug in part]
+OTHERS = [bug for part in STRUCTURE.values() for bug in part]
 
 
-def named(name: str) -> Mistake:
-    return next(mistake for mistake in CATALOG + OTHERS if mistake.name == name)
+def named(name: str) -> Bug:
+    return next(bug for bug in CATALOG + OTHERS if bug.name == name)
 
 
-def in_every_port(mistakes: list[Mistake] | list[Misbehaviour]) -> list:
+def in_every_port(bugs: list[Bug] | list[Misbehaviour]) -> list:
     """Return every combination of a bug and a port that it can be injected into, as test parameters."""
     return [
-        pytest.param(name, mistake, id="-".join([name, *_described(mistake)]), marks=pytest.mark.only(name))
+        pytest.param(name, bug, id="-".join([name, *_described(bug)]), marks=pytest.mark.only(name))
         for name in ALL
-        for mistake in mistakes
-        if name in mistake.edits
+        for bug in bugs
+        if name in bug.edits
     ]
 
 
-def _described(mistake: Mistake | Misbehaviour) -> list[str]:
-    return [mistake.name, mistake.case] if isinstance(mistake, Mistake) else [mistake.name]
+def _described(bug: Bug | Misbehaviour) -> list[str]:
+    return [bug.name, bug.case] if isinstance(bug, Bug) else [bug.name]
 
 
-def in_one_port(mistakes: list[Mistake]) -> list:
+def in_one_port(bugs: list[Bug]) -> list:
     """Return each bug with the first port that it can be injected into, as test parameters."""
-    first = {
-        name: [mistake for mistake in mistakes if next(port for port in ALL if port in mistake.edits) == name]
-        for name in ALL
-    }
+    first = {name: [bug for bug in bugs if next(port for port in ALL if port in bug.edits) == name] for name in ALL}
     return [parameter for name in ALL for parameter in in_every_port(first[name]) if parameter.values[0] == name]
 
 
-def run(name: str, mistake: Mistake, case_names: tuple[str, ...], *dtypes: str) -> list[Finding]:
+def run(name: str, bug: Bug, case_names: tuple[str, ...], *dtypes: str) -> list[Finding]:
     """Compare a port that contains the bug with the reference."""
     chosen = [CASES_BY_NAME[case_name] for case_name in case_names]
-    if name != "torch" and mistake.path != "fast":  # because compilation is slow
+    if name != "torch" and bug.path != "fast":  # because compilation is slow
         chosen = [replace(case, fast=False) for case in chosen]
-    port = planted(mistake, name)
-    with without_compiler(name, mistake):
+    port = injected(bug, name)
+    with without_compiler(name, bug):
         return list(compare(chosen, port, Placements(dtypes)))
 
 
-def without_compiler(name: str, mistake: Mistake):
+def without_compiler(name: str, bug: Bug):
     """Return a context in which JAX runs one operation at a time, unless the bug is in the compiled path."""
-    if name != "jax" or mistake.path == "fast":
+    if name != "jax" or bug.path == "fast":
         return nullcontext()
     import jax
 
@@ -89,12 +86,12 @@ def failing(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.verdict != AGREES]
 
 
-@pytest.mark.parametrize(("name", "mistake"), in_one_port([mistake for mistake in CATALOG + OTHERS if mistake.unseen]))
-def test_mistake_is_not_seen_elsewhere(name, mistake):
+@pytest.mark.parametrize(("name", "bug"), in_one_port([bug for bug in CATALOG + OTHERS if bug.unseen]))
+def test_bug_is_not_seen_elsewhere(name, bug):
     """The listed cases and dtypes don't detect the bug, so the case and dtype that do are necessary."""
-    for where in mistake.unseen:
-        case, dtype = (mistake.case, where) if where in EPS else (where, mistake.dtype)
-        assert failing(run(name, mistake, (case,), dtype)) == []
+    for where in bug.unseen:
+        case, dtype = (bug.case, where) if where in EPS else (where, bug.dtype)
+        assert failing(run(name, bug, (case,), dtype)) == []
 
 
 @pytest.mark.parametrize(("name", "control"), in_every_port(precision.CONTROLS))
@@ -106,11 +103,11 @@ def test_equivalent_mathematics_raises_no_alarm(name, control):
     assert failing(run(name, control, where, *dtypes)) == []
 
 
-def run_training(name: str, mistake: Mistake) -> list[Finding]:
+def run_training(name: str, bug: Bug) -> list[Finding]:
     """Compare a port that contains the bug with the reference, and return the findings that don't agree."""
-    snapshots = (1,) if mistake.at.startswith("step 1") else (1, 2)
-    case = replace(training.CASES.get(mistake.case, training.GRADIENTS), snapshots=snapshots)
-    port = planted(mistake, name)
+    snapshots = (1,) if bug.at.startswith("step 1") else (1, 2)
+    case = replace(training.CASES.get(bug.case, training.GRADIENTS), snapshots=snapshots)
+    port = injected(bug, name)
     with interpreted(name):
         findings = list(compare([case], port, Placements(("float64",))))
     assert len(findings) > 1
@@ -130,23 +127,23 @@ def for_every_check() -> list:
     """Return every combination of a bug and a port. Except in PyTorch, most of them are extended tests."""
     parameters, seen = [], set()
     for parameter in in_every_port(MISBEHAVIOUR):
-        name, mistake = parameter.values
-        shown = mistake.check[0] in RANDOM or name == "numpy"
-        if name != "torch" and ((name, mistake.check[0]) in seen or not shown):
+        name, bug = parameter.values
+        shown = bug.check[0] in RANDOM or name == "numpy"
+        if name != "torch" and ((name, bug.check[0]) in seen or not shown):
             parameter = pytest.param(
-                *parameter.values, id=parameter.id, marks=[*parameter.marks, pytest.mark.extended("mistakes")]
+                *parameter.values, id=parameter.id, marks=[*parameter.marks, pytest.mark.extended("bugs")]
             )
         parameters.append(parameter)
-        seen.add((name, mistake.check[0]))
+        seen.add((name, bug.check[0]))
     return parameters
 
 
-@pytest.mark.parametrize(("name", "mistake"), for_every_check())
-def test_misbehaviour_is_caught_by_its_check(name, mistake):
-    check, *arguments = mistake.check
-    backend = Backend(name, planted(Mistake(mistake.name, "", mistake.edits), name).import_package())
+@pytest.mark.parametrize(("name", "bug"), for_every_check())
+def test_misbehaviour_is_caught_by_its_check(name, bug):
+    check, *arguments = bug.check
+    backend = Backend(name, injected(Bug(bug.name, "", bug.edits), name).import_package())
     compiled = nullcontext() if check == "check_mixed_precision" else test_dropout.interpreted(backend)
-    with compiled, pytest.raises(AssertionError, match=re.escape(mistake.complaint)):
+    with compiled, pytest.raises(AssertionError, match=re.escape(bug.complaint)):
         getattr(test_dropout, check)(backend, *arguments)
 
 
@@ -167,15 +164,15 @@ def test_correct_port_raises_no_alarm(name, seed, monkeypatch):
 
 
 def test_every_part_of_the_model_and_of_training_is_spoilt_in_every_port():
-    for part, mistakes in (FORWARD | TRAINING).items():
-        assert {name for mistake in mistakes for name in mistake.edits} >= {*ALL}, part
+    for part, bugs in (FORWARD | TRAINING).items():
+        assert {name for bug in bugs for name in bug.edits} >= {*ALL}, part
 
 
 @pytest.mark.only("torch")
 def test_missing_key_bias_changes_only_keys_and_scores():
     """A missing key bias shifts all scores of a query equally, which doesn't change weights, logits, or gradients."""
-    mistake = named("key bias missing")
-    failures = failing(run("torch", mistake, (mistake.case,), "float64"))
+    bug = named("key bias missing")
+    failures = failing(run("torch", bug, (bug.case,), "float64"))
     assert {failure.tap.rpartition(".")[2] for failure in failures} == {"key", "scores"}
 
 
@@ -235,7 +232,7 @@ def test_exit_code(verdicts, code):
 
 @pytest.mark.only("torch")
 @pytest.mark.parametrize(
-    ("mistake", "dtypes", "code"),
+    ("bug", "dtypes", "code"),
     [
         ("scores not scaled", ("float64",), 1),
         ("scores in TensorFloat32", ("float64", "float32"), 2),
@@ -244,9 +241,9 @@ def test_exit_code(verdicts, code):
         ("an exception", ("float64",), 3),
     ],
 )
-def test_exit_code_of_a_mistake(mistake, dtypes, code):
-    mistake = named(mistake)
-    assert Verdict.of(run("torch", mistake, (mistake.case,), *dtypes)).exit_code == code
+def test_exit_code_of_a_bug(bug, dtypes, code):
+    bug = named(bug)
+    assert Verdict.of(run("torch", bug, (bug.case,), *dtypes)).exit_code == code
 
 
 def test_check_without_comparisons_does_not_pass():

@@ -111,7 +111,7 @@ def test_the_first_position_of_a_prefix_may_be_padding(port):
     assert cache.self_mask[:, 0, 0].tolist() == [[True, True, True, False], [True, True, False, False]]
 
 
-def test_a_prefix_without_room_is_refused(port):
+def test_a_prefix_without_capacity_is_refused(port):
     model = build(port)
     cache = model.init_cache(SOURCE, 3)
     _, cache = model.decode_step(TARGET[:, :1], cache)

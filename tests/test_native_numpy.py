@@ -79,14 +79,14 @@ class Tagged(np.ndarray):
     """An array subclass, like those used for units or labeled axes."""
 
 
-def kinds_of(array, folder):
+def kinds_of(array, directory):
     """Yield arrays with the same values in the forms that programs commonly use."""
     yield "not contiguous", np.repeat(array, 2, axis=-1)[..., ::2]
     yield "of another order", np.asfortranarray(array)
     frozen = array.copy()
     frozen.flags.writeable = False
     yield "read-only", frozen
-    file = folder / f"{len([*folder.iterdir()])}.npy"
+    file = directory / f"{len([*directory.iterdir()])}.npy"
     np.save(file, array)
     yield "memory-mapped", np.load(file, mmap_mode="r")
     yield "subclass", array.view(Tagged)
@@ -180,7 +180,7 @@ def test_fast_adam_updates_wide_rows_as_the_formulas_do():
     assert not np.array_equal(ours.parameters["kernel"], start["kernel"])
 
 
-# --- Common mistakes of NumPy users ---
+# --- Common bugs of NumPy users ---
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.dtype("float32"), "f4", ">f4", "single", np.zeros(1, "f").dtype])

@@ -21,7 +21,7 @@ import pytest
 from sphinx.errors import ExtensionError
 
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "docs" / "notebooks"
+DIRECTORY = ROOT / "docs" / "notebooks"
 sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 
 import code_cells  # noqa: E402  a module of the site
@@ -36,7 +36,7 @@ NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 def source(name: str) -> tuple[list[str], list[str]]:
     """Return the text and the code cells of a source file, which alternate."""
-    _, _, body = (FOLDER / f"{name}.md").read_text("utf-8").split("---\n", 2)
+    _, _, body = (DIRECTORY / f"{name}.md").read_text("utf-8").split("---\n", 2)
     *pieces, last = re.split(FENCE, body)
     return [*pieces[::3], last], [code.rstrip("\n") for code in pieces[2::3]]
 
@@ -78,9 +78,9 @@ def differences(kept: str, again: str) -> list[str]:
 
 
 def test_every_notebook_is_known_and_listed():
-    assert {path.stem for path in FOLDER.glob("*.ipynb")} == set(NAMES)
-    assert {path.stem for path in FOLDER.glob("*.md")} == {*NAMES, "index"}
-    index = (FOLDER / "index.md").read_text("utf-8")
+    assert {path.stem for path in DIRECTORY.glob("*.ipynb")} == set(NAMES)
+    assert {path.stem for path in DIRECTORY.glob("*.md")} == {*NAMES, "index"}
+    index = (DIRECTORY / "index.md").read_text("utf-8")
     assert re.findall(r"^([\w-]+)$", index.partition("{toctree}")[2], re.MULTILINE) == NAMES
     assert re.findall(r"\{download\}`([\w-]+)\.ipynb`", index) == NAMES
 
@@ -88,7 +88,7 @@ def test_every_notebook_is_known_and_listed():
 @pytest.mark.parametrize("name", NAMES)
 def test_stored_notebook_matches_its_source(name):
     prose, code = source(name)
-    path = FOLDER / f"{name}.ipynb"
+    path = DIRECTORY / f"{name}.ipynb"
     assert [code_cells.joined(cell["source"]) for cell in stored(path, "code")] == code
     kept = "\n".join(code_cells.joined(cell["source"]) for cell in stored(path, "markdown"))
     assert kept.split() == "\n".join(prose).split()
@@ -96,7 +96,7 @@ def test_stored_notebook_matches_its_source(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_cells_were_executed_in_order_without_errors(name):
-    path = FOLDER / f"{name}.ipynb"
+    path = DIRECTORY / f"{name}.ipynb"
     cells = stored(path, "code")
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert all(output["output_type"] != "error" and output.get("name") != "stderr" for output in outputs(path))
@@ -112,12 +112,12 @@ def test_notebook_has_a_title_figures_and_next_steps(name):
     assert len(re.findall(r"^- ", prose[-1], re.MULTILINE)) >= 3
     assert prose[0].strip() != ""
     assert code
-    assert pictures(FOLDER / f"{name}.ipynb")
+    assert pictures(DIRECTORY / f"{name}.ipynb")
 
 
 def test_site_rejects_outputs_of_outdated_code():
     _, code = source("tour")
-    assert code_cells.outputs("tour", 0, code[0]) == stored(FOLDER / "tour.ipynb", "code")[0]["outputs"]
+    assert code_cells.outputs("tour", 0, code[0]) == stored(DIRECTORY / "tour.ipynb", "code")[0]["outputs"]
     with pytest.raises(ExtensionError, match=r"code cell 0 of docs/notebooks/tour.md has changed: run python docs/"):
         code_cells.outputs("tour", 0, code[0] + " ")
     with pytest.raises(ExtensionError, match=f"code cell {len(code)} of"):
@@ -155,12 +155,12 @@ def test_executed_notebook_reproduces_stored_outputs(name, tmp_path):
     # Disable the test suite's JAX compilation cache, which a reader doesn't have.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "PYTEST_"))}
     before = os.times()
-    command = [sys.executable, FOLDER / "run.py", name, "--out", tmp_path]
+    command = [sys.executable, DIRECTORY / "run.py", name, "--out", tmp_path]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     after = os.times()
     assert ran.returncode == 0, ran.stderr
     assert after.children_user + after.children_system - before.children_user - before.children_system < SECONDS
-    kept, again = FOLDER / f"{name}.ipynb", tmp_path / f"{name}.ipynb"
+    kept, again = DIRECTORY / f"{name}.ipynb", tmp_path / f"{name}.ipynb"
     assert differences(said(kept), said(again)) == []
     drawn = [list(map(pixels, pictures(path))) for path in (kept, again)]
     for ours, theirs in zip(*drawn, strict=True):

@@ -10,19 +10,19 @@ import pytest
 
 from reference_numpy import PRESETS
 from transformer_parity.engine.findings import AGREES, DIVERGES, SKIPPED
+from transformer_parity.transformer.bugs.bug import Bug, Edits, together
+from transformer_parity.transformer.bugs.catalog import FORWARD
 from transformer_parity.transformer.cases.for_ports import model_cases, port_config
 from transformer_parity.transformer.cases.standard import preset_case
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN
 from transformer_parity.transformer.diagnose.investigate import Investigation
-from transformer_parity.transformer.mistakes.catalog import FORWARD
-from transformer_parity.transformer.mistakes.mistake import Edits, Mistake, together
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.user import PluginPort
-from transformer_parity.transformer.selftest.planted_ports import planted
+from transformer_parity.transformer.selftest.buggy_ports import injected
 
 SETTING = Placements(("float64",))
-KNOWN = {mistake.name: mistake for part in FORWARD.values() for mistake in part}
+KNOWN = {bug.name: bug for part in FORWARD.values() for bug in part}
 PRE, FINAL, EPSILON = "norm_order='pre'", "final_norm=True", "layer_norm_epsilon=1e-05"
 UNSCALED, SPLIT, SWISH = "scale_embedding=False", "position_layout='split'", "activation='swish'"
 SEEDS = range(20)
@@ -104,13 +104,13 @@ def test_conventions_of_keras_hub(kind, conventions):
     assert_recognized(diagnosis_of(kind), conventions)
 
 
-@pytest.mark.parametrize("kind", [others.Mistaken, others.MistakenUnseen])
+@pytest.mark.parametrize("kind", [others.Buggy, others.BuggyUnseen])
 @pytest.mark.parametrize(
     "names",
     [
         ("scores divided by d_k", "unbiased variance"),
         *(
-            pytest.param(names, marks=pytest.mark.extended("two mistakes"))
+            pytest.param(names, marks=pytest.mark.extended("two bugs"))
             for names in (
                 ("heads split as (d, h)", "exponent doubled"),
                 ("cross-attention without padding mask", "sine and cosine swapped"),
@@ -120,18 +120,18 @@ def test_conventions_of_keras_hub(kind, conventions):
     ids=" and ".join,
 )
 @pytest.mark.only("torch")
-def test_two_mistakes_at_once(kind, names, monkeypatch):
-    both = Mistake("", "", together(*(KNOWN[name].edits for name in names)))
-    monkeypatch.setattr(kind, "package", planted(both, "torch").port.package)
+def test_two_bugs_at_once(kind, names, monkeypatch):
+    both = Bug("", "", together(*(KNOWN[name].edits for name in names)))
+    monkeypatch.setattr(kind, "package", injected(both, "torch").port.package)
     assert_recognized(diagnosis_of(kind), names)
 
 
 @pytest.mark.parametrize("name", UNHEARD_OF)
 @pytest.mark.only("torch")
 def test_unlisted_bug_gets_no_exact_diagnosis(name, monkeypatch):
-    mistaken = planted(Mistake("", "", UNHEARD_OF[name]), "torch")
-    monkeypatch.setattr(others.Mistaken, "package", mistaken.port.package)
-    diagnosis = diagnosis_of(others.Mistaken)
+    buggy = injected(Bug("", "", UNHEARD_OF[name]), "torch")
+    monkeypatch.setattr(others.Buggy, "package", buggy.port.package)
+    diagnosis = diagnosis_of(others.Buggy)
     assert diagnosis.confidence in (LIKELY, UNKNOWN)
     assert diagnosis.hypotheses == ()
     assert diagnosis.next_error > 1e-3

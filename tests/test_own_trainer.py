@@ -35,7 +35,7 @@ SCALE = "(total / tokens * dist.get_world_size())"
 LOSS = "        dist.all_reduce(loss)\n"
 CLIP = "torch.nn.utils.get_total_norm(gradient)"
 WRAPPED = "self.model = DistributedDataParallel(model)"
-MISTAKES = {  # the message, mapped to the tensor that diverges and to the edits of the example
+BUGS = {  # the message, mapped to the tensor that diverges and to the edits of the example
     "each shard divided by its own token count, then averaged: a mean of means (0.9118, 1.107)": (
         "the whole gradient",
         [(COUNT, f"        own = tokens.clone()\n{COUNT}"), (SCALE, "(total / own)")],
@@ -84,12 +84,12 @@ class Chosen(MyPort):
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
     """A function that compares an edited copy of the example, running in two processes, with one device."""
-    folder = tmp_path_factory.mktemp("ports")
-    (folder / "chosen.py").write_text(CHOSEN)
-    (folder / "ddp_port.py").write_text(EXAMPLE.read_text())
+    directory = tmp_path_factory.mktemp("ports")
+    (directory / "chosen.py").write_text(CHOSEN)
+    (directory / "ddp_port.py").write_text(EXAMPLE.read_text())
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.chdir(folder)
+        patch.chdir(directory)
         group = stack.enter_context(processes.group("chosen:Chosen", 2, timeout=200))
 
         @cache
@@ -99,8 +99,8 @@ def compared(tmp_path_factory):
                 assert text.count(old) == 1, old
                 text = text.replace(old, new)
             name = f"port_{abs(hash(text))}"
-            (folder / f"{name}.py").write_text(text)
-            (folder / "chosen").write_text(name)
+            (directory / f"{name}.py").write_text(text)
+            (directory / "chosen").write_text(name)
             check = DistributedCheck(ports=["chosen:Chosen"], asked=[Plan(data=2)])
             messages = check._on_plan(*check.checked_ports(), Plan(data=2), group)
             return [found for message in messages if isinstance(message, CaseCompared) for found in message.findings]
@@ -119,9 +119,9 @@ def test_the_example_agrees(compared):
 
 
 @pytest.mark.only("torch")
-@pytest.mark.parametrize("said", tiers.first_alone(MISTAKES, "mistakes"))
-def test_a_mistake_in_the_example_is_named(compared, said):
-    at, edits = MISTAKES[said]
+@pytest.mark.parametrize("said", tiers.first_alone(BUGS, "bugs"))
+def test_a_bug_in_the_example_is_named(compared, said):
+    at, edits = BUGS[said]
     first = next(finding for finding in compared(tuple(edits)) if finding.verdict != AGREES)
     assert (first.case, first.tap) == ("distributed/data=2/plain", at)
     assert said in first.detail

@@ -151,16 +151,16 @@ def test_all_transitive_dependencies_are_pinned():
 
 # --- Distributions ---
 
-FOLDERS = (*PROGRAM, "tests", "docs", "benchmarks", ".ci")
+DIRECTORIES = (*PROGRAM, "tests", "docs", "benchmarks", ".ci")
 FILES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "constraints.txt", "pyproject.toml", "setup.py")
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 
 
-def contents(root: Path, folders: tuple[str, ...]) -> set[str]:
+def contents(root: Path, directories: tuple[str, ...]) -> set[str]:
     return {
         path.relative_to(root).as_posix()
-        for folder in folders
-        for path in (root / folder).rglob("*")
+        for directory in directories
+        for path in (root / directory).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
 
@@ -168,29 +168,29 @@ def contents(root: Path, folders: tuple[str, ...]) -> set[str]:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """The unpacked source distribution and the unpacked wheel that is built from it."""
-    folder = tmp_path_factory.mktemp("built")
-    tree = folder / "tree"
-    for name in FOLDERS:
+    directory = tmp_path_factory.mktemp("built")
+    tree = directory / "tree"
+    for name in DIRECTORIES:
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in (*FILES, "MANIFEST.in"):
         shutil.copy(ROOT / name, tree)
 
     def build(kind: str, where: Path) -> None:
-        subprocess.run([sys.executable, "-c", BUILD, kind, folder], cwd=where, capture_output=True, check=True)
+        subprocess.run([sys.executable, "-c", BUILD, kind, directory], cwd=where, capture_output=True, check=True)
 
     build("build_sdist", tree)
-    with tarfile.open(*folder.glob("*.tar.gz")) as archive:
-        archive.extractall(folder, filter="data")
-    (source,) = (path for path in folder.glob("transformer_parity-*") if path.is_dir())
+    with tarfile.open(*directory.glob("*.tar.gz")) as archive:
+        archive.extractall(directory, filter="data")
+    (source,) = (path for path in directory.glob("transformer_parity-*") if path.is_dir())
     build("build_wheel", source)
-    with zipfile.ZipFile(*folder.glob("*.whl")) as archive:
-        archive.extractall(folder / "wheel")
-    return source, folder / "wheel"
+    with zipfile.ZipFile(*directory.glob("*.whl")) as archive:
+        archive.extractall(directory / "wheel")
+    return source, directory / "wheel"
 
 
 def test_the_source_distribution_has_everything(built):
     source, _ = built
-    assert contents(source, FOLDERS) == contents(ROOT, FOLDERS)
+    assert contents(source, DIRECTORIES) == contents(ROOT, DIRECTORIES)
     assert all((source / name).read_bytes() == (ROOT / name).read_bytes() for name in FILES)
     assert os.access(source / ".ci" / "run", os.X_OK) == os.access(ROOT / ".ci" / "run", os.X_OK)
 

@@ -379,28 +379,28 @@ else:  # nothing is compiled: moments as after a step
     second = {{name: abs(array) for name, array in weights.items()}}
     many.load_state(type(many.export_state())(5, probe.seed, weights, second))
 try:
-    save_sharded({folder!r}, many, {{"position": [1, 2]}}, b"pieces")
+    save_sharded({directory!r}, many, {{"position": [1, 2]}}, b"pieces")
 except FileExistsError as error:
     assert {exists}, error
 else:
     assert not {exists}
     again = trainer(probe, many.mesh)
-    assert load_sharded({folder!r}, again) == {{"position": [1, 2]}}
+    assert load_sharded({directory!r}, again) == {{"position": [1, 2]}}
     assert_same_state(again, many, 0)
 """
 GO_ON = """
 from transformer_jax.parallel_checkpoint import join_sharded, load_sharded, split_sharded
 
-probe, folder = probes()["vocabulary of 37"], {folder!r}
+probe, directory = probes()["vocabulary of 37"], {directory!r}
 one = trainer(probe, backend="numpy")
 for step in range({steps}):
     one.train_step(*probe.batch(step))
-whole = join_sharded(folder)
+whole = join_sharded(directory)
 assert (whole.config, whole.settings, whole.progress, whole.vocabulary) == (
     probe.config, probe.settings, {{"position": [1, 2]}}, b"pieces")
-ref.save_checkpoint(folder + ".safetensors", whole)
-split_sharded(folder + "-2", ref.load_checkpoint(folder + ".safetensors"))
-for place, plan in ((folder, "tensor=2"), (folder + "-2", "fsdp=4")):
+ref.save_checkpoint(directory + ".safetensors", whole)
+split_sharded(directory + "-2", ref.load_checkpoint(directory + ".safetensors"))
+for place, plan in ((directory, "tensor=2"), (directory + "-2", "fsdp=4")):
     many = trainer(probe, plan)
     assert load_sharded(place, many) == whole.progress
     assert many.step == {steps}
@@ -416,20 +416,23 @@ assert_same_steps(one, many, probe, 5)
 other = trainer(probes()["plain"], "fsdp=4")
 before = other.export_state()
 try:
-    load_sharded(folder, other)
+    load_sharded(directory, other)
 except ValueError as error:
     assert "must contain source_embedding.table as float64 [40, 32]: got float64 [37, 32]" in str(error), error
 else:
-    raise AssertionError("a folder of another model")
+    raise AssertionError("a directory of another model")
 assert_same_bits(other.export_state().first_moment, before.first_moment)
 """
 
 
 @pytest.mark.extended("plans")
-def test_a_folder_of_parts(tmp_path):
+def test_a_directory_of_parts(tmp_path):
     """A directory saved by eight devices is loaded by eight devices and as one checkpoint, bitwise identical."""
-    folder = str(tmp_path / "run")
-    run(SAVE.format(plan="data=2,fsdp=2,tensor=2", steps=0, folder=folder, exists=False) + JOIN.format(folder=folder))
+    directory = str(tmp_path / "run")
+    run(
+        SAVE.format(plan="data=2,fsdp=2,tensor=2", steps=0, directory=directory, exists=False)
+        + JOIN.format(directory=directory)
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -437,7 +440,7 @@ JOIN = """
 from transformer_jax.parallel_checkpoint import join_sharded
 
 assert_divided(again)
-whole, state = join_sharded({folder!r}), many.export_state()
+whole, state = join_sharded({directory!r}), many.export_state()
 assert_same_bits(whole.weights, many.model.export_weights())
 assert_same_bits(whole.state.first_moment, state.first_moment)
 assert_same_bits(whole.state.second_moment, state.second_moment)
@@ -447,12 +450,12 @@ assert (whole.state.step, whole.state.seed) == (5, probe.seed)
 
 @pytest.mark.extended("plans")
 def test_sharded_checkpoint_resumes_on_other_devices_and_in_numpy(tmp_path):
-    folder = str(tmp_path / "run")
-    run(SAVE.format(plan="data=2,fsdp=2", steps=5, folder=folder, exists=False), processes=2, devices=2)
-    run(GO_ON.format(folder=folder, steps=5), devices=4)
+    directory = str(tmp_path / "run")
+    run(SAVE.format(plan="data=2,fsdp=2", steps=5, directory=directory, exists=False), processes=2, devices=2)
+    run(GO_ON.format(directory=directory, steps=5), devices=4)
 
 
 @pytest.mark.extended("plans")
 def test_existing_checkpoint_directory_is_not_overwritten(tmp_path):
-    run(SAVE.format(plan="data=2", steps=0, folder=str(tmp_path), exists=True), processes=2, devices=1)
+    run(SAVE.format(plan="data=2", steps=0, directory=str(tmp_path), exists=True), processes=2, devices=1)
     assert list(tmp_path.iterdir()) == []

@@ -176,7 +176,7 @@ def test_workers_with_different_inputs_are_rejected(change):
     run_workers(f"import test_parallel_tf as t; t.as_a_worker_of_its_own({change!r})", 2)
 
 
-def saved_and_loaded(folder):
+def saved_and_loaded(directory):
     """A sharded directory saved on two devices can be resumed on one device. Incompatible directories are rejected."""
     import transformer_tf as package
     from transformer_tf.parallel_checkpoint import load_sharded, save_sharded
@@ -185,17 +185,17 @@ def saved_and_loaded(folder):
     mesh = package.make_mesh(Plan(data=2), "cpu")
     many, one = trainer(package, probe, mesh), trainer(package, probe)
     many.train_step(*probe.batch(0))
-    save_sharded(Path(folder) / "run", many, {"position": [0, 1]}, b"subwords")
-    assert load_sharded(Path(folder) / "run", one) == {"position": [0, 1]}
+    save_sharded(Path(directory) / "run", many, {"position": [0, 1]}, b"subwords")
+    assert load_sharded(Path(directory) / "run", one) == {"position": [0, 1]}
     assert (one.step, one.seed) == (1, probe.seed)
     results = [float(pair.train_step(*probe.batch(1)).loss) for pair in (many, one)]
     assert results[0] == pytest.approx(results[1], rel=1e-12)
     with pytest.raises(FileExistsError, match=r"run exists already$"):
-        save_sharded(Path(folder) / "run", many)
+        save_sharded(Path(directory) / "run", many)
     other = trainer(package, probes()["untied"])
     with pytest.raises(ValueError, match=r"must contain \S+ as float64 .*: got "):
-        load_sharded(Path(folder) / "run", other)
-    assert [path.name for path in Path(folder).iterdir()] == ["run"]
+        load_sharded(Path(directory) / "run", other)
+    assert [path.name for path in Path(directory).iterdir()] == ["run"]
 
 
 @pytest.mark.extended("plans")

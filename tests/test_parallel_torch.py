@@ -18,7 +18,7 @@ import reference_numpy as ref
 import transformer_torch
 from reference_numpy import Checkpoint, Plan, save_checkpoint
 from transformer_parity.transformer.distributed.cases import probes
-from transformer_spec.checkpoint_folder import RUN, read_run
+from transformer_spec.checkpoint_directory import RUN, read_run
 from transformer_spec.files import write_file
 from transformer_spec.parallel_plan import tensor_axis
 from transformer_torch.parallel_checkpoint import join_sharded, load_sharded, save_sharded, split_sharded
@@ -94,10 +94,10 @@ def assert_one_device_agrees(jobs, results):
         assert_divided([found["shards"] for found in processes], plan, processes[0]["weights"])
 
 
-def agree_with_one_device(folder, plans, names, steps):
+def agree_with_one_device(directory, plans, names, steps):
     """Train on plans with the same number of processes, and compare everything with one device."""
     jobs = [("train", {"plan": plan, "probe": name, "steps": steps}) for name in names for plan in plans]
-    assert_one_device_agrees(jobs, [*zip(*run(folder, Plan.parse(plans[0]).devices, jobs), strict=True)])
+    assert_one_device_agrees(jobs, [*zip(*run(directory, Plan.parse(plans[0]).devices, jobs), strict=True)])
 
 
 TRAINED = [
@@ -110,20 +110,20 @@ TRAINED = [
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     """Return a directory and the results of two processes for all jobs, because starting processes is slow."""
-    folder = tmp_path_factory.mktemp("two")
+    directory = tmp_path_factory.mktemp("two")
     jobs = [
         ("refused", {"plan": "fsdp=2", "attempts": [*REFUSED]}),
         ("search", {"plan": "data=2"}),
         ("train_on_a_mesh_of_the_user", {"axes": {"tensor": 1, "fsdp": 2}, "probe": "plain", "steps": 0}),
         ("train_on_a_mesh_of_the_user", {"axes": {"tensor": 2, "data": 1}, "probe": "plain", "steps": 0}),
         ("other_dropout", {"plan": "data=2"}),
-        ("save", {"folder": folder / "run", "plan": "fsdp=2", "probe": "vocabulary of 37", "steps": 2}),
-        ("go_on", {"path": folder / "run", "plan": "tensor=2", "probe": "vocabulary of 37", "steps": 2}),
-        ("go_on", {"path": folder / "run.safetensors", "plan": "data=2", "probe": "vocabulary of 37", "steps": 2}),
+        ("save", {"directory": directory / "run", "plan": "fsdp=2", "probe": "vocabulary of 37", "steps": 2}),
+        ("go_on", {"path": directory / "run", "plan": "tensor=2", "probe": "vocabulary of 37", "steps": 2}),
+        ("go_on", {"path": directory / "run.safetensors", "plan": "data=2", "probe": "vocabulary of 37", "steps": 2}),
         ("reductions", {}),
         ("loss_of_torch", {}),
     ]
-    return folder, [*zip(*run(folder, 2, [*TRAINED, *jobs]), strict=True)]
+    return directory, [*zip(*run(directory, 2, [*TRAINED, *jobs]), strict=True)]
 
 
 def test_two_processes(two_processes):
@@ -133,10 +133,10 @@ def test_two_processes(two_processes):
 
 def test_two_processes_match_one_device_in_search_and_checkpoints(two_processes):
     """Also test user-defined meshes, error messages, and the reason why ``loss_parallel`` isn't used."""
-    folder, results = two_processes
+    directory, results = two_processes
     expected = on_one_device("vocabulary of 37", 2, 2)
     for found in zip(*results[len(TRAINED) :], strict=True):
-        said, (trained, own), *meshes, dropout, again, from_the_folder, from_the_file, sums, loss = found
+        said, (trained, own), *meshes, dropout, again, from_the_directory, from_the_file, sums, loss = found
         assert said == REFUSED
         np.testing.assert_array_equal(trained.ids, own.ids)
         np.testing.assert_allclose(trained.scores, own.scores, rtol=1e-10)
@@ -144,8 +144,8 @@ def test_two_processes_match_one_device_in_search_and_checkpoints(two_processes)
             assert_agree(trained_there, on_one_device("plain", 0))
         assert dropout["local"] != pytest.approx(dropout["global"], rel=1e-3)
         assert dropout["local again"] == dropout["local"]
-        assert again == f"{folder / 'run'} exists already"
-        for resumed in (from_the_folder, from_the_file):
+        assert again == f"{directory / 'run'} exists already"
+        for resumed in (from_the_directory, from_the_file):
             assert_agree(resumed, expected)
             assert resumed["progress"] == {"position": [3, 1]}
         # The forward pass has one sum for each of the 10 sublayers. The backward pass has one for each feed-forward
@@ -253,10 +253,10 @@ def test_sharded_directory_and_single_file_convert_bit_exactly(tmp_path):
     split_sharded(tmp_path / "split", checkpoint)
     save_sharded(tmp_path / "saved", trainer, {"position": 5}, b"vocabulary")
     after = observed(trainer, probe, 1)
-    for folder in ("split", "saved"):
-        save_checkpoint(tmp_path / f"{folder}.safetensors", join_sharded(tmp_path / folder))
+    for directory in ("split", "saved"):
+        save_checkpoint(tmp_path / f"{directory}.safetensors", join_sharded(tmp_path / directory))
         resumed = trainer_of(probe)
-        assert load_sharded(tmp_path / folder, resumed) == {"position": 5}
+        assert load_sharded(tmp_path / directory, resumed) == {"position": 5}
         assert_same_bits(resumed.model.export_weights(), weights)
         assert observed(resumed, probe, 1)["steps"] == after["steps"]
     assert (tmp_path / "split.safetensors").read_bytes() == (tmp_path / "saved.safetensors").read_bytes()
@@ -264,17 +264,19 @@ def test_sharded_directory_and_single_file_convert_bit_exactly(tmp_path):
     assert (tmp_path / "direct.safetensors").read_bytes() == (tmp_path / "saved.safetensors").read_bytes()
 
 
-def damaged(folder, way):
+def damaged(directory, way):
     """Damage a directory in the given way."""
     if way == "no run":
-        (folder / "run.safetensors").unlink()
+        (directory / "run.safetensors").unlink()
     elif way == "no metadata":
-        (folder / ".metadata").unlink()
+        (directory / ".metadata").unlink()
     elif way == "no parts":
-        (folder / "__0_0.distcp").unlink()
+        (directory / "__0_0.distcp").unlink()
     elif way == "a negative step":
-        run = read_run(folder)
-        write_file(folder / RUN, {"config": run.config.to_dict(), "training": {**run.training, "step": -1}}, {}, None)
+        run = read_run(directory)
+        write_file(
+            directory / RUN, {"config": run.config.to_dict(), "training": {**run.training, "step": -1}}, {}, None
+        )
 
 
 REFUSALS = {

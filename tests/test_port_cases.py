@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from transformer_parity.transformer.bugs.catalog import EVERYWHERE, SEARCH, STEP_VARIANTS, STRUCTURE, TRAINING
+from transformer_parity.transformer.bugs.held_out.forward import HELD_OUT
+from transformer_parity.transformer.bugs.held_out.step_variants import LIMIT_OF_A_SUM
 from transformer_parity.transformer.cases import for_ports
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
@@ -13,9 +16,6 @@ from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, diagnose
 from transformer_parity.transformer.diagnose.evidence.blame import distance
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
-from transformer_parity.transformer.mistakes.catalog import EVERYWHERE, SEARCH, STEP_VARIANTS, STRUCTURE, TRAINING
-from transformer_parity.transformer.mistakes.unplanted.forward import UNPLANTED
-from transformer_parity.transformer.mistakes.unplanted.step_variants import LIMIT_OF_A_SUM
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.stages.registry import STAGES
@@ -35,18 +35,18 @@ def test_most_likely_weight_seed_is_first_choice_and_fallback(monkeypatch):
 
 
 @pytest.mark.parametrize("shown", ["logits", "taps"])
-@pytest.mark.parametrize("mistake", EVERYWHERE, ids=lambda mistake: mistake.name)
-def test_a_mistake_in_every_sub_layer_is_named_with_taps_and_without(mistake, shown):
-    case = next(case for case in standard_cases() if case.name == mistake.case)
-    seen = tensors(Hypothesis((mistake,)).load(case.config, case.load_weights()), case)
+@pytest.mark.parametrize("bug", EVERYWHERE, ids=lambda bug: bug.name)
+def test_a_bug_in_every_sub_layer_is_named_with_taps_and_without(bug, shown):
+    case = next(case for case in standard_cases() if case.name == bug.case)
+    seen = tensors(Hypothesis((bug,)).load(case.config, case.load_weights()), case)
     found = diagnose(case, seen if shown == "taps" else {"output": seen["output"]}, "it")
     assert found.confidence == EXACT
-    assert mistake.name in found.hypotheses
-    assert shown == "logits" or found.hypotheses == (mistake.name,)
+    assert bug.name in found.hypotheses
+    assert shown == "logits" or found.hypotheses == (bug.name,)
 
 
 def test_a_limit_of_inner_units_is_named():
-    relu6 = next(mistake for mistake in UNPLANTED if mistake.name == "ReLU6 instead of ReLU")
+    relu6 = next(bug for bug in HELD_OUT if bug.name == "ReLU6 instead of ReLU")
     case = next(case for case in port_cases(CONFIG) if case.name == "full/longest/one_sentence")
     found = diagnose(case, tensors(Hypothesis((relu6,)).load(case.config, case.load_weights()), case), "it")
     assert (found.confidence, found.hypotheses) == (EXACT, ("ReLU6 instead of ReLU",))
@@ -65,10 +65,10 @@ def test_training_before_a_forward_pass_changes_no_weight():
 
 @pytest.mark.parametrize("preset", ["paper_base", "marian", "bart", "fairseq", "annotated", "torch"])
 def test_widest_beam_detects_padding_excluded_before_log_softmax(preset):
-    mistake = next(one for one in SEARCH if one.name == "padding is excluded before the log-softmax")
+    bug = next(one for one in SEARCH if one.name == "padding is excluded before the log-softmax")
     config = tiny(preset, d_k=None, d_v=None)
     case = next(case for case in port_cases(config) if case.name == "decode/many_widest_beam")
-    seen = tensors(Hypothesis((mistake,)).load(case.config, case.load_weights()), case)
+    seen = tensors(Hypothesis((bug,)).load(case.config, case.load_weights()), case)
     assert distance("tokens", seen, tensors(load(case), case)) > 0.0
 
 
@@ -84,31 +84,28 @@ UNSEEN = [
 ]
 
 
-@pytest.mark.parametrize("name", sorted({mistake.case for mistake in SEARCH}))
-def test_a_mistake_of_a_search_shows_in_its_case(name):
+@pytest.mark.parametrize("name", sorted({bug.case for bug in SEARCH}))
+def test_a_bug_of_a_search_shows_in_its_case(name):
     case = next(case for case in standard_cases() if case.name == name)
     right = tensors(load(case), case)
-    mistakes = [mistake for mistake in SEARCH if mistake.case == name and "numpy" in mistake.edits]
-    seen = {
-        mistake.name: tensors(Hypothesis((mistake,)).load(case.config, case.load_weights()), case)
-        for mistake in mistakes
-    }
-    assert [mistake.name for mistake in mistakes if not distance(mistake.at, seen[mistake.name], right) > 1e-9] == []
+    bugs = [bug for bug in SEARCH if bug.case == name and "numpy" in bug.edits]
+    seen = {bug.name: tensors(Hypothesis((bug,)).load(case.config, case.load_weights()), case) for bug in bugs}
+    assert [bug.name for bug in bugs if not distance(bug.at, seen[bug.name], right) > 1e-9] == []
 
 
 def test_the_cases_for_ports_show_how_a_port_searches():
     cases = [case for case in port_cases(CONFIG) if case.stage == "decode"]
     right = {case.name: tensors(load(case), case) for case in cases}
     unseen = []
-    for mistake in SEARCH:
-        if "/rules_of_" in mistake.case:  # ports don't run these cases
+    for bug in SEARCH:
+        if "/rules_of_" in bug.case:  # ports don't run these cases
             continue
         for case in cases:
-            seen = tensors(Hypothesis((mistake,)).load(case.config, case.load_weights()), case)
+            seen = tensors(Hypothesis((bug,)).load(case.config, case.load_weights()), case)
             if distance("tokens", seen, right[case.name]) > 0.0:
                 break
         else:
-            unseen.append(mistake.name)
+            unseen.append(bug.name)
     assert unseen == UNSEEN
 
 
@@ -126,12 +123,12 @@ def test_the_cases_for_ports_have_a_limit_between_a_gradient_and_its_sum_over_to
         assert max(distance(tensor, wrong, right) for tensor in right) > 1e-6
 
 
-@pytest.mark.parametrize("name", ["ids in int16", *(mistake.name for part in CLIPPED for mistake in TRAINING[part])])
+@pytest.mark.parametrize("name", ["ids in int16", *(bug.name for part in CLIPPED for bug in TRAINING[part])])
 def test_the_cases_for_ports_have_large_ids_clipping_and_slices(name):
     cases = {case.name: case for case in port_cases(CONFIG)}
     special = {"ids in int16": "full/large_vocabulary", SCALED_UP: "steps/port/small_gradient"}
     case = cases[special.get(name, "steps/port_clipped")]
-    known = {mistake.name: mistake for part in (STRUCTURE, TRAINING) for each in part.values() for mistake in each}
+    known = {bug.name: bug for part in (STRUCTURE, TRAINING) for each in part.values() for bug in each}
     wrong, right = (
         tensors(Hypothesis((known[name],)).load(case.config, case.load_weights()), case),
         tensors(load(case), case),

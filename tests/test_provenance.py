@@ -19,20 +19,20 @@ from transformer_parity.transformer.check import known_numbers
 ROOT = Path(__file__).parents[1]
 
 
-def python(folder: Path, code: str, path: tuple[str, ...] = ()) -> str:
+def python(directory: Path, code: str, path: tuple[str, ...] = ()) -> str:
     """Run code in a directory after importing the provenance module, and return the output."""
     prepared = "import sys\nfrom transformer_parity.engine.processes import provenance\n"
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, str(ROOT)])}
     command = [sys.executable, "-P", "-c", prepared + code]
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=directory, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
-def loaders(folder: Path, port: str, modules: str, path: tuple[str, ...] = ()) -> str:
+def loaders(directory: Path, port: str, modules: str, path: tuple[str, ...] = ()) -> str:
     """Return the loader types of the given modules."""
     names = f"[type(__import__(name).__spec__.loader).__name__ for name in {modules.split()}]"
-    return python(folder, f"provenance.import_port({port!r})\nprint(*{names})", path)
+    return python(directory, f"provenance.import_port({port!r})\nprint(*{names})", path)
 
 
 def test_a_port_is_loaded_from_source_and_installed_packages_are_not(tmp_path):
@@ -116,18 +116,18 @@ def test_a_result_lists_the_file_of_every_module(tmp_path):
 
 
 def test_port_imported_by_conftest_ignores_cached_bytecode():
-    def prepare(folder: Path) -> None:
-        stale(PycInvalidationMode.TIMESTAMP)(folder)
-        (folder / "conftest.py").write_text("import mine")
+    def prepare(directory: Path) -> None:
+        stale(PycInvalidationMode.TIMESTAMP)(directory)
+        (directory / "conftest.py").write_text("import mine")
 
     code, _ = run(prepare, *PYTEST, *TESTED)
     assert code == 1
 
 
 def test_port_imported_early_from_stale_bytecode_is_rejected():
-    def prepare(folder: Path) -> None:
-        stale(PycInvalidationMode.TIMESTAMP)(folder)
-        (folder / "sitecustomize.py").write_text("import mine")
+    def prepare(directory: Path) -> None:
+        stale(PycInvalidationMode.TIMESTAMP)(directory)
+        (directory / "sitecustomize.py").write_text("import mine")
 
     code, said = run(prepare, *CONSOLE, *CHECK, path=("",))
     assert (code, "/mine.py was imported from cached bytecode of an earlier version: delete " in said) == (3, True), (

@@ -237,7 +237,7 @@ def timed(**seconds):
     ratio = lambda a, b: {"median": a / b, "low": a / b, "high": a / b}  # noqa: E731
     return {
         "limit": {"seconds": 1.0, "rate": 2e11, "bandwidth": 1e10},
-        "participants": {name: {"median_seconds": own} for name, own in seconds.items()},
+        "implementations": {name: {"median_seconds": own} for name, own in seconds.items()},
         "ratios": {a: {b: ratio(seconds[a], seconds[b]) for b in seconds if b != a} for a in seconds},
     }
 

@@ -107,7 +107,7 @@ def test_translate_prints_it_as_the_last_line(capsys, ports):
         assert (last["verdict"], last["result"]["same"]) == ("AGREE", 1)
 
 
-def test_train_writes_it_into_the_folder_of_the_run(here, monkeypatch):
+def test_train_writes_it_into_the_directory_of_the_run(here, monkeypatch):
     monkeypatch.setattr(corpora, "DATES_TRAINED", 60)
     monkeypatch.setattr(corpora, "DATES_HELD_OUT", 6)
     assert main(f"train --task dates --backend numpy --steps 2 --out run {SMALL}".split()) == 0

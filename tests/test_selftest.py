@@ -14,8 +14,8 @@ from result_schema import read_document
 from transformer_parity.cli.main import main
 from transformer_parity.engine.findings import DIVERGES, Finding
 from transformer_parity.engine.processes.child import ChildEndedError
-from transformer_parity.transformer.mistakes import catalog
-from transformer_parity.transformer.mistakes.mistake import ALL, Mistake, instead
+from transformer_parity.transformer.bugs import catalog
+from transformer_parity.transformer.bugs.bug import ALL, Bug, instead
 from transformer_parity.transformer.selftest import trials
 
 
@@ -23,28 +23,28 @@ def every() -> list:
     """Return each bug in each port. Except in PyTorch, all bugs after the first one of each part are extended."""
     parameters = []
     for name in ALL:
-        for part, mistakes in catalog.parts().items():
-            of_port = [mistake for mistake in mistakes if name in mistake.edits]
-            for mistake in of_port:
+        for part, bugs in catalog.parts().items():
+            of_port = [bug for bug in bugs if name in bug.edits]
+            for bug in of_port:
                 marks = [pytest.mark.only(name)]
-                if name != "torch" and mistake is not of_port[0]:
-                    marks.append(pytest.mark.extended("mistakes"))
-                identity = f"{name}-{part}-{mistake.name}-{mistake.case}"
-                parameters.append(pytest.param(name, part, mistake, id=identity, marks=marks))
+                if name != "torch" and bug is not of_port[0]:
+                    marks.append(pytest.mark.extended("bugs"))
+                identity = f"{name}-{part}-{bug.name}-{bug.case}"
+                parameters.append(pytest.param(name, part, bug, id=identity, marks=marks))
     return parameters
 
 
-@pytest.mark.parametrize(("name", "part", "mistake"), every())
-def test_mistake_is_caught_located_and_named(name, part, mistake):
-    trial = trials.try_out(name, part, mistake)
+@pytest.mark.parametrize(("name", "part", "bug"), every())
+def test_bug_is_caught_located_and_named(name, part, bug):
+    trial = trials.try_out(name, part, bug)
     assert trial.caught, "not caught"
     assert trial.located, trial.said
     assert trial.named is not False, trial.said
 
 
 def test_bug_names_are_unique_and_most_bugs_can_be_named():
-    mistakes = [(mistake.name, mistake.case) for part in catalog.parts().values() for mistake in part]
-    assert len(set(mistakes)) == len(mistakes) > 190
+    bugs = [(bug.name, bug.case) for part in catalog.parts().values() for bug in part]
+    assert len(set(bugs)) == len(bugs) > 190
     nameless = {
         name: [m.name for part in catalog.parts().values() for m in part if not trials.has_a_name(m, name)]
         for name in ALL
@@ -62,10 +62,10 @@ def test_the_figures_of_the_site_are_those_of_the_catalog():
     """
     kept = json.loads((Path(__file__).parent.parent / "docs" / "results" / "selftest.json").read_text("utf-8"))
     expected = []
-    for part, mistakes in catalog.parts().items():
-        places = [(mistake, name) for name in ALL for mistake in mistakes if name in mistake.edits]
-        planted, named = len(places), sum(trials.has_a_name(*place) for place in places)
-        expected.append({"part": part, **dict.fromkeys(("planted", "caught", "located"), planted)})
+    for part, bugs in catalog.parts().items():
+        places = [(bug, name) for name in ALL for bug in bugs if name in bug.edits]
+        injected, named = len(places), sum(trials.has_a_name(*place) for place in places)
+        expected.append({"part": part, **dict.fromkeys(("injected", "caught", "located"), injected)})
         expected[-1] |= dict.fromkeys(("named", "nameable"), named)
     assert kept["parts"] == expected
     assert kept["together"] == {name: sum(row[name] for row in expected) for name in kept["together"]}
@@ -75,11 +75,11 @@ def finding(tap, verdict=DIVERGES, detail=""):
     return Finding("torch", "float64", "", "", "taps", tap, 1.0, 0.0, verdict, detail)
 
 
-def test_a_mistake_in_the_wrong_place_is_not_located():
-    mistake = Mistake("a mistake", "logits")
-    assert trials.where_it_is([finding("logits"), finding("output")], mistake)
-    assert not trials.where_it_is([finding("encoder.output"), finding("logits")], mistake)
-    announced = Mistake("another", "", announced="missing logits")
+def test_a_bug_in_the_wrong_place_is_not_located():
+    bug = Bug("a bug", "logits")
+    assert trials.where_it_is([finding("logits"), finding("output")], bug)
+    assert not trials.where_it_is([finding("encoder.output"), finding("logits")], bug)
+    announced = Bug("another", "", announced="missing logits")
     assert trials.where_it_is([finding("names", detail="missing logits")], announced)
     assert not trials.where_it_is([finding("names", detail="missing logits"), finding("output")], announced)
     assert not trials.where_it_is([finding("names", detail="unexpected logits")], announced)
@@ -87,7 +87,7 @@ def test_a_mistake_in_the_wrong_place_is_not_located():
 
 @pytest.mark.only("torch")
 def test_equivalent_change_is_not_reported_as_a_bug():
-    nothing = Mistake("nothing", "logits", instead("attention", "math.sqrt(d_k)", "d_k**0.5"))
+    nothing = Bug("nothing", "logits", instead("attention", "math.sqrt(d_k)", "d_k**0.5"))
     trial = trials.try_out("torch", "attention", nothing)
     assert (trial.caught, trial.located, trial.named) == (False, False, None)
 
@@ -138,7 +138,7 @@ def test_trials_completed_before_a_process_died_are_kept(work, tmp_path, capsys)
     assert "INCOMPLETE  1 of 7 bugs injected: 1 caught, 1 located, 1 of 1 named" in printed
     written = json.loads(path.read_text())
     assert written["exit_code"] == 3
-    assert [trial["mistake"] for trial in written["result"]["trials"]] == ["the first"]
+    assert [trial["bug"] for trial in written["result"]["trials"]] == ["the first"]
 
 
 def test_silent_trial_process_times_out(work):

@@ -32,20 +32,20 @@ def draw(picture, *arguments):
 
 
 def test_show_writes_png_and_svg(capsys, tmp_path):
-    folder = tmp_path / "new" / "pictures"
-    assert parity(capsys, "show", "masks", "--out", f"{folder}/") == (0, f"wrote {folder / 'masks.png'}\n", "")
-    assert (folder / "masks.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    directory = tmp_path / "new" / "pictures"
+    assert parity(capsys, "show", "masks", "--out", f"{directory}/") == (0, f"wrote {directory / 'masks.png'}\n", "")
+    assert (directory / "masks.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     again = []
     for name in ("a.svg", "a.svg"):
-        assert parity(capsys, "show", "positions", "--out", folder / name)[1] == f"wrote {folder / name}\n"
-        again.append((folder / name).read_bytes())
+        assert parity(capsys, "show", "positions", "--out", directory / name)[1] == f"wrote {directory / name}\n"
+        again.append((directory / name).read_bytes())
     assert ElementTree.fromstring(again[0]).tag == "{http://www.w3.org/2000/svg}svg"
     assert again[0] == again[1]
-    chinese = ("attention", "--preset", "paper_base", "--source", "你好 $1 $2", "--out", folder / "attention.svg")
+    chinese = ("attention", "--preset", "paper_base", "--source", "你好 $1 $2", "--out", directory / "attention.svg")
     chinese += ("--backends", "numpy")
     note = "note: the font doesn't contain some of the characters; they are shown as boxes\n"
-    assert parity(capsys, "show", *chinese) == (0, f"wrote {folder / 'attention.svg'}\n", note)
-    assert sorted(path.name for path in folder.iterdir()) == ["a.svg", "attention.svg", "masks.png"]
+    assert parity(capsys, "show", *chinese) == (0, f"wrote {directory / 'attention.svg'}\n", note)
+    assert sorted(path.name for path in directory.iterdir()) == ["a.svg", "attention.svg", "masks.png"]
 
 
 def test_a_failed_write_leaves_the_old_picture(capsys, tmp_path, monkeypatch):

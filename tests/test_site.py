@@ -152,18 +152,18 @@ def test_missing_facts_fail_the_build():
     assert catalog.comment("x = 1\n", "one") is None
 
 
-def test_a_mistake_shows_whole_lines():
+def test_a_bug_shows_whole_lines():
     source = "def f():\n    a = g(1,\n          2)\n    return a"
     assert catalog.whole_lines(source, "2)", "3)") == ("2)", "3)")
     assert catalog.whole_lines(source, "g(1,\n          2", "h(") == ("a = g(1,\n      2)", "a = h()")
     assert catalog.whole_lines(source, " a", " b")[0] == "a = g(1,"
-    for mistake in catalog.chosen("attention, decoding"):
-        for backend in mistake.edits:
-            assert catalog.edit(backend, mistake).count("<del>") == len(mistake.edits[backend])
+    for bug in catalog.chosen("attention, decoding"):
+        for backend in bug.edits:
+            assert catalog.edit(backend, bug).count("<del>") == len(bug.edits[backend])
 
 
 def test_bug_entry_links_to_its_reports():
-    known = {mistake.name for mistakes in catalog.catalog.parts().values() for mistake in mistakes}
+    known = {bug.name for bugs in catalog.catalog.parts().values() for bug in bugs}
     assert len(known & set(catalog.reports())) >= 60
     (twice,) = catalog.chosen("norm", "normalized twice")
     assert ">k2-fsa/snowfall#184</a>, <a " in catalog.entry(twice)
@@ -252,10 +252,10 @@ def test_backends_have_their_colors_from_one_place():
 
 
 def test_katex_files_have_the_same_version():
-    folder = DOCS / "_static" / "katex"
-    css = (folder / "katex.min.css").read_text("utf-8")
-    assert f'version:"{re.search(r"content:.([0-9.]+)", css)[1]}"' in (folder / "katex.min.js").read_text("utf-8")
-    assert {f"fonts/{path.name}" for path in folder.glob("fonts/*")} == set(re.findall(r"fonts/[\w-]+\.woff2", css))
+    directory = DOCS / "_static" / "katex"
+    css = (directory / "katex.min.css").read_text("utf-8")
+    assert f'version:"{re.search(r"content:.([0-9.]+)", css)[1]}"' in (directory / "katex.min.js").read_text("utf-8")
+    assert {f"fonts/{path.name}" for path in directory.glob("fonts/*")} == set(re.findall(r"fonts/[\w-]+\.woff2", css))
 
 
 # --- Numbers ---
@@ -304,11 +304,11 @@ def test_code_of_the_guides_runs(tmp_path, monkeypatch, ports):
                 exec(compile(code, str(page), "exec"), namespace)
 
 
-def check_port(folder, *options: str) -> tuple[int, str]:
+def check_port(directory, *options: str) -> tuple[int, str]:
     """Run `parity check` in a directory, and return its exit code and output."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{directory}"}
     command = [sys.executable, "-m", "transformer_parity", "check", *options]
-    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300)
     assert ran.returncode in (0, 1), ran.stderr
     return ran.returncode, ran.stdout
 

@@ -69,21 +69,21 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The site, built from a copy of the tree without frameworks, network, or a checkout. Warnings are errors."""
-    folder = tmp_path_factory.mktemp("site")
+    directory = tmp_path_factory.mktemp("site")
     for name in COPIED:
-        shutil.copytree(ROOT / name, folder / "tree" / name, ignore=shutil.ignore_patterns("__pycache__", "api"))
-    shutil.copy(ROOT / "pyproject.toml", folder / "tree")
-    options = ["-W", "--keep-going", "-q", "-d", str(folder / "doctrees"), str(folder / "tree" / "docs")]
-    command = [sys.executable, "-c", BUILD, *options, str(folder / "html")]
+        shutil.copytree(ROOT / name, directory / "tree" / name, ignore=shutil.ignore_patterns("__pycache__", "api"))
+    shutil.copy(ROOT / "pyproject.toml", directory / "tree")
+    options = ["-W", "--keep-going", "-q", "-d", str(directory / "doctrees"), str(directory / "tree" / "docs")]
+    command = [sys.executable, "-c", BUILD, *options, str(directory / "html")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     before = os.times()
     built = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     after = os.times()
     assert built.returncode == 0, built.stdout + built.stderr
     assert after.children_user + after.children_system - before.children_user - before.children_system < SECONDS
-    return folder / "html"
+    return directory / "html"
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ SHOWN = (
     "how-to/find-the-bug.html",
     "how-to/train.html",
     "reference/config.html",
-    "reference/mistakes.html",
+    "reference/bugs.html",
     "reference/modules.html",
     "results/conformance.html",
     "results/benchmarks.html",
@@ -290,7 +290,7 @@ def test_formulas_are_set(look):
 
 
 @pytest.mark.extended("site")
-def test_a_mistake_shows_the_code_of_the_framework_of_choice(look):
+def test_a_bug_shows_the_code_of_the_framework_of_choice(look):
     page = look("paper/attention.html")
     page.get_by_text("scores not scaled").click()
     assert page.locator("details[open] .only.torch ins").first.is_visible()

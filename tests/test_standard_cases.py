@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from transformer_parity.engine.findings import AGREES, IMPRECISE, SKIPPED, Kept
+from transformer_parity.transformer.bugs.edited_package import edited_package
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.diagnose.investigate import Investigation
-from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.registry import PORTS
 
@@ -20,7 +20,7 @@ STEPS, GRADIENTS = "steps/pre", "gradients/padded"
 DEFAULTS, LIMITS = "decode/paper_base_beam", "decode/other_decoder_beam"
 FORMULAS, LOSS = "decode/marian_beam", "loss/large_logits"
 SAMPLES, PREFIX, SCORES = "decode/samples", "decode/prefix_beam", "scores/translations"
-MISTAKES = {  # name: case, module, text, and its replacement; the same for NumPy and PyTorch unless listed separately
+BUGS = {  # name: case, module, text, and its replacement; the same for NumPy and PyTorch unless listed separately
     "taps of a cached step": (STEPWISE, "transformer", 'x), cache, within(tap, "decoder"))', "x), cache, tap)"),
     "a tap of a cached step is not called": (
         STEPWISE,
@@ -155,8 +155,8 @@ OF_A_PACKAGE = {
             "(source_ids, target_ids)",
         ),
     },
-    "jax": {"taps of a cached step": MISTAKES["taps of a cached step"]},
-    "tf": {"taps of a cached step": MISTAKES["taps of a cached step"]},
+    "jax": {"taps of a cached step": BUGS["taps of a cached step"]},
+    "tf": {"taps of a cached step": BUGS["taps of a cached step"]},
 }
 
 
@@ -165,10 +165,10 @@ OF_A_PACKAGE = {
     [
         pytest.param(name, case, edit, id=f"{name}-{what}", marks=pytest.mark.only(name))
         for name, own in OF_A_PACKAGE.items()
-        for what, (case, *edit) in ({**MISTAKES, **own} if name in ("numpy", "torch") else own).items()
+        for what, (case, *edit) in ({**BUGS, **own} if name in ("numpy", "torch") else own).items()
     ],
 )
-def test_a_mistake_is_caught(name, case, edit):
+def test_a_bug_is_caught(name, case, edit):
     wrong = replace(PORTS[name], package=edited_package(PORTS[name].package, (tuple(edit),)).__name__)
     found = {finding.verdict for finding in compare([CASES[case]], wrong, Placements(("float64",)))}
     assert found - {AGREES, SKIPPED}
@@ -191,7 +191,7 @@ def test_a_loss_in_bfloat16_is_caught(name):
 
 @pytest.mark.only("numpy")
 def test_right_tokens_after_wrong_steps_are_diagnosed():
-    edit = MISTAKES["on_step is not called"][1:]
+    edit = BUGS["on_step is not called"][1:]
     wrong, setting = replace(PORTS["numpy"], package=edited_package("reference_numpy", (edit,)).__name__), ("float64",)
     kept: Kept = {}
     findings = list(compare([CASES[BEAM]], wrong, Placements(setting), kept=kept))
@@ -202,6 +202,6 @@ def test_right_tokens_after_wrong_steps_are_diagnosed():
 
 @pytest.mark.parametrize("case", [STEPWISE, BEAM, STEPS, GRADIENTS, DEFAULTS, LIMITS, FORMULAS, LOSS])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.only(name)) for name in ("numpy", "torch")])
-def test_the_packages_agree_without_a_mistake(name, case):
+def test_the_packages_agree_without_a_bug(name, case):
     findings = compare([CASES[case]], PORTS[name], Placements(("float64",)))
     assert {finding.verdict for finding in findings} == {AGREES}

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from transformer_parity.transformer.bugs.bug import Bug
 from transformer_parity.transformer.cases.case import STEPS, Case, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, Diagnosis, diagnose
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, hypotheses
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Trials, observed
-from transformer_parity.transformer.mistakes.mistake import Mistake
 
 CASES = {case.name: case for case in port_cases(tiny(d_k=None, d_v=None), (STEPS,))}
 KNOWN = hypotheses(CASES["steps/port"].config, STEPS, forward_agrees=True)
@@ -23,7 +23,7 @@ OWN = "self.__dict__.setdefault('own', {})"
 
 def shown(edits: Sequence[tuple[str, str, str]], case: Case) -> dict:
     """Return the losses and weights that a port with different formulas reports."""
-    found = observed(Hypothesis((Mistake("", "", {"numpy": list(edits)}),)), case)
+    found = observed(Hypothesis((Bug("", "", {"numpy": list(edits)}),)), case)
     return {
         name: array
         for name, array in found.items()

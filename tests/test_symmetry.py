@@ -153,7 +153,7 @@ ALLOWED = [
     ("torch tf", "weights", "adds definition parameters", "for the optimizer, which takes them all at once"),
     ("torch", "weights", "adds definition computed_with", "torch can compute a weight from other parameters"),
     ("torch", "layers", "adds definition inference", "a module is in training mode or not"),
-    ("torch jax tf", "", "adds module parallel_checkpoint", "a folder of parts is in the framework's own format"),
+    ("torch jax tf", "", "adds module parallel_checkpoint", "a directory of parts is in the framework's own format"),
     ("torch", "", "adds module onednn", "two libraries take its products, one at half the rate on some processors"),
     ("torch", "weights", "adds definition torch_path", "only torch has names of its own"),
     ("torch", "weights", "adds definition is_divided", "a parameter may be divided over processes"),

@@ -39,7 +39,7 @@ def test_layers_are_counted_from_0_or_from_1():
     assert len(named) == config.num_encoder_layers + config.num_decoder_layers
 
 
-def test_a_name_in_two_rows_is_a_mistake_of_the_table():
+def test_a_name_in_two_rows_is_a_bug_of_the_table():
     config, _, table = case()
     with pytest.raises(ValueError, match=r"output_proj\.bias must have only one name: got final_logits_bias and bias"):
         spelled_out((*table, Row("output_proj.bias", "bias")), config)

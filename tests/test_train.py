@@ -248,8 +248,8 @@ def test_checkpoint_with_a_custom_name_is_never_deleted(finished, tmp_path):
 def test_extended_run_has_no_final_model_until_its_new_end(stopped, finished, tmp_path, monkeypatch):
     """The run can be stopped and resumed like any other, even after its last step."""
     copy, whole = tmp_path / "copy", tmp_path / "whole"
-    for folder in (copy, whole):
-        shutil.copytree(finished, folder)
+    for directory in (copy, whole):
+        shutil.copytree(finished, directory)
 
     def fail(self):
         raise UsageError("killed")
@@ -259,8 +259,8 @@ def test_extended_run_has_no_final_model_until_its_new_end(stopped, finished, tm
         code = 0 if stopped < 16 else 3
         assert resume(copy, "--backend", "numpy", "--steps", 16, "--stop-at", stopped) == code
     assert not (copy / "model.safetensors").exists()
-    for folder, options in ((copy, ()), (whole, ("--steps", 16))):
-        assert resume(folder, "--backend", "numpy", *options) == 0
+    for directory, options in ((copy, ()), (whole, ("--steps", 16))):
+        assert resume(directory, "--backend", "numpy", *options) == 0
     assert (copy / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert (copy / "model.safetensors").read_bytes() != (finished / "model.safetensors").read_bytes()
 
@@ -376,11 +376,11 @@ def test_curves_of_several_runs_are_drawn_in_one_figure(finished, tmp_path, capf
 )
 def test_stopped_run_is_saved_and_explains_how_to_resume(number, tmp_path):
     command = [sys.executable, "-m", "transformer_parity", "train", "--task", "dates", "--backend", "numpy"]
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     said = ""
     with subprocess.Popen(
-        [*command, "--out", str(folder), *SMALL], stderr=subprocess.PIPE, text=True, env=environment
+        [*command, "--out", str(directory), *SMALL], stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
         for line in process.stderr:
             said += line
@@ -389,28 +389,28 @@ def test_stopped_run_is_saved_and_explains_how_to_resume(number, tmp_path):
                 break
         said += process.stderr.read()
     assert process.returncode == 128 + number
-    assert f"parity train --resume {folder} --backend numpy" in said
-    (checkpoint,) = folder.glob("*.safetensors")
+    assert f"parity train --resume {directory} --backend numpy" in said
+    (checkpoint,) = directory.glob("*.safetensors")
     step = ref.load_checkpoint(checkpoint).state.step
     assert f"stopped and saved at step {step:,}" in said
-    assert max(losses(folder)) == step
+    assert max(losses(directory)) == step
 
 
 def test_the_text_of_a_run_may_have_moved(texts, tmp_path, capfd):
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
     options = ("--vocab-size", 40, "--backend", "numpy", "--steps", 4, "--set", "save_every=2", "average=1", "keep=2")
     task = ("--text", str(texts[0]), str(texts[1]), "--held-out", str(texts[2]), str(texts[3]))
-    assert train(folder, *options, "--stop-at", 2, task=task) == 0
+    assert train(directory, *options, "--stop-at", 2, task=task) == 0
     (tmp_path / "there").mkdir()
     moved = [path.rename(tmp_path / "there" / path.name) for path in texts]
-    assert resume(folder, "--backend", "numpy") == 3
+    assert resume(directory, "--backend", "numpy") == 3
     assert (
         f"the run's text {texts[0]} must be a file: if it has moved, specify its path with --text or --held-out"
         in capfd.readouterr().err
     )
-    assert resume(folder, "--text", moved[0], moved[2], "--held-out", *moved[2:], "--backend", "numpy") == 3
+    assert resume(directory, "--text", moved[0], moved[2], "--held-out", *moved[2:], "--backend", "numpy") == 3
     assert "differ from the text with which this run started" in capfd.readouterr().err
-    assert resume(folder, "--text", *moved[:2], "--held-out", *moved[2:], "--backend", "numpy") == 0
-    assert sorted(losses(folder)) == [1, 2, 3, 4]
-    corpus = ref.load_checkpoint(folder / "checkpoint-0000004.safetensors").progress["corpus"]
+    assert resume(directory, "--text", *moved[:2], "--held-out", *moved[2:], "--backend", "numpy") == 0
+    assert sorted(losses(directory)) == [1, 2, 3, 4]
+    corpus = ref.load_checkpoint(directory / "checkpoint-0000004.safetensors").progress["corpus"]
     assert corpus["files"] + corpus["held_out"] == list(map(str, moved))

@@ -47,44 +47,44 @@ def make_few(monkeypatch):
     monkeypatch.setattr(corpora, "DATES_HELD_OUT", 6)
 
 
-def final(folder):
-    return saved_weights(folder / "model.safetensors")
+def final(directory):
+    return saved_weights(directory / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """A run on one device without dropout, because each framework draws different masks."""
-    folder = tmp_path_factory.mktemp("runs") / "alone"
+    directory = tmp_path_factory.mktemp("runs") / "alone"
     with pytest.MonkeyPatch.context() as patch:
         make_few(patch)
-        assert train(folder, "--backend", "numpy", "--steps", 6, "--set", "dropout=0", *EXACT) == 0
-    return folder
+        assert train(directory, "--backend", "numpy", "--steps", 6, "--set", "dropout=0", *EXACT) == 0
+    return directory
 
 
 def test_reference_run_with_a_plan_matches_one_device(alone, tmp_path, capfd):
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
     plan = "--parallel", "data=2,tensor=2"
-    assert train(folder, "--backend", "numpy", "--steps", 6, "--set", "dropout=0", *EXACT, *plan) == 0
+    assert train(directory, "--backend", "numpy", "--steps", 6, "--set", "dropout=0", *EXACT, *plan) == 0
     assert "4 devices (data=2,tensor=2) in 1 process" in capfd.readouterr().err
-    assert_near(final(folder), final(alone), 1e-10)
-    assert {path.name for path in folder.iterdir()} == {path.name for path in alone.iterdir()}
-    assert losses(folder) == pytest.approx(losses(alone), rel=1e-12)
+    assert_near(final(directory), final(alone), 1e-10)
+    assert {path.name for path in directory.iterdir()} == {path.name for path in alone.iterdir()}
+    assert losses(directory) == pytest.approx(losses(alone), rel=1e-12)
 
 
 @pytest.mark.extended("plans", "jax", "tf")
 @pytest.mark.parametrize("name", IN_PROCESSES)
 def test_run_is_resumed_on_other_devices_in_another_framework(name, alone, tmp_path, capfd):
     """The run starts with two processes and is resumed on one device with NumPy."""
-    folder = tmp_path / "run"
+    directory = tmp_path / "run"
     where = "--backend", name, "--parallel", "data=2", *TWO[name]
     options = "--steps", 6, "--stop-at", 3, "--set", "save_every=2", "--set", "dropout=0"
-    assert train(folder, *where, *options, *EXACT) == 0
+    assert train(directory, *where, *options, *EXACT) == 0
     said = capfd.readouterr().err
     assert "2 devices (data=2) in 2 processes" in said
-    assert f"parity train --resume {folder} {' '.join(where)}" in said
-    assert (folder / "checkpoint-0000003.safetensors").exists()
-    assert resume(folder, "--backend", "numpy") == 0
-    assert_near(final(folder), final(alone), 1e-10)
+    assert f"parity train --resume {directory} {' '.join(where)}" in said
+    assert (directory / "checkpoint-0000003.safetensors").exists()
+    assert resume(directory, "--backend", "numpy") == 0
+    assert_near(final(directory), final(alone), 1e-10)
 
 
 @pytest.mark.extended("plans")
@@ -176,15 +176,15 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.extended("signals")
 def test_under_torchrun_the_environment_decides(alone, tmp_path):
     """torchrun starts two processes, but only the first one writes files and prints output."""
-    folder = tmp_path / "run"
-    options = ["--out", folder, *SMALL, *EXACT, "--backend", "torch", "--steps", 6, "--set", "dropout=0"]
+    directory = tmp_path / "run"
+    options = ["--out", directory, *SMALL, *EXACT, "--backend", "torch", "--steps", 6, "--set", "dropout=0"]
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
     command = [*launcher, "train", "--task", "dates", *map(str, options), "--parallel", "fsdp=2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert_near(final(folder), final(alone), 1e-10)
+    assert_near(final(directory), final(alone), 1e-10)
     assert done.stdout.count("held-out loss") == 1
     assert done.stderr.count("2 devices (fsdp=2) in 2 processes") == 1
 
@@ -245,18 +245,22 @@ def test_slurm_variables_are_translated_for_torch():
 
 @pytest.mark.parametrize("name", IN_PROCESSES)
 def test_checkpoint_is_sharded_and_merged_bit_exactly(name, alone, tmp_path, capfd):
-    path, folder, again = alone / "checkpoint-0000006.safetensors", tmp_path / "parts", tmp_path / "again.safetensors"
-    assert main(["checkpoint", str(path), "--backend", name, "--out", str(folder)]) == 0
-    assert main(["checkpoint", str(folder), "--out", str(again)]) == 0
+    path, directory, again = (
+        alone / "checkpoint-0000006.safetensors",
+        tmp_path / "parts",
+        tmp_path / "again.safetensors",
+    )
+    assert main(["checkpoint", str(path), "--backend", name, "--out", str(directory)]) == 0
+    assert main(["checkpoint", str(directory), "--out", str(again)]) == 0
     assert capfd.readouterr().out.splitlines() == [
-        f"{folder}: step 6, as a sharded {name} checkpoint",
+        f"{directory}: step 6, as a sharded {name} checkpoint",
         f"{again}: step 6, converted from a sharded {name} checkpoint",
     ]
     assert again.read_bytes() == path.read_bytes()
     for command, message in (
-        ([str(folder), "--out", str(again)], f"{again} already exists"),
+        ([str(directory), "--out", str(again)], f"{again} already exists"),
         ([str(tmp_path / "none"), "--out", str(tmp_path / "x")], "no such file or directory"),
-        ([str(path), "--backend", name, "--out", str(folder)], f"{folder} exists already"),
+        ([str(path), "--backend", name, "--out", str(directory)], f"{directory} exists already"),
         ([str(alone / "model.safetensors"), "--backend", name, "--out", str(tmp_path / "x")], "contains weights"),
     ):
         assert main(["checkpoint", *command]) == 3

@@ -29,9 +29,9 @@ WITHOUT_END = (*ONE_SHAPE, "--steps", "100000", "--set", "validate_every=100000"
 
 
 @contextmanager
-def running(folder, *options, environment=None):
+def running(directory, *options, environment=None):
     """Start a run, wait for its first step, and yield it with its output so far. Afterwards, kill all its processes."""
-    command = [sys.executable, "-c", PROGRAM, "train", "--task", "dates", "--out", str(folder), *SMALL, *WITHOUT_END]
+    command = [sys.executable, "-c", PROGRAM, "train", "--task", "dates", "--out", str(directory), *SMALL, *WITHOUT_END]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
     run = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment)
     try:
@@ -54,14 +54,14 @@ def members(run):
     return [process for process in processes if "transformer_parity.apps.train.processes:work" in process.cmdline()]
 
 
-def ended(run, processes, folder):
+def ended(run, processes, directory):
     """Wait for a run, check that all its processes end and that its lock is released, and return its output."""
     began = time.monotonic()
     said = run.stderr.read()
     run.wait(SECONDS)
     assert time.monotonic() - began < SECONDS
     assert still_running(processes) == []
-    assert [path.name for path in folder.parent.glob("**/.*")] == []
+    assert [path.name for path in directory.parent.glob("**/.*")] == []
     return said
 
 
@@ -75,12 +75,12 @@ def test_killed_process_ends_the_whole_run(tmp_path):
         killed(run, 0, 1, tmp_path / "run")
 
 
-def killed(run, rank, count, folder):
+def killed(run, rank, count, directory):
     """Kill a process of a run, and check that the run ends with an error message."""
     found = members(run)
     assert len(found) == count
     found[rank].kill()
-    said = ended(run, found, folder)
+    said = ended(run, found, directory)
     assert run.returncode == 3
     assert said.splitlines()[-1].startswith(
         f"parity train: error: process {rank} of {count} failed, so the others were stopped: the process ended with "
@@ -101,32 +101,32 @@ ELSEWHERE = {  # options for resuming each framework's run
 @pytest.mark.parametrize("name", IN_PROCESSES)
 def test_run_with_a_killed_process_is_resumed_on_other_devices(name, rank, tmp_path):
     """The run is resumed with a different framework and plan, and matches an uninterrupted run."""
-    folder, whole = tmp_path / "run", tmp_path / "whole"
+    directory, whole = tmp_path / "run", tmp_path / "whole"
     always = *EXACT, "--set", "dropout=0", "cooldown_steps=0"
-    with running(folder, *two(name), *map(str, always), "--set", "save_every=1", "keep=9999") as (run, _):
-        while not checkpoints(folder) and run.poll() is None:
+    with running(directory, *two(name), *map(str, always), "--set", "save_every=1", "keep=9999") as (run, _):
+        while not checkpoints(directory) and run.poll() is None:
             time.sleep(0.01)
-        killed(run, rank, 2, folder)
-    steps = step_of(checkpoints(folder)[-1]) + 2
-    assert resume(folder, *ELSEWHERE[name], "--steps", steps) == 0
+        killed(run, rank, 2, directory)
+    steps = step_of(checkpoints(directory)[-1]) + 2
+    assert resume(directory, *ELSEWHERE[name], "--steps", steps) == 0
     assert train(whole, "--backend", "numpy", "--steps", steps, *always, *ONE_SHAPE) == 0
-    assert_near(final(folder), final(whole), 1e-10)
+    assert_near(final(directory), final(whole), 1e-10)
 
 
 @pytest.mark.extended("signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 @pytest.mark.parametrize("name", IN_PROCESSES)
 def test_a_stopped_run_is_saved_at_the_same_step_by_all(name, number, tmp_path):
-    folder = tmp_path / "run"
-    with running(folder, *two(name)) as (run, _):
+    directory = tmp_path / "run"
+    with running(directory, *two(name)) as (run, _):
         found = members(run)
         run.send_signal(number)
-        said = ended(run, found, folder)
+        said = ended(run, found, directory)
     assert run.returncode == 128 + number
-    (checkpoint,) = folder.glob("*.safetensors")
+    (checkpoint,) = directory.glob("*.safetensors")
     step = ref.load_checkpoint(checkpoint).state.step
     assert f"stopped and saved at step {step:,}" in said
-    assert max(losses(folder)) == step
+    assert max(losses(directory)) == step
 
 
 @pytest.mark.extended("signals")
@@ -141,14 +141,14 @@ def test_worker_processes_end_when_the_command_is_killed(name, tmp_path):
 # --- Errors in one process, or before all processes have joined ---
 
 
-def failed(folder, name, monkeypatch, function=None):
+def failed(directory, name, monkeypatch, function=None):
     """Run two processes that fail, optionally with a different function, and check that both have ended."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     if function is not None:
         monkeypatch.setattr(processes, "WORK", f"parallel_train:{function}")
         paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    assert train(folder, *two(name), "--steps", 6) == 3
+    assert train(directory, *two(name), "--steps", 6) == 3
     children = psutil.Process().children(recursive=True)
     assert still_running([process for process in children if process.pid not in before]) == []
 

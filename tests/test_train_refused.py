@@ -75,7 +75,7 @@ def test_log_with_invalid_utf8_is_rejected(content, finished, tmp_path, capfd):
 
 
 REFUSED = {
-    "a folder with a run": (
+    "a directory with a run": (
         ["--task", "dates", "--out", "{finished}"],
         "already contains a run: resume it with --resume",
     ),
@@ -162,26 +162,26 @@ with locked(Path(sys.argv[1])):
 
 
 @pytest.mark.parametrize("go_on", [False, True], ids=["new", "resumed"])
-def test_the_second_of_two_runs_in_a_folder_is_refused_until_the_first_has_died(go_on, tmp_path, capfd):
-    folder = tmp_path / "run"
+def test_the_second_of_two_runs_in_a_directory_is_refused_until_the_first_has_died(go_on, tmp_path, capfd):
+    directory = tmp_path / "run"
     options = ("--backend", "numpy", "--steps", 4)
     if go_on:
-        assert train(folder, *options, "--stop-at", 2) == 0
+        assert train(directory, *options, "--stop-at", 2) == 0
 
     def start():
-        return resume(folder, "--backend", "numpy") if go_on else train(folder, *options)
+        return resume(directory, "--backend", "numpy") if go_on else train(directory, *options)
 
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True) as first:
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(directory)], stdout=subprocess.PIPE, text=True) as first:
         try:
             assert first.stdout.readline() == "locked\n"
-            before = {path: path.read_bytes() for path in folder.iterdir()}
+            before = {path: path.read_bytes() for path in directory.iterdir()}
             assert start() == 3
-            assert f"another process is writing to {folder}" in capfd.readouterr().err
-            assert {path: path.read_bytes() for path in folder.iterdir()} == before
+            assert f"another process is writing to {directory}" in capfd.readouterr().err
+            assert {path: path.read_bytes() for path in directory.iterdir()} == before
         finally:
             first.kill()
     assert start() == 0
-    assert sorted(losses(folder)) == [1, 2, 3, 4]
+    assert sorted(losses(directory)) == [1, 2, 3, 4]
 
 
 def test_run_proceeds_without_file_locks_if_unavailable(tmp_path, monkeypatch):
@@ -193,13 +193,13 @@ def test_run_proceeds_without_file_locks_if_unavailable(tmp_path, monkeypatch):
 
 
 def test_resuming_deletes_partial_files_of_a_killed_run(tmp_path):
-    folder = tmp_path / "run"
-    assert train(folder, "--backend", "numpy", "--steps", 4, "--stop-at", 2) == 0
+    directory = tmp_path / "run"
+    assert train(directory, "--backend", "numpy", "--steps", 4, "--stop-at", 2) == 0
     for name in ("checkpoint-0000003.safetensors", "model.safetensors", "curve.png", "mine"):
-        (folder / f".{name}.0123abcd.tmp").write_bytes(b"half")
-    (folder / ".tmpAbC123").write_bytes(b"half")
-    assert resume(folder, "--backend", "numpy") == 0
-    assert [path.name for path in folder.glob(".*")] == [".mine.0123abcd.tmp"]
+        (directory / f".{name}.0123abcd.tmp").write_bytes(b"half")
+    (directory / ".tmpAbC123").write_bytes(b"half")
+    assert resume(directory, "--backend", "numpy") == 0
+    assert [path.name for path in directory.glob(".*")] == [".mine.0123abcd.tmp"]
 
 
 def test_partial_files_of_killed_processes_are_deleted_after_the_run(tmp_path):
@@ -259,9 +259,9 @@ def test_more_slices_than_pairs_are_refused_at_once(checkpoint, tmp_path, capfd)
 
 
 @pytest.mark.parametrize("where", ["files", "held_out"])
-@pytest.mark.parametrize("what", ["a FIFO", "a device", "a folder"])
+@pytest.mark.parametrize("what", ["a FIFO", "a device", "a directory"])
 def test_special_files_in_a_checkpoint_are_never_opened(what, where, texts, checkpoint, tmp_path, capfd):
-    other = {"a FIFO": tmp_path / "fifo", "a device": Path("/dev/zero"), "a folder": tmp_path}[what]
+    other = {"a FIFO": tmp_path / "fifo", "a device": Path("/dev/zero"), "a directory": tmp_path}[what]
     os.mkfifo(tmp_path / "fifo")  # opening it would block forever
     origin = {**TEXT, "files": list(map(str, texts[:2])), "held_out": list(map(str, texts[2:]))}
     origin[where][1] = str(other)

@@ -316,14 +316,14 @@ def test_nbest_larger_than_the_stored_beam_is_rejected(narrow, capfd):
 
 
 REFUSED = {
-    "no such weights": (["--weights", "{folder}/none"], "there is no weight file"),
-    "no vocabulary": (["--weights", "{folder}/bare"], "bare contains no vocabulary"),
-    "no weight file": (["--weights", "{folder}/text"], "text is not a usable weight file"),
-    "no such text": (["{folder}/none"], "/none; to translate this text itself, use --text "),
+    "no such weights": (["--weights", "{directory}/none"], "there is no weight file"),
+    "no vocabulary": (["--weights", "{directory}/bare"], "bare contains no vocabulary"),
+    "no weight file": (["--weights", "{directory}/text"], "text is not a usable weight file"),
+    "no such text": (["{directory}/none"], "/none; to translate this text itself, use --text "),
     "a line and a file": (["--text", "abc"], "remove either --text or "),
-    "a folder": (["{folder}"], "directory"),
-    "not UTF-8": (["{folder}/latin"], "latin is not UTF-8 text: line 601: "),
-    "not gzipped": (["{folder}/text.gz"], "text.gz is not gzipped text"),
+    "a directory": (["{directory}"], "directory"),
+    "not UTF-8": (["{directory}/latin"], "latin is not UTF-8 text: line 601: "),
+    "not gzipped": (["{directory}/text.gz"], "text.gz is not gzipped text"),
     "unknown backend": (["--backend", "theano"], "unknown theano: choose from numpy"),
     "two backends": (["--backend", "numpy,torch"], "translating requires exactly one backend"),
     "one to compare": (
@@ -361,7 +361,7 @@ def test_invalid_translate_arguments_are_rejected_in_one_line(why, model, short,
     (tmp_path / "latin").write_bytes(600 * b"ab\n" + b"\xe4\n")  # invalid only after the first block of lines
     ref.save_weights(tmp_path / "bare", *lively())
     arguments, message = REFUSED[why]
-    arguments = [argument.format(folder=tmp_path, short=short) for argument in arguments]
+    arguments = [argument.format(directory=tmp_path, short=short) for argument in arguments]
     given = ["--weights", str(model)] * ("--weights" not in arguments)
     given += ["--backend", "numpy"] * (not {"--backend", "--compare"} & {*arguments})
     text = ["text"] * (not arguments[-1].startswith(str(tmp_path)) or "--weights" in arguments)

@@ -36,26 +36,26 @@ def test_backends_agree(asked, model, capfd, backends):
     assert verdict.startswith(f"AGREE  {names.replace(',', ', ')} {counted}")
 
 
-@pytest.mark.parametrize(("asked", "mistake"), [((), {"max_length": 2}), (("--beam", 3), {"length_penalty": 6.0})])
+@pytest.mark.parametrize(("asked", "bug"), [((), {"max_length": 2}), (("--beam", 3), {"length_penalty": 6.0})])
 @pytest.mark.extended("translations", "jax", "tf")
-def test_diverging_backend_is_reported(asked, mistake, model, capfd, monkeypatch, port):
+def test_diverging_backend_is_reported(asked, bug, model, capfd, monkeypatch, port):
     right = PORTS[port.name].loaded.search
 
     def wrong(self, source_ids, options, on_step=None):
-        return right(self, source_ids, replace(options, **mistake), on_step)
+        return right(self, source_ids, replace(options, **bug), on_step)
 
     monkeypatch.setattr(PORTS[port.name].loaded, "search", wrong)
     lines = random_lines(12, seed=6)
     options = ("--compare", "--backends", f"numpy,{port.name}", *asked)
     beam = {"beam_size": 3} if asked else {}
-    expected, mistaken = one_by_one(model, lines, **beam), one_by_one(model, lines, **{**beam, **mistake})
+    expected, buggy = one_by_one(model, lines, **beam), one_by_one(model, lines, **{**beam, **bug})
     code, report, _ = translated(capfd, model, lines, *options)
     assert code == 1
-    differ = [number for number, line in enumerate(lines, 1) if expected[number - 1] != mistaken[number - 1]]
+    differ = [number for number, line in enumerate(lines, 1) if expected[number - 1] != buggy[number - 1]]
     assert len(differ) > 2
     for number in differ:
         at = report.index(f"line {number}: divergence")
-        texts = {"source": lines[number - 1], "numpy": expected[number - 1], port.name: mistaken[number - 1]}
+        texts = {"source": lines[number - 1], "numpy": expected[number - 1], port.name: buggy[number - 1]}
         assert report[at + 1 : at + 4] == [f"  {who:6}  {text}" for who, text in texts.items()]
         assert report[at + 4].startswith(f"  {port.name} in sentence {number}")
     assert report[-1].startswith(f"DIVERGE  numpy, {port.name} in float64, 12 lines: ")

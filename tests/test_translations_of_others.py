@@ -15,7 +15,7 @@ from vocabulary_files import LINES, train
 import reference_numpy as ref
 from transformer_parity.apps.checkpoints.formats.huggingface_search import generation_search
 from transformer_parity.apps.figures.attention import Asked, draw_attention
-from transformer_parity.apps.text.kinds import read_vocabulary_folder
+from transformer_parity.apps.text.kinds import read_vocabulary_directory
 from transformer_parity.apps.translate.lines import Line
 from transformer_parity.apps.translate.trained import read_trained
 from transformer_parity.cli.main import main
@@ -37,9 +37,9 @@ def save(path, config, weights, ours, fields):
 @pytest.fixture(scope="module")
 def opus(tmp_path_factory):
     """Return a weight file of a tiny Marian model, and Hugging Face's translations of the text."""
-    folder = tmp_path_factory.mktemp("opus")
-    _, tokenizer, _ = marian(folder / "hf", train())
-    ours = read_vocabulary_folder(folder / "hf", "marian", {"vocab_size": len(tokenizer)})
+    directory = tmp_path_factory.mktemp("opus")
+    _, tokenizer, _ = marian(directory / "hf", train())
+    ours = read_vocabulary_directory(directory / "hf", "marian", {"vocab_size": len(tokenizer)})
     size, pad_id = len(tokenizer), tokenizer.pad_token_id
     ids = {"pad_id": pad_id, "bos_id": pad_id, "eos_id": tokenizer.eos_token_id}
     config = tiny_config("marian", max_length=256, source_vocab_size=size, target_vocab_size=size, **ids)
@@ -48,30 +48,30 @@ def opus(tmp_path_factory):
     weights["source_embedding.table"] = weights["source_embedding.table"] * 3
     weights["output_proj.bias"][config.eos_id] += 6.0
     fields = {**OPUS, "bad_words_ids": [[pad_id]], "decoder_start_token_id": pad_id}
-    save(folder / "model", config, weights, ours, fields)
+    save(directory / "model", config, weights, ours, fields)
     source = tokenizer(TEXT, padding=True, return_tensors="np").input_ids
     found, _ = third_party.marian_generate(config, weights, source, fields)
-    return folder / "model", tokenizer.batch_decode(found[:, 0], skip_special_tokens=True)
+    return directory / "model", tokenizer.batch_decode(found[:, 0], skip_special_tokens=True)
 
 
 @pytest.fixture(scope="module")
 def multilingual(tmp_path_factory):
     """Return a weight file of a tiny NLLB model, and Hugging Face's translations from English into German."""
-    folder = tmp_path_factory.mktemp("nllb")
-    _, tokenizer, direction = nllb(folder / "hf", train("bpe"))
-    ours = read_vocabulary_folder(folder / "hf", "m2m_100", {"vocab_size": len(tokenizer)})
+    directory = tmp_path_factory.mktemp("nllb")
+    _, tokenizer, direction = nllb(directory / "hf", train("bpe"))
+    ours = read_vocabulary_directory(directory / "hf", "m2m_100", {"vocab_size": len(tokenizer)})
     sizes = dict.fromkeys(("source_vocab_size", "target_vocab_size"), len(tokenizer))
     config = tiny_config("m2m_100", max_length=256, **sizes)
     weights = random_weights(config, 5)
     fields = {**NLLB, "decoder_start_token_id": config.bos_id}
-    save(folder / "model", config, weights, ours, fields)
+    save(directory / "model", config, weights, ours, fields)
     model = third_party.hugging_face_model("m2m_100", config, weights)
     found = model.generate(
         **tokenizer(TEXT, padding=True, return_tensors="pt"),
         forced_bos_token_id=tokenizer.convert_tokens_to_ids(direction[1]),
         **fields,
     )
-    return folder / "model", tokenizer.batch_decode(found, skip_special_tokens=True), direction
+    return directory / "model", tokenizer.batch_decode(found, skip_special_tokens=True), direction
 
 
 def translate(capfd, model, lines, *options):

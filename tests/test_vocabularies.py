@@ -11,7 +11,7 @@ import sentencepiece
 from conftest import tiny_config
 from vocabulary_files import LINES, marian_files, pieces_of, train, write
 
-from transformer_parity.apps.text.kinds import build_vocabulary, read_vocabulary_folder
+from transformer_parity.apps.text.kinds import build_vocabulary, read_vocabulary_directory
 from transformer_parity.apps.text.maps import read_yaml_map
 from transformer_parity.apps.text.marian import read_marian_vocabulary
 from transformer_parity.apps.text.moses import MosesVocabulary, PairEncoding, read_dictionary
@@ -59,29 +59,29 @@ def bpe():
     return train("bpe")
 
 
-def marian(folder, model):
+def marian(directory, model):
     from transformers import MarianTokenizer
 
-    write(folder, marian_files(model))
-    return "marian", MarianTokenizer.from_pretrained(folder), ()
+    write(directory, marian_files(model))
+    return "marian", MarianTokenizer.from_pretrained(directory), ()
 
 
-def marian_separate(folder, model):
+def marian_separate(directory, model):
     from transformers import MarianTokenizer
 
     files = marian_files(model, separate_vocabs=True) | {"target.spm": train(size=300)}  # fewer: see OUT_OF_RANGE
     target = ["</s>", "<unk>", *pieces_of(files["target.spm"])[3:], "<pad>"]
-    write(folder, files | {"target_vocab.json": {piece: number for number, piece in enumerate(target)}})
-    return "marian", MarianTokenizer.from_pretrained(folder), ()
+    write(directory, files | {"target_vocab.json": {piece: number for number, piece in enumerate(target)}})
+    return "marian", MarianTokenizer.from_pretrained(directory), ()
 
 
-def nllb(folder, model, legacy=False):
+def nllb(directory, model, legacy=False):
     """Write NLLB's files. Given only a SentencePiece model, transformers 5.23 wouldn't add the language codes."""
     from transformers import NllbTokenizer
     from transformers.models.nllb.tokenization_nllb import FAIRSEQ_LANGUAGE_CODES
 
-    write(folder, {"sentencepiece.bpe.model": model})
-    made = json.loads(NllbTokenizer.from_pretrained(folder)._tokenizer.to_str())
+    write(directory, {"sentencepiece.bpe.model": model})
+    made = json.loads(NllbTokenizer.from_pretrained(directory)._tokenizer.to_str())
     table = [piece for piece in made["model"]["vocab"] if piece != "<mask>"]
     table = {piece: number for number, piece in enumerate([*table, *FAIRSEQ_LANGUAGE_CODES, "<mask>"])}
     charsmap = made["normalizer"]["normalizers"][0]["precompiled_charsmap"]
@@ -91,54 +91,54 @@ def nllb(folder, model, legacy=False):
         extra_special_tokens=FAIRSEQ_LANGUAGE_CODES,
         _spm_precompiled_charsmap=base64.b64decode(charsmap),
         legacy_behaviour=legacy,
-    ).save_pretrained(folder)
+    ).save_pretrained(directory)
     direction = ("eng_Latn", "deu_Latn")
-    return "m2m_100", NllbTokenizer.from_pretrained(folder, src_lang=direction[0], tgt_lang=direction[1]), direction
+    return "m2m_100", NllbTokenizer.from_pretrained(directory, src_lang=direction[0], tgt_lang=direction[1]), direction
 
 
-def nllb_legacy(folder, model):
-    return nllb(folder, model, legacy=True)
+def nllb_legacy(directory, model):
+    return nllb(directory, model, legacy=True)
 
 
-def m2m_100(folder, model):
+def m2m_100(directory, model):
     from transformers import M2M100Tokenizer
     from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES
 
     kept = [piece for number, piece in enumerate(pieces_of(model)[3:]) if number % 17]
     table = {piece: number for number, piece in enumerate([*SPECIAL, *kept])}
-    write(folder, {"sentencepiece.bpe.model": model, "vocab.json": table})
+    write(directory, {"sentencepiece.bpe.model": model, "vocab.json": table})
     codes = [f"__{code}__" for code in FAIRSEQ_LANGUAGE_CODES["m2m100"]]
     options = {"src_lang": "en", "tgt_lang": "de", "additional_special_tokens": codes}
-    return "m2m_100", M2M100Tokenizer.from_pretrained(folder, **options), ("en", "de")
+    return "m2m_100", M2M100Tokenizer.from_pretrained(directory, **options), ("en", "de")
 
 
 def of_form(name, direction):
-    def write_form(folder, model):
+    def write_form(directory, model):
         import transformers
 
-        write(folder, {"sentencepiece.bpe.model": model})
+        write(directory, {"sentencepiece.bpe.model": model})
         options = dict(zip(("src_lang", "tgt_lang"), direction, strict=True))
-        tokenizer = getattr(transformers, f"{name}Tokenizer").from_pretrained(folder, **options)
-        tokenizer.save_pretrained(folder)
+        tokenizer = getattr(transformers, f"{name}Tokenizer").from_pretrained(directory, **options)
+        tokenizer.save_pretrained(directory)
         return name.lower(), tokenizer, direction
 
     return write_form
 
 
-def bart(folder, model):
+def bart(directory, model):
     from tokenizers import ByteLevelBPETokenizer
     from transformers import BartTokenizer
 
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(LINES, vocab_size=600, special_tokens=[*SPECIAL, "<mask>"], show_progress=False)
-    folder.mkdir()
-    trained.save_model(str(folder))
-    return "bart", BartTokenizer.from_pretrained(folder), ()
+    directory.mkdir()
+    trained.save_model(str(directory))
+    return "bart", BartTokenizer.from_pretrained(directory), ()
 
 
-def bart_saved(folder, model):
-    family, tokenizer, direction = bart(folder, model)
-    tokenizer.save_pretrained(folder)
+def bart_saved(directory, model):
+    family, tokenizer, direction = bart(directory, model)
+    tokenizer.save_pretrained(directory)
     return family, tokenizer, direction
 
 
@@ -163,15 +163,15 @@ def learned_merges(words, count):
     return merges, sorted({piece for pieces in cut.values() for piece in pieces})
 
 
-def fsmt(folder, model):
+def fsmt(directory, model):
     from transformers import FSMTTokenizer
 
     merges, pieces = learned_merges(Counter(word for line in LINES for word in line.split()), 200)
     tables = {"vocab-src.json": [*SPECIAL, *pieces], "vocab-tgt.json": [*SPECIAL, *reversed(pieces)]}
     files = {name: {piece: number for number, piece in enumerate(table)} for name, table in tables.items()}
     files["merges.txt"] = "".join(f"{' '.join(pair)}\n" for pair in merges)
-    write(folder, files | {"tokenizer_config.json": {"langs": ["en", "de"]}})
-    return "fsmt", FSMTTokenizer.from_pretrained(folder), ()
+    write(directory, files | {"tokenizer_config.json": {"langs": ["en", "de"]}})
+    return "fsmt", FSMTTokenizer.from_pretrained(directory), ()
 
 
 OURS = {
@@ -193,7 +193,7 @@ OUT_OF_RANGE = {"marian_separate"}
 )
 def test_ids_and_texts_match_hugging_face(tmp_path, name, unigram, bpe):
     family, theirs, direction = OURS[name](tmp_path / "model", bpe if name.startswith("nllb") else unigram)
-    ours = read_vocabulary_folder(tmp_path / "model", family, {})
+    ours = read_vocabulary_directory(tmp_path / "model", family, {})
     ours = ours.between(*direction) if direction else ours
     lines = [*LINES, *(HARD if name in OUT_OF_RANGE else PAD_TOO)]
     assert [ours.ids(line) for line in lines] == theirs(lines, verbose=False).input_ids
@@ -226,7 +226,7 @@ def test_standalone_sentencepiece_model_uses_fairseq_numbering(tmp_path, bpe):
     """
     _, theirs, direction = nllb(tmp_path / "model", bpe)
     (tmp_path / "model" / "tokenizer.json").unlink()
-    ours = read_vocabulary_folder(tmp_path / "model", "m2m_100", {}).between(*direction)
+    ours = read_vocabulary_directory(tmp_path / "model", "m2m_100", {}).between(*direction)
     assert ours.sizes == (len(theirs), len(theirs))
     lines = [line for line in LINES if line == line.strip()]
     assert [ours.ids(line) for line in lines] == theirs(lines).input_ids
@@ -237,8 +237,8 @@ def test_standalone_sentencepiece_model_uses_fairseq_numbering(tmp_path, bpe):
 
 def test_normalization_of_a_sentencepiece_model_is_applied(tmp_path, unigram):
     """transformers 5.23 ignores the normalization for some models such as mBART, although they were trained with it."""
-    folder = write(tmp_path / "model", {"sentencepiece.bpe.model": unigram})
-    ours = read_vocabulary_folder(folder, "mbart", {}).between("en_XX", "de_DE")
+    directory = write(tmp_path / "model", {"sentencepiece.bpe.model": unigram})
+    ours = read_vocabulary_directory(directory, "mbart", {}).between("en_XX", "de_DE")
     assert ours.ids("\uff46\uff55\uff4c\uff4c") == ours.ids("full")
     assert ours.forced_ids == ()
     assert ours.names([ours.start_id, *ours.ids("a")[-2:]]) == ["de_DE", "</s>", "en_XX"]
@@ -326,8 +326,8 @@ def test_codes_merge_the_first_pair_everywhere():
 
 # Translation directions
 def test_missing_or_unknown_language_raises_an_error_naming_it(tmp_path, bpe, unigram):
-    folder = write(tmp_path / "model", {"sentencepiece.bpe.model": bpe})
-    ours = read_vocabulary_folder(folder, "nllb", {})
+    directory = write(tmp_path / "model", {"sentencepiece.bpe.model": bpe})
+    ours = read_vocabulary_directory(directory, "nllb", {})
     with pytest.raises(ValueError, match=r"requires a source language: choose one of ace_Arab, .* and 198 others$"):
         ours.ids("a")
     for direction, message in (
@@ -340,7 +340,7 @@ def test_missing_or_unknown_language_raises_an_error_naming_it(tmp_path, bpe, un
             ours.between(*direction)
     there, back = ours.between("eng_Latn", "deu_Latn"), ours.between("deu_Latn", "eng_Latn")
     assert there.ids("a")[0] == back.forced_ids[0] != there.forced_ids[0]
-    tagged = read_vocabulary_folder(write(tmp_path / "marian", marian_files(unigram)), "marian", {})
+    tagged = read_vocabulary_directory(write(tmp_path / "marian", marian_files(unigram)), "marian", {})
     assert tagged.target_languages == ["deu", "fra"]
     assert tagged.between(None, "deu").ids("a b") == tagged.ids(">>deu<< a b")
     with pytest.raises(ValueError, match="has no source languages to choose from: got 'eng'"):
@@ -355,5 +355,5 @@ def test_languages_added_to_a_tokenizer_are_found(tmp_path, bpe):
     content = json.loads(path.read_text("utf-8"))
     content["added_tokens"].append(content["added_tokens"][-1] | {"id": 604, "content": "tyv_Cyrl"})
     path.write_text(json.dumps(content), "utf-8")
-    ours = read_vocabulary_folder(tmp_path / "model", "m2m_100", {})
+    ours = read_vocabulary_directory(tmp_path / "model", "m2m_100", {})
     assert ours.between("eng_Latn", "tyv_Cyrl").forced_ids == (604,)

@@ -9,7 +9,7 @@ from conftest import tiny_config
 from vocabulary_files import marian_files, train, write
 
 from transformer_parity.apps.text import maps
-from transformer_parity.apps.text.kinds import KINDS, build_vocabulary, read_vocabulary_folder
+from transformer_parity.apps.text.kinds import KINDS, build_vocabulary, read_vocabulary_directory
 from transformer_parity.apps.text.maps import read_map
 from transformer_parity.apps.text.marian import read_marian_vocabulary
 from transformer_parity.engine.system.errors import UsageError
@@ -59,10 +59,10 @@ def test_malformed_yml_table_lines_are_rejected(content, message):
 
 
 def test_files_are_bounded(tmp_path, monkeypatch, unigram):
-    folder = write(tmp_path / "model", marian_files(unigram))
+    directory = write(tmp_path / "model", marian_files(unigram))
     monkeypatch.setattr(maps, "MOST_BYTES", 1000)
     with pytest.raises(ValueError, match="must have at most 1,000 bytes"):
-        read_vocabulary_folder(folder, "marian", {})
+        read_vocabulary_directory(directory, "marian", {})
 
 
 def test_missing_vocabulary_files_are_named(tmp_path, unigram):
@@ -73,17 +73,17 @@ def test_missing_vocabulary_files_are_named(tmp_path, unigram):
         "t5": "to read a vocabulary, the family must be marian, .*: got t5",
     }.items():
         with pytest.raises(ValueError, match=message):
-            read_vocabulary_folder(write(tmp_path / "empty", {}), family, {})
+            read_vocabulary_directory(write(tmp_path / "empty", {}), family, {})
     with pytest.raises(ValueError, match=r"^target.spm is not a sentencepiece model"):
-        read_vocabulary_folder(write(tmp_path / "model", files | {"target.spm": b"none"}), "marian", {})
+        read_vocabulary_directory(write(tmp_path / "model", files | {"target.spm": b"none"}), "marian", {})
     write(tmp_path / "model", files | {"vocab.json": b'{"</s>": 0}'})
     with pytest.raises(ValueError, match=r"must contain <unk>$"):
-        read_vocabulary_folder(tmp_path / "model", "marian", {})
+        read_vocabulary_directory(tmp_path / "model", "marian", {})
 
 
 def test_ids_outside_the_model_vocabulary_are_rejected(tmp_path, unigram):
     files = marian_files(unigram)
-    folder, size = write(tmp_path / "model", files), len(files["vocab.json"])
+    directory, size = write(tmp_path / "model", files), len(files["vocab.json"])
     for fields, has, side in (
         ({"vocab_size": size - 1}, size - 1, "source"),
         ({"vocab_size": size, "decoder_vocab_size": 9}, 9, "target"),
@@ -91,8 +91,8 @@ def test_ids_outside_the_model_vocabulary_are_rejected(tmp_path, unigram):
         with pytest.raises(
             ValueError, match=f"the {side} vocabulary must have at most the model's {has} IDs: got {size}"
         ):
-            read_vocabulary_folder(folder, "marian", fields)
-    ours = read_vocabulary_folder(folder, "marian", {"vocab_size": size})
+            read_vocabulary_directory(directory, "marian", fields)
+    ours = read_vocabulary_directory(directory, "marian", {"vocab_size": size})
     with pytest.raises(ValueError, match=f"the source vocabulary must have at most the model's 41 IDs: got {size}"):
         build_vocabulary(
             VocabularyFiles(ours.kind, ours.files()), tiny_config(source_vocab_size=41, target_vocab_size=41)
@@ -158,6 +158,6 @@ def test_missing_tokenizers_package_is_named(monkeypatch):
 
 def test_only_vocabulary_files_of_its_kind_are_read(tmp_path, unigram):
     """Files of other vocabulary kinds are ignored, and only a vocabulary's own files are stored with the weights."""
-    folder = write(tmp_path / "model", marian_files(unigram) | {"tokenizer.json": b"{}", "merges.txt": b"a b"})
-    ours = read_vocabulary_folder(folder, "marian", {})
+    directory = write(tmp_path / "model", marian_files(unigram) | {"tokenizer.json": b"{}", "merges.txt": b"a b"})
+    ours = read_vocabulary_directory(directory, "marian", {})
     assert set(ours.files()) == {"source.spm", "target.spm", "vocab.json", "tokenizer_config.json"}

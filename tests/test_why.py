@@ -184,10 +184,10 @@ def test_the_steps_add_up_to_the_multiply_adds():
 
 @pytest.mark.usefixtures("small")
 def test_why_prints_draws_and_writes(capsys, tmp_path):
-    folder, file = tmp_path / "new" / "pictures", tmp_path / "why.json"
-    code, out, err = run(capsys, "--out", folder, "--json", file)
+    directory, file = tmp_path / "new" / "pictures", tmp_path / "why.json"
+    code, out, err = run(capsys, "--out", directory, "--json", file)
     assert (code, err) == (0, "")
-    paths = [folder / f"why-{question}.svg" for question in why.QUESTIONS]
+    paths = [directory / f"why-{question}.svg" for question in why.QUESTIONS]
     assert [line for line in out.splitlines() if line.endswith(".svg")] == list(map(str, paths))
     assert max(len(line) for line in out.splitlines() if not line.endswith(".svg")) <= 80
     assert "…" not in out
@@ -201,7 +201,7 @@ def test_why_prints_draws_and_writes(capsys, tmp_path):
     assert f"at d_k = 1 to {raw['gradient']['median']:.0e} at 256; divided by sqrt(d_k)" in words
     cost = found["additive"]["costs"][1]
     assert f"it is slower by a factor of {cost['ratio']['median']:.0f} and uses" in words
-    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in paths)
+    assert sorted(path.name for path in directory.iterdir()) == sorted(path.name for path in paths)
 
 
 @pytest.mark.usefixtures("small")

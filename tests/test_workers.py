@@ -295,9 +295,9 @@ def test_thread_count_respects_cpu_affinity(write, monkeypatch):
 @pytest.fixture(scope="module")
 def other_python(tmp_path_factory):
     """Return the interpreter of a new, empty environment and its package directory."""
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, symlinks=os.name != "nt")
-    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    directory = tmp_path_factory.mktemp("environment")
+    venv.create(directory, symlinks=os.name != "nt")
+    python = directory / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     return str(python), subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
 
@@ -310,10 +310,10 @@ def test_port_runs_in_another_interpreter(write, other_python):
     assert problem == "the process ended with exit code 1 at starting: ModuleNotFoundError: No module named 'numpy'"
 
     for needed in ("numpy", "ml_dtypes", "safetensors"):  # but not rich, matplotlib, sacrebleu, or sentencepiece
-        folder = os.path.dirname(__import__(needed).__path__[0])
+        directory = os.path.dirname(__import__(needed).__path__[0])
         for entry in (needed, f"{needed}.libs"):
-            if os.path.exists(os.path.join(folder, entry)) and not os.path.exists(os.path.join(packages, entry)):
-                os.symlink(os.path.join(folder, entry), os.path.join(packages, entry))
+            if os.path.exists(os.path.join(directory, entry)) and not os.path.exists(os.path.join(packages, entry)):
+                os.symlink(os.path.join(directory, entry), os.path.join(packages, entry))
     details = {finding.detail for finding in compare(name, **options) if finding.verdict == FAILED}
     assert details == {f"OSError: {python} (mine.py, line 13, in forward)"}
     findings = compare(write(), "numpy", cases={"numpy": standard_cases()[:1]}, stages=STAGES, **options)

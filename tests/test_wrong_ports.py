@@ -61,7 +61,7 @@ class Plain(Port):
     dtypes = ("float64",)
     overrides = {"attention_bias": True}
     taps = ("**",)
-    mistake = ""
+    bug = ""
 
     def load(self, config, weights, dtype):
         self.config, self.weights = config, {name: array.astype(np.float64) for name, array in weights.items()}
@@ -69,8 +69,8 @@ class Plain(Port):
             swapped = str.maketrans("01", "10")
             self.weights = {name: self.weights[name.translate(swapped)] for name in weights}
 
-    def has(self, mistake):
-        return self.mistake == mistake
+    def has(self, bug):
+        return self.bug == bug
 
     def linear(self, x, path):
         return x @ self.weights[f"{path}.kernel"] + self.weights.get(f"{path}.bias", 0.0)
@@ -102,7 +102,7 @@ class Plain(Port):
             for name, y in (("query", x), ("key", memory), ("value", memory))
         )
         scale = {"no scale": 1.0, "over sqrt(d_k + 1)": math.sqrt(d_k + 1), "over sqrt(length)": key.shape[2] ** 0.5}
-        scores = query @ key.swapaxes(-1, -2) / scale.get(self.mistake, math.sqrt(d_k))
+        scores = query @ key.swapaxes(-1, -2) / scale.get(self.bug, math.sqrt(d_k))
         masked = np.where(mask, scores, -10.0 if self.has("mask of -10") else -1e9)
         shown = tap(f"{path}.scores", masked if self.has("scores shown behind the mask") else scores)
         if not self.has("masked after the softmax"):
@@ -195,10 +195,10 @@ SAID = {
 
 
 @pytest.mark.parametrize("shown", first_alone(["few", "all", "none"], "wrong ports"))
-@pytest.mark.parametrize("mistake", SAID)
-def test_bugs_are_never_identified_incorrectly(mistake, shown):
-    said = SAID[mistake][list(TAPS).index(shown)]
-    reports = reports_of(Plain, mistake=mistake, taps=TAPS[shown])
+@pytest.mark.parametrize("bug", SAID)
+def test_bugs_are_never_identified_incorrectly(bug, shown):
+    said = SAID[bug][list(TAPS).index(shown)]
+    reports = reports_of(Plain, bug=bug, taps=TAPS[shown])
     if said is None:
         assert reports == []
         return
@@ -218,7 +218,7 @@ class WrongWithoutTaps(Plain):
     of_fast_path = ""
 
     def forward(self, source_ids, target_ids, tap):
-        self.mistake = self.of_fast_path if tap is no_tap else ""
+        self.bug = self.of_fast_path if tap is no_tap else ""
         return super().forward(source_ids, target_ids, tap)
 
 
@@ -231,14 +231,14 @@ def test_bug_in_the_path_without_taps_is_identified():
     assert report.diagnosis.hypotheses == ("cross-attention without padding mask, without taps only",)
 
 
-def test_an_unknown_mistake_of_the_output_without_taps_is_called_a_difference():
+def test_an_unknown_bug_of_the_output_without_taps_is_called_a_difference():
     (report,) = reports_of(WrongWithoutTaps, of_fast_path="1.2 times the residual")
     assert report.diagnosis.confidence == LIKELY
     assert report.diagnosis.sentence.startswith("the output without taps differs from the output with taps (error ")
 
 
 def test_errors_after_a_tap_with_another_meaning_are_inherited():
-    (report,) = reports_of(Plain, mistake="norm before the sum")
+    (report,) = reports_of(Plain, bug="norm before the sum")
     introduced = report.blame.introduced
     assert introduced
     assert all(name.endswith("_norm.output") for name in introduced)
@@ -248,7 +248,7 @@ def test_errors_after_a_tap_with_another_meaning_are_inherited():
 
 
 def test_truncated_position_table_is_detected_in_a_long_sentence():
-    (report,) = reports_of(Plain, "activations", mistake="a table of 512 positions")
+    (report,) = reports_of(Plain, "activations", bug="a table of 512 positions")
     assert report.case == "full/longest/of_a_thousand_tokens"
     said = " ".join(report.diagnosis.signatures)
     assert "at source_embedding.output, among positions 0 to 1029, only 512, 513," in said
@@ -277,25 +277,25 @@ class Greedy(Port):
 
     dtypes = ("float64",)
     left_out = dict.fromkeys(BEAMS, "greedy only")
-    mistakes = ()
+    bugs = ()
 
     def load(self, config, weights, dtype):
         self.config = config
         self.model, self.stepwise = (reference_numpy.Transformer.from_weights(config, weights, dtype) for _ in range(2))
-        if "late positions" in self.mistakes:
+        if "late positions" in self.bugs:
             self.stepwise.target_position = LatePosition(self.stepwise.target_position)
 
     def forward(self, source_ids, target_ids, tap):
         logits = self.model(source_ids, target_ids)
-        return 1.25 * logits if "scaled logits" in self.mistakes else logits
+        return 1.25 * logits if "scaled logits" in self.bugs else logits
 
     def generate(self, source_ids, max_length, beam_size, length_penalty):
         config, memory = self.config, self.model.encode(source_ids)
         ids = np.full((len(source_ids), 1), config.bos_id)
         ended = np.zeros(len(ids), bool)
-        while ids.shape[1] <= max_length - ("a token early" in self.mistakes) and not ended.all():
+        while ids.shape[1] <= max_length - ("a token early" in self.bugs) and not ended.all():
             logits = self.stepwise.decode(ids, memory, source_ids)[:, -1]
-            if "padding" not in self.mistakes:
+            if "padding" not in self.bugs:
                 logits[:, config.pad_id] = -np.inf
             self.choose(logits, ids, max_length)
             token = np.where(ended, config.pad_id, logits.argmax(-1))
@@ -307,29 +307,29 @@ class Greedy(Port):
         """Change the logits of the next tokens according to the bugs."""
         n = ids.shape[1]
         for row, before in zip(logits, ids.tolist(), strict=True):
-            if "trigrams" in self.mistakes:
+            if "trigrams" in self.bugs:
                 row[[before[i + 2] for i in range(n - 2) if before[i : i + 2] == before[-2:]]] = -np.inf
-            if "bigrams" in self.mistakes:
+            if "bigrams" in self.bugs:
                 row[[before[i + 1] for i in range(n - 1) if before[i] == before[-1]]] = -np.inf
-            if "penalty" in self.mistakes:
+            if "penalty" in self.bugs:
                 held = sorted(set(before))
                 row[held] = np.where(row[held] < 0, row[held] * 1.3, row[held] / 1.3)
-            if "held tokens" in self.mistakes:
+            if "held tokens" in self.bugs:
                 row[sorted(set(before))] -= 0.4
-            if "late ends" in self.mistakes:
+            if "late ends" in self.bugs:
                 row[self.config.eos_id] -= 0.4
-            if "forced end" in self.mistakes and n == max_length:
+            if "forced end" in self.bugs and n == max_length:
                 row[np.arange(len(row)) != self.config.eos_id] = -np.inf
-            if "five tokens" in self.mistakes and n < 5:
+            if "five tokens" in self.bugs and n < 5:
                 row[self.config.eos_id] = -np.inf
 
 
-def said_of_search(*mistakes, stages=("activations", "decode")):
-    return [report.diagnosis for report in reports_of(Greedy, *stages, mistakes=mistakes)]
+def said_of_search(*bugs, stages=("activations", "decode")):
+    return [report.diagnosis for report in reports_of(Greedy, *stages, bugs=bugs)]
 
 
 @pytest.mark.parametrize(
-    ("mistake", "name"),
+    ("bug", "name"),
     [
         ("padding", "padding may be generated"),
         ("a token early", "stops one token early"),
@@ -340,12 +340,12 @@ def said_of_search(*mistakes, stages=("activations", "decode")):
         ("five tokens", "a minimum length of 5"),
     ],
 )
-def test_the_rule_of_a_search_is_named_and_no_cache(mistake, name):
-    (found,) = said_of_search(mistake)
+def test_the_rule_of_a_search_is_named_and_no_cache(bug, name):
+    (found,) = said_of_search(bug)
     assert (found.confidence, found.hypotheses[0], found.signatures) == (EXACT, name, ())
 
 
-@pytest.mark.parametrize("other", first_alone(["late positions", "a token early"], "two mistakes"))
+@pytest.mark.parametrize("other", first_alone(["late positions", "a token early"], "two bugs"))
 def test_two_bugs_are_never_diagnosed_as_exactly_one(other):
     (found,) = said_of_search("padding", other)
     assert found.confidence != EXACT or all(" and " in name for name in found.hypotheses), found
@@ -357,9 +357,9 @@ SEARCH = (
 )
 
 
-@pytest.mark.parametrize("mistakes", first_alone([("late positions",), ("padding", "late positions")], "two mistakes"))
-def test_search_inconsistent_with_its_own_forward_is_reported(mistakes):
-    (found,) = said_of_search(*mistakes)
+@pytest.mark.parametrize("bugs", first_alone([("late positions",), ("padding", "late positions")], "two bugs"))
+def test_search_inconsistent_with_its_own_forward_is_reported(bugs):
+    (found,) = said_of_search(*bugs)
     assert found.confidence == LIKELY
     said = " ".join((found.sentence, *found.signatures))
     assert re.search(SEARCH + r"at token \d+ of sentence \d+, the search returns", said), found
@@ -373,11 +373,11 @@ FACTS = {
 }
 
 
-@pytest.mark.parametrize("mistake", FACTS)
-def test_tokens_of_a_search_with_an_unknown_rule_are_described(mistake):
-    (found,) = said_of_search(mistake)
+@pytest.mark.parametrize("bug", FACTS)
+def test_tokens_of_a_search_with_an_unknown_rule_are_described(bug):
+    (found,) = said_of_search(bug)
     assert found.confidence == LIKELY
-    assert any(re.search(SEARCH + ".*" + FACTS[mistake], said) for said in (found.sentence, *found.signatures)), found
+    assert any(re.search(SEARCH + ".*" + FACTS[bug], said) for said in (found.sentence, *found.signatures)), found
     assert "cache" not in " ".join((found.sentence, *found.signatures))
 
 

@@ -11,6 +11,8 @@ import pytest
 from tiers import first_alone
 
 import reference_numpy
+from transformer_parity.transformer.bugs.bug import Bug
+from transformer_parity.transformer.bugs.held_out.search import seen
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.compare.comparator import compare
@@ -21,8 +23,6 @@ from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypoth
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
 from transformer_parity.transformer.diagnose.investigate import Investigation
 from transformer_parity.transformer.diagnose.measured.search_parameters import Parameter
-from transformer_parity.transformer.mistakes.mistake import Mistake
-from transformer_parity.transformer.mistakes.unplanted.search import seen
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.user import PluginPort, Port
 from transformer_parity.transformer.stages.registry import STAGES
@@ -40,14 +40,14 @@ class Searching(Port):
     """A port that decodes the full prefix for each token and returns hypotheses padded to the maximum length."""
 
     dtypes = ("float64",)
-    mistake = ""
+    bug = ""
 
     def load(self, config, weights, dtype):
         self.config = config
         self.model = reference_numpy.Transformer.from_weights(config, weights, dtype, fast=True)
 
-    def has(self, *mistakes):
-        return self.mistake in mistakes
+    def has(self, *bugs):
+        return self.bug in bugs
 
     def forward(self, source_ids, target_ids, tap):
         return self.model(source_ids, target_ids)
@@ -107,8 +107,8 @@ class Searching(Port):
         return best_ids
 
 
-def said_of(mistake):
-    globals()["Wrong"] = type("Wrong", (Searching,), {"mistake": mistake, "__module__": __name__})
+def said_of(bug):
+    globals()["Wrong"] = type("Wrong", (Searching,), {"bug": bug, "__module__": __name__})
     port, kept = PluginPort(f"{__name__}:Wrong"), {}
     every = port_cases(port_config(port), ("activations", "decode"))
     cases = [case for case in every if case.search is not None or case.name == "full/padded"]
@@ -135,8 +135,8 @@ NAMES = first_alone(
 
 @pytest.mark.parametrize("named", NAMES)
 def test_the_rule_of_a_search_is_named_with_its_number(named):
-    mistake, name = named
-    (found,) = said_of(mistake)
+    bug, name = named
+    (found,) = said_of(bug)
     assert found.confidence == EXACT
     assert any(name in one for one in found.hypotheses), found.hypotheses
 
@@ -151,7 +151,7 @@ def test_bug_in_one_kind_of_search_is_attributed_only_to_it(kind):
 
 def test_the_window_of_cached_steps_is_measured():
     case = next(case for case in port_cases(tiny("paper_base")) if case.name == "decode/many_greedy")
-    window = Hypothesis((Mistake("", "", seen("np.arange(cache.length + 1) > cache.length - 7")),))
+    window = Hypothesis((Bug("", "", seen("np.arange(cache.length + 1) > cache.length - 7")),))
     found = diagnose(case, {"tokens": observed(window, case)["tokens"]}, "Wrong", known=[])
     assert found.hypotheses == ("cached steps that attend to only the last 7 positions",)
 

@@ -29,17 +29,19 @@ def make_small(monkeypatch):
     monkeypatch.setattr(batches, "MAX_SHAPES", 2)
 
 
-def train(folder, *options, task=("--task", "dates"), small=SMALL):
-    return exit_code("train", *task, "--out", folder, *small, *options)
+def train(directory, *options, task=("--task", "dates"), small=SMALL):
+    return exit_code("train", *task, "--out", directory, *small, *options)
 
 
 def resume(path, *options):
     return exit_code("train", "--resume", path, *options)
 
 
-def losses(folder):
+def losses(directory):
     """Return the training loss of each step, regardless of the backend that computed it."""
-    return {event["step"]: next(iter(event["loss"].values())) for event in read_log(folder) if event["event"] == "step"}
+    return {
+        event["step"]: next(iter(event["loss"].values())) for event in read_log(directory) if event["event"] == "step"
+    }
 
 
 def spoilt(checkpoint, path, *entry, value=None, settings=None):
@@ -63,11 +65,13 @@ def few_dates(monkeypatch):
 
 
 @cache
-def _finished(folder):
+def _finished(directory):
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch)
-        assert train(folder, "--backend", "numpy", "--steps", 12, "--set", "save_every=4", "keep=2", "average=2") == 0
-    return folder
+        assert (
+            train(directory, "--backend", "numpy", "--steps", 12, "--set", "save_every=4", "keep=2", "average=2") == 0
+        )
+    return directory
 
 
 @pytest.fixture(scope="session")

@@ -25,12 +25,12 @@ def pieces_of(model):
     return [processor.id_to_piece(token) for token in range(processor.get_piece_size())]
 
 
-def write(folder, files):
-    folder.mkdir(exist_ok=True)
+def write(directory, files):
+    directory.mkdir(exist_ok=True)
     for name, content in files.items():
         content = content if isinstance(content, bytes | str) else json.dumps(content)
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    return folder
+        (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return directory
 
 
 def marian_files(model, **settings):

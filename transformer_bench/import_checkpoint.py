@@ -19,7 +19,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def write(size: str, folder: Path) -> None:
+def write(size: str, directory: Path) -> None:
     """Write a Hugging Face checkpoint with random weights."""
     import reference_numpy as ref
     from transformer_parity.apps.checkpoints.importer import export_checkpoint, load
@@ -30,24 +30,24 @@ def write(size: str, folder: Path) -> None:
     depths = {"num_encoder_layers": layers, "num_decoder_layers": layers}
     config = ref.TransformerConfig.preset(fields.pop("preset"), **sizes, **depths, **fields)
     weights = ref.init_weights(config, seed=0)
-    ref.save_weights(folder / "model.safetensors", config, weights, dtype="float32")
-    export_checkpoint(load(folder / "model.safetensors"), "hf", folder / "hf")
+    ref.save_weights(directory / "model.safetensors", config, weights, dtype="float32")
+    export_checkpoint(load(directory / "model.safetensors"), "hf", directory / "hf")
 
 
 def main() -> None:
     """Write the checkpoint in a separate process, measure its import, and print the result."""
-    size, folder = sys.argv[1], Path(sys.argv[2])
+    size, directory = sys.argv[1], Path(sys.argv[2])
     if sys.argv[3:] == ["write"]:
-        write(size, folder)
+        write(size, directory)
         return
-    folder.mkdir()
-    subprocess.run([sys.executable, "-m", "transformer_bench.import_checkpoint", size, folder, "write"], check=True)
+    directory.mkdir()
+    subprocess.run([sys.executable, "-m", "transformer_bench.import_checkpoint", size, directory, "write"], check=True)
     from transformer_parity.apps.checkpoints.importer import import_checkpoint, save
 
     times = [time.process_time()]
-    imported = import_checkpoint(folder / "hf")
+    imported = import_checkpoint(directory / "hf")
     times.append(time.process_time())
-    save(folder / "imported.safetensors", imported)
+    save(directory / "imported.safetensors", imported)
     times.append(time.process_time())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     parameters = sum(array.size for array in imported.weights.values()) / 1e6

@@ -1,6 +1,6 @@
 """The machine's peak: the best matmul throughput and memory bandwidth of all libraries in use."""
 
-# ruff: noqa: D102  methods are documented in Participant
+# ruff: noqa: D102  methods are documented in Implementation
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import reference_numpy as ref
 from transformer_bench.matrix_products import Product
 from transformer_bench.measurements import Entry
-from transformer_bench.rounds import Participant
+from transformer_bench.rounds import Implementation
 from transformer_bench.workload import Work
 from transformer_parity.transformer.ports.products import library, multiplied, timed
 from transformer_parity.transformer.ports.registry import PORTS
@@ -81,7 +81,7 @@ class LibraryEntry(Entry):
 
 
 @dataclass
-class Library(Participant):
+class Library(Implementation):
     """A package's matmul library, which runs a large matmul and reads as much data as the work's weights occupy."""
 
     backend: str

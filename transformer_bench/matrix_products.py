@@ -12,7 +12,7 @@ import numpy as np
 from numpy import ndarray
 
 import reference_numpy as ref
-from transformer_bench.rounds import Participant
+from transformer_bench.rounds import Implementation
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class HasProducts(Protocol):
 
 
 @dataclass
-class Products(Participant):
+class Products(Implementation):
     """A baseline that runs only the matmuls of the work in NumPy, as a lower bound for ``reference_numpy``."""
 
     name: str = "products"

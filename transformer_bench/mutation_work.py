@@ -22,13 +22,13 @@ from transformer_parity.engine.findings import AGREES, FAILED, SKIPPED, Finding
 from transformer_parity.engine.processes.messages import Parent
 from transformer_parity.engine.tolerances import ALL_DTYPES
 from transformer_parity.plugin import Port
+from transformer_parity.transformer.bugs.edited_package import edited_package
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.compare.comparator import Comparator
 from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.compare.runner import run_cases
-from transformer_parity.transformer.mistakes.edited_package import edited_package
 from transformer_parity.transformer.ports.package import PackagePort
 from transformer_parity.transformer.ports.protocol import Placement, Placements
 from transformer_parity.transformer.ports.registry import PORTS
@@ -228,14 +228,14 @@ class Worker:
         found: dict[str, set[str]] = {}
         wrong: set[str] = set()  # trials that fail without a mutation and therefore can't detect mutants
         seen: set[str] = set()
-        folder = f"{ROOT / self.package}{os.sep}"
+        directory = f"{ROOT / self.package}{os.sep}"
         modules: dict[str, str] = {}  # module names by file
 
         def called(frame: Any, event: str, argument: object) -> Any:
             file = frame.f_code.co_filename
-            if not file.startswith(folder):
+            if not file.startswith(directory):
                 return None
-            modules[file] = file.removeprefix(folder).removesuffix(".py")
+            modules[file] = file.removeprefix(directory).removesuffix(".py")
             seen.add(f"{modules[file]}:{frame.f_code.co_firstlineno}")
             return ran
 

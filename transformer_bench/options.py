@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from transformer_bench.participants import OURS
+from transformer_bench.implementations import OURS
 from transformer_bench.workload import SIZES, DecodeWork, Work
 from transformer_parity.cli.options import add_backends, parallel_plan, positive
 from transformer_parity.engine.style import FORMATS

@@ -156,13 +156,13 @@ def traced(trace: Callable[[str], AbstractContextManager[Any]], run: Callable[[]
     """
     from jax.profiler import ProfileData
 
-    with tempfile.TemporaryDirectory() as folder:
-        with trace(folder):
+    with tempfile.TemporaryDirectory() as directory:
+        with trace(directory):
             start = time.perf_counter()
             for _ in range(calls):
                 run()
             whole = time.perf_counter() - start
-        (file,) = Path(folder).rglob("*.xplane.pb")
+        (file,) = Path(directory).rglob("*.xplane.pb")
         found = ProfileData.from_file(str(file))
     names: Counter[str] = Counter()
     has_product = products(Path(os.environ[PROGRAMS]))
@@ -212,17 +212,17 @@ def kind_of(backend: str, name: str) -> str:
 def runner(options: argparse.Namespace) -> Callable[[], Any]:
     """Return a function that runs the work once."""
     import reference_numpy as ref
-    from transformer_bench.participants import FORMS, OURS
+    from transformer_bench.implementations import FORMS, OURS
     from transformer_bench.workload import DecodeWork, ForwardWork, TrainWork
 
     work = {"forward": ForwardWork, "train": TrainWork, "decode": DecodeWork}[options.task](options.config)
-    participant = (FORMS if options.form else OURS)[options.task][options.backend]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "model.safetensors"
+    implementation = (FORMS if options.form else OURS)[options.task][options.backend]
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "model.safetensors"
         ref.save_weights(file, work.config, work.weights())
-        participant.prepare()
-        participant.load(work, file)
-    return participant.run
+        implementation.prepare()
+        implementation.load(work, file)
+    return implementation.run
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ WORK = "transformer_bench.rounds:work"  # the function that each process runs
 PAUSE = 0.25  # seconds between two runs, because idle threads of Intel's OpenMP keep spinning for up to 0.2 seconds
 
 
-class Participant:
+class Implementation:
     """An implementation that is timed. It is sent to its processes before it imports its packages.
 
     Attributes:
@@ -103,11 +103,11 @@ class Reply:
         )
 
 
-class ParticipantError(Exception):
+class ImplementationError(Exception):
     """A call in a child process failed, or the process exited. The message describes the failure."""
 
 
-class ParticipantProcess:
+class ImplementationProcess:
     """An implementation in one or more separate processes.
 
     Attributes:
@@ -131,20 +131,20 @@ class ParticipantProcess:
         """Wait for the reply to a call.
 
         Raises:
-            ParticipantError: If the call raised an exception or a process exited. All processes are stopped.
+            ImplementationError: If the call raised an exception or a process exited. All processes are stopped.
         """
         try:
             return Reply.of(self._team.replies())
         except TeamError as error:
             cause = error.cause
             why = f"{cause.how} in {method}: {cause.last_line}" if isinstance(cause, ChildEndedError) else cause.why
-            raise ParticipantError(why if len(self._team) == 1 else f"{error.where}: {why}") from error
+            raise ImplementationError(why if len(self._team) == 1 else f"{error.where}: {why}") from error
 
 
 @contextmanager
 def started(
-    participants: Sequence[Participant], entries: Sequence[Entry], threads: int
-) -> Iterator[tuple[list[ParticipantProcess], Path]]:
+    implementations: Sequence[Implementation], entries: Sequence[Entry], threads: int
+) -> Iterator[tuple[list[ImplementationProcess], Path]]:
     """Start the processes of all implementations, which import their packages in parallel.
 
     At the end of the block, the processes are stopped.
@@ -155,21 +155,21 @@ def started(
     with ExitStack() as stack:
         children = stack.enter_context(Children())
         processes = []
-        for participant, entry in zip(participants, entries, strict=True):
+        for implementation, entry in zip(implementations, entries, strict=True):
             # NumPy and the frameworks read these variables when they are imported.
-            switches = dict.fromkeys(SWITCHES, str(max(1, threads // participant.processes)))
-            told = stack.enter_context(participant.environments())
+            switches = dict.fromkeys(SWITCHES, str(max(1, threads // implementation.processes)))
+            told = stack.enter_context(implementation.environments())
             members = [children.start(WORK, environment={**switches, **variables}) for variables in told]
             for member in members:
-                member.send(participant)
-            processes.append(ParticipantProcess(entry, Team(children, members)))
+                member.send(implementation)
+            processes.append(ImplementationProcess(entry, Team(children, members)))
         for process in processes:
             process.send("prepare")
-        yield processes, children.folder
+        yield processes, children.directory
 
 
 def run_rounds(
-    processes: Sequence[ParticipantProcess], work: Any, weights: Path, rounds: int, verify: Verify, tell: Tell
+    processes: Sequence[ImplementationProcess], work: Any, weights: Path, rounds: int, verify: Verify, tell: Tell
 ) -> None:
     """Load and warm up all implementations, one after another, then run them in interleaved rounds.
 
@@ -204,7 +204,7 @@ def run_rounds(
                 process.entry.add(_run(process, verify))
 
 
-def _still_in(processes: Sequence[ParticipantProcess]) -> Iterator[ParticipantProcess]:
+def _still_in(processes: Sequence[ImplementationProcess]) -> Iterator[ImplementationProcess]:
     return (process for process in processes if process.entry.verdict == AGREES)
 
 
@@ -212,13 +212,13 @@ def _still_in(processes: Sequence[ParticipantProcess]) -> Iterator[ParticipantPr
 def _out_on_failure(entry: Entry) -> Iterator[None]:
     try:
         yield
-    except ParticipantError as error:
+    except ImplementationError as error:
         entry.verdict, entry.problem = FAILED, str(error)
     except DisagreementError as error:
         entry.verdict, entry.problem = DIVERGES, str(error)
 
 
-def _run(process: ParticipantProcess, verify: Verify) -> Reply:
+def _run(process: ImplementationProcess, verify: Verify) -> Reply:
     time.sleep(PAUSE)
     reply = process.ask("run")
     if process.entry.has_result:
@@ -230,7 +230,7 @@ def _run(process: ParticipantProcess, verify: Verify) -> Reply:
 
 def work(parent: Parent) -> None:
     """Receive an implementation, and answer calls of its methods until there are no more."""
-    participant: Participant = parent.receive()
+    implementation: Implementation = parent.receive()
     while True:
         try:
             method, arguments = parent.receive()
@@ -240,10 +240,10 @@ def work(parent: Parent) -> None:
         start, processor_start = time.perf_counter(), time.process_time()
         reply: Reply | Broken
         try:
-            answer = getattr(participant, method)(*arguments)
+            answer = getattr(implementation, method)(*arguments)
             taken = time.perf_counter() - start, time.process_time() - processor_start
             memory = peak_bytes(), held_bytes()
-            reply = Reply(participant.result(answer) if method == "run" else answer, *taken, *memory)
+            reply = Reply(implementation.result(answer) if method == "run" else answer, *taken, *memory)
         except Exception as error:  # the parent process reports it
             reply = Broken(f"{type(error).__name__}: {error}")
         parent.send(reply)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import reference_numpy as ref
+from transformer_bench.implementations import FORMS, OURS, TrainOnDevices, others
 from transformer_bench.limit import LibraryEntry, Limit, libraries, limit_of
 from transformer_bench.matrix_products import Products
 from transformer_bench.measurements import Entry, verdict
-from transformer_bench.participants import FORMS, OURS, TrainOnDevices, others
-from transformer_bench.rounds import Participant, Tell, run_rounds, started
+from transformer_bench.rounds import Implementation, Tell, run_rounds, started
 from transformer_bench.tables import costs_for_machines, describe, times_for_machines
 from transformer_bench.verify import verifier_of
 from transformer_bench.workload import Work
@@ -43,9 +43,9 @@ class Setting:
     rounds: int = 1
     plans: Sequence[Plan] = ()
 
-    def participants(self, work: Work) -> list[Participant]:
+    def implementations(self, work: Work) -> list[Implementation]:
         """Return the implementations that support the given work, in the order of the first round."""
-        ours: list[Participant] = []
+        ours: list[Implementation] = []
         for name in self.backends:
             ours += [OURS[work.task][name], *(TrainOnDevices(name, plan, work.device) for plan in self.plans)]
             # A dozen processes that train a base-sized model use more than 24 GB of memory, so the compiled mode is
@@ -70,10 +70,12 @@ class Setting:
             if not self.plans:
                 raise UsageError("--rounds 0 only computes the costs of parallelism plans: add --parallel PLAN")
             return
-        participants = self.participants(work)
-        for participant in participants:
-            participant.check_installed()
-        numbers = ref.count_parameters(work.config) * sum(participant.processes for participant in participants)
+        implementations = self.implementations(work)
+        for implementation in implementations:
+            implementation.check_installed()
+        numbers = ref.count_parameters(work.config) * sum(
+            implementation.processes for implementation in implementations
+        )
         numbers += work.batch * max(work.source, work.target) * work.config.d_model
         check_memory(4 * numbers, f"{work.title}, {work.details},")
         if self.threads > processors():
@@ -173,18 +175,18 @@ def time_work(work: Work, setting: Setting, progress: Progress) -> tuple[list[En
     Returns:
         The entries, the machine's peak, and whether Ctrl-C interrupted the run.
     """
-    participants = setting.participants(work)
-    entries = [Entry(participant.name, participant.has_result) for participant in participants]
+    implementations = setting.implementations(work)
+    entries = [Entry(implementation.name, implementation.has_result) for implementation in implementations]
     measured = libraries(setting.backends, work, peers=setting.peers)
     rates = [LibraryEntry(library.name, has_result=False) for library in measured]
     interrupted = False
     try:
         with (
             progress(entries, setting.rounds) as tell,
-            started([*participants, *measured], [*entries, *rates], setting.threads) as (processes, folder),
+            started([*implementations, *measured], [*entries, *rates], setting.threads) as (processes, directory),
         ):
             # The weights and the expected results are computed while the processes import their packages.
-            file, weights = folder / "model.safetensors", work.weights()
+            file, weights = directory / "model.safetensors", work.weights()
             with refusals(OSError):
                 ref.save_weights(file, work.config, weights)
             run_rounds(processes, work, file, setting.rounds, verifier_of(work, weights).verify, tell)

@@ -207,7 +207,7 @@ def times_for_machines(work: Work, entries: Sequence[Entry], limit: Limit | None
         "limit": limit.to_dict(work) if limit else None,
         "work": {**asdict(work), "title": work.title, "operations": work.operations, "produced": work.produced},
         "config": work.config.to_dict(),
-        "participants": [entry.to_dict() for entry in entries],
+        "implementations": [entry.to_dict() for entry in entries],
         "ratios": {
             entry.name: {other.name: asdict(ratio(entry, other)) for other in timed if other is not entry}
             for entry in timed

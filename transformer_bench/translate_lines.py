@@ -194,8 +194,8 @@ def main() -> None:
         print(json.dumps(measure(options, name, options.model)))
         return
     first, rows = None, []
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "model.safetensors"
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory) / "model.safetensors"
         write(options, model)
         print(f"{'':18} sentences/s   CPU ms/sentence  lines with the same tokens as {options.translators[0]}")
         for name in options.translators:

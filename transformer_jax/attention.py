@@ -15,7 +15,7 @@ from flax import nnx
 from jax import Array
 
 from transformer_jax.layers import Dropout, Linear, masked_softmax
-from transformer_spec.checks import check_attention, check_attention_mask, check_room
+from transformer_spec.checks import check_attention, check_attention_mask, check_capacity
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
@@ -134,7 +134,7 @@ class KeyValueCache:
                 overwrite the last positions instead.
         """
         length = None if isinstance(self.length, jax.core.Tracer) else int(self.length)
-        check_room(length, key.shape[2], self.key.shape[2])
+        check_capacity(length, key.shape[2], self.key.shape[2])
         self.key = jax.lax.dynamic_update_slice_in_dim(self.key, key, self.length, axis=2)
         self.value = jax.lax.dynamic_update_slice_in_dim(self.value, value, self.length, axis=2)
         self.length += key.shape[2]

@@ -51,7 +51,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 def padded(
     model: Transformer, source_ids: Int[ndarray, "B S"], source_mask: Bool[ndarray, "B S"], plan: SearchPlan
-) -> tuple[Int[ndarray, "rows room"], Bool[ndarray, "rows room"], SearchPlan]:
+) -> tuple[Int[ndarray, "rows capacity"], Bool[ndarray, "rows capacity"], SearchPlan]:
     """Return the source and the plan, padded at the end so that XLA compiles for only a few sizes."""
 
     def round_up(length: int) -> int:

@@ -20,7 +20,14 @@ from transformer_jax.optimizer import Adam
 from transformer_jax.training import Trainer
 from transformer_jax.weights import parameter_of
 from transformer_spec.checkpoint import Checkpoint, checkpoint_tensors, describe_run
-from transformer_spec.checkpoint_folder import KIND, PREFIXES, begin_folder, check_held, partial_folder, read_run
+from transformer_spec.checkpoint_directory import (
+    KIND,
+    PREFIXES,
+    begin_directory,
+    check_held,
+    partial_directory,
+    read_run,
+)
 from transformer_spec.files import FIRST_MOMENT, SECOND_MOMENT, VocabularyFiles
 from transformer_spec.names import parameter_shapes
 
@@ -29,7 +36,7 @@ ERRORS = (FileExistsError, OSError, TypeError, ValueError)
 
 
 def save_sharded(
-    folder: str | Path,
+    directory: str | Path,
     trainer: Trainer,
     progress: Mapping[str, Any] | None = None,
     vocabulary: bytes | VocabularyFiles | None = None,
@@ -39,7 +46,7 @@ def save_sharded(
     The directory gets its final name only when it is complete.
 
     Args:
-        folder: Path of the directory, which must not exist.
+        directory: Path of the directory, which must not exist.
         trainer: Trainer whose weights, moments, and settings are saved.
         progress: Values that the training loop needs to resume, such as the position in the data. They must survive a
             JSON round trip. None saves an empty dict.
@@ -53,17 +60,17 @@ def save_sharded(
         ValueError: If the progress doesn't survive a JSON round trip.
     """
     description = describe_run(trainer.model.config, trainer.settings, trainer, dict(progress or {}))
-    _write(Path(folder), _arrays(trainer), description, vocabulary)
+    _write(Path(directory), _arrays(trainer), description, vocabulary)
 
 
-def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
+def load_sharded(directory: str | Path, trainer: Trainer) -> dict[str, Any]:
     """Resume a trainer from a directory and return the progress. All processes must call this function.
 
     The directory may have been written with a different plan. Each process reads only its own shards. If an error
     occurs, the trainer doesn't change.
 
     Args:
-        folder: Path of the directory.
+        directory: Path of the directory.
         trainer: Trainer whose weights, moments, step, and seed are replaced.
 
     Raises:
@@ -71,11 +78,11 @@ def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
         OSError: If a file can't be read.
         ValueError: If the directory contains no training run, or a run with a different model or dtype.
     """
-    folder = Path(folder)
-    training, arrays = read_run(folder).training, _arrays(trainer)
-    check_held(folder, _held(folder), {name: (tuple(x.shape), x.dtype.name) for name, x in arrays.items()})
+    directory = Path(directory)
+    training, arrays = read_run(directory).training, _arrays(trainer)
+    check_held(directory, _held(directory), {name: (tuple(x.shape), x.dtype.name) for name, x in arrays.items()})
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in arrays.items()}
-    found = _read(folder, shapes)
+    found = _read(directory, shapes)
     names = parameter_shapes(trainer.model.config)
     for name in names:
         parameter_of(trainer.model, name).set_value(found[name])
@@ -85,31 +92,31 @@ def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
     return training["progress"]
 
 
-def join_sharded(folder: str | Path) -> Checkpoint:
+def join_sharded(directory: str | Path) -> Checkpoint:
     """Return the contents of a directory as a ``Checkpoint``, which can be saved as one file.
 
     Call this function in one process only.
 
     Args:
-        folder: Path of the directory.
+        directory: Path of the directory.
 
     Raises:
         ImportError: If Orbax is not installed.
         OSError: If a file can't be read.
         ValueError: If the directory contains no training run.
     """
-    folder = Path(folder)
-    run, held = read_run(folder), _held(folder)
-    return run.joined(_read(folder, {name: np.empty(shape, dtype) for name, (shape, dtype) in held.items()}))
+    directory = Path(directory)
+    run, held = read_run(directory), _held(directory)
+    return run.joined(_read(directory, {name: np.empty(shape, dtype) for name, (shape, dtype) in held.items()}))
 
 
-def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
+def split_sharded(directory: str | Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint to a new directory, for a run with several processes.
 
     Call this function in one process only.
 
     Args:
-        folder: Path of the directory, which must not exist.
+        directory: Path of the directory, which must not exist.
         checkpoint: Checkpoint to write.
 
     Raises:
@@ -120,7 +127,7 @@ def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
         OSError: If a file can't be written.
     """
     description = describe_run(checkpoint.config, checkpoint.settings, checkpoint.state, checkpoint.progress)
-    _write(Path(folder), checkpoint_tensors(checkpoint), description, checkpoint.vocabulary)
+    _write(Path(directory), checkpoint_tensors(checkpoint), description, checkpoint.vocabulary)
 
 
 def _arrays(trainer):
@@ -130,27 +137,27 @@ def _arrays(trainer):
     return {prefix + name: group[name] for prefix, group in zip(PREFIXES, groups, strict=True) for name in weights}
 
 
-def _write(folder, arrays, description, vocabulary):
+def _write(directory, arrays, description, vocabulary):
     """Write a directory under a temporary name, then rename it."""
     checkpointer = _orbax()
-    _by_the_first(lambda: begin_folder(folder, description, vocabulary))
+    _by_the_first(lambda: begin_directory(directory, description, vocabulary))
     with checkpointer() as writer:
-        writer.save(partial_folder(folder).absolute() / ARRAYS, arrays)
-    _by_the_first(lambda: os.replace(partial_folder(folder), folder))
+        writer.save(partial_directory(directory).absolute() / ARRAYS, arrays)
+    _by_the_first(lambda: os.replace(partial_directory(directory), directory))
 
 
-def _held(folder):
+def _held(directory):
     """Return the shape and dtype of each array in a directory."""
     with _orbax()() as reader:
-        held = reader.metadata((folder / ARRAYS).absolute()).item_metadata
+        held = reader.metadata((directory / ARRAYS).absolute()).item_metadata
     if held is None:
-        raise ValueError(f"{folder} is not a usable {KIND}: it contains no arrays")
+        raise ValueError(f"{directory} is not a usable {KIND}: it contains no arrays")
     return {name: (tuple(entry.shape), np.dtype(entry.dtype).name) for name, entry in held.tree.items()}
 
 
-def _read(folder, wanted):
+def _read(directory, wanted):
     with _orbax()() as reader:
-        return reader.restore((folder / ARRAYS).absolute(), wanted)
+        return reader.restore((directory / ARRAYS).absolute(), wanted)
 
 
 def _orbax():

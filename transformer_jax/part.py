@@ -20,7 +20,7 @@ from transformer_jax.layers import Dropout, LayerNorm
 from transformer_jax.masks import padding_mask, target_padding_mask
 from transformer_jax.runtime import PRECISIONS, as_array, to_device, to_dtype, to_ids, to_mask, to_memory, to_rngs
 from transformer_jax.weights import get_weights, set_weights
-from transformer_spec.checks import check_choice, check_given, check_next_ids, check_room, check_type
+from transformer_spec.checks import check_capacity, check_choice, check_given, check_next_ids, check_type
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
 
@@ -208,5 +208,5 @@ class Part(nnx.Module):
         ids = ids.T if is_one else ids
         length = None if isinstance(cache.length, jax.core.Tracer) else int(cache.length)
         check_next_ids(ids.shape[:1], length, cache.self_mask.shape)
-        check_room(length, ids.shape[1], cache.self_mask.shape[3])
+        check_capacity(length, ids.shape[1], cache.self_mask.shape[3])
         return ids

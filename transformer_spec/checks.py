@@ -204,7 +204,7 @@ def check_next_ids(shape: Shape, length: int | None, room: Shape) -> None:
         raise ValueError(f"the cache must have capacity for the next target position: all {length} are in use")
 
 
-def check_room(length: Any, more: int | None, capacity: int | None) -> None:
+def check_capacity(length: Any, more: int | None, capacity: int | None) -> None:
     """Raise a ValueError unless a cache has capacity for ``more`` positions. An unknown size is ``None``."""
     if None not in (length, more, capacity) and length + more > capacity:
         raise ValueError(f"a cache of {capacity} positions must have capacity for {more} more: {length} are in use")

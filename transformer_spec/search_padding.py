@@ -18,7 +18,7 @@ def pad_search(
     plan: SearchPlan,
     max_positions: int | None,
     round_up: Callable[[int], int],
-) -> tuple[Int[ndarray, "rows room"], Bool[ndarray, "rows room"], SearchPlan]:
+) -> tuple[Int[ndarray, "rows capacity"], Bool[ndarray, "rows capacity"], SearchPlan]:
     """Return the source and the plan, padded at the end so that there are only a few sizes to compile for.
 
     The batch size is rounded up to a power of two by adding sequences with a limit of 0. Lengths are rounded up by

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from tensorflow import Tensor
 
-from transformer_spec.checks import check_attention, check_attention_mask, check_room
+from transformer_spec.checks import check_attention, check_attention_mask, check_capacity
 from transformer_spec.config import TransformerConfig
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
@@ -145,7 +145,7 @@ class KeyValueCache(Nested):
             ValueError: If the new positions exceed the capacity. In a ``tf.function``, where the length is unknown,
                 they overwrite the last positions instead.
         """
-        check_room(tf.get_static_value(self.length), key.shape[2], self.key.shape[2])
+        check_capacity(tf.get_static_value(self.length), key.shape[2], self.key.shape[2])
         start = [0, 0, self.length, 0]
         self.key = keras.ops.slice_update(self.key, start, key)
         self.value = keras.ops.slice_update(self.value, start, value)

@@ -36,7 +36,7 @@ def check_call(name: str, model: Any) -> None:
 
 def padded(
     model: Transformer, source_ids: Int[ndarray, "B S"], source_mask: Bool[ndarray, "B S"], plan: SearchPlan
-) -> tuple[Int[ndarray, "rows room"], Bool[ndarray, "rows room"], SearchPlan]:
+) -> tuple[Int[ndarray, "rows capacity"], Bool[ndarray, "rows capacity"], SearchPlan]:
     """Return the source and the plan, padded at the end so that XLA compiles for only a few sizes.
 
     XLA needs seconds to compile for a size, much longer than a compiled step takes.

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from transformer_spec.checkpoint import Checkpoint, checkpoint_tensors, describe_run
-from transformer_spec.checkpoint_folder import PREFIXES, begin_folder, check_held, partial_folder, read_run
+from transformer_spec.checkpoint_directory import PREFIXES, begin_directory, check_held, partial_directory, read_run
 from transformer_spec.files import VocabularyFiles
 from transformer_tf.parallel import first_alone
 from transformer_tf.training import Trainer
@@ -25,7 +25,7 @@ TENSORS = "tensors"
 
 
 def save_sharded(
-    folder: str | Path,
+    directory: str | Path,
     trainer: Trainer,
     progress: Mapping[str, Any] | None = None,
     vocabulary: bytes | VocabularyFiles | None = None,
@@ -35,7 +35,7 @@ def save_sharded(
     The directory gets its final name only when it is complete.
 
     Args:
-        folder: Path of the directory, which must not exist.
+        directory: Path of the directory, which must not exist.
         trainer: Trainer whose weights, moments, and settings are saved.
         progress: Values that the training loop needs to resume, such as the position in the data. They must survive a
             JSON round trip. None saves an empty dict.
@@ -48,53 +48,55 @@ def save_sharded(
         ValueError: If the progress doesn't survive a JSON round trip.
     """
     description = describe_run(trainer.model.config, trainer.settings, trainer, dict(progress or {}))
-    first_alone(trainer, lambda: _write(Path(folder), _variables(trainer), description, vocabulary))
+    first_alone(trainer, lambda: _write(Path(directory), _variables(trainer), description, vocabulary))
 
 
-def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
+def load_sharded(directory: str | Path, trainer: Trainer) -> dict[str, Any]:
     """Resume a trainer from a directory and return the progress. All processes must call this function.
 
     The directory may have been written with a different plan.
 
     Args:
-        folder: Path of the directory.
+        directory: Path of the directory.
         trainer: Trainer whose weights, moments, step, and seed are replaced.
 
     Raises:
         OSError: If a file can't be read.
         ValueError: If the directory contains no training run, or a run with a different model or dtype.
     """
-    folder = Path(folder)
-    training, variables = read_run(folder).training, _variables(trainer)
-    check_held(folder, _held(_reader(folder)), {name: (tuple(x.shape), x.dtype.name) for name, x in variables.items()})
-    tf.train.Checkpoint(tensors=variables).read(str(folder / TENSORS)).assert_consumed()
+    directory = Path(directory)
+    training, variables = read_run(directory).training, _variables(trainer)
+    check_held(
+        directory, _held(_reader(directory)), {name: (tuple(x.shape), x.dtype.name) for name, x in variables.items()}
+    )
+    tf.train.Checkpoint(tensors=variables).read(str(directory / TENSORS)).assert_consumed()
     trainer.step, trainer.seed = training["step"], training["seed"]
     return training["progress"]
 
 
-def join_sharded(folder: str | Path) -> Checkpoint:
+def join_sharded(directory: str | Path) -> Checkpoint:
     """Return the contents of a directory as a ``Checkpoint``, which can be saved as one file.
 
     Call this function in one process only.
 
     Args:
-        folder: Path of the directory.
+        directory: Path of the directory.
 
     Raises:
         OSError: If a file can't be read.
         ValueError: If the directory contains no training run.
     """
-    run, reader = read_run(Path(folder)), _reader(Path(folder))
+    run, reader = read_run(Path(directory)), _reader(Path(directory))
     return run.joined({name: reader.get_tensor(_key(name)) for name in _held(reader)})
 
 
-def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
+def split_sharded(directory: str | Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint to a new directory, for a run with several processes.
 
     Call this function in one process only.
 
     Args:
-        folder: Path of the directory, which must not exist.
+        directory: Path of the directory, which must not exist.
         checkpoint: Checkpoint to write.
 
     Raises:
@@ -107,7 +109,7 @@ def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
     description = describe_run(checkpoint.config, checkpoint.settings, checkpoint.state, checkpoint.progress)
     with tf.device("/CPU:0"):
         variables = {name: tf.Variable(array, trainable=False) for name, array in tensors.items()}
-    _write(Path(folder), variables, description, checkpoint.vocabulary)
+    _write(Path(directory), variables, description, checkpoint.vocabulary)
 
 
 def _variables(trainer):
@@ -117,21 +119,21 @@ def _variables(trainer):
     return {prefix + name: x for prefix, group in zip(PREFIXES, groups, strict=True) for name, x in group.items()}
 
 
-def _write(folder, variables, description, vocabulary):
+def _write(directory, variables, description, vocabulary):
     """Write a directory under a temporary name, then rename it."""
-    begin_folder(folder, description, vocabulary)
+    begin_directory(directory, description, vocabulary)
     try:
-        tf.train.Checkpoint(tensors=variables).write(str(partial_folder(folder) / TENSORS))
+        tf.train.Checkpoint(tensors=variables).write(str(partial_directory(directory) / TENSORS))
     except tf.errors.OpError as error:
-        raise OSError(f"cannot write {folder}: {error.message}") from error
-    os.replace(partial_folder(folder), folder)
+        raise OSError(f"cannot write {directory}: {error.message}") from error
+    os.replace(partial_directory(directory), directory)
 
 
-def _reader(folder):
+def _reader(directory):
     try:
-        return tf.train.load_checkpoint(str(folder / TENSORS))
+        return tf.train.load_checkpoint(str(directory / TENSORS))
     except (ValueError, tf.errors.OpError) as error:
-        raise OSError(f"cannot read {folder}: {error}") from error
+        raise OSError(f"cannot read {directory}: {error}") from error
 
 
 def _held(reader):

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from numpy import ndarray
 
-from transformer_spec.checks import check_given, check_next_ids, check_room, check_same_batch
+from transformer_spec.checks import check_capacity, check_given, check_next_ids, check_same_batch
 from transformer_spec.config import TransformerConfig
 from transformer_spec.files import load_weights
 from transformer_tf.block import Configured, loading
@@ -242,7 +242,7 @@ class Part(Configured, keras.Model):
         length = tf.get_static_value(cache.length)  # unknown in a traced function
         length = None if length is None else int(length)
         check_next_ids(tuple(ids.shape)[:1], length, tuple(cache.self_mask.shape))
-        check_room(length, ids.shape[1], cache.self_mask.shape[3])
+        check_capacity(length, ids.shape[1], cache.self_mask.shape[3])
         return ids
 
 

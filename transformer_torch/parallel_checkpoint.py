@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from transformer_spec.checkpoint import Checkpoint, checkpoint_tensors, describe_run
-from transformer_spec.checkpoint_folder import PREFIXES, begin_folder, check_held, partial_folder, read_run
+from transformer_spec.checkpoint_directory import PREFIXES, begin_directory, check_held, partial_directory, read_run
 from transformer_spec.files import VocabularyFiles
 from transformer_torch.runtime import dtype_name
 from transformer_torch.training import Trainer
@@ -28,7 +28,7 @@ from transformer_torch.weights import copy_in, copy_out, parameters, torch_path
 
 
 def save_sharded(
-    folder: str | Path,
+    directory: str | Path,
     trainer: Trainer,
     progress: Mapping[str, Any] | None = None,
     vocabulary: bytes | VocabularyFiles | None = None,
@@ -38,7 +38,7 @@ def save_sharded(
     The directory gets its final name only when it is complete.
 
     Args:
-        folder: Path of the directory, which must not exist.
+        directory: Path of the directory, which must not exist.
         trainer: Trainer whose weights, moments, and settings are saved.
         progress: Values that the training loop needs to resume, such as the position in the data. They must survive a
             JSON round trip. None saves an empty dict.
@@ -52,59 +52,59 @@ def save_sharded(
     """
     model: Any = trainer.model
     description = describe_run(model.config, trainer.settings, trainer, dict(progress or {}))
-    _write(Path(folder), _tensors(trainer), description, vocabulary)
+    _write(Path(directory), _tensors(trainer), description, vocabulary)
 
 
-def load_sharded(folder: str | Path, trainer: Trainer) -> dict[str, Any]:
+def load_sharded(directory: str | Path, trainer: Trainer) -> dict[str, Any]:
     """Resume a trainer from a directory and return the progress. All processes must call this function.
 
     The directory may have been written with a different plan. Each process reads only its own shards. If an error
     occurs while tensors are read, don't use the trainer afterwards.
 
     Args:
-        folder: Path of the directory.
+        directory: Path of the directory.
         trainer: Trainer whose weights, moments, step, and seed are replaced.
 
     Raises:
         OSError: If a file can't be read.
         ValueError: If the directory contains no training run, or a run with a different model or dtype.
     """
-    folder = Path(folder)
-    training, tensors = read_run(folder).training, _tensors(trainer)
-    check_held(folder, _held(folder), {name: (tuple(x.shape), dtype_name(x)) for name, x in tensors.items()})
-    _load(folder, tensors)
+    directory = Path(directory)
+    training, tensors = read_run(directory).training, _tensors(trainer)
+    check_held(directory, _held(directory), {name: (tuple(x.shape), dtype_name(x)) for name, x in tensors.items()})
+    _load(directory, tensors)
     trainer.step, trainer.seed = training["step"], training["seed"]
     for state in trainer.optimizer.state.values():
         state["step"].fill_(trainer.step)
     return training["progress"]
 
 
-def join_sharded(folder: str | Path) -> Checkpoint:
+def join_sharded(directory: str | Path) -> Checkpoint:
     """Return the contents of a directory as a ``Checkpoint``, which can be saved as one file.
 
     Call this function in one process only.
 
     Args:
-        folder: Path of the directory.
+        directory: Path of the directory.
 
     Raises:
         OSError: If a file can't be read.
         ValueError: If the directory contains no training run.
     """
-    folder = Path(folder)
-    run, held = read_run(folder), _held(folder)
+    directory = Path(directory)
+    run, held = read_run(directory), _held(directory)
     tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in held.items()}
-    _load(folder, tensors)
+    _load(directory, tensors)
     return run.joined({name: copy_out(name, tensors[path]) for name in run.names if (path := torch_path(name)) in held})
 
 
-def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
+def split_sharded(directory: str | Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint to a new directory, for a run with several processes.
 
     Call this function in one process only.
 
     Args:
-        folder: Path of the directory, which must not exist.
+        directory: Path of the directory, which must not exist.
         checkpoint: Checkpoint to write.
 
     Raises:
@@ -119,7 +119,7 @@ def split_sharded(folder: str | Path, checkpoint: Checkpoint) -> None:
         tensor = tensors[torch_path(name)] = torch.empty(shape, dtype=getattr(torch, array.dtype.name))
         copy_in(name, array, tensor)
     description = describe_run(checkpoint.config, checkpoint.settings, checkpoint.state, checkpoint.progress)
-    _write(Path(folder), tensors, description, checkpoint.vocabulary)
+    _write(Path(directory), tensors, description, checkpoint.vocabulary)
 
 
 def _tensors(trainer):
@@ -132,29 +132,29 @@ def _tensors(trainer):
     return found
 
 
-def _write(folder, tensors, description, vocabulary):
+def _write(directory, tensors, description, vocabulary):
     """Write a directory under a temporary name, then rename it."""
     import torch.distributed.checkpoint as dcp
 
-    _by_the_first(lambda: begin_folder(folder, description, vocabulary))
-    with _reported(f"cannot write {folder}"):
-        dcp.save(tensors, checkpoint_id=partial_folder(folder))
-    _by_the_first(lambda: os.replace(partial_folder(folder), folder))
+    _by_the_first(lambda: begin_directory(directory, description, vocabulary))
+    with _reported(f"cannot write {directory}"):
+        dcp.save(tensors, checkpoint_id=partial_directory(directory))
+    _by_the_first(lambda: os.replace(partial_directory(directory), directory))
 
 
-def _load(folder, tensors):
+def _load(directory, tensors):
     """Read this process's shards of the tensors in place."""
     import torch.distributed.checkpoint as dcp
 
-    with _reported(f"cannot read {folder}"):
-        dcp.load(tensors, checkpoint_id=folder)
+    with _reported(f"cannot read {directory}"):
+        dcp.load(tensors, checkpoint_id=directory)
 
 
-def _held(folder):
+def _held(directory):
     """Return the shape and dtype of each tensor in a directory."""
     from torch.distributed.checkpoint import FileSystemReader
 
-    held: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
+    held: dict[str, Any] = FileSystemReader(directory).read_metadata().state_dict_metadata
     return {name: (tuple(entry.size), dtype_name(entry.properties)) for name, entry in held.items()}
 
 

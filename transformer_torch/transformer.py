@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from transformer_spec.checks import check_integer, check_next_ids, check_positions, check_room, check_same_batch
+from transformer_spec.checks import check_capacity, check_integer, check_next_ids, check_positions, check_same_batch
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, checked, no_tap, within
 from transformer_torch.decoder import DecoderCache
@@ -212,7 +212,7 @@ class Decoder(Part):
         ids = to_ids("target_ids", ids[None] if is_one else ids, self.config.target_vocab_size, None, self.device)
         ids = ids.T if is_one else ids  # [R, L]
         check_next_ids(ids.shape[:1], cache.length, cache.self_mask.shape)
-        check_room(cache.length, ids.shape[1], cache.self_mask.shape[3])
+        check_capacity(cache.length, ids.shape[1], cache.self_mask.shape[3])
         new = slice(cache.length, cache.length + ids.shape[1])
         cache.self_mask[:, 0, 0, new] = ids != self.config.pad_id
         if new.start == 0:

@@ -2,7 +2,7 @@
 
 ::
 
-    ```{mistakes} attention, fused kernels
+    ```{bugs} attention, fused kernels
     :only: scores|softmax
     ```
 
@@ -28,11 +28,11 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import OptionSpec
 
 from transformer_parity.engine.findings import DIVERGES
-from transformer_parity.transformer.mistakes import catalog
-from transformer_parity.transformer.mistakes.mistake import Mistake
+from transformer_parity.transformer.bugs import catalog
+from transformer_parity.transformer.bugs.bug import Bug
 
 
-def chosen(part_names: str, only: str = "", without: str = "") -> list[Mistake]:
+def chosen(part_names: str, only: str = "", without: str = "") -> list[Bug]:
     """Return the bugs in some parts of the catalog whose names match, without duplicate names.
 
     Args:
@@ -46,31 +46,31 @@ def chosen(part_names: str, only: str = "", without: str = "") -> list[Mistake]:
     known = catalog.parts()
     named = [part.strip() for part in part_names.split(",")]
     if unknown := [part for part in named if part not in known]:
-        raise ExtensionError(f"mistakes: unknown parts {', '.join(unknown)}: choose from {', '.join(known)}")
-    found = {mistake.name: mistake for part in reversed(named) for mistake in reversed(known[part])}
+        raise ExtensionError(f"bugs: unknown parts {', '.join(unknown)}: choose from {', '.join(known)}")
+    found = {bug.name: bug for part in reversed(named) for bug in reversed(known[part])}
     kept = [
-        mistake
-        for mistake in reversed(found.values())
-        if re.search(only, mistake.name) and not (without and re.search(without, mistake.name))
+        bug
+        for bug in reversed(found.values())
+        if re.search(only, bug.name) and not (without and re.search(without, bug.name))
     ]
     if not kept:
-        raise ExtensionError(f"mistakes: no bug in {part_names} matches {only!r}")
+        raise ExtensionError(f"bugs: no bug in {part_names} matches {only!r}")
     return kept
 
 
-def shown_at(mistake: Mistake) -> str:
+def shown_at(bug: Bug) -> str:
     """Return the name of the first value that a bug changes, as HTML."""
-    if mistake.verdict == "failed" or not mistake.at:
-        return f"Reported as: {escape(mistake.announced)}." if mistake.announced else "Raises an exception."
-    how = "differs" if mistake.verdict == DIVERGES else "loses precision"
-    taps = " The taps are correct; only the fast path is wrong." if mistake.path == "fast" else ""
-    return f"First value that {how}: <code>{escape(mistake.at)}</code>.{taps}"
+    if bug.verdict == "failed" or not bug.at:
+        return f"Reported as: {escape(bug.announced)}." if bug.announced else "Raises an exception."
+    how = "differs" if bug.verdict == DIVERGES else "loses precision"
+    taps = " The taps are correct; only the fast path is wrong." if bug.path == "fast" else ""
+    return f"First value that {how}: <code>{escape(bug.at)}</code>.{taps}"
 
 
 @cache
 def reports() -> dict[str, str]:
     """Return links to the threads in which each bug was reported, as HTML, by the name of the bug."""
-    page = (ROOT / "docs" / "reported-mistakes.md").read_text("utf-8")
+    page = (ROOT / "docs" / "reported-bugs.md").read_text("utf-8")
     found = {}
     for name, threads in re.findall(r"^\| [^|]*\| (.+?) \| (\[.+?) \| (?:yes|no)", page, re.MULTILINE):
         links = re.findall(r"\[(.+?)\]\((.+?)\)", threads)
@@ -78,11 +78,11 @@ def reports() -> dict[str, str]:
     return found
 
 
-def edit(backend: str, mistake: Mistake) -> str:
+def edit(backend: str, bug: Bug) -> str:
     """Return the code that injects a bug into a package, as HTML with removed and added lines."""
     package = PACKAGES[backend]
     changes = ""
-    for module, old, new in mistake.edits[backend]:
+    for module, old, new in bug.edits[backend]:
         before, after = whole_lines((ROOT / package / f"{module}.py").read_text("utf-8"), old, new)
         changes += f'<p class="file">{package}/{module}.py</p>'
         changes += f"<pre><del>{prefixed('- ', before)}</del><ins>{prefixed('+ ', after)}</ins></pre>"
@@ -106,22 +106,22 @@ def prefixed(prefix: str, text: str) -> str:
     return "\n".join(prefix + escape(line) for line in text.split("\n"))
 
 
-def entry(mistake: Mistake) -> str:
+def entry(bug: Bug) -> str:
     """Return a bug as a collapsed HTML element with the first value that differs and the bug's code in each package."""
-    made = "".join(edit(backend, mistake) for backend in PACKAGES if backend in mistake.edits)
-    if mistake.config:
-        fields = ", ".join(f"{name}={value!r}" for name, value in mistake.config.items())
+    made = "".join(edit(backend, bug) for backend in PACKAGES if backend in bug.edits)
+    if bug.config:
+        fields = ", ".join(f"{name}={value!r}" for name, value in bug.config.items())
         made = f"<p class='where'>The port uses <code>{escape(fields)}</code>.</p>"
     elif not made:
         made = "<p class='where'>The weights are converted incorrectly.</p>"
-    elif absent := [TITLES[backend] for backend in PACKAGES if not mistake.edits.get(backend)]:
+    elif absent := [TITLES[backend] for backend in PACKAGES if not bug.edits.get(backend)]:
         made += f"<p class='where'>Not injected into {', '.join(absent)}.</p>"
-    seen = f'<p class="where">Reported in {reports()[mistake.name]}.</p>' if mistake.name in reports() else ""
-    where = f'<p class="where">{shown_at(mistake)}</p>{seen}'
-    return f"<details><summary>{escape(mistake.name)}</summary>{where}{made}</details>"
+    seen = f'<p class="where">Reported in {reports()[bug.name]}.</p>' if bug.name in reports() else ""
+    where = f'<p class="where">{shown_at(bug)}</p>{seen}'
+    return f"<details><summary>{escape(bug.name)}</summary>{where}{made}</details>"
 
 
-class Mistakes(SphinxDirective):
+class Bugs(SphinxDirective):
     """List the bugs in some parts of the catalog."""
 
     required_arguments = 1
@@ -131,11 +131,11 @@ class Mistakes(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return the list."""
         found = chosen(self.arguments[0], self.options.get("only", ""), self.options.get("without", ""))
-        for path in (ROOT / "transformer_parity" / "transformer" / "mistakes").glob("*.py"):
+        for path in (ROOT / "transformer_parity" / "transformer" / "bugs").glob("*.py"):
             self.env.note_dependency(str(path))
-        self.env.note_dependency(str(ROOT / "docs" / "reported-mistakes.md"))
+        self.env.note_dependency(str(ROOT / "docs" / "reported-bugs.md"))
         html = "".join(map(entry, found))
-        return [nodes.raw("", f'<div class="mistakes">{html}</div>', format="html")]
+        return [nodes.raw("", f'<div class="bugs">{html}</div>', format="html")]
 
 
 class Catalog(SphinxDirective):
@@ -145,17 +145,17 @@ class Catalog(SphinxDirective):
         """Return a table for each part."""
         parts = catalog.parts()
         text = []
-        for name, mistakes in parts.items():
+        for name, bugs in parts.items():
             text += [
                 f"## {name[0].upper()}{name[1:]}",
                 "",
                 "| bug | first difference | injected into |",
                 "|---|---|---|",
             ]
-            for mistake in {mistake.name: mistake for mistake in mistakes}.values():
-                at = f"`{mistake.at}`" if mistake.at else mistake.announced or "an exception"
-                planted = [TITLES[backend] for backend in PACKAGES if backend in mistake.edits]
-                text.append(f"| {mistake.name.replace('|', '/')} | {at} | {', '.join(planted)} |")
+            for bug in {bug.name: bug for bug in bugs}.values():
+                at = f"`{bug.at}`" if bug.at else bug.announced or "an exception"
+                injected = [TITLES[backend] for backend in PACKAGES if backend in bug.edits]
+                text.append(f"| {bug.name.replace('|', '/')} | {at} | {', '.join(injected)} |")
             text.append("")
         return self.parse_text_to_nodes("\n".join(text), allow_section_headings=True)
 
@@ -198,7 +198,7 @@ class SideNote(SphinxDirective):
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register the directives."""
-    app.add_directive("mistakes", Mistakes)
+    app.add_directive("bugs", Bugs)
     app.add_directive("catalog", Catalog)
     app.add_directive("side-note", SideNote)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -19,7 +19,7 @@ from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import OptionSpec
 
-FOLDER = Path(__file__).parents[1] / "notebooks"
+DIRECTORY = Path(__file__).parents[1] / "notebooks"
 
 
 @cache
@@ -30,7 +30,7 @@ def code_cells(name: str) -> list[dict[str, Any]]:
         ExtensionError: If the notebook has never been executed.
     """
     try:
-        stored = json.loads((FOLDER / f"{name}.ipynb").read_text("utf-8"))
+        stored = json.loads((DIRECTORY / f"{name}.ipynb").read_text("utf-8"))
     except FileNotFoundError:
         raise ExtensionError(f"docs/notebooks/{name}.ipynb doesn't exist: {command(name)}") from None
     return [cell for cell in stored["cells"] if cell["cell_type"] == "code"]
@@ -68,7 +68,7 @@ class CodeCell(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return the code and the outputs."""
         name = Path(self.env.docname).name
-        self.env.note_dependency(str(FOLDER / f"{name}.ipynb"))
+        self.env.note_dependency(str(DIRECTORY / f"{name}.ipynb"))
         code = "\n".join(self.content)
         found = outputs(name, self.env.new_serialno("code-cell"), code)
         return [block(code, "python", "cell"), *(shown for output in found for shown in self._show(output))]

@@ -28,7 +28,7 @@ from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import OptionSpec
 
-FOLDER = Path(__file__).parents[1] / "examples"
+DIRECTORY = Path(__file__).parents[1] / "examples"
 TALL, WIDE = 16, 34  # height and width of a cell of a heat map, in pixels
 
 
@@ -40,9 +40,9 @@ def example(name: str) -> dict[str, Any]:
         ExtensionError: If the example doesn't exist.
     """
     try:
-        return json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
+        return json.loads((DIRECTORY / f"{name}.json").read_text("utf-8"))
     except FileNotFoundError:
-        raise ExtensionError(f"there is no example {name!r} in {FOLDER}") from None
+        raise ExtensionError(f"there is no example {name!r} in {DIRECTORY}") from None
 
 
 def values(name: str, tap: str) -> dict[str, ndarray]:
@@ -129,7 +129,7 @@ class Numbers(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return the tables and a sentence with the differences between the backends."""
         (name,) = self.arguments
-        self.env.note_dependency(str(FOLDER / f"{name}.json"))
+        self.env.note_dependency(str(DIRECTORY / f"{name}.json"))
         titles = dict(line.split(": ", 1) for line in self.content)
         taps = self.options.get("taps") or list(titles) or list(example(name)["values"]["numpy"])
         digits = self.options.get("digits", 3)

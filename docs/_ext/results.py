@@ -18,7 +18,7 @@ MIB = 2**20
 PORTS = ("torch", "jax", "tf")
 MACHINES = {"intel": "Intel Xeon", "amd": "AMD EPYC"}  # title of each directory in benchmarks
 ON_FOUR = tuple(f"| `{plan}`" for plan in ("data=4", "fsdp=4", "fsdp=2,tensor=2"))  # the rows in docs/how-to/install.md
-PARTICIPANTS = {  # names in docs/speed.md
+IMPLEMENTATIONS = {  # names in docs/speed.md
     "numpy": "**reference_numpy**",
     **{port: f"**transformer_{port}**" for port in PORTS},
     "torch compiled": "**transformer_torch**, compiled",
@@ -61,7 +61,8 @@ def speed(task: str) -> Iterator[str]:
         sizes = ("small", "base")
         reports = {size: read(ROOT / "benchmarks" / machine / f"{task}-{size}.json") for size in sizes}
         columns = {
-            size: {one["name"]: one for one in r["result"]["races"][0]["participants"]} for size, r in reports.items()
+            size: {one["name"]: one for one in r["result"]["races"][0]["implementations"]}
+            for size, r in reports.items()
         }
         header = "".join(f" {size}, ms | lowest to highest | MiB |" for size in reports)
         yield f"| {title} |{header}"
@@ -69,7 +70,7 @@ def speed(task: str) -> Iterator[str]:
         base = columns["base"]
         for name in sorted(base, key=lambda name: base[name].get("median_seconds") or 1e9):
             cells = "".join(f" {timed(columns[size].get(name))} |" for size in reports)
-            yield f"| {PARTICIPANTS[name]} |{cells}"
+            yield f"| {IMPLEMENTATIONS[name]} |{cells}"
         versions = {one["name"]: one["environment"]["version"] for one in base.values() if one["name"] in TITLES}
         yield ""
         for size, report in reports.items():
@@ -162,7 +163,7 @@ def selftest() -> Iterator[str]:
     yield from ("| part | injected | caught | located | named, of the bugs with a name |", "|---|---:|---:|---:|---:|")
     for row in [*report["parts"], {"part": "together", **report["together"]}]:
         named = f"{row['named']} of {row['nameable']}" if row["nameable"] else "none can be named"
-        yield f"| {row['part']} | {row['planted']} | {row['caught']} | {row['located']} | {named} |"
+        yield f"| {row['part']} | {row['injected']} | {row['caught']} | {row['located']} | {named} |"
 
 
 def closest() -> Iterator[str]:

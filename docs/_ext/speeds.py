@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from panes import ROOT
-from results import MACHINES, PARTICIPANTS, PORTS, RESULTS, read
+from results import IMPLEMENTATIONS, MACHINES, PORTS, RESULTS, read
 
 TASKS = ("forward", "train", "decode")
 SIZES = ("small", "base")
@@ -40,7 +40,7 @@ class Aim(NamedTuple):
 def race(name: str, machine: str) -> dict[str, Any]:
     """Return the results of one benchmark on one of the ``MACHINES``, with the implementations by name."""
     (found,) = read(ROOT / "benchmarks" / machine / f"{name}.json")["result"]["races"]
-    return {**found, "participants": {one["name"]: one for one in found["participants"]}}
+    return {**found, "implementations": {one["name"]: one for one in found["implementations"]}}
 
 
 def own_race(task: str, machine: str, port: str) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def own_race(task: str, machine: str, port: str) -> dict[str, Any]:
 
 def share(found: dict[str, Any], name: str) -> float | None:
     """Return the time of the work at the machine's peak relative to the measured time, or None if unknown."""
-    seconds = found["participants"].get(name, {}).get("median_seconds")
+    seconds = found["implementations"].get(name, {}).get("median_seconds")
     limit = found.get("limit")
     return limit["seconds"] / seconds if limit and seconds else None
 
@@ -62,7 +62,7 @@ def shares() -> Iterator[str]:
         columns = {f"{task}, {size}": race(f"{task}-{size}", machine) for task in TASKS for size in SIZES}
         yield f"| {title} | {' | '.join(columns)} |"
         yield "|---|" + "---:|" * len(columns)
-        for name, called in PARTICIPANTS.items():
+        for name, called in IMPLEMENTATIONS.items():
             cells = [percent(share(found, name)) for found in columns.values()]
             if any(cells):
                 yield f"| {called} | {' | '.join(cells)} |"
@@ -82,7 +82,7 @@ def percent(part: float | None) -> str:
 
 def best_of(found: dict[str, Any], names: Iterable[str]) -> str | None:
     """Return the implementation with the lowest median time, or None if none has a time."""
-    times = {name: found["participants"].get(name, {}).get("median_seconds") for name in names}
+    times = {name: found["implementations"].get(name, {}).get("median_seconds") for name in names}
     return min((name for name in times if times[name]), key=times.__getitem__, default=None)
 
 
@@ -179,8 +179,8 @@ def kept() -> Iterator[str]:
     races = [race(f"{task}-base{kind}", "amd") for task in ("forward", "train") for kind in ("", "-kept")]
     yield f"| {MACHINES['amd']}, base, ms | forward | with memory kept | training step | with memory kept |"
     yield "|---|" + "---:|" * len(races)
-    for name, title in PARTICIPANTS.items():
-        times = [found["participants"].get(name, {}).get("median_seconds") for found in races]
+    for name, title in IMPLEMENTATIONS.items():
+        times = [found["implementations"].get(name, {}).get("median_seconds") for found in races]
         if any(times):
             yield f"| {title} | {' | '.join(f'{1000 * seconds:,.0f}' if seconds else '' for seconds in times)} |"
     rates = [f"{found['limit']['rate'] / 1e9:,.0f} GFLOP/s" for found in races]
@@ -196,7 +196,7 @@ def translated() -> Iterator[str]:
     yield "|---|" + "---:|" * len(searches)
     for name in rates[0]:
         cells = (f"{rate[name]:,.1f}" if name in rate else "" for rate in rates)
-        yield f"| {PARTICIPANTS.get(name, name.replace('ctranslate2', 'CTranslate2'))} | {' | '.join(cells)} |"
+        yield f"| {IMPLEMENTATIONS.get(name, name.replace('ctranslate2', 'CTranslate2'))} | {' | '.join(cells)} |"
 
 
 def at_most(what: str, goal: float, versus: Versus | None, name: str) -> Aim:

@@ -25,7 +25,7 @@ from transformer_parity.transformer.ports.protocol import Decoded, Placement
 from transformer_parity.transformer.ports.registry import PORTS
 
 SEED = 834  # With these weights, greedy search misses the best sentence.
-FOLDER = Path(__file__).parent
+DIRECTORY = Path(__file__).parent
 SOURCE_IDS = np.array([[5, 3, 8, 2]])
 TARGET_IDS = np.array([[1, 7, 4]])
 LABELS = np.array([[7, 4, 2]])
@@ -157,7 +157,7 @@ def main(names: list[str]) -> None:
         by = {backend: compute(name, backend) for backend in PORTS}
         versions = {backend: PORTS[backend].import_package().describe()["version"] for backend in PORTS}
         report = {"command": f"python docs/examples/compute.py {name}", "versions": versions, "values": by}
-        (FOLDER / f"{name}.json").write_text(one_tap_a_line(report) + "\n", "utf-8")
+        (DIRECTORY / f"{name}.json").write_text(one_tap_a_line(report) + "\n", "utf-8")
         print(name)
 
 

@@ -12,16 +12,16 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-FOLDER = Path(__file__).parent
+DIRECTORY = Path(__file__).parent
 ASKED = ("--port", "unscaled_port:MyPort", "--backends", "torch,jax,tf", "Freitag, 3. Mai 2024")
 SIZE = {"width": 1280, "height": 760}
 
 
 def main() -> None:
     """Write the page to a temporary directory, and write its screenshot to the site's source directory."""
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        page, picture = Path(folder) / "page.html", Path(folder) / "page.png"
-        environment = {**os.environ, "PYTHONPATH": f"{FOLDER}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    with tempfile.TemporaryDirectory() as directory, sync_playwright() as playwright:
+        page, picture = Path(directory) / "page.html", Path(directory) / "page.png"
+        environment = {**os.environ, "PYTHONPATH": f"{DIRECTORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         command = [sys.executable, "-m", "transformer_parity", "explore", *ASKED, "--out", str(page)]
         if subprocess.run(command, env=environment, check=False).returncode != 1:
             raise SystemExit("the port should have diverged")
@@ -32,7 +32,7 @@ def main() -> None:
         browser.close()
         # MAXCOVERAGE also keeps the colors of small dots.
         few_colors = Image.open(picture).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE)
-        few_colors.save(FOLDER.parent / "explore.png", optimize=True)
+        few_colors.save(DIRECTORY.parent / "explore.png", optimize=True)
 
 
 if __name__ == "__main__":

@@ -29,17 +29,17 @@ SMALL = ["--set", "d_model=64", "d_ff=128", "num_encoder_layers=1", "num_decoder
 UNSEEN = ["--set", "validate_every=100000", "keep=100000"]  # skips validation and keeps every checkpoint
 
 
-def train(folder: Path, *options: str) -> None:
+def train(directory: Path, *options: str) -> None:
     """Run ``parity train``."""
-    if code := parity(["train", "--out", str(folder), *options]):
+    if code := parity(["train", "--out", str(directory), *options]):
         sys.exit(code)
 
 
-def train_moved(folder: Path, first: Path, begin: Sequence[str], go_on: Sequence[str]) -> None:
+def train_moved(directory: Path, first: Path, begin: Sequence[str], go_on: Sequence[str]) -> None:
     """Run one step, replace each weight with the next larger number, and run the remaining steps.
 
     Args:
-        folder: Output directory of the run.
+        directory: Output directory of the run.
         first: Output directory of the first step.
         begin: Options of ``parity train`` for a new run.
         go_on: Options of ``parity train`` for a resumed run.
@@ -49,27 +49,27 @@ def train_moved(folder: Path, first: Path, begin: Sequence[str], go_on: Sequence
     begun = ref.load_checkpoint(path)
     weights = {name: np.nextafter(array, np.inf) for name, array in begun.weights.items()}
     ref.save_checkpoint(path, replace(begun, weights=weights))
-    train(folder, "--resume", str(first), *go_on)
+    train(directory, "--resume", str(first), *go_on)
 
 
 def distances(run: Path, other: Path) -> Iterator[tuple[int, float]]:
     """Yield each saved step and the distance between the weights of two runs: the largest relative difference."""
     for path in checkpoints(run):
-        weights, others = (ref.load_weights(folder / path.name)[1] for folder in (run, other))
+        weights, others = (ref.load_weights(directory / path.name)[1] for directory in (run, other))
         apart = (np.abs(others[name] - array).max() / np.abs(array).max() for name, array in weights.items())
         yield step_of(path), max(apart)
 
 
 def compare(
-    backend: str, devices: Sequence[str], steps: int, every: int, folder: Path, options: Sequence[str]
+    backend: str, devices: Sequence[str], steps: int, every: int, directory: Path, options: Sequence[str]
 ) -> list[tuple]:
     """Return each step and the distances from the run on one device to the parallel run and to the perturbed run."""
     go_on = ["--backend", backend, "--set", f"save_every={every}", "--stop-at", str(steps), *UNSEEN]
     begin = ["--task", "dates", "--dtype", "float64", *options]
-    train(folder / "one", *begin, *go_on)
-    train(folder / "several", *begin, *go_on, *devices)
-    train_moved(folder / "moved", folder / "first", [*begin, *go_on[:4]], go_on)
-    found = [dict(distances(folder / "one", folder / other)) for other in ("several", "moved")]
+    train(directory / "one", *begin, *go_on)
+    train(directory / "several", *begin, *go_on, *devices)
+    train_moved(directory / "moved", directory / "first", [*begin, *go_on[:4]], go_on)
+    found = [dict(distances(directory / "one", directory / other)) for other in ("several", "moved")]
     return [(step, *(each[step] for each in found)) for step in found[0]]
 
 
@@ -86,8 +86,8 @@ def main() -> None:
     devices = ["--parallel", options.parallel]
     devices += ["--processes", options.processes] if options.processes else []
     others = others if options.whole else [*SMALL, *others]
-    with TemporaryDirectory() as folder:
-        found = compare(options.backend, devices, options.steps, options.every, Path(folder), others)
+    with TemporaryDirectory() as directory:
+        found = compare(options.backend, devices, options.steps, options.every, Path(directory), others)
     print(f"| step | {options.parallel} | perturbed |\n|---:|---:|---:|")
     for step, several, moved in found:
         print(f"| {step:,} | {several:.0e} | {moved:.0e} |")

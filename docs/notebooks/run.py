@@ -2,7 +2,7 @@
 
     python docs/notebooks/run.py                      execute every notebook
     python docs/notebooks/run.py tour                 execute one notebook
-    python docs/notebooks/run.py tour --out FOLDER    write to a different directory
+    python docs/notebooks/run.py tour --out DIR    write to a different directory
 
 The site shows the stored outputs, and tests/test_notebooks.py verifies them by executing the sources. If a cell raises
 an error or writes to standard error, the command fails and doesn't overwrite the existing file.
@@ -19,9 +19,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parents[1]
-NAMES = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index")
+DIRECTORY = Path(__file__).parent
+ROOT = DIRECTORY.parents[1]
+NAMES = sorted(path.stem for path in DIRECTORY.glob("*.md") if path.stem != "index")
 SECONDS = 600  # time limit for one cell
 # TensorFlow writes these lines to standard error when it is imported, and no setting turns them off.
 NOTICES = re.compile(r"^(WARNING: All log messages before absl|I0000 ).*\n?", re.MULTILINE)
@@ -38,9 +38,9 @@ def execute(name: str) -> str:
     import nbformat
     from nbclient import NotebookClient
 
-    notebook = jupytext.read(FOLDER / f"{name}.md")
-    with tempfile.TemporaryDirectory() as folder:
-        resources = {"metadata": {"path": folder}}
+    notebook = jupytext.read(DIRECTORY / f"{name}.md")
+    with tempfile.TemporaryDirectory() as directory:
+        resources = {"metadata": {"path": directory}}
         options = {"timeout": SECONDS, "record_timing": False, "coalesce_streams": True}
         NotebookClient(notebook, kernel_name="python3", resources=resources, **options).execute()
     notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"], "language_info": {"name": "python"}}
@@ -75,7 +75,9 @@ def main() -> None:
     """Execute the notebooks that the command line specifies."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(NAMES)} (default: all)")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="directory to write to (default: next to the sources)")
+    parser.add_argument(
+        "--out", type=Path, default=DIRECTORY, help="directory to write to (default: next to the sources)"
+    )
     options = parser.parse_args()
     if unknown := sorted(set(options.names) - set(NAMES)):
         parser.error(f"NAME must be one of {', '.join(NAMES)}: got {', '.join(unknown)}")

@@ -21,7 +21,7 @@ from transformer_parity.engine.system.machine import describe_machine
 
 LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax", "tf": "tensorflow"}
 CHECK = "check of the packages"  # every survivor in this column needs a reason
-FOLDER = Path(__file__).parent
+DIRECTORY = Path(__file__).parent
 
 
 def conformance(report: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def counted(trials: list[dict[str, Any]]) -> dict[str, int]:
     """Return the number of trials with each outcome."""
     nameable = [trial for trial in trials if trial["named"] is not None]
     return {
-        "planted": len(trials),
+        "injected": len(trials),
         "caught": sum(trial["caught"] for trial in trials),
         "located": sum(trial["located"] for trial in trials),
         "named": sum(bool(trial["named"]) for trial in nameable),
@@ -109,7 +109,7 @@ def judged(column: str, found: dict[str, Any]) -> dict[str, Any]:
     Raises:
         SystemExit: If a survivor of the check has no reason.
     """
-    reasons = tomllib.loads((FOLDER / "mutation-reasons.toml").read_text("utf-8"))
+    reasons = tomllib.loads((DIRECTORY / "mutation-reasons.toml").read_text("utf-8"))
     known = {
         mutant: (kind, reason["why"])
         for kind in ("equivalent", "missed")
@@ -152,7 +152,7 @@ KINDS = {"conformance": conformance, "devices": devices, "mutation": mutation, "
 def main(kind: str, *paths: str, commit: str) -> None:
     """Write the results to keep."""
     kept = {"commit": commit, **KINDS[kind](*map(read, paths))}
-    (FOLDER / f"{kind}.json").write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+    (DIRECTORY / f"{kind}.json").write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
     print("Run tests/test_readme.py to compare docs/how-to/install.md with these figures; it prints expected lines")
 
 

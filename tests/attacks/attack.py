@@ -34,7 +34,7 @@ class Attack:
         expected: ``fails`` (a divergence or a loss of precision), ``incomplete``, ``agrees`` (the attack is harmless),
             or ``fails or incomplete``.
         family: How the attack reaches the comparison: ``port``, ``files``, ``options`` or ``places``.
-        plant: A port as ``module:class``, or a function that runs the attack and returns the exit code and the output.
+        inject: A port as ``module:class``, or a function that runs the attack and returns the exit code and the output.
         says: Text that the output must contain.
         stages: The requested stages.
         cases: Function that returns the cases for a config. None selects every case of ``stages``.
@@ -47,7 +47,7 @@ class Attack:
     what: str
     expected: str
     family: str
-    plant: Any = field(repr=False)
+    inject: Any = field(repr=False)
     says: str = ""
     stages: tuple[str, ...] = tuple(STAGES)
     cases: Callable[[TransformerConfig], Sequence[Case]] | None = None
@@ -75,7 +75,7 @@ def attack(expected: str, **options: Any) -> Callable[[type[Port]], type[Port]]:
     return add
 
 
-def plant(module: str, name: str, expected: str, what: str, methods: Mapping[str, Any], **options: Any) -> None:
+def inject(module: str, name: str, expected: str, what: str, methods: Mapping[str, Any], **options: Any) -> None:
     """Add a port to the table and to a module that differs from ``Sound`` in some methods or attributes."""
     port = type(name, (Sound,), {"__doc__": what, "__module__": module, **methods})
     setattr(sys.modules[module], name, attack(expected, **options)(port))

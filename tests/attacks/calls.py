@@ -17,7 +17,7 @@ import numpy as np
 from numpy import ndarray
 
 import reference_numpy
-from attacks.attack import FAILS, REFUSED, TOLERATED, Sound, attack, plant
+from attacks.attack import FAILS, REFUSED, TOLERATED, Sound, attack, inject
 from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS
 from transformer_spec.taps import no_tap
 
@@ -32,7 +32,7 @@ def wrong_where(name: str, what: str, is_wrong: Callable[..., Any], expected: st
         logits = Sound.forward(self, source_ids, target_ids, tap)
         return logits[..., ::-1] if is_wrong(source_ids, target_ids, tap, self.calls) else logits
 
-    plant(__name__, name, expected, what, {"forward": forward}, stages=STAGES)
+    inject(__name__, name, expected, what, {"forward": forward}, stages=STAGES)
 
 
 wrong_where("WrongTwice", "The logits are wrong in every call except the first.", lambda s, t, tap, calls: calls > 1)
@@ -227,9 +227,9 @@ class StaleFile(Sound):
 @cache
 def stale_files() -> Path:
     """Return a directory that is deleted when the process ends."""
-    folder = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+    directory = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
 
 
 @attack(TOLERATED, stages=STAGES)

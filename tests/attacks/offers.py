@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from attacks.attack import FAILS, INCOMPLETE, REFUSED, TOLERATED, Sound, attack, padded, plant, showing
+from attacks.attack import FAILS, INCOMPLETE, REFUSED, TOLERATED, Sound, attack, inject, padded, showing
 from transformer_parity.engine.outputs import MissingAbilityError
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS
 from transformer_parity.transformer.ports.templates.other_port import MyPort
@@ -30,7 +30,7 @@ REST = (
 
 def taps(name: str, what: str, show: Callable[[Any, str, ndarray], Any], expected: str = FAILS) -> None:
     """Add a port that calls ``show(tap, name, value)`` at each tap and continues with ``value``."""
-    plant(__name__, name, expected, what, {"forward": showing(show)}, **ONE_CASE)
+    inject(__name__, name, expected, what, {"forward": showing(show)}, **ONE_CASE)
 
 
 def at(name: str, alter: Callable[[ndarray], ndarray]) -> Callable[[Any, str, ndarray], Any]:
@@ -162,7 +162,7 @@ def lacks(name: str, what: str, *missing: str, expected: str = INCOMPLETE, **att
     """Add a port that lacks some methods or has different attributes."""
     options = {"stages": attributes.pop("stages")} if "stages" in attributes else {}
     absent = {method: getattr(Port, method) for method in missing}
-    plant(__name__, name, expected, what, {**absent, **attributes}, **options)
+    inject(__name__, name, expected, what, {**absent, **attributes}, **options)
 
 
 def not_yet(self: Any, *inputs: Any) -> Any:
@@ -332,7 +332,7 @@ lacks(
 def export(name: str, what: str, alter: Callable[[dict[str, ndarray]], Any]) -> None:
     """Add a port that exports altered weights."""
     method = {"export_weights": lambda self: alter(dict(Sound.export_weights(self)))}
-    plant(__name__, name, FAILS, what, method, **ONE_CASE)
+    inject(__name__, name, FAILS, what, method, **ONE_CASE)
 
 
 TABLE = "source_embedding.table"

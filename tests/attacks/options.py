@@ -48,8 +48,8 @@ def _run(module: str, *arguments: str) -> tuple[int, str]:
     Return 0 if the command fails but prints AGREE, or leaves AGREE in the result of an earlier run.
     """
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, RESULT)
+    with tempfile.TemporaryDirectory() as directory:
+        result = Path(directory, RESULT)
         result.write_text("AGREE")
         found = subprocess.run(
             [sys.executable, "-m", module, *arguments],
@@ -57,7 +57,7 @@ def _run(module: str, *arguments: str) -> tuple[int, str]:
             text=True,
             errors="replace",
             stdin=subprocess.DEVNULL,
-            cwd=folder,
+            cwd=directory,
             env={**os.environ, "PYTHONPATH": path},
         )
         if found.returncode and RESULT in arguments and result.exists() and "AGREE" in result.read_text():

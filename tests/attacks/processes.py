@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from attacks.attack import INCOMPLETE, REFUSED, TOLERATED, Sound, attack, plant
+from attacks.attack import INCOMPLETE, REFUSED, TOLERATED, Sound, attack, inject
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.cases.inputs import padded_ids
 from transformer_spec.config import TransformerConfig
@@ -56,7 +56,7 @@ def before_a_sentence(name: str, what: str, act: Callable[[], Any], **options: A
             act()
         return Sound.forward(self, source_ids, target_ids, tap)
 
-    plant(__name__, name, INCOMPLETE, what, {"forward": forward}, **{"alone": True, **FEW, **options})
+    inject(__name__, name, INCOMPLETE, what, {"forward": forward}, **{"alone": True, **FEW, **options})
 
 
 def at_load(name: str, what: str, act: Callable[[], Any], expected: str = TOLERATED) -> None:
@@ -66,7 +66,7 @@ def at_load(name: str, what: str, act: Callable[[], Any], expected: str = TOLERA
         Sound.load(self, config, weights, dtype)
         act()
 
-    plant(__name__, name, expected, what, {"load": load}, alone=True, **FEW)
+    inject(__name__, name, expected, what, {"load": load}, alone=True, **FEW)
 
 
 # Exceptions, and the end of the process.

@@ -69,9 +69,9 @@ def run(
         variables: Additional environment variables.
     """
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(os.path.realpath(name))
-        prepare(folder)
-        entries = [*(str(folder / entry) for entry in path), str(TESTS), os.environ.get("PYTHONPATH", "")]
+        directory = Path(os.path.realpath(name))
+        prepare(directory)
+        entries = [*(str(directory / entry) for entry in path), str(TESTS), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, entries)), "COLUMNS": "200"}
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -79,18 +79,18 @@ def run(
             text=True,
             errors="replace",
             stdin=subprocess.DEVNULL,
-            cwd=folder,
+            cwd=directory,
             env={**environment, **variables},
         )
-        return done.returncode, f"{done.stderr}\n{done.stdout}".replace(str(folder), "")
+        return done.returncode, f"{done.stderr}\n{done.stdout}".replace(str(directory), "")
 
 
 def written(**files: str) -> Callable[[Path], None]:
     """Return a function that writes each module into a file."""
 
-    def prepare(folder: Path) -> None:
+    def prepare(directory: Path) -> None:
         for name, text in files.items():
-            (folder / f"{name}.py").write_text(text)
+            (directory / f"{name}.py").write_text(text)
 
     return prepare
 
@@ -98,8 +98,8 @@ def written(**files: str) -> Callable[[Path], None]:
 def copied(package: str, *edit: str, into: str = "", **files: str) -> Callable[[Path], None]:
     """Return a function that copies one of our packages, edits a module of the copy, and writes modules."""
 
-    def prepare(folder: Path) -> None:
-        copy = folder / into / package
+    def prepare(directory: Path) -> None:
+        copy = directory / into / package
         shutil.copytree(ROOT / package, copy, ignore=shutil.ignore_patterns("__pycache__"))
         if edit:
             name, old, new = edit
@@ -107,7 +107,7 @@ def copied(package: str, *edit: str, into: str = "", **files: str) -> Callable[[
             if old not in text:
                 raise ValueError(f"{package}/{name} must hold {old!r}")
             (copy / name).write_text(text.replace(old, new), "utf-8")
-        written(**files)(folder)
+        written(**files)(directory)
 
     return prepare
 
@@ -115,8 +115,8 @@ def copied(package: str, *edit: str, into: str = "", **files: str) -> Callable[[
 def stale(mode: py_compile.PycInvalidationMode) -> Callable[[Path], None]:
     """Return a function that writes a wrong port next to bytecode of a correct port of the same size and time."""
 
-    def prepare(folder: Path) -> None:
-        module = folder / "mine.py"
+    def prepare(directory: Path) -> None:
+        module = directory / "mine.py"
         module.write_text(SOUND)
         os.utime(module, (1e9, 1e9))
         py_compile.compile(str(module), invalidation_mode=mode)
@@ -313,9 +313,9 @@ for mode, name, what in (
 def through_pytest(name: str, what: str, ini: str = "", conftest: str = "", port: str = WRONG, more: str = "") -> None:
     """Add an attack through pytest, by default on a port with wrong logits."""
 
-    def prepare(folder: Path) -> None:
-        written(mine=port, conftest=conftest)(folder)
-        (folder / "pytest.ini").write_text(f"[pytest]\naddopts = {ini}\n")
+    def prepare(directory: Path) -> None:
+        written(mine=port, conftest=conftest)(directory)
+        (directory / "pytest.ini").write_text(f"[pytest]\naddopts = {ini}\n")
 
     add(name, what, REFUSED, partial(run, prepare, *PYTEST, *TESTED, *more.split()), "INCOMPLETE: ", **NEEDS_PYTEST)
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy import ndarray
 
 import reference_numpy
-from attacks.attack import FAILS, REFUSED, TOLERATED, Sound, attack, plant
+from attacks.attack import FAILS, REFUSED, TOLERATED, Sound, attack, inject
 from transformer_parity.transformer.cases.case import DECODE, GRADIENTS, STEPS
 from transformer_spec.training_config import Gradients
 
@@ -27,7 +27,7 @@ def gradients(name: str, what: str, alter: Callable[[Gradients, ndarray], Any], 
     def method(self: Sound, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Any:
         return alter(Sound.gradients(self, source_ids, target_ids, labels), labels != self.config.pad_id)
 
-    plant(__name__, name, expected, what, {"gradients": method}, stages=(GRADIENTS,))
+    inject(__name__, name, expected, what, {"gradients": method}, stages=(GRADIENTS,))
 
 
 def scaled(found: Gradients, by: float) -> Gradients:
@@ -77,7 +77,7 @@ gradients(
 # Steps of the optimizer.
 def steps(name: str, what: str, methods: Mapping[str, Any], expected: str = FAILS) -> None:
     """Add a port with different training methods."""
-    plant(__name__, name, expected, what, methods, stages=(STEPS,))
+    inject(__name__, name, expected, what, methods, stages=(STEPS,))
 
 
 def training_with(**settings: Any) -> dict[str, Any]:
@@ -192,13 +192,13 @@ def hypotheses(
     def generate(self: Sound, source_ids: ndarray, max_length: int, *options: Any) -> Any:
         return alter(Sound.generate(self, source_ids, max_length, *options), self.config, max_length)
 
-    plant(__name__, name, expected, what, {"generate": generate}, stages=(DECODE,), says=says)
+    inject(__name__, name, expected, what, {"generate": generate}, stages=(DECODE,), says=says)
 
 
 def search(name: str, what: str, ask: Callable[..., tuple[Any, ...]]) -> None:
     """Add a port that searches with different arguments. ``ask`` returns the arguments of ``generate``."""
     method = {"generate": lambda self, *asked: Sound.generate(self, *ask(*asked))}
-    plant(__name__, name, FAILS, what, method, stages=(DECODE,))
+    inject(__name__, name, FAILS, what, method, stages=(DECODE,))
 
 
 def after_the_end(ids: ndarray, config: Any, limit: int) -> ndarray:

@@ -58,8 +58,8 @@ class Outcome:
 
 def table() -> tuple[Attack, ...]:
     """Return every attack."""
-    ports = sorted(PORTS, key=lambda attack: PARTS.index(attack.plant.partition(":")[0]))
-    return (*ports, *truths.FOLDERS, *options.OPTIONS, *provenance.PLACED)
+    ports = sorted(PORTS, key=lambda attack: PARTS.index(attack.inject.partition(":")[0]))
+    return (*ports, *truths.DIRECTORIES, *options.OPTIONS, *provenance.PLACED)
 
 
 def possible() -> list[Attack]:
@@ -85,7 +85,7 @@ def trials(attacks: Iterable[Attack] | None = None) -> Iterator[Outcome]:
 
 def run_attack(attack: Attack) -> Outcome:
     """Run one attack and return its result."""
-    code, found = _run_port(attack) if attack.family == PORT else attack.plant()
+    code, found = _run_port(attack) if attack.family == PORT else attack.inject()
     said = found if isinstance(found, str) else _first(found)
     got = VERDICTS.get(code, f"exit code {code}")
     return Outcome(attack.family, attack.name, attack.expected, got, attack.expects(got, said), said)
@@ -94,13 +94,13 @@ def run_attack(attack: Attack) -> Outcome:
 def _run_port(attack: Attack) -> tuple[int, list[Finding]]:
     """Compare a port as `parity check --port` does, in a separate process if the attack needs one."""
     stages = attack.stages if set(attack.stages) != set(STAGES) else None
-    selection = Selection(backends=(), ports=(attack.plant,), stages=stages)
+    selection = Selection(backends=(), ports=(attack.inject,), stages=stages)
     findings: list[Finding] = []
     try:
-        port = PluginPort(attack.plant)
+        port = PluginPort(attack.inject)
         cases = (attack.cases or partial(port_cases, stages=attack.stages))(port_config(port))
         if attack.alone:
-            checked = CheckedPort(PortJob(attack.plant, selection.setting), cases, attack.stages)
+            checked = CheckedPort(PortJob(attack.inject, selection.setting), cases, attack.stages)
             for _ in run_all([checked], timeout=attack.timeout):
                 pass
             findings += checked.findings

@@ -10,8 +10,8 @@ import numpy as np
 from numpy import ndarray
 
 from attacks.attack import INCOMPLETE, TOLERATED
-from attacks.folders import EASIEST, FULL, LATER, OUTPUT, PADDED, Edit, vectors
-from attacks.folders import FOLDERS as FOLDERS  # this module adds its attacks to the list
+from attacks.directories import DIRECTORIES as DIRECTORIES  # this module adds its attacks to the list
+from attacks.directories import EASIEST, FULL, LATER, OUTPUT, PADDED, Edit, vectors
 from attacks.vectors import Vectors, made, rounded
 from transformer_parity.transformer.cases.case import Case
 

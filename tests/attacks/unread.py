@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from attacks.attack import FAILS, TOLERATED, Sound, attack, plant, showing
+from attacks.attack import FAILS, TOLERATED, Sound, attack, inject, showing
 from reference_numpy.masks import causal_mask
 from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, STEPS
 from transformer_spec.training_config import TrainingConfig
@@ -29,7 +29,7 @@ def at_padding(name: str, what: str, expected: str, first: int, value: float) ->
         found[np.arange(target_ids.shape[1]) >= lengths + first] = value
         return found
 
-    plant(__name__, name, expected, what, {"forward": forward}, **FORWARD)
+    inject(__name__, name, expected, what, {"forward": forward}, **FORWARD)
 
 
 at_padding(
@@ -54,7 +54,7 @@ def shown(name: str, what: str, expected: str, alter: Callable[[str, ndarray, nd
 
         return showing(show)(self, source_ids, target_ids, tap)
 
-    plant(__name__, name, expected, what, {"forward": forward}, **FORWARD)
+    inject(__name__, name, expected, what, {"forward": forward}, **FORWARD)
 
 
 def _memory(name: str, value: ndarray, is_source: ndarray) -> None:
@@ -119,7 +119,7 @@ def key_bias(name: str, what: str, expected: str, noise: float) -> None:
         return replace(found, parameters={**found.parameters, KEY_BIAS: other})
 
     methods = {"gradients": gradients, "overrides": {"attention_bias": True}}
-    plant(__name__, name, expected, what, methods, stages=(GRADIENTS,))
+    inject(__name__, name, expected, what, methods, stages=(GRADIENTS,))
 
 
 key_bias(
@@ -146,7 +146,7 @@ def rates(name: str, what: str, expected: str, rate: Callable[[float, int], floa
     def start_training(self: Sound, settings: TrainingConfig) -> None:
         Sound.start_training(self, Other(**settings.to_dict()))
 
-    plant(__name__, name, expected, what, {"start_training": start_training}, stages=(STEPS,))
+    inject(__name__, name, expected, what, {"start_training": start_training}, stages=(STEPS,))
 
 
 rates("RatesOfFloat32", "Learning rates are rounded to float32.", TOLERATED, lambda rate, step: float(np.float32(rate)))

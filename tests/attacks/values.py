@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from attacks.attack import FAILS, INCOMPLETE, REFUSED, TOLERATED, Sound, attack, padded, plant, showing
+from attacks.attack import FAILS, INCOMPLETE, REFUSED, TOLERATED, Sound, attack, inject, padded, showing
 from reference_numpy.functional import log_softmax
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_spec.config import TransformerConfig
@@ -28,13 +28,13 @@ def logits(name: str, what: str, alter: Callable[[ndarray], Any], expected: str 
     def forward(self: Sound, source_ids: ndarray, target_ids: ndarray, tap: Any) -> Any:
         return alter(Sound.forward(self, source_ids, target_ids, tap))
 
-    plant(__name__, name, expected, what, {"forward": forward}, **ONE_CASE)
+    inject(__name__, name, expected, what, {"forward": forward}, **ONE_CASE)
 
 
 def taps(name: str, expected: str, what: str, alter: Callable[[str, ndarray], ndarray]) -> None:
     """Add a port that passes altered values to its taps, but continues with the correct ones."""
     forward = showing(lambda tap, name, value: tap(name, alter(name, value)))
-    plant(__name__, name, expected, what, {"forward": forward}, **ONE_CASE)
+    inject(__name__, name, expected, what, {"forward": forward}, **ONE_CASE)
 
 
 def with_first(array: ndarray, value: float) -> ndarray:

@@ -43,27 +43,27 @@ class Vectors:
     metadata: dict[str, dict[str, str] | None]
 
     @classmethod
-    def read(cls, folder: Path) -> Vectors:
+    def read(cls, directory: Path) -> Vectors:
         """Read a directory of golden vectors."""
-        vectors = cls(json.loads((folder / MANIFEST).read_text("utf-8")), {}, {})
+        vectors = cls(json.loads((directory / MANIFEST).read_text("utf-8")), {}, {})
         for record in vectors.records():
-            with safetensors.safe_open(folder / record["file"], "numpy") as file:
+            with safetensors.safe_open(directory / record["file"], "numpy") as file:
                 # The order of the tensors is in the manifest, because a file doesn't preserve it.
                 tensors = {entry["name"]: file.get_tensor(entry["name"]) for entry in record["tensors"]}
                 vectors.files[record["file"]], vectors.metadata[record["file"]] = tensors, file.metadata()
         return vectors
 
-    def write(self, folder: Path) -> None:
+    def write(self, directory: Path) -> None:
         """Write a directory and update the checksums, dtypes and shapes in the manifest."""
         for record in self.records():
             tensors = {name: np.array(array, order="C") for name, array in self.files[record["file"]].items()}
             content = safetensors.numpy.save(tensors, self.metadata[record["file"]])
-            path = folder / record["file"]
+            path = directory / record["file"]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
             shapes = [{"name": name, "dtype": x.dtype.name, "shape": list(x.shape)} for name, x in tensors.items()]
             record.update(sha256=hashlib.sha256(content).hexdigest(), tensors=shapes)
-        (folder / MANIFEST).write_text(json.dumps(self.manifest), "utf-8")
+        (directory / MANIFEST).write_text(json.dumps(self.manifest), "utf-8")
 
     def records(self) -> list[dict[str, Any]]:
         """Return the manifest entries of all files."""
@@ -114,13 +114,13 @@ def made(
     cases = [change(case) for case in golden_cases(tiny("paper_base", d_k=None, d_v=None))]
     config = cases[0].config
     weights = {name: np.asarray(weight(name, array)) for name, array in cases[0].load_weights().items()}
-    with tempfile.TemporaryDirectory() as folder:
-        given = Path(folder) / "given.safetensors"
+    with tempfile.TemporaryDirectory() as directory:
+        given = Path(directory) / "given.safetensors"
         save_weights(given, config, weights)
         cases = [replace(case, weights_file=given) for case in cases]
         computed, left_out = compute(PORTS["numpy"], cases, DTYPES, "cpu", lambda doing: None)
-        write(Path(folder), {"name": "numpy"}, config, weights, computed, DTYPES, left_out)
-        return Vectors.read(Path(folder))
+        write(Path(directory), {"name": "numpy"}, config, weights, computed, DTYPES, left_out)
+        return Vectors.read(Path(directory))
 
 
 @cache

@@ -76,24 +76,24 @@ def run(options: argparse.Namespace) -> int:
     return _split(options.path, options.backend, options.out)
 
 
-def _join(folder: Path, path: Path) -> int:
+def _join(directory: Path, path: Path) -> int:
     """Convert a sharded checkpoint to one file, and return the exit code."""
     if path.exists():
         raise UsageError(f"{path} already exists: choose a different name with --out")
-    backend = next((name for name, file in WRITTEN.items() if (folder / file).exists()), "jax")
+    backend = next((name for name, file in WRITTEN.items() if (directory / file).exists()), "jax")
     with refusals(OSError, TypeError, ValueError), quiet_frameworks():
-        checkpoint = _package(backend).join_sharded(folder)
+        checkpoint = _package(backend).join_sharded(directory)
         save_checkpoint(path, checkpoint)
     print(f"{path}: step {checkpoint.state.step:,}, converted from a sharded {backend} checkpoint")
     return 0
 
 
-def _split(path: Path, backend: str, folder: Path) -> int:
+def _split(path: Path, backend: str, directory: Path) -> int:
     """Convert a file to a sharded checkpoint, and return the exit code."""
     with refusals(OSError, TypeError, ValueError), quiet_frameworks():
         checkpoint = load_checkpoint(path)
-        _package(backend).split_sharded(folder, checkpoint)
-    print(f"{folder}: step {checkpoint.state.step:,}, as a sharded {backend} checkpoint")
+        _package(backend).split_sharded(directory, checkpoint)
+    print(f"{directory}: step {checkpoint.state.step:,}, as a sharded {backend} checkpoint")
     return 0
 
 

@@ -37,9 +37,9 @@ from transformer_parity.transformer.cases.for_ports import port_config
 from transformer_parity.transformer.check.known_numbers import check_reference
 from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.golden import writer
-from transformer_parity.transformer.golden.compare import FolderPair, compare_folders, investigate, read_pairs
+from transformer_parity.transformer.golden.compare import DirectoryPair, compare_directories, investigate, read_pairs
 from transformer_parity.transformer.golden.produce import PRESETS, compute, describe, golden_cases, words
-from transformer_parity.transformer.golden.vectors import DTYPES, GoldenFolder
+from transformer_parity.transformer.golden.vectors import DTYPES, GoldenDirectory
 from transformer_parity.transformer.ports.exceptions import import_port
 from transformer_parity.transformer.ports.package import PackagePort
 from transformer_parity.transformer.ports.protocol import MissingFrameworkError
@@ -144,7 +144,7 @@ def _write(
     """Write all directories, or none if one fails, and return a summary as a list of lines."""
     said = []
     chosen = {name: in_stages(golden_cases(config), options.stage) for name, config in configs.items()}
-    with writer.replaced(options.out, force=options.force) as folder:
+    with writer.replaced(options.out, force=options.force) as directory:
         total = sum(dtype in case.dtypes for cases in chosen.values() for case in cases for dtype in options.dtype)
         device = options.device or "cpu"
         producer = describe(port, options.dtype, device)
@@ -156,9 +156,9 @@ def _write(
                 if not computed:
                     reasons = ", ".join(dict.fromkeys(entry.reason for entry in left_out))
                     raise ValueError(f"{port.name} has no results to write: {reasons}")
-                (folder / name).mkdir(exist_ok=True)
+                (directory / name).mkdir(exist_ok=True)
                 config, weights = cases[0].config, cases[0].load_weights()
-                writer.write(folder / name, producer, config, weights, computed, dtypes, left_out)
+                writer.write(directory / name, producer, config, weights, computed, dtypes, left_out)
                 tensors = sum(len(tensors) for _, by_dtype in computed for tensors in by_dtype.values())
                 where = options.out / name
                 said.append(f"{where}: {len(computed)} cases, {' and '.join(dtypes)}, {tensors:,} tensors")
@@ -218,7 +218,7 @@ def run_compare(options: argparse.Namespace) -> int:
         pairs = read_pairs(options.truth, options.candidate, options.stage)
         with console.status("running the reference") as status:
             for pair in pairs:
-                of_model = list(compare_folders(pair, lambda what: status.update(Text(what))))
+                of_model = list(compare_directories(pair, lambda what: status.update(Text(what))))
                 findings += of_model
                 reports += investigate(pair, of_model)
     backends = [pair.backend for pair in pairs]
@@ -244,10 +244,10 @@ def run_compare(options: argparse.Namespace) -> int:
 
 
 def _result(
-    options: argparse.Namespace, pairs: Sequence[FolderPair], findings: Sequence[Finding], verdict: Verdict
+    options: argparse.Namespace, pairs: Sequence[DirectoryPair], findings: Sequence[Finding], verdict: Verdict
 ) -> dict[str, Any]:
     """Return the result for the JSON file."""
-    producers = [sorted({folder.producer for folder in side}) for side in zip(*map(_sides, pairs), strict=True)]
+    producers = [sorted({directory.producer for directory in side}) for side in zip(*map(_sides, pairs), strict=True)]
     return {
         **compared(findings, verdict),
         "truth": {"path": str(options.truth), "producers": producers[0]},
@@ -255,5 +255,5 @@ def _result(
     }
 
 
-def _sides(pair: FolderPair) -> tuple[GoldenFolder, GoldenFolder]:
+def _sides(pair: DirectoryPair) -> tuple[GoldenDirectory, GoldenDirectory]:
     return pair.truth, pair.candidate

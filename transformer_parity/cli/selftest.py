@@ -20,9 +20,9 @@ from transformer_parity.engine.report.envelope import WORDS, envelope
 from transformer_parity.engine.report.tables import print_line
 from transformer_parity.engine.system.files import check_writable, write_json, write_results
 from transformer_parity.engine.verdict import EXIT_CODES
+from transformer_parity.transformer.bugs.bug import ALL
+from transformer_parity.transformer.bugs.catalog import parts
 from transformer_parity.transformer.check.known_numbers import check_reference
-from transformer_parity.transformer.mistakes.catalog import parts
-from transformer_parity.transformer.mistakes.mistake import ALL
 from transformer_parity.transformer.selftest.trials import Trial, all_trials
 
 NAMED = 0.9  # required fraction of the nameable bugs that the diagnosis names
@@ -139,4 +139,4 @@ def _print(console: Console, found: Sequence[Trial], backends: Sequence[str], ch
     for trial in found:
         if not (trial.caught and trial.located and trial.named is not False):
             what = "not caught" if not trial.caught else "not located" if not trial.located else "not named"
-            print_line(console, f"{what:11}", "bold red", f" {trial.backend}, {trial.mistake}: {trial.said}")
+            print_line(console, f"{what:11}", "bold red", f" {trial.backend}, {trial.bug}: {trial.said}")

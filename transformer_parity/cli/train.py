@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     options.backends = options.backends or [installed_backend("parity train")]
     check_installed(options.backends)
     _check_options(options)
-    folder = _folder(options)
+    directory = _directory(options)
     keep_freed_memory()
     with refusals(ValueError):
         group = of_this_process(options.backends[0])
@@ -63,8 +63,8 @@ def run(options: argparse.Namespace) -> int:
             f"data={group.size}"
         )
     writes = group is None or group.rank == 0
-    with _ended_at_once(group or ALONE), refusals(OSError), locked(folder) if writes else nullcontext():
-        return _train(options, folder, group)
+    with _ended_at_once(group or ALONE), refusals(OSError), locked(directory) if writes else nullcontext():
+        return _train(options, directory, group)
 
 
 @contextmanager
@@ -81,18 +81,18 @@ def _ended_at_once(group: Group) -> Iterator[None]:
         raise
 
 
-def _train(options: argparse.Namespace, folder: Path, group: Group | None) -> int:
+def _train(options: argparse.Namespace, directory: Path, group: Group | None) -> int:
     """Train in the run directory and return the exit code."""
     with refusals(TypeError, ValueError):
-        setup = _set_up(options, folder)
+        setup = _set_up(options, directory)
     if options.stop_at and options.stop_at > setup.plan.steps:
         raise UsageError(f"--stop-at must be at most {setup.plan.steps}, the last step: got {options.stop_at}")
     if group is None or group.rank == 0:
-        (folder / RESULT).unlink(missing_ok=True)  # the result before the run was resumed
+        (directory / RESULT).unlink(missing_ok=True)  # the result before the run was resumed
     placement = Placement(options.dtype or setup.dtype, options.device, options.precision)
     where = Where(placement, options.parallel, group or ALONE)
     if options.parallel is not None and group is None:
-        return _start_processes(options, TrainingJob(setup, options.backends[0], folder, where, options.stop_at))
+        return _start_processes(options, TrainingJob(setup, options.backends[0], directory, where, options.stop_at))
     # If one of multiple processes crashes, the output of compiled code may be the only information about the cause, so
     # it isn't suppressed.
     with quiet_frameworks() if where.group.size == 1 else nullcontext(sys.stderr) as terminal:
@@ -101,17 +101,17 @@ def _train(options: argparse.Namespace, folder: Path, group: Group | None) -> in
         with stop_on_signal() as stop:
             show.say(f"loading {', '.join(options.backends)}")
             with refusals(RuntimeError, TypeError, ValueError):
-                training = setup.start(options.backends, folder, Observer(show.status, show.say), where)
+                training = setup.start(options.backends, directory, Observer(show.status, show.say), where)
             show.say(training.description)
             with show.progress:
                 training.go(stop, options.stop_at)
         if stop.signal or training.step < setup.plan.steps:
-            show.say(_how_to_go_on(training.step, folder, options, where))
+            show.say(_how_to_go_on(training.step, directory, options, where))
             return 128 + stop.signal if stop.signal else 0
         reached = training.finish()  # all steps are done and saved, so Ctrl-C may interrupt this immediately
     if where.group.rank == 0:
         with refusals(OSError):
-            _report(folder, setup.corpus.metric, reached, training.seconds)
+            _report(directory, setup.corpus.metric, reached, training.seconds)
     return 0
 
 
@@ -126,10 +126,10 @@ def _start_processes(options: argparse.Namespace, job: TrainingJob) -> int:
         show.say(f"loading {job.backend} in {processes} process{'es' * (processes > 1)}")
         ended = train(job, processes, Observer(show.status, show.say), stop)
     if ended.reached is None:
-        show.say(_how_to_go_on(ended.step, job.folder, options, job.where))
+        show.say(_how_to_go_on(ended.step, job.directory, options, job.where))
         return 128 + stop.signal if stop.signal else 0
     with refusals(OSError):
-        _report(job.folder, job.setup.corpus.metric, ended.reached, ended.seconds)
+        _report(job.directory, job.setup.corpus.metric, ended.reached, ended.seconds)
     return 0
 
 
@@ -166,7 +166,7 @@ def _given(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
 
 
-def _folder(options: argparse.Namespace) -> Path:
+def _directory(options: argparse.Namespace) -> Path:
     """Return the directory of the run."""
     if options.out:
         return options.out
@@ -175,16 +175,16 @@ def _folder(options: argparse.Namespace) -> Path:
     return Path("runs") / f"{options.task or 'text'}-{'-'.join(options.backends)}"
 
 
-def _set_up(options: argparse.Namespace, folder: Path) -> Setup:
+def _set_up(options: argparse.Namespace, directory: Path) -> Setup:
     """Return the setup of a new or resumed run."""
     fields = dict(options.fields)
     if options.resume:
         if options.out:
             _check_unused(options.out)
-        elif (folder / LOG).exists():
-            read_log(folder)  # fails now if the log is damaged, rather than at the end of the run
+        elif (directory / LOG).exists():
+            read_log(directory)  # fails now if the log is damaged, rather than at the end of the run
         moved = {"files": options.text, "held_out": options.held_out}
-        setup = resume(options.resume, folder, options.steps, fields, moved)
+        setup = resume(options.resume, directory, options.steps, fields, moved)
         if options.dtype not in (None, setup.dtype):
             raise UsageError(f"--resume uses {setup.dtype}, the dtype of the run: remove --dtype {options.dtype}")
         if options.stop_at and setup.state and options.stop_at <= setup.state.step:
@@ -194,7 +194,7 @@ def _set_up(options: argparse.Namespace, folder: Path) -> Setup:
         return setup
     task = options.task or "text"
     recipe = RECIPES[task]
-    _check_unused(folder)
+    _check_unused(directory)
     seed = options.seed or 0
     if task == "dates":
         corpus = corpora.dates(seed)
@@ -211,14 +211,14 @@ def _set_up(options: argparse.Namespace, folder: Path) -> Setup:
     return begin(corpus, recipe, changes)
 
 
-def _check_unused(folder: Path) -> None:
+def _check_unused(directory: Path) -> None:
     """Raise a UsageError if a directory contains a run.
 
     A directory that contains only a log is accepted, because its run failed before the first step.
     """
-    if checkpoints(folder) or (folder / MODEL).exists() or (folder / CURVE).exists():
-        go_on = f"resume it with --resume {folder}, or " if checkpoints(folder) else ""
-        raise UsageError(f"{folder} already contains a run: {go_on}choose a different directory with --out")
+    if checkpoints(directory) or (directory / MODEL).exists() or (directory / CURVE).exists():
+        go_on = f"resume it with --resume {directory}, or " if checkpoints(directory) else ""
+        raise UsageError(f"{directory} already contains a run: {go_on}choose a different directory with --out")
 
 
 class _TrainingLog:
@@ -241,7 +241,7 @@ class _TrainingLog:
             self.say(f"step {status.step:,} of {self.steps:,}  {doing}")
 
 
-def _how_to_go_on(step: int, folder: Path, options: argparse.Namespace, where: Where) -> str:
+def _how_to_go_on(step: int, directory: Path, options: argparse.Namespace, where: Where) -> str:
     """Return a message with the command that resumes a run."""
     if len(options.backends) > 1:
         return f"stopped at step {step:,}; runs in lockstep are not saved"
@@ -252,14 +252,14 @@ def _how_to_go_on(step: int, folder: Path, options: argparse.Namespace, where: W
     elsewhere += "" if options.processes is None else f" --processes {options.processes}"
     return (
         f"stopped and saved at step {step:,}. To resume, run\n"
-        f"  parity train --resume {shlex.quote(str(folder))} --backend {options.backends[0]}{elsewhere}"
+        f"  parity train --resume {shlex.quote(str(directory))} --backend {options.backends[0]}{elsewhere}"
     )
 
 
-def _report(folder: Path, metric: str, reached: dict[str, dict[str, float]], seconds: float) -> None:
+def _report(directory: Path, metric: str, reached: dict[str, dict[str, float]], seconds: float) -> None:
     """Draw the training curves, and print the losses, the scores, and the files of the run."""
     console = PlainConsole()
-    events = read_log(folder)
+    events = read_log(directory)
     if len(next(event for event in events if event["event"] == "start")["backends"]) > 1:
         console.print(curves.lockstep_table(events))
         console.print(curves.parting(events))
@@ -267,10 +267,10 @@ def _report(folder: Path, metric: str, reached: dict[str, dict[str, float]], sec
     for name, found in reached.items():
         console.print(f"{name}: held-out loss {found['loss']:.4f}, {metric} {found[metric]:.2f}{unit}")
     if any(event["event"] == "step" for event in events):  # there are none if all steps were done before resuming
-        curves.draw(events, folder / CURVE)
-    files = [name for name in (MODEL, CURVE, LOG) if (folder / name).exists()]
-    result = {"folder": str(folder), "metric": metric, "reached": reached, "files": files}
-    write_json(folder / RESULT, envelope("train", result, compares=False, seconds=seconds))
+        curves.draw(events, directory / CURVE)
+    files = [name for name in (MODEL, CURVE, LOG) if (directory / name).exists()]
+    result = {"directory": str(directory), "metric": metric, "reached": reached, "files": files}
+    write_json(directory / RESULT, envelope("train", result, compares=False, seconds=seconds))
     files.append(RESULT)
     took = f"Training took {seconds:.0f} s ({time.process_time():.0f} s of CPU time in this process)."
-    console.print(f"{took} Files in {folder}: {', '.join(files)}.", soft_wrap=True)
+    console.print(f"{took} Files in {directory}: {', '.join(files)}.", soft_wrap=True)

@@ -68,7 +68,7 @@ SETTINGS = """
 fields of --set (values are JSON or plain strings; a resumed run accepts only validate_every, save_every, keep, and
 average):
 """
-FOLDER = f"""
+DIRECTORY = f"""
 
 files in the run directory:
   checkpoint-*.safetensors   config, weights, optimizer state, position in the data, and vocabulary
@@ -101,7 +101,7 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
         description="Train a Transformer on generated dates or on your own parallel text, using batches of "
         "sentences of similar length, the paper's learning rate schedule, label smoothing, and Adam. The command "
         "regularly validates the model and saves checkpoints, from which every backend can resume.",
-        epilog=EXAMPLES + SETTINGS + _fields() + FOLDER,
+        epilog=EXAMPLES + SETTINGS + _fields() + DIRECTORY,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("data (one of --task, --text, and --resume is required)")

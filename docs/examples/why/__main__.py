@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="sqrt-dk|additive",
         help="claim to measure (default: both)",
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="draw a figure for each claim into this directory")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="draw a figure for each claim into this directory")
     parser.add_argument("--format", choices=FORMATS, default="svg", help="format of the figures (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers as JSON")
     return parser

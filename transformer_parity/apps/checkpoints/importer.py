@@ -219,13 +219,13 @@ def read_step(description: Mapping[str, Any]) -> int | None:
     return step
 
 
-def export_checkpoint(model: Imported, format_: str, folder: str | Path) -> tuple[str, ...]:
+def export_checkpoint(model: Imported, format_: str, directory: str | Path) -> tuple[str, ...]:
     """Write a model in another program's format.
 
     Args:
         model: Model returned by ``import_checkpoint`` or ``load``.
         format_: Name of the format, a key of ``EXPORTS``.
-        folder: Directory to write to. It must be empty or not exist. If the export fails, the directory is not created.
+        directory: Output directory. It must be empty or not exist. If the export fails, the directory is not created.
 
     Returns:
         One sentence for each setting that the format cannot store.
@@ -236,27 +236,27 @@ def export_checkpoint(model: Imported, format_: str, folder: str | Path) -> tupl
             the message lists the unsupported config fields.
     """
     check_choice("format", format_, EXPORTS)
-    folder = Path(os.path.realpath(folder))
-    check_empty(folder)
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    directory = Path(os.path.realpath(directory))
+    check_empty(directory)
+    temporary = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir()
     with removed_afterwards(temporary):
         notes = module_of(format_).write(model, temporary) or ()
-        os.replace(temporary, folder)
+        os.replace(temporary, directory)
     return notes
 
 
-def check_empty(folder: Path) -> None:
+def check_empty(directory: Path) -> None:
     """Check that a directory can be written: the parent must exist, and the directory must be empty or not exist.
 
     Raises:
         OSError: If the parent directory does not exist.
         ValueError: If the path is a file or a directory that is not empty.
     """
-    if not folder.parent.is_dir():
-        raise FileNotFoundError(f"there is no directory {folder.parent}")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} must be a new or an empty directory")
+    if not directory.parent.is_dir():
+        raise FileNotFoundError(f"there is no directory {directory.parent}")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} must be a new or an empty directory")
 
 
 def differences(config: TransformerConfig, preset: str) -> dict[str, tuple[object, object]]:

@@ -24,7 +24,7 @@ from numpy import ndarray
 from reference_numpy.embedding import sinusoidal_encoding
 from transformer_parity.apps.checkpoints.options import ReadOptions
 from transformer_parity.apps.containers import pickles, tensors
-from transformer_parity.apps.containers.folder import read_bytes
+from transformer_parity.apps.containers.directory import read_bytes
 from transformer_spec.config import TransformerConfig
 
 if TYPE_CHECKING:

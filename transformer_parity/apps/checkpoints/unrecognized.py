@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformer_parity.apps.checkpoints.formats import torch_nn
 from transformer_parity.apps.containers import pickles, tensors
-from transformer_parity.apps.containers.folder import has
+from transformer_parity.apps.containers.directory import has
 from transformer_spec.files import open_file
 
 CONFIG = "config.json"

@@ -189,8 +189,8 @@ def _read_zip(path: Path, file: BinaryIO, also: Names) -> Any:
         pickles = [name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise ValueError(f"{path.name} was not written by torch.save: it must have one member NAME/data.pkl")
-        folder = pickles[0].partition("/")[0]
-        if any(name.startswith(f"{folder}/code/") for name in members):
+        directory = pickles[0].partition("/")[0]
+        if any(name.startswith(f"{directory}/code/") for name in members):
             raise ValueError(f"{path.name} is a TorchScript program: save its state_dict() with torch.save")
 
         def start(name: str) -> int:
@@ -203,14 +203,14 @@ def _read_zip(path: Path, file: BinaryIO, also: Names) -> Any:
             return file.read(size)
 
         def numbers(dtype: Any, key: str, count: int) -> Storage:
-            if (name := f"{folder}/data/{key}") not in members:
+            if (name := f"{directory}/data/{key}") not in members:
                 raise ValueError(f"the file must contain the member {name}: got no such member")
             needed, size = count * np.dtype(dtype).itemsize, members[name].file_size
             if needed > size:
                 raise ValueError(f"{name} must have at least {needed:,} bytes: got {size:,}; it is truncated")
             return Storage(path, dtype, count, start(name))
 
-        if (order := f"{folder}/byteorder") in members and content(order, 16) != b"little":
+        if (order := f"{directory}/byteorder") in members and content(order, 16) != b"little":
             raise ValueError(f"{path.name} must be little-endian: got a file of a big-endian machine")
         pickled = content(pickles[0], MOST_PICKLED)
         _end(pickled, path)

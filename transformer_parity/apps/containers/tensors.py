@@ -11,7 +11,7 @@ import numpy as np
 from numpy import ndarray
 from safetensors import SafetensorError, safe_open
 
-from transformer_parity.apps.containers.folder import MIB, member, read_json
+from transformer_parity.apps.containers.directory import MIB, member, read_json
 from transformer_spec.files import save_tensors
 
 MOST_HEADER = 4 * MIB  # enough for the names, dtypes, and shapes of about 40,000 tensors

@@ -30,7 +30,7 @@ KINDS: dict[str, Callable[[Mapping[str, bytes]], Vocabulary]] = {
 
 
 @dataclass(frozen=True)
-class Folder:
+class Directory:
     """The files in a Hugging Face directory that define a vocabulary.
 
     Attributes:
@@ -47,17 +47,17 @@ class Folder:
 # Files for each tokenizer class. The class name is given without ``Tokenizer`` and ``Fast``.
 SENTENCEPIECE = ((TOKENIZER,), (MODEL,))
 CLASSES = {
-    "Marian": Folder(MARIAN, (("source.spm", "target.spm", "vocab.json"),), ("target_vocab.json", SETTINGS)),
-    "Nllb": Folder("nllb", SENTENCEPIECE),
-    "M2M100": Folder("m2m_100", ((MODEL, TABLE),)),
-    "MBart": Folder("mbart", SENTENCEPIECE),
-    "MBart50": Folder("mbart50", SENTENCEPIECE),
-    "PLBart": Folder("plbart", ((MODEL,),)),
-    "FSMT": Folder(MOSES, ((moses.SOURCE_TABLE, moses.TARGET_TABLE, MERGES, SETTINGS),), ()),
-    "Bart": Folder(OWN_TEMPLATE, ((TOKENIZER,), (TABLE, MERGES))),
-    "Roberta": Folder(OWN_TEMPLATE, ((TOKENIZER,), (TABLE, MERGES))),
-    "Pegasus": Folder(OWN_TEMPLATE, ((TOKENIZER,),)),
-    "Blenderbot": Folder(OWN_TEMPLATE, ((TOKENIZER,),)),
+    "Marian": Directory(MARIAN, (("source.spm", "target.spm", "vocab.json"),), ("target_vocab.json", SETTINGS)),
+    "Nllb": Directory("nllb", SENTENCEPIECE),
+    "M2M100": Directory("m2m_100", ((MODEL, TABLE),)),
+    "MBart": Directory("mbart", SENTENCEPIECE),
+    "MBart50": Directory("mbart50", SENTENCEPIECE),
+    "PLBart": Directory("plbart", ((MODEL,),)),
+    "FSMT": Directory(MOSES, ((moses.SOURCE_TABLE, moses.TARGET_TABLE, MERGES, SETTINGS),), ()),
+    "Bart": Directory(OWN_TEMPLATE, ((TOKENIZER,), (TABLE, MERGES))),
+    "Roberta": Directory(OWN_TEMPLATE, ((TOKENIZER,), (TABLE, MERGES))),
+    "Pegasus": Directory(OWN_TEMPLATE, ((TOKENIZER,),)),
+    "Blenderbot": Directory(OWN_TEMPLATE, ((TOKENIZER,),)),
 }
 FAMILIES = {
     **{"marian": "Marian", "m2m_100": "M2M100", "nllb": "Nllb", "mbart": "MBart", "mbart50": "MBart50"},
@@ -84,7 +84,7 @@ def build_vocabulary(stored: bytes | VocabularyFiles, config: TransformerConfig)
     return checked(_built(stored.kind, stored.files), config.source_vocab_size, config.target_vocab_size)
 
 
-def read_vocabulary_folder(folder: Path, family: str, fields: Mapping[str, Any]) -> Vocabulary:
+def read_vocabulary_directory(directory: Path, family: str, fields: Mapping[str, Any]) -> Vocabulary:
     """Return the vocabulary in a Hugging Face directory.
 
     The tokenizer class in ``tokenizer_config.json`` or config.json determines the kind of vocabulary. If neither file
@@ -92,7 +92,7 @@ def read_vocabulary_folder(folder: Path, family: str, fields: Mapping[str, Any])
     M2M100 models they have no ``vocab.json``.
 
     Args:
-        folder: Directory to read. No files outside the directory are read.
+        directory: Directory to read. No files outside the directory are read.
         family: ``model_type`` in its config.json.
         fields: Content of its config.json.
 
@@ -101,19 +101,21 @@ def read_vocabulary_folder(folder: Path, family: str, fields: Mapping[str, Any])
         UsageError: If a package that this kind of vocabulary requires is not installed.
         ValueError: If a file is missing, too large, or invalid, or if the family is unknown.
     """
-    settings = multilingual.read_json(read_files(folder, (), (SETTINGS,)), SETTINGS)
+    settings = multilingual.read_json(read_files(directory, (), (SETTINGS,)), SETTINGS)
     said = str(settings.get("tokenizer_class") or fields.get("tokenizer_class") or "")
     name = said.removesuffix("Fast").removesuffix("Tokenizer")
     if name not in CLASSES:
         if family not in FAMILIES:
-            raise ValueError(f"{folder}: to read a vocabulary, the family must be {', '.join(FAMILIES)}: got {family}")
-        name = "Nllb" if family == "m2m_100" and not (folder / TABLE).is_file() else FAMILIES[family]
+            raise ValueError(
+                f"{directory}: to read a vocabulary, the family must be {', '.join(FAMILIES)}: got {family}"
+            )
+        name = "Nllb" if family == "m2m_100" and not (directory / TABLE).is_file() else FAMILIES[family]
     form = CLASSES[name]
-    complete = [names for names in form.choices if all((folder / file).is_file() for file in names)]
+    complete = [names for names in form.choices if all((directory / file).is_file() for file in names)]
     if not complete:
         needed = ", or ".join(" and ".join(names) for names in form.choices)
-        raise ValueError(f"{folder} must contain {needed} for a {name} vocabulary: got an incomplete set")
-    vocabulary = _built(form.kind, read_files(folder, complete[0], form.optional))
+        raise ValueError(f"{directory} must contain {needed} for a {name} vocabulary: got an incomplete set")
+    vocabulary = _built(form.kind, read_files(directory, complete[0], form.optional))
     size = fields.get("vocab_size")
     source, target = fields.get("src_vocab_size", size), fields.get("tgt_vocab_size", fields.get("decoder_vocab_size"))
     target = source if target is None else target

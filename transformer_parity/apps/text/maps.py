@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformer_parity.apps.containers.folder import member
+from transformer_parity.apps.containers.directory import member
 
 MOST_BYTES = 2**26  # maximum file size in bytes; the largest published files have 33 million
 
@@ -17,15 +17,15 @@ ESCAPES |= {"N": "\x85", "_": "\xa0", "L": "\u2028", "P": "\u2029"}
 ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U(00[0-9A-Fa-f]{6})|(.))", re.DOTALL)
 
 
-def read_files(folder: Path, names: Iterable[str], optional: Iterable[str] = ()) -> dict[str, bytes]:
+def read_files(directory: Path, names: Iterable[str], optional: Iterable[str] = ()) -> dict[str, bytes]:
     """Return the content of files in a directory, by file name. Optional files that do not exist are skipped.
 
     Raises:
         OSError: If a file is missing or cannot be read.
         ValueError: If a file is too large or is a link to a file outside the directory.
     """
-    optional = [name for name in optional if (folder / name).is_file()]
-    return {name: read_file(member(folder, name)) for name in (*names, *optional)}
+    optional = [name for name in optional if (directory / name).is_file()]
+    return {name: read_file(member(directory, name)) for name in (*names, *optional)}
 
 
 def read_file(path: Path) -> bytes:

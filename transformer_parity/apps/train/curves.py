@@ -123,7 +123,7 @@ def _smoothed(values: np.ndarray, width: int = 25) -> np.ndarray:
     return np.convolve(padded, np.full(width, 1.0 / width), mode="valid")
 
 
-def read_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
+def read_runs(directories: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the events of one or more runs, which must be suitable for the same figure.
 
     Raises:
@@ -131,14 +131,14 @@ def read_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
         UsageError: If a directory does not contain a run, if a run has no steps, or if the runs have different tasks or
             the same backend.
     """
-    if missing := [str(folder) for folder in folders if not (folder / LOG).is_file()]:
+    if missing := [str(directory) for directory in directories if not (directory / LOG).is_file()]:
         raise UsageError(f"there is no {LOG} in {', '.join(missing)}")
-    logs = [read_log(folder) for folder in folders]
-    for folder, log in zip(folders, logs, strict=True):
+    logs = [read_log(directory) for directory in directories]
+    for directory, log in zip(directories, logs, strict=True):
         kinds = {event["event"] for event in log}
         if lacking := [f"no {kind}" for kind in ("start", "step") if kind not in kinds]:
             got = " and ".join(lacking)
-            raise UsageError(f"{folder / LOG} must contain the start of a run and a step: got {got}")
+            raise UsageError(f"{directory / LOG} must contain the start of a run and a step: got {got}")
     backends = [name for log in logs for name in losses(log)[1]]
     if len(logs) > 1 and len(set(backends)) < len(backends):
         raise UsageError(f"runs must have different backends: got {', '.join(backends)}")

@@ -27,7 +27,7 @@ SHOWN = 60  # maximum number of bytes of an invalid line to show in an error mes
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(directory: Path) -> Iterator[None]:
     """Lock a directory for one run. Create it if necessary, and delete temporary files of killed processes.
 
     The log file holds the lock, so the operating system releases it whenever the process ends, for any reason. If the
@@ -36,30 +36,30 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         OSError: If another run has locked the directory or the directory is not writable.
     """
-    made = [one for one in (folder, *folder.parents) if not one.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / LOG
+    made = [one for one in (directory, *directory.parents) if not one.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / LOG
     with path.open("ab") as log:
-        _lock(log.fileno(), folder)
-        _remove_unfinished(folder)
+        _lock(log.fileno(), directory)
+        _remove_unfinished(directory)
         try:
             yield
         finally:
             with suppress(OSError):  # a nonempty directory cannot be removed
-                _remove_unfinished(folder)
+                _remove_unfinished(directory)
                 if not path.stat().st_size:
                     path.unlink()
                 for one in made:
                     one.rmdir()
 
 
-def _remove_unfinished(folder: Path) -> None:
-    for path in folder.glob(".*"):
+def _remove_unfinished(directory: Path) -> None:
+    for path in directory.glob(".*"):
         if LEFT.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
-def _lock(file: int, folder: Path) -> None:
+def _lock(file: int, directory: Path) -> None:
     """Lock an open file. Do nothing if the file system does not support locks."""
     try:
         if sys.platform == "win32":
@@ -74,7 +74,7 @@ def _lock(file: int, folder: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         raise BlockingIOError(
-            f"another process is writing to {folder}: specify a different directory with --out"
+            f"another process is writing to {directory}: specify a different directory with --out"
         ) from error
     except OSError:
         pass
@@ -102,9 +102,9 @@ class Log:
         self._file.close()
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints in a directory, sorted by step."""
-    return sorted(folder.glob("checkpoint-*.safetensors"), key=step_of)
+    return sorted(directory.glob("checkpoint-*.safetensors"), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -121,7 +121,7 @@ def _number(checkpoint: Path) -> str:
     return checkpoint.stem.removeprefix("checkpoint-")
 
 
-def read_log(folder: Path) -> list[dict[str, Any]]:
+def read_log(directory: Path) -> list[dict[str, Any]]:
     """Return the events of a run, sorted by step.
 
     If the run was resumed from a checkpoint that was not the last one, some steps appear twice in the log. For these
@@ -132,16 +132,16 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
         UsageError: If a line is not an event or is not UTF-8.
     """
     events: dict[Any, dict[str, Any]] = {}
-    for number, line in enumerate((folder / LOG).read_bytes().splitlines(), start=1):
+    for number, line in enumerate((directory / LOG).read_bytes().splitlines(), start=1):
         shown = printable(line[:SHOWN].decode("utf-8", "replace")) + " ..." * (len(line) > SHOWN)
         try:
             event = json.loads(line.decode())
         except UnicodeDecodeError as error:
-            raise UsageError(f"line {number} of {folder / LOG} must be UTF-8: got {shown}") from error
+            raise UsageError(f"line {number} of {directory / LOG} must be UTF-8: got {shown}") from error
         except (ValueError, RecursionError):  # incomplete line written by a process that was killed
             continue
         if not _is_event(event):
-            raise UsageError(f"line {number} of {folder / LOG} must be an event of a run: got {shown}")
+            raise UsageError(f"line {number} of {directory / LOG} must be an event of a run: got {shown}")
         kind, step = event["event"], event["step"]
         if kind == "start":  # discard events after the checkpoint that the run resumed from
             events = {key: old for key, old in events.items() if old["step"] <= step}

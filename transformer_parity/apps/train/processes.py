@@ -42,14 +42,14 @@ class TrainingJob:
     Attributes:
         setup: Initial state of the run.
         backend: Name of the backend.
-        folder: Output directory.
+        directory: Output directory.
         where: Devices and processes.
         stop_at: Step at which to stop, or None to train until the last step.
     """
 
     setup: Setup
     backend: str
-    folder: Path
+    directory: Path
     where: Where
     stop_at: int | None
 
@@ -120,7 +120,7 @@ def _trained(job: TrainingJob, parent: Parent, send: Any) -> Ended:
     with stop_on_signal() as stop:
         Thread(target=_heed, args=(parent, stop), daemon=True).start()
         with refusals(RuntimeError, TypeError, ValueError):
-            training = job.setup.start([job.backend], job.folder, Observer(send, send), job.where)
+            training = job.setup.start([job.backend], job.directory, Observer(send, send), job.where)
         send(training.description)
         training.go(stop, job.stop_at)
     if stop.signal or training.step < job.setup.plan.steps:

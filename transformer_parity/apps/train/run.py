@@ -101,7 +101,7 @@ class TrainingRun:
         learners: One learner for each backend.
         data: Training data and held-out data.
         plan: Number of steps and frequency of validation and checkpoints.
-        folder: Directory for checkpoints, log, and final weights.
+        directory: Directory for checkpoints, log, and final weights.
         observer: Callbacks for progress and messages.
         seconds: Training time in seconds before the run was resumed.
     """
@@ -111,7 +111,7 @@ class TrainingRun:
         learners: Sequence[Learner],
         data: Data,
         plan: RunPlan,
-        folder: Path,
+        directory: Path,
         observer: Observer,
         seconds: float = 0.0,
     ) -> None:
@@ -120,7 +120,7 @@ class TrainingRun:
         self.batches = data.batches
         self.held_out = data.held_out
         self.plan = plan
-        self.folder = folder
+        self.directory = directory
         self.observer = observer
         self.group = learners[0].where.group
         self.log = self._open_log()
@@ -147,7 +147,7 @@ class TrainingRun:
             f"{self.corpus.task}: {len(self.corpus.training):,} pairs, {len(self.corpus.held_out):,} held out, "
             f"vocabulary {config.target_vocab_size:,}; {count_parameters(config) / 1e6:.2f} M parameters; "
             f"batches per epoch: {batches.per_epoch:,}, shapes: {len(batches.shapes)}; "
-            f"output: {printable(str(self.folder))}",
+            f"output: {printable(str(self.directory))}",
         ]
         if plan is not None:
             processes = f"{self.group.size} processes" if self.group.size > 1 else "1 process"
@@ -204,7 +204,7 @@ class TrainingRun:
 
     def _open_log(self) -> Log:
         """Open the log. If the run has multiple processes, only the first process writes to the log."""
-        return Log(self.folder / LOG if self.group.rank == 0 else Path(os.devnull))
+        return Log(self.directory / LOG if self.group.rank == 0 else Path(os.devnull))
 
     def _stops(self, stop: Stop) -> bool:
         """Return whether to stop before the next step.
@@ -261,7 +261,7 @@ class TrainingRun:
     def _diverged(self, what: str, step: int) -> UsageError:
         """Return the error to raise if the run has diverged."""
         self.log.flush()
-        saved = checkpoints(self.folder)[-1:]
+        saved = checkpoints(self.directory)[-1:]
         last = f"; the last checkpoint is {saved[0].name}" if saved else ""
         return UsageError(f"{what} at step {step}: try a smaller learning_rate_factor, or clip_norm=1{last}")
 
@@ -309,7 +309,7 @@ class TrainingRun:
             "plan": asdict(self.plan),
             "seconds": self.seconds,
         }
-        path = self.folder / f"checkpoint-{self.step:07}.safetensors"
+        path = self.directory / f"checkpoint-{self.step:07}.safetensors"
         # All processes must call this method because it collects their shards.
         checkpoint = self.learners[0].checkpoint(progress, self.corpus.vocabulary.model)
         self._saved = self.step
@@ -319,11 +319,11 @@ class TrainingRun:
             raise self._diverged("weights are not finite", self.step)
         save_checkpoint(path, checkpoint)
         if self.step > self._began:  # the final weights that an earlier run wrote to this directory are now outdated
-            (self.folder / MODEL).unlink(missing_ok=True)
+            (self.directory / MODEL).unlink(missing_ok=True)
         self.log.write("checkpoint", step=self.step, file=path.name)
         self.log.flush()
         kept = {path, *self._regular()[-self.plan.keep :]}
-        for old in checkpoints(self.folder):
+        for old in checkpoints(self.directory):
             if old not in kept and not was_renamed(old):
                 old.unlink()
         self._read_at = time.perf_counter()
@@ -334,14 +334,14 @@ class TrainingRun:
         Only these checkpoints are averaged, so that interruptions do not affect the final weights.
         """
         plan = self.plan
-        steps = {path: step_of(path) for path in checkpoints(self.folder)}
+        steps = {path: step_of(path) for path in checkpoints(self.directory)}
         return [path for path, step in steps.items() if step == plan.steps or (step and step % plan.save_every == 0)]
 
     def _write_model(self) -> tuple[int, Mapping[str, ndarray]]:
         """Write the final weights. Return the number of checkpoints that were averaged, and the weights."""
         chosen = self._regular()[-self.plan.average :]
         config, weights = average_weights(chosen)
-        save_weights(self.folder / MODEL, config, weights, vocabulary=self.corpus.vocabulary.model)
+        save_weights(self.directory / MODEL, config, weights, vocabulary=self.corpus.vocabulary.model)
         return len(chosen), weights
 
     def _validate_average(self, count: int, weights: Mapping[str, ndarray]) -> dict[str, dict[str, float]]:

@@ -56,7 +56,7 @@ class Setup:
         """Dtype of the weights."""
         return next(iter(self.weights.values())).dtype.name
 
-    def start(self, backends: Sequence[str], folder: Path, observer: Observer, where: Where) -> TrainingRun:
+    def start(self, backends: Sequence[str], directory: Path, observer: Observer, where: Where) -> TrainingRun:
         """Build the batches and the learners. Multiple backends run in lockstep and without dropout.
 
         Raises:
@@ -83,7 +83,7 @@ class Setup:
             for learner in learners:
                 learner.trainer.load_state(self.state)
         data = Data(self.corpus, batches, validation)
-        return TrainingRun(learners, data, self.plan, folder, observer, self.seconds)
+        return TrainingRun(learners, data, self.plan, directory, observer, self.seconds)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def begin(corpus: Corpus, recipe: Recipe, changes: Changes) -> Setup:
 
 def resume(
     path: Path,
-    folder: Path,
+    directory: Path,
     steps: int | None,
     plan: Mapping[str, Any],
     moved: Mapping[str, Sequence[Path] | None],
@@ -148,7 +148,7 @@ def resume(
 
     Args:
         path: Checkpoint to load, or directory of a run, whose last checkpoint is loaded.
-        folder: Output directory of the resumed run.
+        directory: Output directory of the resumed run.
         steps: New total number of steps, or None to keep it.
         plan: Changed fields of ``RunPlan``. All other fields are taken from the checkpoint.
         moved: New paths of the run's text, with the keys ``files`` and ``held_out``. If None, the path in the
@@ -190,7 +190,7 @@ def resume(
     if checkpoint.state.step > kept.steps or (checkpoint.state.step == kept.steps and finished):
         raise ValueError(f"{path} is the end of a run of {kept.steps} steps: to continue, specify more with --steps")
     later = [other.name for other in checkpoints(path.parent) if step_of(other) > checkpoint.state.step]
-    if folder == path.parent and later:
+    if directory == path.parent and later:
         raise ValueError(
             f"this run already continued from {path.name} to {later[-1]}: specify a different directory with --out DIR"
         )

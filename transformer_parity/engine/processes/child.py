@@ -152,7 +152,7 @@ class Child:
                     self._received.append(message)
                     self._number += 1
                     self._news.notify_all()
-                    self._news.wait_for(self._has_room)
+                    self._news.wait_for(self._has_capacity)
 
     def _skip_to_start(self, stream: IO[bytes]) -> None:
         """Skip the text that a wrapper around the interpreter may print before the first message."""
@@ -172,7 +172,7 @@ class Child:
             self.process.kill()
             raise EOFError("nothing more is read") from error
 
-    def _has_room(self) -> bool:
+    def _has_capacity(self) -> bool:
         return len(self._received) < MOST_UNREAD or self._is_stopped
 
     def _wait(self, reader: Thread) -> None:
@@ -186,7 +186,7 @@ class Child:
         # The reader stops at the end of the pipe, unless a process of a different session keeps the pipe open.
         while reader.is_alive() and before < self._number:
             with self._news:
-                self._news.wait_for(self._has_room)
+                self._news.wait_for(self._has_capacity)
                 before = self._number
             reader.join(READ)
         self._to_send.put(b"")  # stops the writer

@@ -38,14 +38,14 @@ THREAD_SWITCHES = (
 
 
 @contextmanager
-def removed_afterwards(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def removed_afterwards(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Remove a directory at the end of the block or when this process exits, even if the process is killed.
 
     Yields:
         The process that waits for this process to exit and then removes the directory.
     """
     watch = subprocess.Popen(
-        [sys.executable, "-P", orphans.__file__, str(folder)],
+        [sys.executable, "-P", orphans.__file__, str(directory)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
@@ -53,7 +53,7 @@ def removed_afterwards(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield watch
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
         watch.communicate()
 
 
@@ -66,7 +66,7 @@ class Children:
         environment: The environment variables of the processes; None to inherit ``os.environ``.
 
     Attributes:
-        folder: The temporary directory.
+        directory: The temporary directory.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
@@ -75,11 +75,11 @@ class Children:
         self._news = Condition()
 
     def __enter__(self) -> Self:
-        self.folder = Path(tempfile.mkdtemp(prefix="parity-"))
-        self._logs = self.folder / "logs"
+        self.directory = Path(tempfile.mkdtemp(prefix="parity-"))
+        self._logs = self.directory / "logs"
         self._logs.mkdir()
         self._block = ExitStack()
-        self._watch = self._block.enter_context(removed_afterwards(self.folder))
+        self._watch = self._block.enter_context(removed_afterwards(self.directory))
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -42,11 +42,11 @@ def end_all(leader: int) -> None:
         time.sleep(0.01)  # gives the processes time to exit
 
 
-def watch(folder: str) -> None:
+def watch(directory: str) -> None:
     """Track the children that standard input announces. When it ends, kill the remaining ones and remove a directory.
 
     Args:
-        folder: The directory to remove.
+        directory: The directory to remove.
     """
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # terminals and service managers send these to all processes
         if hasattr(signal, name):
@@ -57,7 +57,7 @@ def watch(folder: str) -> None:
         change(int(line[1:]))
     for leader in leaders:
         end_all(leader)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

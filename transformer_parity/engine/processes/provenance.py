@@ -195,10 +195,10 @@ def _sources(place: str) -> Mapping[str, bytes]:
 
 
 def _read(place: str) -> Iterator[tuple[str, bytes]]:
-    for folder, _, files in os.walk(place):
+    for directory, _, files in os.walk(place):
         for name in files:
             if name.endswith(".py"):
-                path = os.path.join(folder, name)
+                path = os.path.join(directory, name)
                 with open(path, "rb") as file:
                     yield os.path.relpath(path, place), file.read()
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 
 # pathlib is not used here, because it would already be imported when benchmarks measure import times.
-FOLDER = os.path.dirname(os.path.realpath(__file__))
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(FOLDER)))
+DIRECTORY = os.path.dirname(os.path.realpath(__file__))
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(DIRECTORY)))
 OURS = (
     *("transformer_spec", "reference_numpy", "transformer_torch", "transformer_jax", "transformer_tf"),
     *("transformer_parity", "transformer_bench"),
@@ -39,7 +39,7 @@ if __name__ == "__main__":
     if sys.version_info < (3, 11):  # noqa: UP036  the interpreter of the child can be older
         sys.exit(f"Python 3.11 or later is required: got {sys.version.split()[0]}")
     # Python adds the directory of this script to sys.path, which would make its modules importable by short names.
-    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != FOLDER]
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != DIRECTORY]
     sys.meta_path.insert(0, Ours)
 
     from transformer_parity.engine.processes.messages import Parent

@@ -31,8 +31,8 @@ def replacing(path: Path) -> Iterator[Path]:
             with _beside(Path(os.path.realpath(path))) as temporary:
                 yield temporary
         else:
-            with tempfile.TemporaryDirectory(prefix="parity-") as folder:
-                yield (temporary := Path(folder, "content"))
+            with tempfile.TemporaryDirectory(prefix="parity-") as directory:
+                yield (temporary := Path(directory, "content"))
                 _write_into(path, temporary)
     except OSError as error:  # it contains the path of the temporary file, or no path
         if error.strerror:

@@ -21,7 +21,7 @@ from pathlib import Path
 SWITCH = "PARITY_CACHE"  # environment variable that sets the cache directory; empty disables the cache
 JAX_SWITCH = "JAX_COMPILATION_CACHE_DIR"
 TENSORFLOW_SWITCH = "TF_XLA_FLAGS"
-TENSORFLOW_FOLDER = "--tf_xla_persistent_cache_directory"  # flag in TF_XLA_FLAGS
+TENSORFLOW_DIRECTORY = "--tf_xla_persistent_cache_directory"  # flag in TF_XLA_FLAGS
 SEAL = ".sha256"  # suffix of the file with a program's checksum
 SPACE = 2**30  # minimum free disk space in bytes. If TensorFlow can't save a program, it doesn't run it either.
 AGE = 30 * 24 * 3600.0  # seconds after which a program is deleted
@@ -36,10 +36,10 @@ def processor_features() -> str:
     return hashlib.sha256(features.encode()).hexdigest()[:12]
 
 
-def kept_in(folder: Path) -> dict[str, str]:
+def kept_in(directory: Path) -> dict[str, str]:
     """Return the environment variables that make JAX cache every program in a directory."""
     return {
-        JAX_SWITCH: str(folder),
+        JAX_SWITCH: str(directory),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",  # omit source locations, which would be part of each program's text
@@ -52,8 +52,8 @@ def keep_programs(environment: Mapping[str, str]) -> dict[str, str]:
     The result is empty if the environment already configures a cache, or if the directory isn't writable or belongs to
     a different user. Using another user's cache would be unsafe, because its programs are executed.
     """
-    folder = None if JAX_SWITCH in environment else _folder("jax", environment)
-    return {} if folder is None else kept_in(folder)
+    directory = None if JAX_SWITCH in environment else _directory("jax", environment)
+    return {} if directory is None else kept_in(directory)
 
 
 @contextmanager
@@ -66,49 +66,49 @@ def kept_by_tensorflow(environment: Mapping[str, str]) -> Iterator[None]:
     import tensorflow as tf
 
     flags = environment.get(TENSORFLOW_SWITCH, "")
-    folder = None
-    if TENSORFLOW_FOLDER not in flags:
+    directory = None
+    if TENSORFLOW_DIRECTORY not in flags:
         version = "\n".join((tf.version.VERSION, tf.version.GIT_VERSION, tf.version.COMPILER_VERSION))
-        folder = _folder(f"tf-{hashlib.sha256(version.encode()).hexdigest()[:12]}", environment)
-    if folder is None or shutil.disk_usage(folder).free < SPACE:
+        directory = _directory(f"tf-{hashlib.sha256(version.encode()).hexdigest()[:12]}", environment)
+    if directory is None or shutil.disk_usage(directory).free < SPACE:
         yield
         return
-    for program in _programs(folder):
+    for program in _programs(directory):
         seal = program.with_name(program.name + SEAL)
         with suppress(OSError):  # a concurrent process may have deleted it first
             if not seal.exists() or seal.read_text() != _digest(program):
                 program.unlink()
-    os.environ[TENSORFLOW_SWITCH] = f"{flags} {TENSORFLOW_FOLDER}={folder}".strip()
+    os.environ[TENSORFLOW_SWITCH] = f"{flags} {TENSORFLOW_DIRECTORY}={directory}".strip()
     yield
-    for program in _programs(folder):
+    for program in _programs(directory):
         seal = program.with_name(program.name + SEAL)
         with suppress(OSError):
             if not seal.exists():
                 seal.write_text(_digest(program))
 
 
-def _programs(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.pb"))
+def _programs(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.pb"))
 
 
 def _digest(program: Path) -> str:
     return hashlib.sha256(program.read_bytes()).hexdigest()
 
 
-def _folder(name: str, environment: Mapping[str, str]) -> Path | None:
+def _directory(name: str, environment: Mapping[str, str]) -> Path | None:
     """Return a directory in the user's cache after deleting old files, or None if the cache is disabled or unusable."""
     cache = environment.get(SWITCH)
     if cache == "":
         return None
     try:
         root = cache or environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(root).absolute() / "transformer-parity" / f"{name}-{processor_features()}"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK) or (hasattr(os, "getuid") and folder.stat().st_uid != os.getuid()):
+        directory = Path(root).absolute() / "transformer-parity" / f"{name}-{processor_features()}"
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK) or (hasattr(os, "getuid") and directory.stat().st_uid != os.getuid()):
             return None
-        for entry in folder.iterdir():
+        for entry in directory.iterdir():
             if entry.stat().st_mtime < time.time() - AGE:
                 entry.unlink()
     except (OSError, RuntimeError):  # Path.home() raises RuntimeError if there is no home directory
         return None
-    return folder
+    return directory

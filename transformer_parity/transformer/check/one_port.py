@@ -18,6 +18,7 @@ from typing import Any
 from transformer_parity.engine.processes import provenance
 from transformer_parity.engine.processes.messages import Broken, Parent
 from transformer_parity.engine.tolerances import ALL_DTYPES
+from transformer_parity.transformer.bugs.bug import Bug
 from transformer_parity.transformer.cases.case import SENTENCES, Case
 from transformer_parity.transformer.cases.for_ports import port_config
 from transformer_parity.transformer.check.kept_programs import kept_by_tensorflow
@@ -35,9 +36,8 @@ from transformer_parity.transformer.check.messages import (
 )
 from transformer_parity.transformer.compare.runner import run_cases
 from transformer_parity.transformer.diagnose.investigate import Investigation
-from transformer_parity.transformer.diagnose.weight_audit import as_mistake, audit
+from transformer_parity.transformer.diagnose.weight_audit import as_bug, audit
 from transformer_parity.transformer.explore.view import view_of_case
-from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.compile_clock import COMPILING, Spent, listen_to_jax
 from transformer_parity.transformer.ports.exceptions import described
 from transformer_parity.transformer.ports.protocol import Placement
@@ -120,7 +120,7 @@ class _PortProcess:
             listen_to_jax()
         return port, imported
 
-    def _audit(self, port: PluginPort, main: Case) -> Mistake | None:
+    def _audit(self, port: PluginPort, main: Case) -> Bug | None:
         """Audit the weights, send the result, and return the bug that the result indicates, if any."""
         dtypes = (*self.job.setting.dtypes, *port.kind.dtypes)
         dtype = next((dtype for dtype in dtypes if dtype in port.kind.dtypes and dtype in ALL_DTYPES), None)
@@ -130,7 +130,7 @@ class _PortProcess:
         with suppress(Exception):  # the comparison reports any error
             fates = audit(port, main, Placement(dtype), self.report)
             self.parent.send(WeightsAudited(tuple(fates)))
-            return as_mistake(fates)
+            return as_bug(fates)
         return None
 
 

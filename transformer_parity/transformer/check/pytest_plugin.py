@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformer_parity.engine.findings import Finding
     from transformer_parity.transformer.check.conformance import Test
 
-FOLDER = "parity"  # directory to which pytest's output assigns the tests
+DIRECTORY = "parity"  # directory to which pytest's output assigns the tests
 FACTS = "parity_facts"  # attribute that stores our data in test reports and in the output of pytest-xdist workers
 PASSED, FAILED = "passed", "failed"
 MOST = 3  # maximum number of findings in a report and of tests in a message
@@ -120,7 +120,7 @@ class Conformance:
     @pytest.hookimpl(tryfirst=True)  # before -k selects tests
     def pytest_collection_modifyitems(self, session: pytest.Session, items: list[pytest.Item]) -> None:
         """Add the ports' tests to the tests that pytest has collected."""
-        collector = Cases.from_parent(session, name=FOLDER, nodeid=FOLDER, conformance=self)
+        collector = Cases.from_parent(session, name=DIRECTORY, nodeid=DIRECTORY, conformance=self)
         session.ihook.pytest_collectstart(collector=collector)
         report = session.ihook.pytest_make_collect_report(collector=collector)
         vars(report).pop("call", None)  # pytest does the same, because pytest-xdist can't serialize it
@@ -344,4 +344,4 @@ class TestItem(pytest.Item):
 
     def reportinfo(self) -> tuple[str, int, str]:
         """Return the location of the test. pytest needs a line number to report tests that a marker skips."""
-        return FOLDER, 0, self.name
+        return DIRECTORY, 0, self.name

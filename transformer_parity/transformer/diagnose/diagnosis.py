@@ -18,6 +18,8 @@ from typing import Any
 from numpy import ndarray
 
 from transformer_parity.engine.outputs import OUTPUT
+from transformer_parity.transformer.bugs.bug import Bug
+from transformer_parity.transformer.bugs.catalog import STEP_VARIANTS
 from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, Case
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, hypotheses, is_convention
 from transformer_parity.transformer.diagnose.hypotheses.places import Place, at_single_places
@@ -35,14 +37,12 @@ from transformer_parity.transformer.diagnose.measured.step import (
     rate_hypotheses,
     wavelength_hypotheses,
 )
-from transformer_parity.transformer.mistakes.catalog import STEP_VARIANTS
-from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_parity.transformer.stages.training_stage import LOSS
 
 Arrays = Mapping[str, ndarray]
 EXACT, LIKELY, UNKNOWN = "exact", "likely", "unknown"
-VARIANTS = {mistake.name for mistake in STEP_VARIANTS}
+VARIANTS = {bug.name for bug in STEP_VARIANTS}
 EXACTLY, CHANGED = "behaves exactly like", "the reference with this change"
 PLACED = 1000  # maximum number of attempts with one bug in one place
 # The value that a tap must record. Published code often records a different value.
@@ -89,7 +89,7 @@ def diagnose(
     actual: Arrays,
     port: str,
     progress: Callable[[str], None] = lambda text: None,
-    known: Sequence[Mistake] | None = None,
+    known: Sequence[Bug] | None = None,
     others: Sequence[tuple[Case, Arrays | None]] = (),
 ) -> Diagnosis:
     """Find the hypothesis that reproduces every tensor of a port.
@@ -154,10 +154,10 @@ def diagnose(
 
 def _apart_from_loss(
     trials: Trials,
-    known: Sequence[Mistake],
+    known: Sequence[Bug],
     port: str,
     progress: Callable[[str], None],
-    places: Callable[[], Sequence[tuple[Mistake, Place]]],
+    places: Callable[[], Sequence[tuple[Bug, Place]]],
 ) -> Diagnosis | None:
     """Search using only the losses if nothing else differs, or using only the gradients if the loss is correct.
 
@@ -185,7 +185,7 @@ def _apart_from_loss(
 
 
 def _named_in_search(
-    trials: Trials, known: Sequence[Mistake], port: str, progress: Callable[[str], None]
+    trials: Trials, known: Sequence[Bug], port: str, progress: Callable[[str], None]
 ) -> Diagnosis | None:
     """Find one bug or one search parameter that explains all searches, or all greedy or all beam searches.
 
@@ -195,7 +195,7 @@ def _named_in_search(
     if trials.case.search is None:
         return None
     kinds = [trials, *filter(None, [trials.for_same_kind_of_search()])]
-    tried = [attempt for mistake in known if (attempt := trials.run(Hypothesis((mistake,))))]
+    tried = [attempt for bug in known if (attempt := trials.run(Hypothesis((bug,))))]
     exact = [attempt for attempt in tried if attempt.is_exact]
     confirmed = [[one for one in exact if some.holds_elsewhere(one.hypothesis)] for some in kinds]
     alike = EXACTLY
@@ -214,19 +214,19 @@ def _named_in_search(
     return None
 
 
-def reproducing_output(case: Case, actual: Arrays, known: Sequence[Mistake]) -> list[Hypothesis]:
+def reproducing_output(case: Case, actual: Arrays, known: Sequence[Bug]) -> list[Hypothesis]:
     """Return the individual hypotheses that reproduce the output of a case, regardless of the taps."""
     trials = Trials(case, actual, (), (OUTPUT,))
-    attempts = [trials.run(Hypothesis((mistake,))) for mistake in known]
+    attempts = [trials.run(Hypothesis((bug,))) for bug in known]
     return [attempt.hypothesis for attempt in attempts if attempt and attempt.is_exact]
 
 
 def _search(
     trials: Trials,
     start: Attempt,
-    known: Sequence[Mistake],
+    known: Sequence[Bug],
     progress: Callable[[str], None],
-    places: Callable[[], Sequence[tuple[Mistake, Place]]] = tuple,
+    places: Callable[[], Sequence[tuple[Bug, Place]]] = tuple,
     *,
     together: bool = True,
 ) -> tuple[list[Attempt], list[Attempt]]:
@@ -234,7 +234,7 @@ def _search(
 
     The search first tries each bug in the whole model, then each bug in one place, and then combinations.
     """
-    singles = [attempt for mistake in known if (attempt := trials.run(Hypothesis((mistake,))))]
+    singles = [attempt for bug in known if (attempt := trials.run(Hypothesis((bug,))))]
     exact, tried = [attempt for attempt in singles if attempt.is_exact], list(singles)
     if not exact:
         progress("bugs in single places")
@@ -250,14 +250,14 @@ def _together(
     trials: Trials,
     start: Attempt,
     tried: Sequence[Attempt],
-    known: Sequence[Mistake],
+    known: Sequence[Bug],
     progress: Callable[[str], None],
 ) -> tuple[list[Attempt], list[Attempt]]:
     """Return the combinations of hypotheses that reproduce every tensor, and all attempts.
 
     Variants of an optimizer step are too numerous to try in pairs.
     """
-    pairs = [mistake for mistake in known if mistake.name not in VARIANTS]
+    pairs = [bug for bug in known if bug.name not in VARIANTS]
     singles = [one for one in tried if one.hypothesis.place is None and one.hypothesis.parts[0] in pairs]
     several: list[Attempt] = []
     for attempts in combinations(trials, start, singles, pairs, progress):
@@ -267,11 +267,11 @@ def _together(
     return [], several
 
 
-def _first_exact(trials: Trials, places: Sequence[tuple[Mistake, Place]]) -> tuple[list[Attempt], list[Attempt]]:
+def _first_exact(trials: Trials, places: Sequence[tuple[Bug, Place]]) -> tuple[list[Attempt], list[Attempt]]:
     """Return the bugs in the largest places that reproduce every tensor, followed by all attempts."""
     tried: list[Attempt] = []
     for _, same_size in itertools.groupby(places, lambda one: len(one[1].parts)):
-        attempts = [found for mistake, place in same_size if (found := trials.run(Hypothesis((mistake,), place)))]
+        attempts = [found for bug, place in same_size if (found := trials.run(Hypothesis((bug,), place)))]
         tried += attempts
         if exact := [attempt for attempt in attempts if attempt.is_exact]:
             return exact, tried
@@ -281,7 +281,7 @@ def _first_exact(trials: Trials, places: Sequence[tuple[Mistake, Place]]) -> tup
 
 
 def _and_another(
-    trials: Trials, exact: Sequence[Attempt], known: Sequence[Mistake], progress: Callable[[str], None]
+    trials: Trials, exact: Sequence[Attempt], known: Sequence[Bug], progress: Callable[[str], None]
 ) -> list[Attempt]:
     """Return pairs of hypotheses that hold in every case, starting from hypotheses that hold only in this case."""
     failing = [(case, shown) for case, shown in trials.others if shown is not None]
@@ -307,7 +307,7 @@ def _and_another(
 
 
 def _by_fewer_tensors(
-    trials: Trials, start: Attempt, known: Sequence[Mistake], port: str, progress: Callable[[str], None]
+    trials: Trials, start: Attempt, known: Sequence[Bug], port: str, progress: Callable[[str], None]
 ) -> Diagnosis | None:
     """Search without taps of the kind that differs first, and then for individual hypotheses using only the output.
 

@@ -41,6 +41,7 @@ from transformer_parity.engine.findings import AGREES, DIVERGES, FAILED, IMPRECI
 from transformer_parity.engine.localization import Blame, Evidence
 from transformer_parity.engine.outputs import FAST, OUTPUT
 from transformer_parity.engine.tensors import given
+from transformer_parity.transformer.bugs.bug import Bug
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.transformer.compare.runner import call_before, tensors
 from transformer_parity.transformer.diagnose import reproduce
@@ -79,7 +80,6 @@ from transformer_parity.transformer.diagnose.statements import (
     with_first,
     within_stage,
 )
-from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placements
 from transformer_parity.transformer.stages.registry import STAGES
 
@@ -96,7 +96,7 @@ class FailureReport:
         blame: The blocks that introduce or inherit the difference; None if nothing can be replayed.
         diagnosis: The cause of the difference; None if the report only shows the attention in a case that agrees.
         view: Data that the HTML page shows about the case; None if it shows nothing.
-        folder: Directory with the inputs of the first wrong block; None if they were not saved.
+        directory: Directory with the inputs of the first wrong block; None if they were not saved.
     """
 
     backend: str
@@ -106,14 +106,14 @@ class FailureReport:
     blame: Blame | None
     diagnosis: Diagnosis | None
     view: dict[str, Any] | None = None
-    folder: Path | None = None
+    directory: Path | None = None
 
     @property
-    def relative_folder(self) -> Path | None:
+    def relative_directory(self) -> Path | None:
         """The directory, relative to the working directory if it is inside the working directory."""
-        if self.folder is None or not self.folder.is_relative_to(Path.cwd()):
-            return self.folder
-        return self.folder.relative_to(Path.cwd())
+        if self.directory is None or not self.directory.is_relative_to(Path.cwd()):
+            return self.directory
+        return self.directory.relative_to(Path.cwd())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the diagnosis and its case as built-in Python types."""
@@ -123,7 +123,7 @@ class FailureReport:
             "dtype": self.dtype,
             "case": self.case,
             "stage": self.stage,
-            "folder": None if self.folder is None else str(self.relative_folder),
+            "directory": None if self.directory is None else str(self.relative_directory),
             **found,
         }
 
@@ -136,7 +136,7 @@ class Investigation:
         port: The port.
         setting: Dtypes, device, and precision to run it with.
         reference: Name from which the port can be loaded: a backend, or ``module:class``.
-        folder: Directory in which to save the inputs of a wrong block; None saves nothing.
+        directory: Directory in which to save the inputs of a wrong block; None saves nothing.
         progress: Callback that receives a description of the next step.
         suspect: A hypothesis to try in addition to the known ones.
         view: Function that converts the evidence to the data that the HTML page shows.
@@ -145,9 +145,9 @@ class Investigation:
     port: Implementation
     setting: Placements
     reference: str
-    folder: Path | None = None
+    directory: Path | None = None
     progress: Callable[[str], None] = lambda text: None
-    suspect: Mistake | None = None
+    suspect: Bug | None = None
     view: Callable[[Evidence, Subject], dict[str, Any]] | None = None
 
     def failures(self, findings: Sequence[Finding], kept: Kept, cases: Sequence[Case]) -> Iterator[FailureReport]:
@@ -187,7 +187,7 @@ class Investigation:
         findings: Sequence[Finding],
         shown: Arrays,
         others: Sequence[tuple[Case, Arrays | None]],
-        hypothetical: Sequence[Mistake],
+        hypothetical: Sequence[Bug],
     ) -> FailureReport:
         finding = findings[0]
         dtype = finding.dtype
@@ -230,7 +230,7 @@ class Investigation:
             errors += self._measurements(case, evidence) if forward else []
             errors += of_error(evidence, case)
             found = of_place(found, evidence, case, errors, differing, findings, others)
-        report = replace(report, blame=evidence.blame, diagnosis=promised(found), folder=self._saved(evidence, case))
+        report = replace(report, blame=evidence.blame, diagnosis=promised(found), directory=self._saved(evidence, case))
         return replace(report, view=self.view(evidence, subject)) if self.view and case.is_forward else report
 
     def _explained(
@@ -239,7 +239,7 @@ class Investigation:
         findings: Sequence[Finding],
         shown: Arrays,
         others: Sequence[tuple[Case, Arrays | None]],
-        known: Sequence[Mistake],
+        known: Sequence[Bug],
         differing: Differing,
     ) -> Diagnosis:
         """Return the hypothesis that explains every float64 tensor or, if there is none, the strongest evidence."""
@@ -272,7 +272,7 @@ class Investigation:
         case: Case,
         finding: Finding,
         others: Sequence[tuple[Case, Arrays | None]],
-        known: Sequence[Mistake],
+        known: Sequence[Bug],
     ) -> Diagnosis:
         """Return the hypothesis that explains the outputs without taps, or a statement that the two paths differ."""
         sentence = of_path(self._loaded(case, finding.dtype), case, finding.tolerance)
@@ -343,11 +343,11 @@ class Investigation:
 
     def _saved(self, evidence: Evidence, case: Case) -> Path | None:
         """Save the inputs of the first wrong block, and return their directory."""
-        if self.folder is None or not evidence.blame.introduced:
+        if self.directory is None or not evidence.blame.introduced:
             return None
         self.progress("saving the inputs of the first wrong block")
         with suppress(Exception):  # if saving fails, the rest of the report is still valid
-            return reproduce.save(evidence, case, self.reference, self.folder)
+            return reproduce.save(evidence, case, self.reference, self.directory)
         return None
 
 

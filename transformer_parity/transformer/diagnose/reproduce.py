@@ -62,7 +62,7 @@ class SavedBlock:
     error: float
 
 
-def save(evidence: Evidence, case: Case, port: str, folder: Path) -> Path:
+def save(evidence: Evidence, case: Case, port: str, directory: Path) -> Path:
     """Write the inputs of the first wrong block to a directory, and return the path of the directory.
 
     An existing directory for the same port and case is replaced entirely.
@@ -80,9 +80,9 @@ def save(evidence: Evidence, case: Case, port: str, folder: Path) -> Path:
     }
     if mark.name in evidence.alone:
         arrays["actual"] = evidence.alone[mark.name]
-    target = folder / re.sub(r"[^\w.-]+", "-", f"{port}-{blame.dtype}-{case.name}")
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".writing-{secrets.token_hex(4)}"
+    target = directory / re.sub(r"[^\w.-]+", "-", f"{port}-{blame.dtype}-{case.name}")
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = directory / f".writing-{secrets.token_hex(4)}"
     try:
         temporary.mkdir()
         save_tensors(temporary / BLOCK, {name: np.ascontiguousarray(value) for name, value in arrays.items()})
@@ -95,28 +95,28 @@ def save(evidence: Evidence, case: Case, port: str, folder: Path) -> Path:
     return target
 
 
-def snippet(folder: Path) -> str:
+def snippet(directory: Path) -> str:
     """Return the Python code that runs only the saved block."""
-    saved = _about(folder)
+    saved = _about(directory)
     return f"""from transformer_parity.transformer.diagnose.reproduce import load, rerun
 
-block = load({str(folder)!r})  # {saved.name} of {saved.port}
+block = load({str(directory)!r})  # {saved.name} of {saved.port}
 print({{name: array.shape for name, array in block.items()}})  # inputs, "actual", and "expected"
-rerun({str(folder)!r})  # reruns this block of your port on correct inputs
+rerun({str(directory)!r})  # reruns this block of your port on correct inputs
 """
 
 
-def load(folder: str | Path) -> dict[str, ndarray]:
+def load(directory: str | Path) -> dict[str, ndarray]:
     """Return the arrays of the saved block: ``inputs/<tap>``, ``batch/<ids>``, ``actual``, and ``expected``."""
-    return load_file(Path(folder) / BLOCK)
+    return load_file(Path(directory) / BLOCK)
 
 
-def rerun(folder: str | Path, show: Callable[[str], None] = print) -> float:
+def rerun(directory: str | Path, show: Callable[[str], None] = print) -> float:
     """Rerun the port's saved block on correct inputs, and return its relative error."""
-    folder = Path(folder)
-    saved = _about(folder)
-    config, weights = load_weights(folder / MODEL)
-    arrays = load(folder)
+    directory = Path(directory)
+    saved = _about(directory)
+    config, weights = load_weights(directory / MODEL)
+    arrays = load(directory)
     batch = {name.removeprefix("batch/"): value for name, value in arrays.items() if name.startswith("batch/")}
     port = PORTS[saved.port] if saved.port in PORTS else PluginPort(saved.port)
     loaded = port.load(config, weights, Placement(saved.dtype))
@@ -133,8 +133,8 @@ def rerun(folder: str | Path, show: Callable[[str], None] = print) -> float:
     return error
 
 
-def _about(folder: Path) -> SavedBlock:
-    about = json.loads((folder / ABOUT).read_text("utf-8"))
+def _about(directory: Path) -> SavedBlock:
+    about = json.loads((directory / ABOUT).read_text("utf-8"))
     return SavedBlock(**{name: value for name, value in about.items() if name != "format"})
 
 

@@ -14,12 +14,12 @@ from numpy import ndarray
 
 from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.engine.tensors import given
+from transformer_parity.transformer.bugs.bug import Bug
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.evidence.blame import distance
 from transformer_parity.transformer.diagnose.evidence.closeness import SAME
 from transformer_parity.transformer.diagnose.evidence.properties import CALLS
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
-from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placement
 
 USED, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL, HIDDEN, RANDOM, OVERWRITTEN = (
@@ -146,7 +146,7 @@ def summary(fates: Iterable[Fate]) -> str:
     return f"{len(fates)} weights: {', '.join(said)}"
 
 
-def as_mistake(fates: Iterable[Fate]) -> Mistake | None:
+def as_bug(fates: Iterable[Fate]) -> Bug | None:
     """Return a hypothesis with all weight replacements that the audit found, or None if it found none."""
     known = [fate for fate in fates if fate.instead]
     if not known:
@@ -165,7 +165,7 @@ def as_mistake(fates: Iterable[Fate]) -> Mistake | None:
         return changed
 
     words = ", ".join(f"{fate.name} {fate.verdict}" for fate in known[:3]) + (", ..." if len(known) > 3 else "")
-    return Mistake(f"the weights that the audit found ({words})", "", convert=convert)
+    return Bug(f"the weights that the audit found ({words})", "", convert=convert)
 
 
 def _shown(loaded: LoadedPort, case: Case, taps: Weights | None = None) -> dict[str, ndarray]:

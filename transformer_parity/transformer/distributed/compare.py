@@ -17,7 +17,7 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.distributed.cases import DISTRIBUTED, Probe
 from transformer_parity.transformer.distributed.rows import rows_problem
 from transformer_parity.transformer.distributed.signatures import LATER, ONE_SHARD, Contributions, divisions, explain
-from transformer_parity.transformer.distributed.updates import known_mistake
+from transformer_parity.transformer.distributed.updates import known_bug
 from transformer_parity.transformer.distributed.worker import Held, Place, Seen, Snapshot
 from transformer_parity.transformer.stages import gradients, steps
 from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE, training_error
@@ -81,7 +81,7 @@ def findings(
         furthest = max(seen, key=lambda one: _distance(finding.tap, tensors(one), wanted))
         why = explain(furthest, expected, _ways(run, furthest), run.plan)
         if why.endswith(LATER) and not (draws(run.probe) or run.start):
-            known = known_mistake(run.probe, run.plan, furthest, expected)
+            known = known_bug(run.probe, run.plan, furthest, expected)
             why += f", as with this bug: {known}" if known else ""
         if why.endswith(ONE_SHARD) and _are_of_own_parts(seen, expected, run.plan):
             why = why.replace(ONE_SHARD, "each device uses the norm of its own shard")

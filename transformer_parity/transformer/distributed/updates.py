@@ -6,12 +6,12 @@ from contextlib import suppress
 
 import numpy as np
 
+from transformer_parity.transformer.bugs.bug import Bug
+from transformer_parity.transformer.bugs.distributed import BUGS
+from transformer_parity.transformer.bugs.edited_package import edited_package
 from transformer_parity.transformer.distributed.cases import Probe
 from transformer_parity.transformer.distributed.signatures import divisions
 from transformer_parity.transformer.distributed.worker import Seen
-from transformer_parity.transformer.mistakes.distributed import MISTAKES
-from transformer_parity.transformer.mistakes.edited_package import edited_package
-from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_spec.parallel_plan import Plan
 
 STEPS = 4  # number of steps to run
@@ -20,7 +20,7 @@ OF_SHARES = "distributed/data=2/short"  # case for bugs that can occur with any 
 OF_PARTS = "distributed/fsdp=2/short"  # case for bugs that can occur with any number of FSDP shards
 
 
-def known_mistake(probe: Probe, plan: Plan, seen: Seen, expected: Seen) -> str:
+def known_bug(probe: Probe, plan: Plan, seen: Seen, expected: Seen) -> str:
     """Return the name of a bug that makes the reference reproduce the observed losses, or an empty string if none does.
 
     Args:
@@ -34,17 +34,17 @@ def known_mistake(probe: Probe, plan: Plan, seen: Seen, expected: Seen) -> str:
         return ""  # correct losses rule out a bug in the update
     cases = (OF_SHARES, OF_PARTS) if plan.fsdp > 1 else (OF_SHARES,)
     for rows in divisions(len(probe.lengths), probe.settings.accumulation_steps, plan.shares):
-        for mistake in MISTAKES:
-            if mistake.case in cases and mistake.at.startswith(("step", "the whole")):
-                found = _losses(mistake, probe, plan, rows, len(losses))
+        for bug in BUGS:
+            if bug.case in cases and bug.at.startswith(("step", "the whole")):
+                found = _losses(bug, probe, plan, rows, len(losses))
                 if np.allclose(found, losses, rtol=EXACT, atol=0.0):
-                    return mistake.name
+                    return bug.name
     return ""
 
 
-def _losses(mistake: Mistake, probe: Probe, plan: Plan, rows: np.ndarray, steps: int) -> np.ndarray:
+def _losses(bug: Bug, probe: Probe, plan: Plan, rows: np.ndarray, steps: int) -> np.ndarray:
     """Return the reference's losses for the first steps with an injected bug."""
-    package = edited_package("reference_numpy", tuple(mistake.edits["numpy"]))
+    package = edited_package("reference_numpy", tuple(bug.edits["numpy"]))
     model = package.Transformer.from_weights(probe.config, probe.weights(), "float64", fast=False)
     trainer = package.Trainer(model, probe.settings, probe.seed, mesh=package.Plan(plan.data, plan.fsdp))
     found = np.full(steps, np.nan)

@@ -24,11 +24,11 @@ from transformer_parity.engine.outputs import MissingAbilityError
 from transformer_parity.engine.processes import provenance
 from transformer_parity.engine.processes.messages import Broken, Parent
 from transformer_parity.engine.tensors import plain
+from transformer_parity.transformer.bugs.bug import Edit
+from transformer_parity.transformer.bugs.edited_package import edited_package
 from transformer_parity.transformer.cases.for_ports import port_config
 from transformer_parity.transformer.distributed.cases import Batch, Probe
 from transformer_parity.transformer.distributed.jax_process import prepare_jax_process
-from transformer_parity.transformer.mistakes.edited_package import edited_package
-from transformer_parity.transformer.mistakes.mistake import Edit
 from transformer_parity.transformer.ports.exceptions import described
 from transformer_parity.transformer.ports.package import allow_dtype
 from transformer_parity.transformer.ports.protocol import Placement

@@ -25,7 +25,7 @@ from transformer_parity.transformer.diagnose.investigate import FailureReport
 from transformer_parity.transformer.golden import vectors
 from transformer_parity.transformer.golden.copies import copies_in_words, find_copies
 from transformer_parity.transformer.golden.evidence import gaps
-from transformer_parity.transformer.golden.vectors import DTYPES, GoldenFolder
+from transformer_parity.transformer.golden.vectors import DTYPES, GoldenDirectory
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_parity.transformer.stages.registry import STAGES
@@ -35,25 +35,25 @@ Progress = Callable[[str], None]
 COPIED = "the bytes are equal to A's, so they were copied, not computed"
 
 
-def outputs(case: Case, dtype: str, folder: GoldenFolder) -> Outputs:
+def outputs(case: Case, dtype: str, directory: GoldenDirectory) -> Outputs:
     """Return the tensors that a directory contains for a case, in the form in which a port returns its outputs.
 
     Args:
         case: The case.
         dtype: Working dtype.
-        folder: Golden vectors that include the case.
+        directory: Golden vectors that include the case.
     """
-    found = Outputs(case.name, dtype, {FILES: folder.tensors(case, dtype)})
+    found = Outputs(case.name, dtype, {FILES: directory.tensors(case, dtype)})
     if (tokens := found.paths[FILES].get(TOKENS)) is not None and tokens.dtype.name != "int64":
         found.problems.append((FILES, TOKENS, f"dtype must be int64: got {tokens.dtype.name}"))
-    for entry in folder.left_out:
+    for entry in directory.left_out:
         if entry.covers(case.name, dtype):
             found.absent += [(name, entry.reason) for name in entry.tensors]
     return found
 
 
 @dataclass(frozen=True)
-class FolderPair:
+class DirectoryPair:
     """Two directories with the golden vectors of one model.
 
     Attributes:
@@ -64,8 +64,8 @@ class FolderPair:
     """
 
     name: str
-    truth: GoldenFolder
-    candidate: GoldenFolder
+    truth: GoldenDirectory
+    candidate: GoldenDirectory
     stages: Sequence[str] = tuple(STAGES)
 
     @property
@@ -102,7 +102,7 @@ class FolderPair:
         return left + [f"{label}{name} (not in --stage)" for name in held if name not in self.stages]
 
 
-def read_pairs(truth: Path, candidate: Path, stages: Sequence[str] = tuple(STAGES)) -> list[FolderPair]:
+def read_pairs(truth: Path, candidate: Path, stages: Sequence[str] = tuple(STAGES)) -> list[DirectoryPair]:
     """Read both sides. Each side contains either one model or multiple models, whose names must match.
 
     Raises:
@@ -113,10 +113,10 @@ def read_pairs(truth: Path, candidate: Path, stages: Sequence[str] = tuple(STAGE
     if ours.keys() != theirs.keys():
         held = [", ".join(filter(None, found)) or "golden vectors of one model" for found in (ours, theirs)]
         raise ValueError(f"both must contain the same models: {truth} has {held[0]}, and {candidate} has {held[1]}")
-    return [FolderPair(name, vectors.read(ours[name]), vectors.read(theirs[name]), tuple(stages)) for name in ours]
+    return [DirectoryPair(name, vectors.read(ours[name]), vectors.read(theirs[name]), tuple(stages)) for name in ours]
 
 
-def compare_folders(pair: FolderPair, progress: Progress = lambda text: None) -> Iterator[Finding]:
+def compare_directories(pair: DirectoryPair, progress: Progress = lambda text: None) -> Iterator[Finding]:
     """Compare every tensor of B with the results of the reference for A's weights and inputs.
 
     Args:
@@ -148,7 +148,7 @@ def compare_folders(pair: FolderPair, progress: Progress = lambda text: None) ->
                     yield author.failed(FILES, "A has no such case")
 
 
-def _compare_case(pair: FolderPair, case: Case, dtype: str, reference: Reference) -> Iterator[Finding]:
+def _compare_case(pair: DirectoryPair, case: Case, dtype: str, reference: Reference) -> Iterator[Finding]:
     truth, candidate = pair.truth, pair.candidate
     author = case.author(pair.backend, dtype)
     if not candidate.holds(case, dtype):
@@ -179,7 +179,7 @@ def _compare_case(pair: FolderPair, case: Case, dtype: str, reference: Reference
     yield from Comparator(pair.backend, setting, reference).compare(case, of_candidate)
 
 
-def investigate(pair: FolderPair, findings: Sequence[Finding]) -> list[FailureReport]:
+def investigate(pair: DirectoryPair, findings: Sequence[Finding]) -> list[FailureReport]:
     """Return reports on the origins and causes of differences, based only on B's tensors."""
     candidate, prefix = pair.candidate, f"{pair.name}/" if pair.name else ""
 

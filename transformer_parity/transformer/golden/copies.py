@@ -16,7 +16,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.golden.vectors import DTYPES, Arrays, GoldenFolder
+from transformer_parity.transformer.golden.vectors import DTYPES, Arrays, GoldenDirectory
 
 MANY = 32  # minimum size of a tensor that is judged by itself
 FEW = 8  # minimum total size of a stage's smaller tensors, which are judged together
@@ -35,7 +35,7 @@ MOVED = 0.1  # if training changes a weight by more than this, relative to its v
 Place = tuple[str, str]  # name of a case, and a dtype
 
 
-def find_copies(truth: GoldenFolder, candidate: GoldenFolder, cases: Iterable[Case]) -> dict[Place, list[str]]:
+def find_copies(truth: GoldenDirectory, candidate: GoldenDirectory, cases: Iterable[Case]) -> dict[Place, list[str]]:
     """Return the names of B's tensors that are copies of A's, by case and dtype.
 
     If a case contains a copy, list every tensor in the case that is identical to A's, including those in ``EXACT``.

@@ -10,7 +10,7 @@ import numpy as np
 from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.transformer.cases.dependence import VISIBLE, why_nothing_shows
-from transformer_parity.transformer.golden.vectors import DTYPES, GoldenFolder
+from transformer_parity.transformer.golden.vectors import DTYPES, GoldenDirectory
 from transformer_parity.transformer.stages.decode import TOKENS
 
 IDS = ("source_ids", "target_ids", "labels")
@@ -19,7 +19,7 @@ IDS = ("source_ids", "target_ids", "labels")
 RESULTS = {ACTIVATIONS: OUTPUT, GRADIENTS: "of *", STEPS: "step * loss", DECODE: TOKENS}
 
 
-def gaps(truth: GoldenFolder, candidate: GoldenFolder, cases: Sequence[Case]) -> Iterator[str]:
+def gaps(truth: GoldenDirectory, candidate: GoldenDirectory, cases: Sequence[Case]) -> Iterator[str]:
     """Yield the reasons why an incorrect program could agree.
 
     Args:
@@ -41,7 +41,7 @@ def gaps(truth: GoldenFolder, candidate: GoldenFolder, cases: Sequence[Case]) ->
     yield from _gaps_of_results(truth, both)
 
 
-def _has_results(case: Case, truth: GoldenFolder, candidate: GoldenFolder) -> bool:
+def _has_results(case: Case, truth: GoldenDirectory, candidate: GoldenDirectory) -> bool:
     """Return whether B contains at least half of the results of a case in one dtype."""
     for dtype in DTYPES:
         if truth.holds(case, dtype) and candidate.holds(case, dtype):
@@ -61,7 +61,7 @@ def _gaps_of_ids(name: str, arrays: Sequence[np.ndarray], pad_id: int) -> Iterat
         yield f"{name} contain only one distinct token in the cases that A and B both contain"
 
 
-def _gaps_of_results(truth: GoldenFolder, cases: Sequence[Case]) -> Iterator[str]:
+def _gaps_of_results(truth: GoldenDirectory, cases: Sequence[Case]) -> Iterator[str]:
     held = [(case, truth.tensors(case, dtype)) for case in cases for dtype in DTYPES if truth.holds(case, dtype)]
     found = [tensors[TOKENS] for case, tensors in held if case.stage == DECODE and TOKENS in tensors]
     if found and not any((tokens != tokens[:1]).any() for tokens in found):
@@ -74,6 +74,6 @@ def _gaps_of_results(truth: GoldenFolder, cases: Sequence[Case]) -> Iterator[str
             yield f"{STEPS}: the optimizer changes {sum(moved)} of {len(moved)} weights in {case.name}"
 
 
-def _is_moved(name: str, tensor: np.ndarray, truth: GoldenFolder) -> bool:
+def _is_moved(name: str, tensor: np.ndarray, truth: GoldenDirectory) -> bool:
     initial = truth.weights.get(name.rpartition(" weight ")[2])
     return initial is None or bool(np.abs(tensor - initial).max() > VISIBLE * np.abs(initial).max())

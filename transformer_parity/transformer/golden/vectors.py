@@ -53,7 +53,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class GoldenFolder:
+class GoldenDirectory:
     """Golden vectors that have been read and checked.
 
     Attributes:
@@ -117,7 +117,7 @@ def find(path: str | Path) -> dict[str, Path]:
     return inside
 
 
-def read(path: str | Path) -> GoldenFolder:
+def read(path: str | Path) -> GoldenDirectory:
     """Read golden vectors, and check every file against the manifest.
 
     Raises:
@@ -134,7 +134,7 @@ def read(path: str | Path) -> GoldenFolder:
         raise ValueError(f"{path} does not contain valid golden vectors: {error}") from error
 
 
-def _read(path: Path) -> GoldenFolder:
+def _read(path: Path) -> GoldenDirectory:
     manifest = _read_manifest(path / MANIFEST)
     config = TransformerConfig.from_dict(_entry(manifest, "config", dict))
     weights_file = _read_weights(path, _entry(manifest, "weights", dict), config)
@@ -152,7 +152,7 @@ def _read(path: Path) -> GoldenFolder:
             raise ValueError(f"case {case.name} has outputs in {unknown[0]}, which is not in the manifest's dtypes")
         cases.append(case)
         computed |= {(case.name, dtype): _read_file(path, record) for dtype, record in fields["outputs"].items()}
-    return GoldenFolder(
+    return GoldenDirectory(
         path,
         printable(_entry(_entry(manifest, "producer", dict), "name", str)),
         config,
@@ -270,7 +270,7 @@ def _entry(fields: Any, name: str, kind: type) -> Any:
     return value
 
 
-def differences(first: GoldenFolder, second: GoldenFolder) -> list[str]:
+def differences(first: GoldenDirectory, second: GoldenDirectory) -> list[str]:
     """Return the differences between two tasks: config, weights, and the inputs of cases in both directories."""
     if fields := differing_fields(first.config, second.config):
         return [f"config: {fields}"]

@@ -111,8 +111,8 @@ class SourcePackage:
         spec = find_spec(name)  # finds the directory of a top-level package without importing it
         if spec is None or not spec.submodule_search_locations:
             raise ModuleNotFoundError(f"the package {name} is not installed")
-        folder = Path(spec.submodule_search_locations[0])
-        files = {path.stem: path for path in sorted(folder.glob("[!_]*.py"))}
+        directory = Path(spec.submodule_search_locations[0])
+        files = {path.stem: path for path in sorted(directory.glob("[!_]*.py"))}
         order = [*(name for name in READING_ORDER if name in files), *files]
         self.modules = {name: Module(files[name]) for name in dict.fromkeys(order)}
 

@@ -345,8 +345,8 @@ def _hint(module: str, name: str) -> str:
     if path == module and len(parts) == 1:
         return ""
     if not all(part.isidentifier() for part in parts) or os.path.isabs(module):
-        folder, file = os.path.split(path)
-        return f"; use a module name{f' and run in {folder}' if folder else ''}: {file}:{name}"
+        directory, file = os.path.split(path)
+        return f"; use a module name{f' and run in {directory}' if directory else ''}: {file}:{name}"
     return f"; use a module name, with dots and without .py: {'.'.join(parts)}:{name}"
 
 

@@ -57,9 +57,9 @@ def print_failure_report(console: Console, report: FailureReport) -> None:
     console.print(Text("DIAGNOSIS ", "bold") + sentence, soft_wrap=True)
     for statement in diagnosis.signatures:
         console.print(Text(f"          {printable(statement)}", "dim"), soft_wrap=True)
-    if (folder := report.relative_folder) is not None:
+    if (directory := report.relative_directory) is not None:
         console.print(Text("To rerun only this block:", "bold"))
-        console.print(Text(snippet(folder)), soft_wrap=True)  # lines are not wrapped, so that users can copy them
+        console.print(Text(snippet(directory)), soft_wrap=True)  # lines are not wrapped, so that users can copy them
 
 
 def print_undiagnosed(console: Console, findings: Sequence[Finding], reports: Sequence[FailureReport]) -> None:

@@ -132,7 +132,7 @@ def _diagnoses(entries: Iterable[Result]) -> list[dict[str, Any]]:
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for entry in _main_first(entries):
         key = tuple(entry["hypotheses"]) or (entry["sentence"],)
-        group = found.setdefault(key, {"folder": None, **entry, "places": []})
+        group = found.setdefault(key, {"directory": None, **entry, "places": []})
         group["places"].append(f"{entry['dtype']} {entry['case']}")
     return list(found.values())
 

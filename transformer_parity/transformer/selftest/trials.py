@@ -19,18 +19,18 @@ from transformer_parity.engine.processes.child import Child, ChildEndedError
 from transformer_parity.engine.processes.children import Children
 from transformer_parity.engine.processes.messages import Parent
 from transformer_parity.engine.system.machine import free_bytes, processors
+from transformer_parity.transformer.bugs import training
+from transformer_parity.transformer.bugs.bug import Bug
+from transformer_parity.transformer.bugs.catalog import TRAINING, cases, parts
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.check.processes import SILENCE
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, Diagnosis, diagnose
 from transformer_parity.transformer.diagnose.evidence.blame import REPLAYED, blame_files
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import content, hypotheses
-from transformer_parity.transformer.mistakes import training
-from transformer_parity.transformer.mistakes.catalog import TRAINING, cases, parts
-from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_parity.transformer.ports.protocol import Placement, Placements
 from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
-from transformer_parity.transformer.selftest.planted_ports import planted
+from transformer_parity.transformer.selftest.buggy_ports import injected
 from transformer_parity.transformer.selftest.uncompiled import interpreted
 from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE
 
@@ -42,7 +42,7 @@ class Trial:
     Attributes:
         backend: Name of the port.
         part: Part of the bug catalog.
-        mistake: Name of the bug.
+        bug: Name of the bug.
         caught: Whether the comparison fails.
         located: Whether the first failure is where the bug is, in the comparison and in the replay.
         named: Whether the diagnosis identifies the bug; None if the bug can't be identified.
@@ -51,7 +51,7 @@ class Trial:
 
     backend: str
     part: str
-    mistake: str
+    bug: str
     caught: bool
     located: bool
     named: bool | None
@@ -64,83 +64,83 @@ class PartDone:
     """Message that a process has finished a part of the bug catalog."""
 
 
-def try_out(backend: str, part: str, mistake: Mistake) -> Trial:
+def try_out(backend: str, part: str, bug: Bug) -> Trial:
     """Inject a bug into a port, compare the port with the reference, and diagnose it."""
-    case = _case(backend, part, mistake)
+    case = _case(backend, part, bug)
     kept: Kept = {}
-    port = planted(mistake, backend)
-    with _settled(backend, part, mistake):
-        findings = list(compare([case], port, Placements((mistake.dtype,)), kept=kept))
+    port = injected(bug, backend)
+    with _settled(backend, part, bug):
+        findings = list(compare([case], port, Placements((bug.dtype,)), kept=kept))
         failures = [finding for finding in findings if finding.verdict not in (AGREES, SKIPPED)]
-        shown = kept.get((case.name, mistake.dtype), {})
-        located = bool(failures) and where_it_is(failures, mistake) and _blamed(case, mistake, failures, shown)
+        shown = kept.get((case.name, bug.dtype), {})
+        located = bool(failures) and where_it_is(failures, bug) and _blamed(case, bug, failures, shown)
         said = _first(failures)
         named = None
-        if shown and has_a_name(mistake, backend):
+        if shown and has_a_name(bug, backend):
             found = diagnose(case, shown, backend)
-            named, said = _is_named(found, case, mistake), found.sentence
-    return Trial(backend, part, mistake.name, bool(failures), located, named, said)
+            named, said = _is_named(found, case, bug), found.sentence
+    return Trial(backend, part, bug.name, bool(failures), located, named, said)
 
 
-def has_a_name(mistake: Mistake, backend: str) -> bool:
+def has_a_name(bug: Bug, backend: str) -> bool:
     """Whether values can identify a bug, which must change them in float64, with taps, and in NumPy."""
-    if backend in mistake.own_numbers:
+    if backend in bug.own_numbers:
         return False
-    return mistake.dtype == "float64" and mistake.path != "run" and "numpy" in mistake.edits and bool(mistake.at)
+    return bug.dtype == "float64" and bug.path != "run" and "numpy" in bug.edits and bool(bug.at)
 
 
-def where_it_is(failures: list[Finding], mistake: Mistake) -> bool:
+def where_it_is(failures: list[Finding], bug: Bug) -> bool:
     """Whether the first failure is where the bug is, and all failures have the expected verdict."""
     rest = list(failures)
-    if mistake.announced:
+    if bug.announced:
         announcement = rest.pop(0)
-        if announcement.verdict != DIVERGES or not announcement.detail.startswith(mistake.announced):
+        if announcement.verdict != DIVERGES or not announcement.detail.startswith(bug.announced):
             return False
     if rest and rest[0].tap == WHOLE:  # this tensor combines all others, so it doesn't locate a bug
         del rest[0]
-    if not mistake.at and mistake.path != "run":
+    if not bug.at and bug.path != "run":
         return not rest
     if not rest:
         return False
     first = rest[0]
-    as_it_should = (first.tap, first.verdict) == (mistake.at, mistake.verdict) and mistake.detail in first.detail
-    return as_it_should and {failure.verdict for failure in rest} == {mistake.verdict}
+    as_it_should = (first.tap, first.verdict) == (bug.at, bug.verdict) and bug.detail in first.detail
+    return as_it_should and {failure.verdict for failure in rest} == {bug.verdict}
 
 
-def _blamed(case: Case, mistake: Mistake, failures: list[Finding], shown: Mapping[str, Any]) -> bool:
+def _blamed(case: Case, bug: Bug, failures: list[Finding], shown: Mapping[str, Any]) -> bool:
     """Whether the replay of every block also locates the bug; True if there is nothing to replay."""
-    if case.stage not in REPLAYED or mistake.dtype != "float64" or mistake.path != "taps":
+    if case.stage not in REPLAYED or bug.dtype != "float64" or bug.path != "taps":
         return True
-    if not mistake.at or mistake.at == LOSS or not shown:
+    if not bug.at or bug.at == LOSS or not shown:
         return True
     truth = DEFINITION.load(case.config, case.load_weights(), Placement("float64"))
     introduced = blame_files(case, shown, truth, failures[0].backend).blame.introduced
-    return introduced[:1] == [mistake.at]
+    return introduced[:1] == [bug.at]
 
 
-def _case(backend: str, part: str, mistake: Mistake) -> Case:
-    case = training.CASES.get(mistake.case, training.GRADIENTS) if part == "gradient" else cases()[mistake.case]
+def _case(backend: str, part: str, bug: Bug) -> Case:
+    case = training.CASES.get(bug.case, training.GRADIENTS) if part == "gradient" else cases()[bug.case]
     if part in TRAINING:  # run only as many steps as the bug requires
-        case = replace(case, snapshots=(1,) if mistake.at.startswith("step 1") else (1, 2))
-    slow = backend != "torch" and mistake.path != "fast"  # these backends take long to compile
+        case = replace(case, snapshots=(1,) if bug.at.startswith("step 1") else (1, 2))
+    slow = backend != "torch" and bug.path != "fast"  # these backends take long to compile
     return replace(case, fast=False) if slow else case
 
 
 @contextmanager
-def _settled(backend: str, part: str, mistake: Mistake) -> Iterator[None]:
+def _settled(backend: str, part: str, bug: Bug) -> Iterator[None]:
     """Disable compilation that the bug doesn't require."""
     # With taps, TensorFlow compiles only searches and steps.
-    if part in TRAINING or part == "decoding" or (backend == "jax" and mistake.path != "fast"):
+    if part in TRAINING or part == "decoding" or (backend == "jax" and bug.path != "fast"):
         with interpreted(backend):
             yield
     else:
         yield
 
 
-def _is_named(found: Diagnosis, case: Case, mistake: Mistake) -> bool:
+def _is_named(found: Diagnosis, case: Case, bug: Bug) -> bool:
     """Whether a diagnosis identifies a bug, either by its name or by an equivalent convention."""
     known = hypotheses(case.config, case.stage)
-    names = {mistake.name, *(other.name for other in known if content(other) == content(mistake))}
+    names = {bug.name, *(other.name for other in known if content(other) == content(bug))}
     return found.confidence == EXACT and not names.isdisjoint(found.hypotheses)
 
 
@@ -206,7 +206,7 @@ def work(parent: Parent) -> None:
             backend, part = parent.receive()
         except EOFError:
             return
-        for mistake in parts()[part]:
-            if backend in mistake.edits:
-                parent.send(try_out(backend, part, mistake))
+        for bug in parts()[part]:
+            if backend in bug.edits:
+                parent.send(try_out(backend, part, bug))
         parent.send(PartDone())

@@ -40,7 +40,7 @@ from transformer_parity.apps.checkpoints.options import ReadOptions
 from transformer_parity.apps.checkpoints.padding import append_padding
 from transformer_parity.apps.checkpoints.state_dict import ROUNDED
 from transformer_parity.apps.containers import ctranslate2
-from transformer_parity.apps.containers.folder import has, member, read_bytes, read_json
+from transformer_parity.apps.containers.directory import has, member, read_bytes, read_json
 from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 

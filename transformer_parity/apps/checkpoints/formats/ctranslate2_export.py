@@ -37,7 +37,7 @@ EXPRESSIBLE: dict[str, tuple[object, ...]] = {
 }
 
 
-def write(model: Imported, folder: Path) -> tuple[str, ...]:
+def write(model: Imported, directory: Path) -> tuple[str, ...]:
     """Write a directory that ``ctranslate2.Translator`` can load.
 
     If the model has no vocabulary, each token is the ID written as text.
@@ -87,11 +87,11 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
         "multi_query_attention": False,
         "unk_token": UNKNOWN if UNKNOWN in tokens[1] else tokens[1][config.pad_id],
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    ctranslate2.write(folder / BINARY, ctranslate2.StoredModel(NAME, REVISION, variables))
+    directory.mkdir(parents=True, exist_ok=True)
+    ctranslate2.write(directory / BINARY, ctranslate2.StoredModel(NAME, REVISION, variables))
     texts = {SETTINGS: settings, "source_vocabulary.json": tokens[0], "target_vocabulary.json": tokens[1]}
     for name, content in texts.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     padding = tokens[1][config.pad_id]
     said = f"CTranslate2 has no padding token and may generate {padding}: pass suppress_sequences=[[{padding!r}]]"
     return (said,) * (config == model.config)

@@ -30,8 +30,8 @@ from transformer_parity.apps.checkpoints.imported import Imported, Origin, sha25
 from transformer_parity.apps.checkpoints.name_mapping import ROW, TRANSPOSED, Row, give, same, take
 from transformer_parity.apps.checkpoints.options import ReadOptions
 from transformer_parity.apps.containers import pickles, tensors
-from transformer_parity.apps.containers.folder import has, member, read_bytes, read_json
-from transformer_parity.apps.text.kinds import read_vocabulary_folder
+from transformer_parity.apps.containers.directory import has, member, read_bytes, read_json
+from transformer_parity.apps.text.kinds import read_vocabulary_directory
 from transformer_parity.apps.text.marian import as_marian
 from transformer_parity.engine.system.errors import UsageError
 from transformer_parity.transformer.sentences.subwords import JointVocabulary
@@ -136,7 +136,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
     sums = sha256_of(files)
     vocabulary = None
     try:
-        vocabulary = read_vocabulary_folder(path, family, fields)
+        vocabulary = read_vocabulary_directory(path, family, fields)
         sums |= {name: hashlib.sha256(content).hexdigest() for name, content in vocabulary.files().items()}
     except (OSError, UsageError, ValueError) as error:
         notes.append(f"no vocabulary: {error}")
@@ -295,12 +295,12 @@ def check_family(config: TransformerConfig, family: str) -> None:
     check_expressible(config, needed, f"Hugging Face's {FAMILIES[family].classes[0]}")
 
 
-def write(model: Imported, folder: Path) -> tuple[str, ...]:
+def write(model: Imported, directory: Path) -> tuple[str, ...]:
     """Write a directory that ``from_pretrained`` can load, using the model's dtype.
 
     Args:
         model: Model to write. A model that was imported from Hugging Face keeps its family.
-        folder: Directory to write to. Existing files with the same names are overwritten.
+        directory: Directory to write to. Existing files with the same names are overwritten.
 
     Returns:
         One sentence for each setting that the format cannot store.
@@ -332,17 +332,17 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
     generation, notes = write_search(model.search, config)
     if config.dropout.embedding != config.dropout.residual:
         notes.append("transformers uses one rate for embedding and residual dropout: the residual rate is written")
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors.write(folder / "model.safetensors", found)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors.write(directory / "model.safetensors", found)
     for name, content in ((CONFIG, fields), (GENERATION, generation)):
-        (folder / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
+        (directory / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
     vocabulary = model.vocabulary
     if isinstance(vocabulary, JointVocabulary):  # built by `parity train`
         vocabulary = as_marian(vocabulary) if family == "marian" else None
         if vocabulary is None:
             notes.append(f"no vocabulary: {family} tokenizers do not support vocabularies of `parity train`")
     for file, stored in (vocabulary.files() if vocabulary else {}).items():
-        (folder / file).write_bytes(stored)
+        (directory / file).write_bytes(stored)
     return tuple(notes)
 
 

@@ -15,7 +15,7 @@ from transformer_parity.apps.checkpoints.imported import Imported, Origin, sha25
 from transformer_parity.apps.checkpoints.name_mapping import TRANSPOSED, Row, matrix, same, take
 from transformer_parity.apps.checkpoints.options import ReadOptions
 from transformer_parity.apps.checkpoints.state_dict import check_positions, count_layers, read_state
-from transformer_parity.apps.containers.folder import has, member, read_bytes
+from transformer_parity.apps.containers.directory import has, member, read_bytes
 from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 

@@ -125,7 +125,7 @@ def _linear(path: str, prefix: str, names: Mapping[str, str]) -> list[Row]:
     return kernels + [Row(f"{path}{ours}_proj.bias", f"{prefix}b{theirs}", ROW) for ours, theirs in names.items()]
 
 
-def write(model: Imported, folder: Path) -> tuple[str, ...]:
+def write(model: Imported, directory: Path) -> tuple[str, ...]:
     """Write the files that ``marian-decoder`` reads: ``model.npz``, ``model.npz.decoder.yml``, and the vocabularies.
 
     Returns:
@@ -151,23 +151,23 @@ def write(model: Imported, folder: Path) -> tuple[str, ...]:
     )
     tensors = give(rows(config, shared), weights, config)
     settings = yaml.write(settings_of(config, shared)).encode() + b"\0"
-    folder.mkdir(parents=True, exist_ok=True)
-    npz.write(folder / "model.npz", {**tensors, SETTINGS: np.frombuffer(settings, np.int8)})
+    directory.mkdir(parents=True, exist_ok=True)
+    npz.write(directory / "model.npz", {**tensors, SETTINGS: np.frombuffer(settings, np.int8)})
     search = model.search
     decoder = {
         "relative-paths": True,
         "models": ["model.npz"],
-        "vocabs": _write_vocabulary(model, folder),
+        "vocabs": _write_vocabulary(model, directory),
         "beam-size": search.beam_size or 1,
         "normalize": float(search.length_penalty) if search.length_penalty_kind == "power" else 0.0,
         "word-penalty": 0,
     }
-    (folder / "model.npz.decoder.yml").write_text(yaml.write(decoder), "utf-8")
+    (directory / "model.npz.decoder.yml").write_text(yaml.write(decoder), "utf-8")
     said = "the vocabulary is not written because Marian does not support its kind: add yours to model.npz.decoder.yml"
     return () if decoder["vocabs"] else (said,)
 
 
-def _write_vocabulary(model: Imported, folder: Path) -> list[str]:
+def _write_vocabulary(model: Imported, directory: Path) -> list[str]:
     """Write the vocabulary files, and return the names of the files that Marian loads for the source and the target.
 
     If Marian does not support the kind of vocabulary, no files are written and the list is empty.
@@ -176,6 +176,6 @@ def _write_vocabulary(model: Imported, folder: Path) -> list[str]:
         return []
     files = {name: data for name, data in model.vocabulary.files().items() if not name.startswith("tokenizer")}
     for name, data in files.items():
-        (folder / name).write_bytes(data)
+        (directory / name).write_bytes(data)
     tables = sorted((name for name in files if not name.endswith(".spm")), key=lambda name: name.startswith("target"))
     return (tables * 2)[:2] if tables else ["source.spm", "target.spm"]

@@ -9,7 +9,7 @@ from typing import Any
 from numpy import ndarray
 
 from transformer_parity.apps.checkpoints.name_mapping import matrix
-from transformer_parity.apps.containers.folder import read_bytes
+from transformer_parity.apps.containers.directory import read_bytes
 from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 from transformer_spec.search_rules import SearchRules

@@ -198,7 +198,7 @@ def _split(tensors: Mapping[str, ndarray], prefix: str) -> dict[str, ndarray]:
     return found
 
 
-def write(model: Imported, folder: Path) -> None:
+def write(model: Imported, directory: Path) -> None:
     """Write ``model.safetensors``, in which torch.nn.Transformer has the prefix ``transformer``, and ``names.toml``.
 
     Raises:
@@ -230,10 +230,10 @@ def write(model: Imported, folder: Path) -> None:
         f"[{table}]\n" + "".join(f"{json.dumps(key)} = {json.dumps(value)}\n" for key, value in entries.items())
         for table, entries in tables.items()
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / "model.safetensors") as temporary:
+    directory.mkdir(parents=True, exist_ok=True)
+    with replacing(directory / "model.safetensors") as temporary:
         safetensors.write(temporary, fused)
-    (folder / "names.toml").write_text(text, "utf-8")
+    (directory / "names.toml").write_text(text, "utf-8")
 
 
 def _torch_kind(name: str) -> str:

@@ -16,23 +16,23 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.transformer.cases.case import GRADIENTS
-from transformer_parity.transformer.diagnose.hypotheses.places import Place
-from transformer_parity.transformer.mistakes.catalog import (
+from transformer_parity.transformer.bugs.bug import Bug
+from transformer_parity.transformer.bugs.catalog import (
     BACKWARD_BLOCKS,
     BACKWARD_PATHS,
     EVERYWHERE,
     FORWARD,
+    HELD_OUT,
+    HELD_OUT_SEARCH,
     LOSSES,
     SEARCH,
     STEP_VARIANTS,
     STRUCTURE,
     TRAINING,
-    UNPLANTED,
-    UNPLANTED_SEARCH,
 )
-from transformer_parity.transformer.mistakes.edited_package import edited_package
-from transformer_parity.transformer.mistakes.mistake import Mistake
+from transformer_parity.transformer.bugs.edited_package import edited_package
+from transformer_parity.transformer.cases.case import GRADIENTS
+from transformer_parity.transformer.diagnose.hypotheses.places import Place
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
@@ -65,7 +65,7 @@ LOSS_FIELDS = ("label_smoothing", "label_smoothing_kind")
 class Hypothesis:
     """A set of bugs or conventions, in the whole model or in one place."""
 
-    parts: tuple[Mistake, ...]
+    parts: tuple[Bug, ...]
     place: Place | None = None
 
     @property
@@ -98,7 +98,7 @@ class Hypothesis:
         return LoadedPackage(package, model, Placement("float64"))
 
 
-def hypotheses(config: TransformerConfig, stage: str, *, forward_agrees: bool = False) -> list[Mistake]:
+def hypotheses(config: TransformerConfig, stage: str, *, forward_agrees: bool = False) -> list[Bug]:
     """Return every known bug and every convention that may explain a port with this config.
 
     Args:
@@ -116,7 +116,7 @@ def hypotheses(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
             *mixed_up_weights(config.d_k == config.d_v),
             *misplaced_weights(config.pad_id),
         ]
-        parts = [*FORWARD.values(), EVERYWHERE, UNPLANTED, *STRUCTURE.values()]
+        parts = [*FORWARD.values(), EVERYWHERE, HELD_OUT, *STRUCTURE.values()]
     if STAGES[stage].has_loss:
         parts += [*TRAINING.values(), LOSSES]
     if stage == GRADIENTS:  # with optimizer steps, each hypothesis requires a training run
@@ -124,17 +124,17 @@ def hypotheses(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
     if STAGES[stage].trains:
         parts.append(STEP_VARIANTS)
     if STAGES[stage].searches:
-        parts += [SEARCH, UNPLANTED_SEARCH]
-    seen = {content(mistake) for mistake in found}
-    for mistake in (mistake for part in parts for mistake in part):
-        what = content(mistake)
-        if "numpy" in mistake.edits and what not in seen and _changes(mistake, config):
+        parts += [SEARCH, HELD_OUT_SEARCH]
+    seen = {content(bug) for bug in found}
+    for bug in (bug for part in parts for bug in part):
+        what = content(bug)
+        if "numpy" in bug.edits and what not in seen and _changes(bug, config):
             seen.add(what)
-            found.append(mistake)
+            found.append(bug)
     return found
 
 
-def conventions(config: TransformerConfig, stage: str) -> list[Mistake]:
+def conventions(config: TransformerConfig, stage: str) -> list[Bug]:
     """Return each alternative value of every config field that is a convention, and all conventions of each preset."""
     fields: list[dict[str, Any]] = []
     for name, choices in CHOICES.items():
@@ -147,7 +147,7 @@ def conventions(config: TransformerConfig, stage: str) -> list[Mistake]:
     fields += [{"layer_norm_epsilon": value} for value in EPSILONS if value != config.layer_norm_epsilon]
     offsets = sorted({0, 1, 2, config.pad_id + 1} - {config.position_offset})
     fields += [{"position_offset": offset} for offset in offsets]
-    named = [Mistake(_words(entry), "", config=entry) for entry in fields]
+    named = [Bug(_words(entry), "", config=entry) for entry in fields]
     for preset, values in {"paper": {}, **IMPLEMENTATIONS}.items():
         defaults = {entry.name: entry.default for entry in TransformerConfig.__dataclass_fields__.values()}
         wanted = {name: values.get(name, defaults[name]) for name in MATHEMATICS}
@@ -157,12 +157,12 @@ def conventions(config: TransformerConfig, stage: str) -> list[Mistake]:
             if value != getattr(config, name) and (STAGES[stage].has_loss or name not in LOSS_FIELDS)
         }
         if len(entry) > 1:
-            named.append(Mistake(f"{_words(entry)} (the conventions of {preset})", "", config=entry))
+            named.append(Bug(f"{_words(entry)} (the conventions of {preset})", "", config=entry))
     return named
 
 
 @cache
-def mixed_up_weights(as_wide: bool) -> list[Mistake]:
+def mixed_up_weights(as_wide: bool) -> list[Bug]:
     """Return typical bugs in weight converters: transposed or permuted kernels in all attention blocks.
 
     Args:
@@ -171,18 +171,18 @@ def mixed_up_weights(as_wide: bool) -> list[Mistake]:
     every = ("query", "key", "value", "output")
     families = [*((name,) for name in every[:3]), every[:3], every]  # the bug catalog covers the output kernel
     found = [
-        Mistake(f"{', '.join(names)} kernels of all attention blocks transposed", "", convert=partial(_turned, names))
+        Bug(f"{', '.join(names)} kernels of all attention blocks transposed", "", convert=partial(_turned, names))
         for names in families
     ]
     for order in permutations(every[:3]):
         if order != every[:3] and (as_wide or order[2] == "value"):
             words = f"{', '.join(every[:3])} weights of all attention blocks loaded from {', '.join(order)}"
-            found.append(Mistake(words, "", convert=partial(_reordered, dict(zip(every, order, strict=False)))))
+            found.append(Bug(words, "", convert=partial(_reordered, dict(zip(every, order, strict=False)))))
     return found
 
 
 @cache
-def misplaced_weights(pad_id: int) -> list[Mistake]:
+def misplaced_weights(pad_id: int) -> list[Bug]:
     """Return bugs that load the weights of layers, norms, or attention blocks into the wrong place or modify them."""
     others: dict[str, Renames] = {
         **{
@@ -203,10 +203,10 @@ def misplaced_weights(pad_id: int) -> list[Mistake]:
             )
         },
     }
-    found = [Mistake(name, "", convert=partial(_from_other_names, changes)) for name, changes in others.items()]
+    found = [Bug(name, "", convert=partial(_from_other_names, changes)) for name, changes in others.items()]
     for dtype, (what, least) in product(("bfloat16", "float16"), (("weights", 0), ("matrices", 2))):
-        found.append(Mistake(f"{what} rounded to {dtype}", "", convert=partial(_rounded, dtype, least)))
-    return [*found, Mistake("a zero embedding for padding", "", convert=partial(_without_row, pad_id))]
+        found.append(Bug(f"{what} rounded to {dtype}", "", convert=partial(_rounded, dtype, least)))
+    return [*found, Bug("a zero embedding for padding", "", convert=partial(_without_row, pad_id))]
 
 
 def _other_layer(step: int, found: re.Match[str]) -> str:
@@ -248,27 +248,27 @@ def _reordered(order: Mapping[str, str], weights: Mapping[str, ndarray]) -> dict
     return {name: weights[source(name)] for name in weights}
 
 
-def is_convention(mistake: Mistake) -> bool:
+def is_convention(bug: Bug) -> bool:
     """Whether a bug only changes the config."""
-    return bool(mistake.config) and not mistake.edits.get("numpy") and mistake.convert is dict
+    return bool(bug.config) and not bug.edits.get("numpy") and bug.convert is dict
 
 
 def _words(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in fields.items())
 
 
-def _changes(mistake: Mistake, config: TransformerConfig) -> bool:
+def _changes(bug: Bug, config: TransformerConfig) -> bool:
     """Whether a bug has an effect. A bug that only sets config fields must change at least one of their values."""
     return bool(
-        mistake.edits["numpy"]
-        or mistake.convert is not dict
-        or any(getattr(config, name) != value for name, value in mistake.config.items())
+        bug.edits["numpy"]
+        or bug.convert is not dict
+        or any(getattr(config, name) != value for name, value in bug.config.items())
     )
 
 
-def content(mistake: Mistake) -> Any:
+def content(bug: Bug) -> Any:
     """Return the changes that a bug makes to the reference, without its name."""
-    return (repr(sorted(mistake.config.items())), tuple(mistake.edits.get("numpy", ())), mistake.convert)
+    return (repr(sorted(bug.config.items())), tuple(bug.edits.get("numpy", ())), bug.convert)
 
 
 def _fitted(weights: Mapping[str, ndarray], config: TransformerConfig) -> dict[str, ndarray]:

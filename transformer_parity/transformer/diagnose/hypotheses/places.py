@@ -15,10 +15,10 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.engine.outputs import OUTPUT
+from transformer_parity.transformer.bugs.bug import Bug, Edit
+from transformer_parity.transformer.bugs.catalog import BACKWARD_BLOCKS, EVERYWHERE, TRAINING
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.diagnose.evidence.blame import REPLAYED, blame_files
-from transformer_parity.transformer.mistakes.catalog import BACKWARD_BLOCKS, EVERYWHERE, TRAINING
-from transformer_parity.transformer.mistakes.mistake import Edit, Mistake
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_spec.config import TransformerConfig
@@ -81,9 +81,7 @@ class _Atom:
     edits: tuple[Edit, ...]
 
 
-def at_single_places(
-    case: Case, actual: Mapping[str, ndarray], known: Sequence[Mistake]
-) -> list[tuple[Mistake, Place]]:
+def at_single_places(case: Case, actual: Mapping[str, ndarray], known: Sequence[Bug]) -> list[tuple[Bug, Place]]:
     """Return each known bug at each place to which it can be limited, larger places first.
 
     If the port returned taps, only places that may introduce a difference are included.
@@ -101,23 +99,23 @@ def at_single_places(
         found = blame_files(case, actual, truth, "").blame.introduced
         introduced = intervals(found, list(actual), case.config)
     else:
-        known = [mistake for mistake in known if mistake in (*TRAINING["gradient"], *BACKWARD_BLOCKS)]
-    found_places = [one for mistake in known for one in placed(mistake, case.config, weights, introduced)]
+        known = [bug for bug in known if bug in (*TRAINING["gradient"], *BACKWARD_BLOCKS)]
+    found_places = [one for bug in known for one in placed(bug, case.config, weights, introduced)]
     return sorted(found_places, key=lambda one: -len(one[1].parts))
 
 
 def placed(
-    mistake: Mistake, config: TransformerConfig, weights: Mapping[str, ndarray], introduced: Sequence[range]
-) -> Iterator[tuple[Mistake, Place]]:
+    bug: Bug, config: TransformerConfig, weights: Mapping[str, ndarray], introduced: Sequence[range]
+) -> Iterator[tuple[Bug, Place]]:
     """Yield a bug at each place to which it can be limited, larger places first.
 
     Args:
-        mistake: A bug that changes multiple parts.
+        bug: A bug that changes multiple parts.
         config: Config of the model.
         weights: Weights of the model, which show which weights the bug converts.
         introduced: Ranges of taps at which a difference is introduced (see ``intervals``); empty if unknown.
     """
-    atoms = _atoms(mistake, config, weights)
+    atoms = _atoms(bug, config, weights)
     if len(atoms) < 2:
         return
     taps = list(tap_shapes(config, 1, 1, 1))
@@ -129,7 +127,7 @@ def placed(
         if not any(_meets(spans[atom], introduced[:1]) for atom in some):
             continue
         edits = tuple(dict.fromkeys(edit for atom in some for edit in atom.edits))
-        limited = replace(mistake, name=WHOLE_MODEL.sub("", mistake.name), edits={"numpy": list(edits)})
+        limited = replace(bug, name=WHOLE_MODEL.sub("", bug.name), edits={"numpy": list(edits)})
         yield limited, Place(words, tuple(dict.fromkeys(atom.part for atom in some)))
 
 
@@ -150,24 +148,24 @@ def intervals(introduced: Sequence[str], shown: Sequence[str], config: Transform
     return found
 
 
-def _atoms(mistake: Mistake, config: TransformerConfig, weights: Mapping[str, ndarray]) -> list[_Atom]:
+def _atoms(bug: Bug, config: TransformerConfig, weights: Mapping[str, ndarray]) -> list[_Atom]:
     """Return all units to which a bug can be limited, or an empty list if it affects only one place anyway."""
-    edits = tuple(mistake.edits.get("numpy", ()))
+    edits = tuple(bug.edits.get("numpy", ()))
     parts = list(_parts(config))
-    if mistake in EVERYWHERE:  # these bugs have one edit for each sub-layer
+    if bug in EVERYWHERE:  # these bugs have one edit for each sub-layer
         return [
             _Atom(f"{part}.{name}", part, (edit,))
             for edit in edits
             for part in parts
             if (name := next((name for name in SUBLAYERS if name in edit[1]), "")) and _changes(edit[0], part)
         ]
-    sources = {*mistake.config, *(_module(edit) for edit in edits)}
-    if len(mistake.config) > 1 or sources - CHANGED.keys():
+    sources = {*bug.config, *(_module(edit) for edit in edits)}
+    if len(bug.config) > 1 or sources - CHANGED.keys():
         return []
     smaller = [name.rpartition(".")[0] for name in weights if name.endswith("_proj.kernel")]
     changed = [part for part in (*parts, *smaller) if any(_changes(source, part) for source in sources)]
     try:
-        converted = mistake.convert(weights)
+        converted = bug.convert(weights)
     except Exception:  # the conversion doesn't support this model
         return []
     kept = {name for name, weight in weights.items() if converted[name] is weight}

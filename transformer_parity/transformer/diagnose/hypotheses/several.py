@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from transformer_parity.transformer.bugs.bug import Bug
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, is_convention
 from transformer_parity.transformer.diagnose.hypotheses.trials import Attempt, Trials
-from transformer_parity.transformer.mistakes.mistake import Mistake
 from transformer_spec.config import TransformerConfig
 
 DEPTH = 3  # maximum number of bugs in a combination
@@ -21,13 +21,13 @@ def combinations(
     trials: Trials,
     start: Attempt,
     singles: Sequence[Attempt],
-    known: Sequence[Mistake],
+    known: Sequence[Bug],
     progress: Callable[[str], None],
 ) -> Iterator[list[Attempt]]:
     """Yield attempts with combined hypotheses as long as each additional hypothesis makes more tensors correct."""
     frontier = _promising(singles, start.matched)
     if not frontier and start.of <= 2:  # published ports mostly differ in conventions, so try presets first
-        for some in ([mistake for mistake in known if is_convention(mistake)], known):
+        for some in ([bug for bug in known if is_convention(bug)], known):
             yield from _closer(trials, singles, some, known, progress)
         return
     for _ in range(DEPTH - 1):
@@ -36,9 +36,9 @@ def combinations(
             progress(f"{attempt.hypothesis.name} and a second change")
             attempts = [
                 found
-                for mistake in known
-                if not clash(attempt.hypothesis.parts, mistake)
-                and (found := trials.run(Hypothesis((*attempt.hypothesis.parts, mistake))))
+                for bug in known
+                if not clash(attempt.hypothesis.parts, bug)
+                and (found := trials.run(Hypothesis((*attempt.hypothesis.parts, bug))))
             ]
             grown += [found for found in attempts if found.matched > attempt.matched]
             if any(found.is_exact for found in attempts):
@@ -50,8 +50,8 @@ def combinations(
 def _closer(
     trials: Trials,
     singles: Sequence[Attempt],
-    some: Sequence[Mistake],
-    known: Sequence[Mistake],
+    some: Sequence[Bug],
+    known: Sequence[Bug],
     progress: Callable[[str], None],
 ) -> Iterator[list[Attempt]]:
     """Yield attempts with every change to the closest hypotheses, for cases without taps.
@@ -59,8 +59,8 @@ def _closer(
     Even if the port has a second bug, a correct hypothesis usually leaves a smaller error than a wrong one. A change
     adds one bug or sets one convention, possibly back to the value in the config.
     """
-    fields = sorted({name for mistake in known if is_convention(mistake) for name in mistake.config})
-    own = [Mistake("", "", config={name: getattr(trials.case.config, name)}) for name in fields]
+    fields = sorted({name for bug in known if is_convention(bug) for name in bug.config})
+    own = [Bug("", "", config={name: getattr(trials.case.config, name)}) for name in fields]
     seen = {_names(attempt.hypothesis.parts) for attempt in singles}
     beam, left = sorted(singles, key=lambda attempt: attempt.worst)[:BEAM], ATTEMPTS
     best = math.inf
@@ -69,8 +69,8 @@ def _closer(
         grown: list[Attempt] = []
         for attempt in beam:
             progress(f"{attempt.hypothesis.name} and a second change")
-            for mistake in (*some, *own):
-                parts = _changed(attempt.hypothesis.parts, mistake, known, trials.case.config)
+            for bug in (*some, *own):
+                parts = _changed(attempt.hypothesis.parts, bug, known, trials.case.config)
                 if not parts or _names(parts) in seen or left <= 0:
                     continue
                 seen.add(_names(parts))
@@ -93,21 +93,19 @@ def _without_idle(trials: Trials, attempt: Attempt) -> list[Attempt]:
     return []
 
 
-def _names(parts: Sequence[Mistake]) -> frozenset[str]:
+def _names(parts: Sequence[Bug]) -> frozenset[str]:
     return frozenset(part.name for part in parts)
 
 
-def _changed(
-    parts: Sequence[Mistake], mistake: Mistake, known: Sequence[Mistake], config: TransformerConfig
-) -> tuple[Mistake, ...]:
+def _changed(parts: Sequence[Bug], bug: Bug, known: Sequence[Bug], config: TransformerConfig) -> tuple[Bug, ...]:
     """Return the parts plus one more, which overrides the config fields that other parts also set."""
     others = [part for part in parts if not is_convention(part)]
     fields: dict[str, Any] = {}
-    for part in (*parts, mistake):
+    for part in (*parts, bug):
         if is_convention(part):
             fields |= part.config
-    if not is_convention(mistake):
-        others.append(mistake)
+    if not is_convention(bug):
+        others.append(bug)
     fields = {name: value for name, value in fields.items() if value != getattr(config, name)}
     named = []
     for one in sorted(
@@ -128,7 +126,7 @@ def _promising(attempts: Sequence[Attempt], matched: int) -> list[Attempt]:
     return list(best.values())[:PROMISING]
 
 
-def clash(parts: Sequence[Mistake], other: Mistake) -> bool:
+def clash(parts: Sequence[Bug], other: Bug) -> bool:
     """Whether any part is the same bug as ``other`` or sets one of the same config fields."""
     return any(part is other or part.config.keys() & other.config.keys() for part in parts)
 

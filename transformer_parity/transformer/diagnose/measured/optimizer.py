@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.transformer.bugs.bug import Bug, instead
+from transformer_parity.transformer.bugs.held_out.step_variants import of_gradient
+from transformer_parity.transformer.bugs.optimizer import assumed
+from transformer_parity.transformer.bugs.other_optimizers import T, formulas
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.evidence.closeness import SAME, best_factor
 from transformer_parity.transformer.diagnose.evidence.differing import described
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Attempt, Trials, observed
-from transformer_parity.transformer.mistakes.mistake import Mistake, instead
-from transformer_parity.transformer.mistakes.optimizer import assumed
-from transformer_parity.transformer.mistakes.other_optimizers import T, formulas
-from transformer_parity.transformer.mistakes.unplanted.step_variants import of_gradient
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.steps import train
@@ -42,24 +42,24 @@ SOLVED = 1e-15  # relative error of a loss at which the solver stops
 MOST = 12  # significant digits of a measured value
 
 
-def optimizer_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
+def optimizer_hypotheses(case: Case, shown: Arrays) -> list[Bug]:
     """Return common settings, and per-tensor step lengths that explain the first weights that the port returned."""
     if case.settings is None:
         return []
     return [*_common_settings(case), *_by_tensor(case, shown)]
 
 
-def _common_settings(case: Case) -> Iterator[Mistake]:
+def _common_settings(case: Case) -> Iterator[Bug]:
     """Yield values that ports often hard-code instead of using the given settings."""
     given = case.training
     betas = [{"beta1": one, "beta2": two} for one, two in product(*BETAS.values())]
     betas += [{name: value} for name, values in BETAS.items() for value in values]
     for some in (*betas, *({"epsilon": value} for value in EPSILONS)):
         if some != {"beta2": 0.999} and any(getattr(given, name) != value for name, value in some.items()):
-            yield Mistake(" and ".join(f"{name} {value:g}" for name, value in some.items()), "", assumed(**some))
+            yield Bug(" and ".join(f"{name} {value:g}" for name, value in some.items()), "", assumed(**some))
 
 
-def _by_tensor(case: Case, shown: Arrays) -> Iterator[Mistake]:
+def _by_tensor(case: Case, shown: Arrays) -> Iterator[Bug]:
     """Yield hypotheses about tensors that move more or less than other tensors, or not at all."""
     usual, start = observed(TRUTH, case) or {}, case.load_weights()
     names = [name for name in start if not is_noise(name)]
@@ -88,7 +88,7 @@ def _by_tensor(case: Case, shown: Arrays) -> Iterator[Mistake]:
     yield from _counters(case, {name: _median_ratio(moved[name], right[name]) for name in names})
 
 
-def _multiplied(factors: Mapping[str, float], every: list[str]) -> Iterator[Mistake]:
+def _multiplied(factors: Mapping[str, float], every: list[str]) -> Iterator[Bug]:
     """Yield bugs that multiply some tensors' steps by a factor, which is zero for tensors that never move."""
     rounded = {name: float(f"{factor:.6g}") for name, factor in factors.items()}
     groups = {value: [name for name in rounded if rounded[name] == value] for value in rounded.values()}
@@ -100,10 +100,10 @@ def _multiplied(factors: Mapping[str, float], every: list[str]) -> Iterator[Mist
         for value, some in of_group.items()
     ]
     literal = repr(rounded).replace("{", "{{").replace("}", "}}")
-    yield Mistake(" and ".join(words), "", formulas(theta=f"theta -= {literal}.get(name, 1.0) * step"))
+    yield Bug(" and ".join(words), "", formulas(theta=f"theta -= {literal}.get(name, 1.0) * step"))
     if groups.keys() == {0.0}:  # a missing gradient also changes the gradient norm, and therefore clipping
         line = f"gradient = {{name: g * (name not in {list(rounded)!r}) for name, g in gradient.items()}}"
-        yield Mistake(f"{of_group[0.0]} without a gradient in training", "", of_gradient(line))
+        yield Bug(f"{of_group[0.0]} without a gradient in training", "", of_gradient(line))
 
 
 def _median_ratio(moved: ndarray, right: ndarray) -> float:
@@ -111,7 +111,7 @@ def _median_ratio(moved: ndarray, right: ndarray) -> float:
     return float(np.median(moved[some] / right[some])) if some.any() else math.nan
 
 
-def _counters(case: Case, ratios: Mapping[str, float]) -> Iterator[Mistake]:
+def _counters(case: Case, ratios: Mapping[str, float]) -> Iterator[Bug]:
     """Yield bias corrections that use a different step number for each tensor, as measured in the first step."""
     beta1, beta2 = case.training.beta1, case.training.beta2
     steps = np.arange(1, COUNTED)
@@ -133,7 +133,7 @@ def _counters(case: Case, ratios: Mapping[str, float]) -> Iterator[Mistake]:
         },
     }.items():
         count = f"{T}\nt = {step} + {literal}.get(name, 1)"
-        yield Mistake(
+        yield Bug(
             f"a bias-correction counter that increases with every tensor and {words}",
             "",
             formulas(m_hat=f"{count}\nm_hat = m / (1.0 - beta1**t)", v_hat="v_hat = v / (1.0 - beta2**t)"),
@@ -192,7 +192,7 @@ def _confirmed(trials: Trials, name: str, value: float) -> Attempt | None:
         return float(f"{other:.{MOST}g}")
 
     def instead_of_usual(other: float) -> Hypothesis:
-        return Hypothesis((Mistake(f"{name} {other:.{MOST}g} instead of {usual:g}", "", assumed(**{name: other})),))
+        return Hypothesis((Bug(f"{name} {other:.{MOST}g} instead of {usual:g}", "", assumed(**{name: other})),))
 
     def explains(digits: int) -> bool:
         attempt = trials.run(instead_of_usual(rounded(digits)))
@@ -218,7 +218,7 @@ def _of_clipping(name: str, value: float, usual: float) -> Iterator[Hypothesis]:
     ):
         new = f"type(settings)(**{{**settings.to_dict(), 'clip_norm': settings.clip_norm and {other}}})"
         edits = instead("training", "self.settings = settings\n", f"self.settings = settings = {new}\n")
-        yield Hypothesis((Mistake(words, "", edits),))
+        yield Hypothesis((Bug(words, "", edits),))
 
 
 def _roots(missed: Callable[[float], float], low: float, high: float, tolerance: float) -> Iterator[float]:

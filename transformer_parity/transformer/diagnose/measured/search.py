@@ -8,11 +8,11 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.functional import log_softmax
+from transformer_parity.transformer.bugs.bug import Bug
+from transformer_parity.transformer.bugs.search import NGRAMS, planned, repetition_penalty
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.decoding.prefixes import searched_log_probabilities
 from transformer_parity.transformer.diagnose.evidence.properties import output
-from transformer_parity.transformer.mistakes.mistake import Mistake
-from transformer_parity.transformer.mistakes.search import NGRAMS, planned, repetition_penalty
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.decode import TOKENS
@@ -48,7 +48,7 @@ def read_before(case: Case, ids: ndarray) -> ndarray:
     return np.concatenate([np.full((len(ids), 1), plan.start_id), ids[:, :-1]], 1)
 
 
-def search_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]:
+def search_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Bug]:
     """Return the minimum length and the repetition penalties that explain the tokens, if any.
 
     Args:
@@ -62,7 +62,7 @@ def search_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]
     found = []
     if shortest > LISTED:
         minimum = planned(f"plan = plan._replace(min_length={shortest})")
-        found.append(Mistake(f"a minimum length of {shortest}", "", minimum))
+        found.append(Bug(f"a minimum length of {shortest}", "", minimum))
     if case.options.beam_size is not None:
         return found
     inputs = {"source_ids": case.inputs["source_ids"], "target_ids": read_before(case, ids)}
@@ -71,7 +71,7 @@ def search_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]
         scores = log_softmax(logits) if in_place == "True" else logits
         if penalty := _fitted_penalty(case, ids, scores):
             words = f"a repetition penalty of {penalty:g} on {what}"
-            found.append(Mistake(words, "", repetition_penalty(penalty, in_place)))
+            found.append(Bug(words, "", repetition_penalty(penalty, in_place)))
     return found
 
 

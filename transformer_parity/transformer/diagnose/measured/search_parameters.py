@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from transformer_parity.transformer.bugs.bug import Bug, Edits
+from transformer_parity.transformer.bugs.held_out.search import seen
+from transformer_parity.transformer.bugs.search import penalized, planned
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Attempt, Trials, observed
 from transformer_parity.transformer.diagnose.measured.search import returned
-from transformer_parity.transformer.mistakes.mistake import Edits, Mistake
-from transformer_parity.transformer.mistakes.search import penalized, planned
-from transformer_parity.transformer.mistakes.unplanted.search import seen
 
 WIDEST = 10  # largest constant beam size to try
 ALPHAS = [tenths / 10 for tenths in range(1, 21)]
@@ -40,13 +40,13 @@ class Parameter:
     words: str
     edits: Mapping[Any, Edits]
 
-    def named(self, values: Sequence[float]) -> Mistake:
+    def named(self, values: Sequence[float]) -> Bug:
         """Return a bug whose name lists all values that have the same effect, with the edits for the shortest value."""
         every = list(self.edits)
         first, last = every.index(values[0]), every.index(values[-1])
         is_range = len(values) > 2 and last - first + 1 == len(values)
         said = f"{values[0]:g} to {values[-1]:g}" if is_range else " or ".join(f"{value:g}" for value in values)
-        return Mistake(self.words.format(said), "", self.edits[min(values, key=lambda value: len(f"{value:g}"))])
+        return Bug(self.words.format(said), "", self.edits[min(values, key=lambda value: len(f"{value:g}"))])
 
 
 def fitting_parameters(trials: Trials, kinds: Sequence[Trials]) -> Iterator[list[Attempt]]:

@@ -15,6 +15,10 @@ import numpy as np
 from numpy import ndarray
 
 from reference_numpy.embedding import sinusoidal_encoding
+from transformer_parity.transformer.bugs.bug import Bug
+from transformer_parity.transformer.bugs.held_out.step_variants import reduced_by
+from transformer_parity.transformer.bugs.optimizer import rate
+from transformer_parity.transformer.bugs.other_optimizers import MATRICES, decoupled
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
 from transformer_parity.transformer.diagnose.evidence.closeness import (
     SAME,
@@ -24,10 +28,6 @@ from transformer_parity.transformer.diagnose.evidence.closeness import (
     written,
 )
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Trials, observed
-from transformer_parity.transformer.mistakes.mistake import Mistake
-from transformer_parity.transformer.mistakes.optimizer import rate
-from transformer_parity.transformer.mistakes.other_optimizers import MATRICES, decoupled
-from transformer_parity.transformer.mistakes.unplanted.step_variants import reduced_by
 from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_spec.config import TransformerConfig
 
@@ -43,7 +43,7 @@ ANGLES = 6  # number of channels whose angles are listed
 DIGITS = 12  # significant digits of a measured factor; rounding affects later digits
 
 
-def rate_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
+def rate_hypotheses(case: Case, shown: Arrays) -> list[Bug]:
     """Return the schedules that yield the first step's rate, or an empty list if it is correct or can't be measured."""
     factor = _move_factors(case, shown)[0]
     if not math.isfinite(factor) or factor <= 0.0 or abs(factor - 1.0) <= ROUNDED:
@@ -59,7 +59,7 @@ def rate_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
         other = f"type(settings)(**{{**vars(settings), 'warmup_steps': {round(warmup)}}})"
         words = f"a learning rate that warms up over {round(warmup)} steps instead of {settings.warmup_steps}"
         found[RATE.replace("settings", other)] = words
-    return [Mistake(name, "", rate(new)) for new, name in found.items()]
+    return [Bug(name, "", rate(new)) for new, name in found.items()]
 
 
 def first_step_in_words(case: Case, shown: Arrays) -> str:
@@ -109,7 +109,7 @@ def _move_factors(case: Case, shown: Arrays) -> list[float]:
     return found
 
 
-def decay_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]:
+def decay_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Bug]:
     """Return weight decay with the coefficient measured in the first step, if there is any.
 
     Args:
@@ -137,13 +137,13 @@ def decay_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Mistake]:
         return []
     value = f"{part / case.training.learning_rate(1, case.config.d_model):.6g}"
     per_step = f"weight decay of {part:.6g} per step, regardless of the learning rate{but_which}"
-    found = [Mistake(per_step, "", reduced_by(f"{part:.6g}", where))]
+    found = [Bug(per_step, "", reduced_by(f"{part:.6g}", where))]
     if value != "0.01":  # the bug catalog already contains this value
-        found.append(Mistake(f"decoupled weight decay of {value}{but_which}", "", decoupled(value, where)))
+        found.append(Bug(f"decoupled weight decay of {value}{but_which}", "", decoupled(value, where)))
     return found
 
 
-def wavelength_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
+def wavelength_hypotheses(case: Case, shown: Arrays) -> list[Bug]:
     """Return the wavelength base measured at the second source position, if there is one."""
     tap, usual, m = "source_embedding.output", observed(TRUTH, case) or {}, case.config.d_model // 2
     if case.stage != ACTIVATIONS or tap not in usual or tap not in shown or shown[tap].shape != usual[tap].shape:
@@ -161,7 +161,7 @@ def wavelength_hypotheses(case: Case, shown: Arrays) -> list[Mistake]:
     if not np.allclose(bases, base, 1e-6, 0.0) or math.isclose(base, 10000.0, rel_tol=1e-6):
         return []
     edits = {"numpy": [("embedding", "10000.0 ** (", f"{base!r} ** (")]}
-    return [Mistake(f"a base of {base:g} instead of 10000 in the wavelengths", "", edits)]
+    return [Bug(f"a base of {base:g} instead of 10000 in the wavelengths", "", edits)]
 
 
 def _adds_sines(config: TransformerConfig) -> bool:

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from transformer_parity.transformer.mistakes.mistake import Edit
+from transformer_parity.transformer.bugs.bug import Edit
 
 
 @cache

@@ -31,7 +31,7 @@ Weights = Mapping[str, ndarray]
 
 
 @dataclass(frozen=True)
-class Mistake:
+class Bug:
     """A bug and the failure that the comparison must report, or an equivalent formulation that must agree."""
 
     name: str
@@ -49,16 +49,16 @@ class Mistake:
     convert: Callable[[Weights], Weights] = field(default=dict, repr=False)  # conversion that is its own inverse
 
 
-Entry = Edits | partial[Mistake]
+Entry = Edits | partial[Bug]
 Table = Mapping[Any, Mapping[str, Entry]]  # tap that must fail, or pair of tap and case, to entries by name
 
 
-def but(edits: Edits | None = None, **more: Any) -> partial[Mistake]:
+def but(edits: Edits | None = None, **more: Any) -> partial[Bug]:
     """Return a table entry with additional attributes, with or without edits."""
-    return partial(Mistake, **more) if edits is None else partial(Mistake, edits=edits, **more)
+    return partial(Bug, **more) if edits is None else partial(Bug, edits=edits, **more)
 
 
-def table(entries: Table, **common: Any) -> list[Mistake]:
+def table(entries: Table, **common: Any) -> list[Bug]:
     """Return the bugs in a table. ``common`` sets attributes for all of them, which an entry may override."""
     found = []
     for place, named in entries.items():

@@ -58,26 +58,26 @@ class Run(NamedTuple):
         return Checkpoint(self.config, settings, weights, state, self.training["progress"], self.vocabulary)
 
 
-def read_run(folder: Path) -> Run:
+def read_run(directory: Path) -> Run:
     """Read the contents of a directory except the tensors.
 
     Raises:
         OSError: If the file can't be read.
         ValueError: If the directory contains no training run.
     """
-    with open_file(folder / RUN, KIND) as (description, file):
+    with open_file(directory / RUN, KIND) as (description, file):
         config = TransformerConfig.from_dict(description["config"])
         training, _ = read_training(description)
         return Run(config, training, read_vocabulary(description, file))
 
 
-def partial_folder(folder: Path) -> Path:
+def partial_directory(directory: Path) -> Path:
     """Return the temporary name of a directory that is not yet complete."""
-    return folder.with_name(f".{folder.name}.partial")
+    return directory.with_name(f".{directory.name}.partial")
 
 
-def begin_folder(
-    folder: Path, description: Mapping[str, Any], vocabulary: bytes | VocabularyFiles | None = None
+def begin_directory(
+    directory: Path, description: Mapping[str, Any], vocabulary: bytes | VocabularyFiles | None = None
 ) -> None:
     """Create a directory under its temporary name, with everything except the tensors.
 
@@ -85,19 +85,19 @@ def begin_folder(
         FileExistsError: If a file or directory with the final name exists.
         OSError: If the directory can't be written.
     """
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists already")
-    partial = partial_folder(folder)
+    if directory.exists():
+        raise FileExistsError(f"{directory} exists already")
+    partial = partial_directory(directory)
     shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
     partial.mkdir()
     write_file(partial / RUN, description, {}, vocabulary)
 
 
-def check_held(folder: Path, held: Held, needed: Held) -> None:
+def check_held(directory: Path, held: Held, needed: Held) -> None:
     """Check that a directory contains the tensors of a trainer.
 
     Args:
-        folder: Path of the directory, for the error message.
+        directory: Path of the directory, for the error message.
         held: Shape and dtype of each tensor in the directory, by name.
         needed: Shape and dtype of each tensor of the trainer, by name.
 
@@ -106,9 +106,9 @@ def check_held(folder: Path, held: Held, needed: Held) -> None:
     """
     for name, tensor in needed.items():
         if held.get(name) != tensor:
-            raise ValueError(f"{folder} must contain {name} as {_shown(tensor)}: got {_shown(held.get(name))}")
+            raise ValueError(f"{directory} must contain {name} as {_shown(tensor)}: got {_shown(held.get(name))}")
     if unknown := held.keys() - needed.keys():
-        raise ValueError(f"{folder} must not contain tensors that the model lacks: got {', '.join(sorted(unknown))}")
+        raise ValueError(f"{directory} must not contain tensors that the model lacks: got {', '.join(sorted(unknown))}")
 
 
 def _shown(tensor: tuple[tuple[int, ...], str] | None) -> str:

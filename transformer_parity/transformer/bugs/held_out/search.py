@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import product
 
-from transformer_parity.transformer.mistakes.mistake import Edits, Mistake, changed, together
-from transformer_parity.transformer.mistakes.search import PENALIZED, planned, ruled
+from transformer_parity.transformer.bugs.bug import Bug, Edits, changed, together
+from transformer_parity.transformer.bugs.search import PENALIZED, planned, ruled
 
 POSITION, IS_OVER = "cache.positions[n]", "is_over = finished[:, -1] >= attainable"
 SELF_MASK = "self_mask = cache.self_mask[..., :end] & causal_mask(end)[cache.length :]"
@@ -118,7 +118,7 @@ STOPS = {"ended.all(1)": "", "ended[:, 0]": ", until the best one is finished"}
 SCORE = "plan.penalties[lengths]"
 
 SEARCHES = [
-    Mistake(name, "", edits)
+    Bug(name, "", edits)
     for name, edits in {
         "memory tiled for the beam, so hypotheses attend to other sentences": read_by_rows(TILED, RIGHT),
         "source mask tiled for the beam, so hypotheses use masks of other sentences": read_by_rows(RIGHT, TILED),

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.cases.standard import standard_cases
-from transformer_parity.transformer.mistakes import (
+from transformer_parity.transformer.bugs import (
     attention,
     layers,
     optimizer,
@@ -19,17 +17,19 @@ from transformer_parity.transformer.mistakes import (
     structure,
     training,
 )
-from transformer_parity.transformer.mistakes.mistake import Mistake
-from transformer_parity.transformer.mistakes.unplanted import by_hand, forward, step_variants
-from transformer_parity.transformer.mistakes.unplanted import search as unplanted_search
+from transformer_parity.transformer.bugs.bug import Bug
+from transformer_parity.transformer.bugs.held_out import by_hand, forward, step_variants
+from transformer_parity.transformer.bugs.held_out import search as held_out_search
+from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.cases.standard import standard_cases
 
-Parts = Mapping[str, list[Mistake]]
+Parts = Mapping[str, list[Bug]]
 
 
 def merged(*catalogs: Parts) -> Parts:
     """Merge multiple catalogs. In the result, bugs in the same part are adjacent."""
     names = dict.fromkeys(name for catalog in catalogs for name in catalog)
-    return {name: [mistake for catalog in catalogs for mistake in catalog.get(name, [])] for name in names}
+    return {name: [bug for catalog in catalogs for bug in catalog.get(name, [])] for name in names}
 
 
 FORWARD = merged(attention.CATALOG, layers.CATALOG, reported.CATALOG)
@@ -48,9 +48,9 @@ TRAINING = merged(training.CATALOG, optimizer.CATALOG, reported_training.CATALOG
 SEARCH = [*search.CATALOG, *reported_training.SEARCH]
 # Bugs that are only candidates for the diagnosis and are not injected into ports:
 EVERYWHERE = [*layers.EVERYWHERE, *reported.EVERYWHERE]
-UNPLANTED = forward.UNPLANTED
+HELD_OUT = forward.HELD_OUT
 STEP_VARIANTS = step_variants.STEP_VARIANTS
-UNPLANTED_SEARCH = [*search.ONLY_HYPOTHESES, *unplanted_search.SEARCHES]
+HELD_OUT_SEARCH = [*search.ONLY_HYPOTHESES, *held_out_search.SEARCHES]
 BACKWARD_BLOCKS, BACKWARD_PATHS, LOSSES = by_hand.BLOCKS, by_hand.PATHS, by_hand.LOSSES
 
 

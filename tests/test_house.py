@@ -16,7 +16,7 @@ BESIDE = ""  # the files next to the sub-packages of a layer
 ROOMS = {
     "engine": ("system", "processes", BESIDE, "report"),
     "transformer": (
-        *("sentences", "ports", "cases", "decoding", "stages", "compare", "mistakes", "diagnose"),
+        *("sentences", "ports", "cases", "decoding", "stages", "compare", "bugs", "diagnose"),
         *("golden", "explore", "check", "distributed", "selftest", "report"),
     ),
     "apps": ("containers", "text", "checkpoints", "translate", "figures", "train"),
@@ -27,18 +27,18 @@ ABOVE = {"__init__": 0, "__main__": 1, "plugin": 3}  # maximum number of modules
 DATA = {"data"}
 TEMPLATES = ("transformer/explore/templates", "transformer/ports/templates", "transformer/report/templates")
 MOST_FILES = 10
-LARGE_FOLDERS = {
+LARGE_DIRECTORIES = {
     "cli": 20,  # one file per command or two, for long lists of options, and for code that runs before imports
     "transformer/ports": 13,  # the protocol, the four packages, user-defined ports, their matmuls, and their source
-    "transformer/mistakes": 14,  # one data file for each part of the catalog
+    "transformer/bugs": 14,  # one data file for each part of the catalog
     "apps/checkpoints": 11,
     "apps/checkpoints/formats": 14,  # one file for each format or its settings
 }
-FOLDERS = [
+DIRECTORIES = [
     *ROOMS,
     *(f"{room}/{name}" for room, names in ROOMS.items() for name in names if name),
     *("transformer/diagnose/evidence", "transformer/diagnose/hypotheses", "transformer/diagnose/measured"),
-    "transformer/mistakes/unplanted",
+    "transformer/bugs/held_out",
     "apps/checkpoints/formats",
 ]
 
@@ -63,13 +63,13 @@ def upward(graph: dict[str, set[str]]) -> list[str]:
     ]
 
 
-def test_every_folder_has_its_place_in_the_order():
-    def folders(folder: Path) -> set[str]:
-        return {path.name for path in folder.iterdir() if path.is_dir() and path.name != "__pycache__"}
+def test_every_directory_has_its_place_in_the_order():
+    def directories(directory: Path) -> set[str]:
+        return {path.name for path in directory.iterdir() if path.is_dir() and path.name != "__pycache__"}
 
-    assert folders(PACKAGE) - DATA == set(ROOMS)
+    assert directories(PACKAGE) - DATA == set(ROOMS)
     for room, names in ROOMS.items():
-        assert folders(PACKAGE / room) == {*names} - {BESIDE}
+        assert directories(PACKAGE / room) == {*names} - {BESIDE}
     assert {path.stem for path in PACKAGE.glob("*.py")} == set(ABOVE)
     assert [path.name for room in ("transformer", "apps") for path in (PACKAGE / room).glob("[!_]*.py")] == []
 
@@ -108,10 +108,10 @@ def test_an_upward_import_is_found():
     ]
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", DIRECTORIES)
 def test_subpackage_has_few_files_and_a_one_sentence_docstring(name):
     modules = [path.stem for path in (PACKAGE / name).glob("*.py") if path.stem != "__init__"]
-    assert len(modules) <= LARGE_FOLDERS.get(name, MOST_FILES), sorted(modules)
+    assert len(modules) <= LARGE_DIRECTORIES.get(name, MOST_FILES), sorted(modules)
     tree = ast.parse((PACKAGE / name / "__init__.py").read_text("utf-8"))
     sentence = ast.get_docstring(tree)
     assert sentence.endswith(".")

@@ -7,7 +7,7 @@ the full backward pass.
 
 from __future__ import annotations
 
-from transformer_parity.transformer.mistakes.mistake import Edits, Mistake, changed, together
+from transformer_parity.transformer.bugs.bug import Bug, Edits, changed, together
 
 OF_X = "n, dn = centered / sigma, dy * scale"
 MEAN, VARIANCE = " - dn.mean(axis=-1, keepdims=True)", " - n * slope * (n * dn).mean(axis=-1, keepdims=True)"
@@ -45,12 +45,12 @@ def of_norms(divisor: str, what: str) -> Edits:
     return of_function(OF_NORM, f"return dx, (dy * n).sum(axis=rows){scale}, dy.sum(axis=rows){bias}")
 
 
-def mistakes(entries: dict[str, Edits]) -> list[Mistake]:
+def bugs(entries: dict[str, Edits]) -> list[Bug]:
     """Return the named bugs."""
-    return [Mistake(name, "", edits) for name, edits in entries.items()]
+    return [Bug(name, "", edits) for name, edits in entries.items()]
 
 
-BLOCKS = mistakes(
+BLOCKS = bugs(
     {
         "a backward pass of the norm without the variance term": of_function(DX, DX.replace(VARIANCE, "")),
         "a backward pass of the norm without the mean term": of_function(DX, DX.replace(MEAN, "")),
@@ -136,7 +136,7 @@ def stopped(condition: str, *inputs: str) -> Edits:
     return of_pass(*((INPUTS[name][0], INPUTS[name][1].format(f"(not ({condition}))")) for name in inputs))
 
 
-PATHS = mistakes(
+PATHS = bugs(
     {
         **{
             f"no gradient through the residual connections around {words}": of_pass(
@@ -227,7 +227,7 @@ def other_labels(new: str) -> Edits:
     return of_loss((LABELS, f"{LABELS}    labels = {new}\n"), (OTHERS, f"labels = {new}\n    {OTHERS}"))
 
 
-LOSSES = mistakes(
+LOSSES = bugs(
     {
         "a loss in bits": of_loss(
             (LOSS, f"{LOSS}    losses = losses / np.log(2.0)\n"),

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from transformer_parity.engine.findings import IMPRECISE
-from transformer_parity.transformer.mistakes.attention import LOWEST, WIDENED
-from transformer_parity.transformer.mistakes.layers import ADDED, GELU, norm
-from transformer_parity.transformer.mistakes.mistake import (
+from transformer_parity.transformer.bugs.attention import LOWEST, WIDENED
+from transformer_parity.transformer.bugs.bug import (
     ENCODER,
     SELF,
     SOURCE,
-    Mistake,
+    Bug,
     but,
     changed,
     in_ports_alone,
@@ -19,6 +18,7 @@ from transformer_parity.transformer.mistakes.mistake import (
     table,
     together,
 )
+from transformer_parity.transformer.bugs.layers import ADDED, GELU, norm
 
 PRODUCT = {"torch": "query @ key.mT", "jax": "query @ key.mT", "tf": "tf.matmul(query, key, transpose_b=True)"}
 ROOT = "math.sqrt(d_k)"
@@ -138,7 +138,7 @@ PRECISION = [
 
 CONTROLS = [
     # Equivalent formulations, which must not be reported as bugs.
-    Mistake(
+    Bug(
         "query scaled instead of the scores",
         "",
         instead(
@@ -149,16 +149,16 @@ CONTROLS = [
             tf="tf.matmul(query / math.sqrt(d_k), key, transpose_b=True)",
         ),
     ),
-    Mistake("variance as E[x^2] - E[x]^2", "", FAST_VARIANCE),
+    Bug("variance as E[x^2] - E[x]^2", "", FAST_VARIANCE),
     *(
-        Mistake(
+        Bug(
             f"masked scores set to -{score}",
             "",
             instead("layers", LOWEST, torch=f"-{score}", jax=f"-{score}", tf=f"tf.constant(-{score}, wide.dtype)"),
         )
         for score in ("1e4", "1e9", 'float("inf")')
     ),
-    Mistake(
+    Bug(
         "additive mask",
         "",
         changed(

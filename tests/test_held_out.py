@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
+from transformer_parity.transformer.bugs.catalog import (
+    BACKWARD_BLOCKS,
+    BACKWARD_PATHS,
+    HELD_OUT,
+    HELD_OUT_SEARCH,
+    LOSSES,
+    STEP_VARIANTS,
+)
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, misplaced_weights
 from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Trials, observed
-from transformer_parity.transformer.mistakes.catalog import (
-    BACKWARD_BLOCKS,
-    BACKWARD_PATHS,
-    LOSSES,
-    STEP_VARIANTS,
-    UNPLANTED,
-    UNPLANTED_SEARCH,
-)
 
 CONFIGS = [
     tiny("paper_base", d_k=None, d_v=None),
@@ -47,32 +47,32 @@ CASES[STEPS] = [
 ]
 
 
-def differs(mistake, stage):
+def differs(bug, stage):
     """Return True if at least one case that runs the modified code detects the bug."""
-    hypothesis = Hypothesis((mistake,))
+    hypothesis = Hypothesis((bug,))
     cases = [case for case in CASES[stage] if observed(hypothesis, case) is not None]
     return any(Trials.of(case, observed(TRUTH, case)).differing(hypothesis) for case in cases)
 
 
-@pytest.mark.parametrize("mistake", [*UNPLANTED, *misplaced_weights(0)], ids=lambda mistake: mistake.name)
-def test_hypotheses_of_the_forward_pass_differ_from_the_reference(mistake):
-    assert differs(mistake, ACTIVATIONS)
+@pytest.mark.parametrize("bug", [*HELD_OUT, *misplaced_weights(0)], ids=lambda bug: bug.name)
+def test_hypotheses_of_the_forward_pass_differ_from_the_reference(bug):
+    assert differs(bug, ACTIVATIONS)
 
 
-@pytest.mark.parametrize("mistake", [*BACKWARD_BLOCKS, *BACKWARD_PATHS, *LOSSES], ids=lambda mistake: mistake.name)
-def test_hypotheses_of_the_backward_pass_differ_from_the_reference(mistake):
-    assert all(observed(Hypothesis((mistake,)), case) is not None for case in CASES[GRADIENTS])
-    assert differs(mistake, GRADIENTS)
+@pytest.mark.parametrize("bug", [*BACKWARD_BLOCKS, *BACKWARD_PATHS, *LOSSES], ids=lambda bug: bug.name)
+def test_hypotheses_of_the_backward_pass_differ_from_the_reference(bug):
+    assert all(observed(Hypothesis((bug,)), case) is not None for case in CASES[GRADIENTS])
+    assert differs(bug, GRADIENTS)
 
 
-@pytest.mark.parametrize("mistake", STEP_VARIANTS, ids=lambda mistake: mistake.name)
-def test_hypotheses_of_a_step_differ_from_the_reference(mistake):
-    assert all(observed(Hypothesis((mistake,)), case) is not None for case in CASES[STEPS])
-    assert differs(mistake, STEPS)
+@pytest.mark.parametrize("bug", STEP_VARIANTS, ids=lambda bug: bug.name)
+def test_hypotheses_of_a_step_differ_from_the_reference(bug):
+    assert all(observed(Hypothesis((bug,)), case) is not None for case in CASES[STEPS])
+    assert differs(bug, STEPS)
 
 
-@pytest.mark.parametrize("mistake", UNPLANTED_SEARCH, ids=lambda mistake: mistake.name)
-def test_hypotheses_of_searches_differ_from_the_reference(mistake):
+@pytest.mark.parametrize("bug", HELD_OUT_SEARCH, ids=lambda bug: bug.name)
+def test_hypotheses_of_searches_differ_from_the_reference(bug):
     # A hypothesis about beam search may not change greedy search, but it must run there.
-    assert all(observed(Hypothesis((mistake,)), case) is not None for case in CASES[DECODE])
-    assert differs(mistake, DECODE)
+    assert all(observed(Hypothesis((bug,)), case) is not None for case in CASES[DECODE])
+    assert differs(bug, DECODE)

@@ -8,8 +8,8 @@ from typing import Any
 
 from numpy import ndarray
 
-from transformer_parity.transformer.mistakes.edited_package import edited_package
-from transformer_parity.transformer.mistakes.mistake import Mistake, Weights
+from transformer_parity.transformer.bugs.bug import Bug, Weights
+from transformer_parity.transformer.bugs.edited_package import edited_package
 from transformer_parity.transformer.ports.package import PackagePort
 from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
 from transformer_parity.transformer.ports.registry import PORTS
@@ -32,24 +32,24 @@ class ConvertedModel:
 
 
 @dataclass(frozen=True)
-class PlantedPort:
+class BuggyPort:
     """A port with an injected bug."""
 
     name: str
     port: PackagePort
-    mistake: Mistake
+    bug: Bug
 
     def load(self, config: TransformerConfig, weights: Weights, placement: Placement) -> Any:
         """Build a model. Depending on the bug, use a different config or convert the weights."""
-        loaded = self.port.load(config.replace(**self.mistake.config), self.mistake.convert(weights), placement)
-        return ConvertedModel(loaded, self.mistake.convert)
+        loaded = self.port.load(config.replace(**self.bug.config), self.bug.convert(weights), placement)
+        return ConvertedModel(loaded, self.bug.convert)
 
     def import_package(self) -> Any:
         """Return the package that contains the bug."""
         return self.port.import_package()
 
 
-def planted(mistake: Mistake, backend: str) -> PlantedPort:
+def injected(bug: Bug, backend: str) -> BuggyPort:
     """Return one of the four packages' ports with an injected bug. The port itself is not modified.
 
     Raises:
@@ -58,6 +58,6 @@ def planted(mistake: Mistake, backend: str) -> PlantedPort:
     """
     port = PORTS[backend]
     port.import_package()
-    package = edited_package(port.package, tuple(mistake.edits[backend]))
+    package = edited_package(port.package, tuple(bug.edits[backend]))
     fast = port.name != "numpy"  # bugs edit the reference's formulas, and the fast path of other packages
-    return PlantedPort(backend, replace(port, package=package.__name__, fast=fast), mistake)
+    return BuggyPort(backend, replace(port, package=package.__name__, fast=fast), bug)

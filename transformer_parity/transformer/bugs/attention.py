@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from transformer_parity.transformer.cases.standard import preset_case
-from transformer_parity.transformer.mistakes.mistake import (
+from transformer_parity.transformer.bugs.bug import (
     CAUSAL,
     CROSS,
     SELF,
+    Bug,
     Edits,
-    Mistake,
     Table,
     but,
     changed,
@@ -20,6 +19,7 @@ from transformer_parity.transformer.mistakes.mistake import (
     table,
     together,
 )
+from transformer_parity.transformer.cases.standard import preset_case
 
 # Lines of the packages that multiple bugs edit.
 SPLIT = {
@@ -194,7 +194,7 @@ ENTRIES: dict[str, Table] = {
 CATALOG = {part: table(entries) for part, entries in ENTRIES.items()}
 
 FULLY_MASKED = [
-    Mistake(name, at, edits, case=case, detail=detail, unseen=("full/padded",))
+    Bug(name, at, edits, case=case, detail=detail, unseen=("full/padded",))
     for case, at in (
         ("attention/fully_masked_row", "weights"),
         ("attention/nothing_allowed", "weights"),

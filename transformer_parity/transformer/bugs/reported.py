@@ -1,4 +1,4 @@
-"""Bugs in the model that users of published ports have reported (see docs/reported-mistakes.md), by part."""
+"""Bugs in the model that users of published ports have reported (see docs/reported-bugs.md), by part."""
 
 from __future__ import annotations
 
@@ -7,8 +7,25 @@ from collections.abc import Mapping
 import numpy as np
 from numpy import ndarray
 
-from transformer_parity.transformer.mistakes.attention import ZEROED, forbidden
-from transformer_parity.transformer.mistakes.layers import (
+from transformer_parity.transformer.bugs.attention import ZEROED, forbidden
+from transformer_parity.transformer.bugs.bug import (
+    ALL,
+    CAUSAL,
+    CROSS,
+    ENCODER,
+    SELF,
+    SOURCE,
+    TARGET,
+    Bug,
+    Edits,
+    Table,
+    but,
+    changed,
+    instead,
+    table,
+    together,
+)
+from transformer_parity.transformer.bugs.layers import (
     ANSWERED,
     ATTENDED,
     POSITIONED,
@@ -17,24 +34,7 @@ from transformer_parity.transformer.mistakes.layers import (
     everywhere_in_pre_norm,
     norm,
 )
-from transformer_parity.transformer.mistakes.mistake import (
-    ALL,
-    CAUSAL,
-    CROSS,
-    ENCODER,
-    SELF,
-    SOURCE,
-    TARGET,
-    Edits,
-    Mistake,
-    Table,
-    but,
-    changed,
-    instead,
-    table,
-    together,
-)
-from transformer_parity.transformer.mistakes.structure import LOGITS, RETURNED
+from transformer_parity.transformer.bugs.structure import LOGITS, RETURNED
 
 # Lines of the packages that multiple bugs edit.
 ALLOWED = {
@@ -434,14 +434,14 @@ STRUCTURE = {part: table(entries) for part, entries in STRUCTURE_ENTRIES.items()
 
 # The same bugs as above, but in the full model. They are only candidates for the diagnosis.
 EVERYWHERE = [
-    Mistake(
+    Bug(
         "norm before the sum, in every sub-layer and its tap",
         "",
         everywhere('x + tap("{name}_norm.output", {norm}({y}))', 'tap("{name}_norm.output", {norm}(x + {y}))'),
     ),
-    Mistake("every sub-layer's output added to itself", "", everywhere("{norm}({y} + {y})")),
-    Mistake("normalized twice, in every sub-layer", "", everywhere("{norm}({norm}(x + {y}))")),
-    Mistake(  # edits every layer, so that the diagnosis can limit the bug to some layers
+    Bug("every sub-layer's output added to itself", "", everywhere("{norm}({y} + {y})")),
+    Bug("normalized twice, in every sub-layer", "", everywhere("{norm}({norm}(x + {y}))")),
+    Bug(  # edits every layer, so that the diagnosis can limit the bug to some layers
         "no causal mask",
         "",
         {
@@ -451,8 +451,8 @@ EVERYWHERE = [
             ]
         },
     ),
-    Mistake("all padding masks negated", "", changed("masks", numpy=("return ids != pad_id", "return ids == pad_id"))),
-    Mistake(
+    Bug("all padding masks negated", "", changed("masks", numpy=("return ids != pad_id", "return ids == pad_id"))),
+    Bug(
         "pre-norm residual adds the normalized input, in every sub-layer",
         "",
         everywhere_in_pre_norm("normed + "),

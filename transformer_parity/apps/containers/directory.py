@@ -11,13 +11,13 @@ from transformer_spec.files import check_fetched
 MIB = 2**20
 
 
-def member(folder: Path, name: str) -> Path:
+def member(directory: Path, name: str) -> Path:
     """Return the path of an existing file in a directory.
 
     The file may be a link to a file in the same directory or in the Hugging Face Hub cache.
 
     Args:
-        folder: Directory that must contain the file.
+        directory: Directory that must contain the file.
         name: Name of the file. The name may come from an untrusted source.
 
     Raises:
@@ -26,10 +26,10 @@ def member(folder: Path, name: str) -> Path:
     """
     if not name or name in (".", "..") or not name.isprintable() or any(one in name for one in "/\\:"):
         raise ValueError(f"file names must not contain a directory or drive: got {name!r}")
-    path = folder / name
+    path = directory / name
     if not path.is_symlink() and not path.exists():
-        raise FileNotFoundError(f"there is no file {name} in {folder}")
-    home, real = folder.resolve(), path.resolve()
+        raise FileNotFoundError(f"there is no file {name} in {directory}")
+    home, real = directory.resolve(), path.resolve()
     homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     if real.parent not in homes:
         raise ValueError(f"{path} must not be a link to a file outside its directory: got {real}")
@@ -39,9 +39,9 @@ def member(folder: Path, name: str) -> Path:
     return path
 
 
-def has(folder: Path, name: str) -> bool:
+def has(directory: Path, name: str) -> bool:
     """Return whether a directory contains an entry with this name, including broken links."""
-    return (folder / name).exists() or (folder / name).is_symlink()
+    return (directory / name).exists() or (directory / name).is_symlink()
 
 
 def read_bytes(path: Path, most: int = 64 * MIB) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformer_parity.transformer.mistakes.mistake import Edits, Mistake, changed
+from transformer_parity.transformer.bugs.bug import Bug, Edits, changed
 
 # Functions of ``x`` that may replace the ReLU.
 ACTIVATIONS = {
@@ -51,8 +51,8 @@ def in_transformer(*changes: tuple[str, str]) -> Edits:
     return {"numpy": [("transformer", *change) for change in changes]}
 
 
-UNPLANTED = [
-    Mistake(name, "", edits)
+HELD_OUT = [
+    Bug(name, "", edits)
     for name, edits in {
         **{
             f"{name} instead of {usual}": changed(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from transformer_parity.transformer.mistakes.mistake import Edit, Mistake, but, table
+from transformer_parity.transformer.bugs.bug import Bug, Edit, but, table
 from transformer_parity.transformer.stages.training_stage import LOSS, WHOLE
 
 LOOP = "for part, rng in divide(self, batch):\n"
@@ -40,7 +40,7 @@ INNER = 'self.output_proj(self.dropout(inner, rng, tap, "inner"))'
 DX = 'feed_forward.inner_proj.backward(x, dprojected, trace.within("inner_proj").note)'
 
 
-def planted(said: str, *edits: Edit, port: str = "numpy") -> partial[Mistake]:
+def injected(said: str, *edits: Edit, port: str = "numpy") -> partial[Bug]:
     """Return a bug in the simulation or in a port, with the expected message."""
     return but({port: [*edits]}, detail=said)
 
@@ -75,61 +75,61 @@ def run(plan: str, at: str = WHOLE, case: str = "short") -> tuple[str, str]:
     return at, f"distributed/{plan}/{case}"
 
 
-MISTAKES = table(
+BUGS = table(
     {
         # Wrong sums and wrong divisors.
         run("data=2"): {
-            "mean of means": planted(
+            "mean of means": injected(
                 "all gradients: each shard divided by its own token count, then averaged: a mean of means "
                 "(0.5741, 3.875)",
                 *with_loss(f"{MEANS} / self.plan.shares"),
             ),
-            "divided by the shard's own token count": planted(
+            "divided by the shard's own token count": injected(
                 "all gradients: each shard divided by its own token count, then summed (1.148, 7.75)", *with_loss(MEANS)
             ),
-            "averaged over the shards": planted(
+            "averaged over the shards": injected(
                 "all gradients: averaged over the shards after dividing by the number of tokens (0.5, 0.5)",
                 *with_loss("1 / self.plan.shares"),
             ),
-            "scaled by the number of devices": planted(
+            "scaled by the number of devices": injected(
                 "all gradients: scaled by the number of shards, like the loss (2, 2)", *with_loss("self.plan.shares")
             ),
-            "reduced twice": planted("all gradients: reduced twice (2, 2)", *scaled("self.plan.shares")),
-            "no reduction": planted(f"all gradients: {NOT_REDUCED}", *scaled(ALONE)),
-            "tied embedding not reduced": planted(
+            "reduced twice": injected("all gradients: reduced twice (2, 2)", *scaled("self.plan.shares")),
+            "no reduction": injected(f"all gradients: {NOT_REDUCED}", *scaled(ALONE)),
+            "tied embedding not reduced": injected(
                 f"the gradient of source_embedding.table: {NOT_REDUCED}",
                 *scaled(ALONE, 'name == "source_embedding.table"'),
             ),
-            "norms not reduced": planted(
+            "norms not reduced": injected(
                 f"the gradients of the norms: {NOT_REDUCED}", *scaled(ALONE, '"norm." in name')
             ),
-            "one tensor not reduced": planted(
+            "one tensor not reduced": injected(
                 f"the gradient of {BIAS}: {NOT_REDUCED}", *scaled(ALONE, f'name == "{BIAS}"')
             ),
-            "reduced in float32": planted(
+            "reduced in float32": injected(
                 "all gradients: correct except for rounding: reduced in float32",
                 *each("g.astype(np.float32).astype(g.dtype)"),
             ),
-            "reduced in bfloat16": planted(
+            "reduced in bfloat16": injected(
                 "all gradients: correct except for rounding: reduced in bfloat16",
                 *each("g.astype('bfloat16').astype(g.dtype)"),
             ),
-            "clipped before the sum": planted(
+            "clipped before the sum": injected(
                 "all gradients: each shard clipped by its own norm before the sum (0.005963, 0.01726)",
                 *each("g * own", "own = self.settings.clip_norm / global_norm(of_parameters)"),
             ),
             # Wrong rows and wrong weights.
-            "same rows on all devices": planted(
+            "same rows on all devices": injected(
                 "a step has 54 target tokens instead of 31; "
                 "all gradients: all devices train on the rows of shard 0 (1.148, 0)",
                 ("parallel", "ids[number, share] for ids", "ids[number, 0] for ids"),
             ),
-            "weights differ between devices": planted(
+            "weights differ between devices": injected(
                 f"all gradients: {OTHER}",
                 *in_loop(),
                 ("training", SEEN, f"            self.model.source_embedding.table[5] += 0.1 * (-1) ** share\n{SEEN}"),
             ),
-            "buffers differ between devices": planted(
+            "buffers differ between devices": injected(
                 f"all gradients: {OTHER}",
                 *in_loop(),
                 (
@@ -141,17 +141,17 @@ MISTAKES = table(
             ),
         },
         run("fsdp=2"): {
-            "gradient averaged, but not the loss": planted(
+            "gradient averaged, but not the loss": injected(
                 "all gradients: averaged over the shards after dividing by the number of tokens (0.5, 0.5)",
                 *scaled("1 / self.plan.shares"),
             ),
-            "averaged only in the layers": planted(
+            "averaged only in the layers": injected(
                 "the gradients of the layers: averaged over the shards after dividing by the number of tokens",
                 *scaled("1 / self.plan.shares", '".layers." in name'),
             ),
         },
         run("data=3"): {
-            "last rows dropped": planted(
+            "last rows dropped": injected(
                 "a step has 30 target tokens instead of 31; "
                 "all gradients: missing the rows of shard 2 (1.033, 1.033, 0)",
                 (
@@ -160,7 +160,7 @@ MISTAKES = table(
                     SPREAD.replace("ids", "ids[: len(ids) // plan.shares * plan.shares]", 1),
                 ),
             ),
-            "last row repeated": planted(
+            "last row repeated": injected(
                 "a step has 33 target tokens instead of 31; ",
                 (
                     "parallel",
@@ -170,13 +170,13 @@ MISTAKES = table(
             ),
         },
         run("data=8"): {
-            "division by zero tokens": planted(
+            "division by zero tokens": injected(
                 "all gradients: not finite, as after dividing by the token count of a shard without tokens",
                 *with_loss("1 if part_tokens else np.nan"),
             )
         },
         run("data=2", case="accumulated"): {
-            "only the last micro-batch reduced": planted(
+            "only the last micro-batch reduced": injected(
                 "all gradients: correct only in the last micro-batch: earlier micro-batches are not reduced "
                 "(1, 0; 1, 1)",
                 *scaled("share % self.plan.shares == 0 or share >= self.plan.shares"),
@@ -184,13 +184,13 @@ MISTAKES = table(
         },
         # Wrong dropout masks.
         run("data=2", case="dropout"): {
-            "all shards use the first shard's dropout masks": planted(
+            "all shards use the first shard's dropout masks": injected(
                 MASKS, ("parallel", "rows, share * own)", "rows, 0)")
             ),
-            "each shard draws its own dropout masks": planted(
+            "each shard draws its own dropout masks": injected(
                 MASKS, ("parallel", 'trainer.dropout == "local"', "True")
             ),
-            "each shard trimmed to its own longest sequence": planted(
+            "each shard trimmed to its own longest sequence": injected(
                 MASKS,
                 (
                     "parallel",
@@ -198,7 +198,7 @@ MISTAKES = table(
                     f"own = [ids[number, share] for ids in parts]\n        yield [{OWN_WIDTH} for ids in own]",
                 ),
             ),
-            "batch divided into shards before micro-batches": planted(
+            "batch divided into shards before micro-batches": injected(
                 MASKS,
                 (
                     "parallel",
@@ -209,7 +209,7 @@ MISTAKES = table(
         },
         # Wrong clipping and wrong updates.
         run("data=2", FIRST_NORM): {
-            "clipped by the norm of one shard's contribution": planted(
+            "clipped by the norm of one shard's contribution": injected(
                 "its norm is 0.829897 times the expected norm: the norm of the contribution of shard 0 only",
                 *in_loop("own = global_norm(of_parameters) if share == 0 else own"),
                 (
@@ -219,13 +219,13 @@ MISTAKES = table(
                 ),
                 ("training", NORM, "norm = self.own / count"),
             ),
-            "norm includes every replica": planted(
+            "norm includes every replica": injected(
                 "its norm is 1.41421 times the expected norm: every tensor is included 2 times",
                 ("training", NORM, f"{NORM} * self.plan.shares**0.5"),
             ),
         },
         run("tensor=2", FIRST_NORM): {
-            "norm includes replicated tensors twice": planted(
+            "norm includes replicated tensors twice": injected(
                 "tensors that are replicated on 2 devices are included 2 times",
                 (
                     "training",
@@ -236,7 +236,7 @@ MISTAKES = table(
             ),
         },
         run("fsdp=2", FIRST_NORM): {
-            "norm of one shard": planted(
+            "norm of one shard": injected(
                 "the gradient is correct, but its norm is 0.742859 times the expected norm: the norm of one shard only",
                 (
                     "training",
@@ -246,19 +246,19 @@ MISTAKES = table(
             )
         },
         run("fsdp=2", f"step 2 {LOSS}"): {
-            "clipped by the norm of each shard": planted(
+            "clipped by the norm of each shard": injected(
                 "the first gradient and its norm are correct: later steps differ, as with this bug: clipped by the "
                 "norm of each shard",
                 ("training", UPDATE, f"{EACH_PART}{UPDATE}"),
             ),
         },
         run("data=2", f"step 2 {LOSS}"): {
-            "learning rate multiplied by the number of devices": planted(
+            "learning rate multiplied by the number of devices": injected(
                 "the first gradient and its norm are correct: later steps differ",
                 ("training", "settings.learning_rate(self.step", "self.plan.shares * settings.learning_rate(self.step"),
             ),
             # A sampler that doesn't receive the current epoch has this effect.
-            "every step uses the rows of the first step": planted(
+            "every step uses the rows of the first step": injected(
                 "later steps differ, as with this bug: every step uses the rows of the first step",
                 (
                     "parallel",
@@ -269,10 +269,10 @@ MISTAKES = table(
         },
         # Wrong tensor parallelism.
         run("tensor=2"): {
-            "bias added by each device": planted(
+            "bias added by each device": injected(
                 f"all gradients: {OTHER}", ("feed_forward", INNER, f"{INNER} + self.output_proj.bias")
             ),
-            "gradient of the input not reduced": planted(
+            "gradient of the input not reduced": injected(
                 OTHER,
                 (
                     "backward",
@@ -283,26 +283,26 @@ MISTAKES = table(
             ),
         },
         run("tensor=2", f"step 1 {LOSS}"): {
-            "full logits treated as a shard": planted(
+            "full logits treated as a shard": injected(
                 "the gradient is correct, but the loss is off by +0.6931 = log(tensor)",
                 ("training", "StepResult(total / count,", "StepResult(total / count + np.log(self.plan.tensor),"),
             ),
         },
         # Wrong sharding and wrong checkpoints.
         run("fsdp=2", "sharding"): {
-            "no parameter sharded": planted(
+            "no parameter sharded": injected(
                 "a device must store about 50% of all parameter elements: one stores 100%",
                 ("parallel", "if axis is not None:", "if False:"),
             ),
         },
         run("tensor=2", "sharding"): {
-            "heads not sharded": planted(
+            "heads not sharded": injected(
                 "tensor=2 must shard encoder.layers.0.self_attention.query_proj.kernel: each device stores all of it",
                 ("parallel", "(tensor_axis(name), plan.tensor, place[2])", "(None, 1, 0)"),
             ),
         },
         run("fsdp=2", "step 2 first moment source_embedding.table"): {
-            "one shard saved as the full tensor": planted(
+            "one shard saved as the full tensor": injected(
                 "every step is correct, but the state gathered from the devices is not",
                 (
                     "training",
@@ -312,11 +312,11 @@ MISTAKES = table(
             ),
         },
         run("data=2", f"step 4 {LOSS}", "resumed"): {
-            "moments lost": planted(
+            "moments lost": injected(
                 "the state from which the run resumes was not fully restored",
                 ("training", "self.optimizer.second_moment[name][...] = state.second_moment[name]", "pass"),
             ),
-            "step lost": planted(
+            "step lost": injected(
                 "the state from which the run resumes was not fully restored",
                 ("training", "self.step, self.seed = state.step, state.seed", "self.seed = state.seed"),
             ),

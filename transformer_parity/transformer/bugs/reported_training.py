@@ -1,8 +1,8 @@
-"""Bugs in training and search that users of published ports have reported (see docs/reported-mistakes.md)."""
+"""Bugs in training and search that users of published ports have reported (see docs/reported-bugs.md)."""
 
 from __future__ import annotations
 
-from transformer_parity.transformer.mistakes.mistake import (
+from transformer_parity.transformer.bugs.bug import (
     FOUR,
     Change,
     Edits,
@@ -13,9 +13,9 @@ from transformer_parity.transformer.mistakes.mistake import (
     table,
     together,
 )
-from transformer_parity.transformer.mistakes.optimizer import DIFFERENTIATED, SLICE, adam, in_adam, rate
-from transformer_parity.transformer.mistakes.search import BEAM, GREEDY, LOGITS, PLANNED, TWICE_THE_BEAM, ruled
-from transformer_parity.transformer.mistakes.training import LOSS, ROW, SUM, TABLE, WEIGHT, by_hand, in_training
+from transformer_parity.transformer.bugs.optimizer import DIFFERENTIATED, SLICE, adam, in_adam, rate
+from transformer_parity.transformer.bugs.search import BEAM, GREEDY, LOGITS, PLANNED, TWICE_THE_BEAM, ruled
+from transformer_parity.transformer.bugs.training import LOSS, ROW, SUM, TABLE, WEIGHT, by_hand, in_training
 from transformer_parity.transformer.stages.decode import TOKENS
 
 COUNTED = {"torch": "losses.masked_fill(~counted, 0.0)", "jax": "jnp.where(counted, losses, 0.0)"}

@@ -1,6 +1,6 @@
 """The implementations that ``parity bench`` times. Each runs in a separate process, which imports its packages."""
 
-# ruff: noqa: D102  methods are documented in Participant
+# ruff: noqa: D102  methods are documented in Implementation
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from numpy import ndarray
 import reference_numpy as ref
 from transformer_bench.peers import PEERS, Peer
 from transformer_bench.peers.marian import marian_model
-from transformer_bench.rounds import Participant
+from transformer_bench.rounds import Implementation
 from transformer_bench.workload import SEED, DecodeWork, ForwardWork, TrainWork, Work
 from transformer_parity.engine.system.environment import prepare_environment
 from transformer_parity.transformer.distributed.environments import environments, number_of_processes
@@ -31,7 +31,7 @@ from transformer_spec.search import SearchResult
 
 
 @dataclass
-class Package(Participant):
+class Package(Implementation):
     """One of the four packages of this project, used the way its users use it."""
 
     form: ClassVar[str] = ""  # the name of a mode in tables, such as "compiled"; empty for the default mode
@@ -181,7 +181,7 @@ def compiled(name: str, model: Any) -> Callable[[Any, Any], Any]:
 
 
 @dataclass
-class Other(Participant):
+class Other(Implementation):
     """An implementation outside this project, which does the same work."""
 
     peer: Peer
@@ -294,19 +294,19 @@ class DecodeMarian(Other):
         return SearchResult(ids[:, None].numpy(), self._scores[key])
 
 
-OURS: dict[str, dict[str, Participant]] = {
+OURS: dict[str, dict[str, Implementation]] = {
     "forward": {name: ForwardPackage(name) for name in PORTS},
     "train": {name: TrainPackage(name) for name in PORTS},
     "decode": {name: DecodePackage(name) for name in PORTS},
 }
 # Additional modes of the packages, which are timed if peers also have multiple modes. TensorFlow's forward pass always
 # uses XLA. Searches have no compiled mode, because torch.compile would recompile them for each length.
-FORMS: dict[str, dict[str, Participant]] = {
+FORMS: dict[str, dict[str, Implementation]] = {
     "forward": {"torch": ForwardCompiled("torch")},
     "train": {name: TrainCompiled(name) for name in ("torch", "tf")},
     "decode": {},
 }
-OTHERS: dict[str, dict[str, Participant]] = {
+OTHERS: dict[str, dict[str, Implementation]] = {
     "forward": {name: ForwardOther(peer) for name, peer in PEERS.items()},
     "train": {name: TrainOther(peer) for name, peer in PEERS.items()},
     "decode": {
@@ -317,7 +317,7 @@ OTHERS: dict[str, dict[str, Participant]] = {
 }
 
 
-def others(work: Work) -> list[Participant]:
+def others(work: Work) -> list[Implementation]:
     """Return the peers that support the given work. Only Marian supports beam search."""
     if isinstance(work, DecodeWork) and work.beam_size is not None:
         return [OTHERS["decode"]["marian"]]

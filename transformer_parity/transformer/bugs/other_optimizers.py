@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from transformer_parity.transformer.mistakes.mistake import Edits, Table, changed, instead, table, together
-from transformer_parity.transformer.mistakes.optimizer import CLIPPED, WRITTEN_OUT
-from transformer_parity.transformer.mistakes.training import FIRST, LOSS, SECOND, WEIGHT
+from transformer_parity.transformer.bugs.bug import Edits, Table, changed, instead, table, together
+from transformer_parity.transformer.bugs.optimizer import CLIPPED, WRITTEN_OUT
+from transformer_parity.transformer.bugs.training import FIRST, LOSS, SECOND, WEIGHT
 
 # Adam's formulas by the names of their results. The hyperparameters have the same names in NumPy and PyTorch.
 ADAM = {

@@ -17,9 +17,9 @@ from attacks.attack import FAILS, FILES, INCOMPLETE, REFUSED, TOLERATED, Attack
 from attacks.vectors import MANIFEST, Vectors, computed, rounded, truth
 from transformer_parity.engine.findings import FAILED, Finding, failure
 from transformer_parity.engine.verdict import EXIT_CODES, Verdict
-from transformer_parity.transformer.golden.compare import compare_folders, read_pairs
+from transformer_parity.transformer.golden.compare import compare_directories, read_pairs
 
-FOLDERS: list[Attack] = []
+DIRECTORIES: list[Attack] = []
 PADDED, SENTENCE, EASIEST, SQUARE = FULL = (
     "full/padded",
     "full/one_sentence",
@@ -39,7 +39,7 @@ def vectors(
 ) -> None:
     """Add an attack. ``edit(a, b)`` changes both sides, which are mappings if there are multiple models."""
     run = partial(_run, models=models, edit=edit if len(models) > 1 else lambda a, b: edit(a[""], b[""]))
-    FOLDERS.append(Attack(name, what, expected, FILES, run, says))
+    DIRECTORIES.append(Attack(name, what, expected, FILES, run, says))
 
 
 def on_both(name: str, what: str, edit: Edit, expected: str = REFUSED) -> None:
@@ -54,7 +54,7 @@ def on_b(name: str, what: str, edit: Edit, expected: str = FAILS) -> None:
 
 def written(name: str, what: str, edit: Edit, says: str = "", expected: str = INCOMPLETE) -> None:
     """Add an attack that changes the written directories. ``edit(a, b)`` receives their paths."""
-    FOLDERS.append(Attack(name, what, expected, FILES, partial(_run, afterwards=edit), says))
+    DIRECTORIES.append(Attack(name, what, expected, FILES, partial(_run, afterwards=edit), says))
 
 
 def _run(
@@ -63,17 +63,17 @@ def _run(
     """Write both directories, compare them, and return the exit code and the findings."""
     sides: tuple[dict[str, Vectors], ...] = tuple({name: make() for name in models} for make in (truth, computed))
     edit(*sides)
-    with tempfile.TemporaryDirectory() as folder:
-        a, b = Path(folder) / "a", Path(folder) / "b"
+    with tempfile.TemporaryDirectory() as directory:
+        a, b = Path(directory) / "a", Path(directory) / "b"
         for path, side in zip((a, b), sides, strict=True):
             for name, held in side.items():
                 held.write(path / name)
         afterwards(a, b)
         try:
             pairs = read_pairs(a, b)
-            findings = [finding for pair in pairs for finding in compare_folders(pair)]
+            findings = [finding for pair in pairs for finding in compare_directories(pair)]
         except Exception as error:  # the command reports such an error, too
-            problem = f"{type(error).__name__}: {error}".replace(folder, "")
+            problem = f"{type(error).__name__}: {error}".replace(directory, "")
             return EXIT_CODES[FAILED], [failure("mine", problem)]
     return Verdict.of(findings, [pair.asked for pair in pairs]).exit_code, findings
 
@@ -97,7 +97,7 @@ on_both(
     lambda side: (side.keep(PADDED), side.alter(lambda x: x.reshape(-1)[:0])),
 )
 on_both(
-    "SameMistake",
+    "SameBug",
     "The logits in A and B have the same error.",
     lambda side: side.alter(lambda x: x[..., ::-1], PADDED, only=OUTPUT),
 )

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from transformer_parity.transformer.bugs.bug import ALL, Edits, Table, but, changed, instead, table
+from transformer_parity.transformer.bugs.layers import ATTENDED
 from transformer_parity.transformer.cases.case import STEPS, Case, tiny
 from transformer_parity.transformer.cases.standard import gradient_case
-from transformer_parity.transformer.mistakes.layers import ATTENDED
-from transformer_parity.transformer.mistakes.mistake import ALL, Edits, Table, but, changed, instead, table
 from transformer_spec.training_config import TrainingConfig
 
 # The model has one layer per stack and few different sizes because JAX compiles every operation for every shape.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from transformer_parity.engine.findings import FAILED
-from transformer_parity.transformer.mistakes.mistake import (
+from transformer_parity.transformer.bugs.bug import (
     CAUSAL,
     CROSS,
     ENCODER,
@@ -11,8 +11,8 @@ from transformer_parity.transformer.mistakes.mistake import (
     SELF,
     SOURCE,
     TARGET,
+    Bug,
     Edits,
-    Mistake,
     but,
     changed,
     in_ports_alone,
@@ -46,7 +46,7 @@ def one_value(value: str) -> Edits:
 
 
 # The padding mask of the first batch with a given shape is reused for all later batches with that shape.
-STALE = Mistake(
+STALE = Bug(
     "mask cached from an earlier batch",
     f"{SELF}.weights",
     instead(
@@ -338,7 +338,7 @@ EDGES = [
         },
         unseen=("full/padded",),
     ),
-    Mistake(
+    Bug(
         "offset of learned positions ignored",
         "output",
         changed(
@@ -350,7 +350,7 @@ EDGES = [
         ),
         case="embedding/learned",
     ),
-    Mistake(
+    Bug(
         "softmax that overflows",
         "weights",
         changed("layers", torch=("scores.softmax(-1, dtype)", "(scores.exp() / scores.exp().sum(-1, keepdim=True))")),

@@ -6,8 +6,8 @@ tokens or the scores.
 
 from __future__ import annotations
 
+from transformer_parity.transformer.bugs.bug import Bug, Edits, but, changed, instead, table, together
 from transformer_parity.transformer.cases.standard import standard_cases
-from transformer_parity.transformer.mistakes.mistake import Edits, Mistake, but, changed, instead, table, together
 from transformer_parity.transformer.stages.decode import SCORES, TOKENS
 
 LOGITS = "logits"
@@ -111,10 +111,10 @@ def repetition_penalty(penalty: float, log_probabilities: str) -> Edits:
 # These bugs are only candidates for the diagnosis. The packages' cases can't test them, because the cases request
 # multiple hypotheses and include too few sentences that depend on these rules.
 ONLY_HYPOTHESES = [
-    *(Mistake(f"no repeated {words}s", "", ruled(f"no_repeat_ngram_size={size}")) for size, words in NGRAMS.items()),
-    Mistake("EOS forced at the maximum length with probability 1", "", ruled("at_limit='forced'")),
-    Mistake("beam of size 1", "", planned("plan = plan._replace(beam_size=1)")),
-    Mistake(
+    *(Bug(f"no repeated {words}s", "", ruled(f"no_repeat_ngram_size={size}")) for size, words in NGRAMS.items()),
+    Bug("EOS forced at the maximum length with probability 1", "", ruled("at_limit='forced'")),
+    Bug("beam of size 1", "", planned("plan = plan._replace(beam_size=1)")),
+    Bug(
         "greedy search instead of beam search",
         "",
         planned(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from transformer_parity.transformer.mistakes.mistake import (
+from transformer_parity.transformer.bugs.bug import (
     FOUR,
+    Bug,
     Edits,
-    Mistake,
     Table,
     changed,
     instead,
     table,
     together,
 )
-from transformer_parity.transformer.mistakes.training import (
+from transformer_parity.transformer.bugs.training import (
     FIRST,
     LOSS,
     NORM,
@@ -268,14 +268,14 @@ CATALOG = {part: table(entries) for part, entries in ENTRIES.items()}
 
 CONTROLS = [
     # Equivalent formulations, which must not be reported as bugs.
-    Mistake(
+    Bug(
         "Adam written out",
         "",
         {**changed("optimizer", torch=("self.step()", WRITTEN_OUT)), "tf": [NO_KERNEL]},
         case="steps/clipped",
     ),
-    Mistake("all micro-batches at once", "", assumed(accumulation_steps=1), case="steps/sliced"),
-    Mistake(
+    Bug("all micro-batches at once", "", assumed(accumulation_steps=1), case="steps/sliced"),
+    Bug(
         "scores minus their maximum, without its gradient",
         "",
         changed(

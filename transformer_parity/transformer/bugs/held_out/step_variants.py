@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from transformer_parity.transformer.mistakes.mistake import Edits, Mistake
-from transformer_parity.transformer.mistakes.other_optimizers import MATRICES, T, formulas
+from transformer_parity.transformer.bugs.bug import Bug, Edits
+from transformer_parity.transformer.bugs.other_optimizers import MATRICES, T, formulas
 
 KEPT = "kept = self.__dict__.setdefault('kept', {{}})"  # values that persist between steps
 LARGEST = f"{KEPT}\nkept[name] = np.maximum(kept.get(name, 0.0), {{largest}})"
@@ -297,4 +297,4 @@ AROUND: dict[str, Edits] = {
         *kept_on_the_model("step"), *kept_on_the_model("moments")
     ),
 }
-STEP_VARIANTS = [Mistake(name, "", {"numpy": list(edits["numpy"])}) for name, edits in {**FORMULAS, **AROUND}.items()]
+STEP_VARIANTS = [Bug(name, "", {"numpy": list(edits["numpy"])}) for name, edits in {**FORMULAS, **AROUND}.items()]

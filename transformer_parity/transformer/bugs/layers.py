@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from transformer_parity.transformer.mistakes.mistake import (
+from transformer_parity.transformer.bugs.bug import (
     CROSS,
     ENCODER,
     SELF,
     SOURCE,
     TARGET,
+    Bug,
     Edits,
-    Mistake,
     Table,
     but,
     changed,
@@ -250,7 +250,7 @@ CATALOG = {part: table(entries) for part, entries in ENTRIES.items()}
 
 EVERYWHERE = [
     # The same bugs as above, but in all sub-layers. They are only candidates for the diagnosis.
-    Mistake("norm before the sum, in every sub-layer", "", everywhere("x + {norm}({y})")),
-    Mistake("no residual connections", "", everywhere("{norm}({y})")),
-    Mistake("no residual connections in pre-norm", "", everywhere_in_pre_norm(""), case="full/deeper_decoder"),
+    Bug("norm before the sum, in every sub-layer", "", everywhere("x + {norm}({y})")),
+    Bug("no residual connections", "", everywhere("{norm}({y})")),
+    Bug("no residual connections in pre-norm", "", everywhere_in_pre_norm(""), case="full/deeper_decoder"),
 ]
