@@ -63,17 +63,17 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
 
 def divide(trainer: Any, batch: Sequence[ndarray]) -> Iterator[tuple[Sequence[ndarray], Any]]:
     """Yield the rows of each shard of each micro-batch, and the generator for their dropout."""
-    plan, slices, entropy = trainer.plan, trainer.settings.accumulation_steps, (trainer.seed, trainer.step)
-    parts = [spread(ids, slices, plan.shares, trainer.model.config.pad_id) for ids in batch]
-    rows, own = len(batch[0]) // slices, parts[0].shape[2]
+    plan, micro_batches, entropy = trainer.plan, trainer.settings.accumulation_steps, (trainer.seed, trainer.step)
+    parts = [spread(ids, micro_batches, plan.shards, trainer.model.config.pad_id) for ids in batch]
+    rows, own = len(batch[0]) // micro_batches, parts[0].shape[2]
     generators = [
-        np.random.default_rng([*entropy, share])
+        np.random.default_rng([*entropy, shard])
         if trainer.dropout == "local"
-        else _OwnRows(np.random.PCG64(entropy), rows, share * own)
-        for share in range(plan.shares)
+        else _OwnRows(np.random.PCG64(entropy), rows, shard * own)
+        for shard in range(plan.shards)
     ]
-    for number, share in itertools.product(range(slices), range(plan.shares)):
-        yield [ids[number, share] for ids in parts], generators[share]
+    for number, shard in itertools.product(range(micro_batches), range(plan.shards)):
+        yield [ids[number, shard] for ids in parts], generators[shard]
 
 
 class _OwnRows(np.random.Generator):

@@ -293,11 +293,11 @@ class Sample(Greedy):
     def choose(self, log_probabilities: Float[ndarray, "R V"], n: Any, plan: SearchPlan) -> Int[ndarray, " R"]:
         """Sort the tokens of each row by probability, and return the token at the quantile given by a random number."""
         values, index = top(log_probabilities, log_probabilities.shape[1])  # [R, V]
-        shares = masked_softmax(np.where(np.arange(values.shape[1]) < plan.top_k, values / plan.temperature, -inf))
-        shares = np.where(shares.cumsum(-1) - shares < plan.top_p, shares, 0.0)
-        sums = shares.cumsum(-1)
+        probs = masked_softmax(np.where(np.arange(values.shape[1]) < plan.top_k, values / plan.temperature, -inf))
+        probs = np.where(probs.cumsum(-1) - probs < plan.top_p, probs, 0.0)
+        sums = probs.cumsum(-1)
         drawn = plan.uniforms[:, :, n - 1].reshape(-1, 1) * sums[:, -1:]  # [R, 1]
-        rank = np.minimum((sums <= drawn).sum(-1), (shares > 0.0).sum(-1) - 1)  # rounding may yield the sum itself
+        rank = np.minimum((sums <= drawn).sum(-1), (probs > 0.0).sum(-1) - 1)  # rounding may yield the sum itself
         return np.take_along_axis(index, rank[:, None], 1)[:, 0]
 
 

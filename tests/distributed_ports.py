@@ -31,7 +31,7 @@ COPIES = "copies = DistributedDataParallel(model,"
 HOOKED = "copies.register_comm_hook(group, _sum)\n"
 OWN_ROWS = "yield tuple(ids[each] for ids in padded)"
 OWN_WIDTH = "ids[each, : int((ids[each] != self.pad_id).any(0).sum().clamp(min=1))]"
-OF_SHARE = "total, _ = self._loss(self.share.module, part, config)"
+OF_SHARD = "total, _ = self._loss(self.shard.module, part, config)"
 DIVIDED = "            loss = total / tokens.clamp(min=1)\n"
 NORM = "norm = global_norm(gradient)"
 OWN_NORM = "global_norm([g.to_local() for g in gradient])"
@@ -45,8 +45,8 @@ IN_TORCH = table(
             ),
             "mean of means": in_torch(
                 f"all gradients: {MEANS} (0.5741, 3.875)",
-                ("training", OF_SHARE, OF_SHARE.replace("_", "own", 1)),
-                ("training", DIVIDED, DIVIDED.replace("tokens.clamp(min=1)", "own.clamp(min=1) / self.plan.shares")),
+                ("training", OF_SHARD, OF_SHARD.replace("_", "own", 1)),
+                ("training", DIVIDED, DIVIDED.replace("tokens.clamp(min=1)", "own.clamp(min=1) / self.plan.shards")),
             ),
             "reduced twice": in_torch(
                 "all gradients: reduced twice (2, 2)", ("parallel", SUMMED, f"{SUMMED[:-1]} * group.size())")
@@ -56,7 +56,7 @@ IN_TORCH = table(
                 ("parallel", REDUCED, REDUCED.replace("buffer()", "buffer().clone()")),
                 ("parallel", SUMMED, "return future.then(lambda done: bucket.buffer())"),
             ),
-            "past the engine": in_torch(ALONE, ("training", OF_SHARE, OF_SHARE.replace("share.module", "model"))),
+            "past the engine": in_torch(ALONE, ("training", OF_SHARD, OF_SHARD.replace("shard.module", "model"))),
             "one tensor left out": in_torch(
                 f"the gradient of {BIAS}: only shard ",
                 (
@@ -113,7 +113,7 @@ IN_TORCH = table(
         run("data=2", FIRST_NORM): {
             "norm includes every replica": in_torch(
                 "its norm is 1.41421 times the expected norm: every tensor is included 2 times",
-                ("training", NORM, f"{NORM} * self.plan.shares**0.5"),
+                ("training", NORM, f"{NORM} * self.plan.shards**0.5"),
             )
         },
         run("fsdp=2", FIRST_NORM): {
@@ -134,8 +134,8 @@ IN_TORCH = table(
 # --- JAX ---
 
 DIFFERENTIATE = "differentiate = jax.value_and_grad(partial(_loss_with_dropout, structure, settings), has_aux=True)"
-BY_SHARES = "differentiate = _on_each(structure, settings)"
-SHARES = """
+BY_SHARDS = "differentiate = _on_each(structure, settings)"
+SHARDS = """
 
 def _on_each(structure, settings):
     alone = Structure(structure.graph, structure.state, structure.config, None)
@@ -159,10 +159,10 @@ JAX_NORM = "norm = global_norm(gradient) / count"
 
 def on_each(*reduced: str, rows: str = "whole, rows, whole") -> list[Edit]:
     """Return edits that compute each device's rows separately and reduce the results with the given lines."""
-    text = SHARES.replace("REDUCED", "\n        ".join(reduced)).replace("whole, rows, whole", rows)
+    text = SHARDS.replace("REDUCED", "\n        ".join(reduced)).replace("whole, rows, whole", rows)
     return [
         ("training", "\n\ndef _loss_with_dropout(", text),
-        ("training", f"    {DIFFERENTIATE}\n\n    def add_slice", f"    {BY_SHARES}\n\n    def add_slice"),
+        ("training", f"    {DIFFERENTIATE}\n\n    def add_micro_batch", f"    {BY_SHARDS}\n\n    def add_micro_batch"),
     ]
 
 
@@ -223,7 +223,7 @@ IN_JAX = table(
                 ("parallel", 'axes[axis] = "fsdp"', "axes[axis] = None"),
             )
         },
-        run("data=2", case="shallow dropout"): {"one key for all shares": in_jax(MASKS, *on_each(SUM_OF_ALL))},
+        run("data=2", case="shallow dropout"): {"one key for all shards": in_jax(MASKS, *on_each(SUM_OF_ALL))},
     }
 )
 
@@ -232,7 +232,7 @@ IN_JAX = table(
 ALL_REDUCED = 'total, *gradient = context.all_reduce("SUM", [total, *gradient])'
 TOKENS = 'tokens = context.all_reduce("SUM", tokens)'
 TOTAL_ALONE = 'total = context.all_reduce("SUM", total)'
-SUMMED_SLICE = "return summed(self, self._gradient_of_slice(batch, random_bits[0]))"
+SUMMED_MICRO_BATCH = "return summed(self, self._gradient_of_micro_batch(batch, random_bits[0]))"
 TF_NORM = "norm = global_norm([*gradient.values()]) / count"
 
 IN_TF = table(
@@ -258,8 +258,8 @@ IN_TF = table(
                 "all gradients: each shard clipped by its own norm before the sum",
                 (
                     "training",
-                    SUMMED_SLICE,
-                    "total, tokens, own = self._gradient_of_slice(batch, random_bits[0])\n"
+                    SUMMED_MICRO_BATCH,
+                    "total, tokens, own = self._gradient_of_micro_batch(batch, random_bits[0])\n"
                     "            clipped, _ = tf.clip_by_global_norm([*own.values()], self.settings.clip_norm)\n"
                     "            return summed(self, (total, tokens, dict(zip(own, clipped, strict=True))))",
                 ),
@@ -267,12 +267,12 @@ IN_TF = table(
             "same rows on all devices": in_tf(
                 "a step has 54 target tokens instead of 31; "
                 "all gradients: all devices train on the rows of shard 0 (1.148, 0)",
-                ("compilation", "lambda x: x[share], parts", "lambda x: x[0], parts"),
+                ("compilation", "lambda x: x[shard], parts", "lambda x: x[0], parts"),
             ),
         },
         run("data=2", FIRST_NORM, "shallow"): {
             "norm includes every replica": in_tf(
-                COPIES_COUNT, ("training", TF_NORM, f"{TF_NORM} * self.plan.shares**0.5")
+                COPIES_COUNT, ("training", TF_NORM, f"{TF_NORM} * self.plan.shards**0.5")
             )
         },
         run("data=2", "", "shallow"): {
@@ -283,7 +283,7 @@ IN_TF = table(
         },
         run("data=2", case="shallow dropout"): {
             "all shards use the first shard's dropout masks": in_tf(
-                MASKS, ("compilation", "own_rows(share, trainer", "own_rows(0, trainer")
+                MASKS, ("compilation", "own_rows(shard, trainer", "own_rows(0, trainer")
             )
         },
     }

@@ -144,8 +144,8 @@ MISBEHAVIOUR = [
         "evaluation before a step is",
         in_training(
             (
-                "_loss(self.share.module, part, config)\n        return",
-                "_loss(self.share.module.train(), part, config)\n        return",
+                "_loss(self.shard.module, part, config)\n        return",
+                "_loss(self.shard.module.train(), part, config)\n        return",
             ),
             (
                 "    return _loss(structure.build(parameters), batch, config)",
@@ -211,9 +211,9 @@ MISBEHAVIOUR = [
         },
     ),
     Misbehaviour(
-        "the same dropout in every slice",
-        ("check_slices",),
-        "both slices have the same dropout",
+        "the same dropout in every micro-batch",
+        ("check_micro_batches",),
+        "both micro-batches have the same dropout",
         in_training(
             ("total, _ = self._loss(", "torch.manual_seed(0)\n                total, _ = self._loss("),
             ("jax.random.fold_in(key, number)", "jax.random.fold_in(key, 0)"),
@@ -226,8 +226,11 @@ MISBEHAVIOUR = [
         "the caller's random numbers are not what they were",
         in_training(
             ("        check_accumulation(settings", "        np.random.seed(1)\n        check_accumulation(settings"),
-            ("        check_accumulation(slices", "        np.random.seed(1)\n        check_accumulation(slices"),
-            ("        check_accumulation(slices", f"        {SEEDED}\n        check_accumulation(slices"),
+            (
+                "        check_accumulation(micro_batches",
+                "        np.random.seed(1)\n        check_accumulation(micro_batches",
+            ),
+            ("        check_accumulation(micro_batches", f"        {SEEDED}\n        check_accumulation(micro_batches"),
         ),
     ),
     Misbehaviour(

@@ -119,7 +119,7 @@ def train(rank: int, plan: str, probe: str, steps: int, **arguments: Any) -> dic
     case = probes()[probe]
     trainer = trainer_of(case, mesh=transformer_torch.make_mesh(Plan.parse(plan)), **arguments)
     found = observed(trainer, case, steps)
-    return {**found, "shards": transformer_torch.shards(trainer), "engine": type(trainer.share.module).__name__}
+    return {**found, "shards": transformer_torch.shards(trainer), "engine": type(trainer.shard.module).__name__}
 
 
 def train_in(rank: int, plan: str, mixed: bool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from transformer_parity.transformer.stages.training_stage import training_error
 CASES = {case.name: case for case in standard_cases() if case.stage == "gradients" and "float32" in case.dtypes}
 
 
-def largest_share(case, seed):
+def largest_ratio(case, seed):
     """Return the largest error of correct float32 gradients, as a fraction of its tolerance, for perturbed weights."""
     expected = Reference().expected(case, Placement("float32"))
     model = ref.Transformer.from_weights(case.config, case.load_weights(), "float32", fast=bool(seed % 2))
@@ -35,8 +35,8 @@ def largest_share(case, seed):
 
 @pytest.mark.parametrize("name", CASES)
 def test_correct_gradients_stay_well_below_their_tolerance(name):
-    shares = [largest_share(CASES[name], seed) for seed in range(2, 12)]
-    assert max(shares) < 0.7, shares
+    ratios = [largest_ratio(CASES[name], seed) for seed in range(2, 12)]
+    assert max(ratios) < 0.7, ratios
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -70,7 +70,7 @@ def test_agreeing_port_passes_the_check(capsys, tmp_path):
     assert document["verdict"] == "AGREE"
     assert result["failures"] == []
     assert {row["dtype"] for row in result["summary"]} == {"float64", "float32", "bfloat16"}
-    assert all(row["worst"]["share"] < 1 for row in result["summary"])
+    assert all(row["worst"]["ratio"] < 1 for row in result["summary"])
     assert "version" in document["environment"]["torch"]
 
 

@@ -299,14 +299,14 @@ def check_seed(backend: Backend) -> None:
     assert not {*once} & {*losses(2)}, "the seed is ignored"
 
 
-def check_slices(backend: Backend) -> None:
+def check_micro_batches(backend: Backend) -> None:
     """Check that the micro-batches of a batch don't share dropout masks."""
     twice = {name: np.concatenate([ids, ids]) for name, ids in BATCH.items()}
     with interpreted(backend):
         alone = trainer(backend, small(**EVERYWHERE)).train_step(**BATCH)
         sliced = TrainingConfig(learning_rate_factor=1e-30, accumulation_steps=2)
         both = trainer(backend, small(**EVERYWHERE), sliced).train_step(**twice)
-    assert abs(float(both.loss) - float(alone.loss)) > 1e-6, "both slices have the same dropout"
+    assert abs(float(both.loss) - float(alone.loss)) > 1e-6, "both micro-batches have the same dropout"
 
 
 def check_one_device(backend: Backend) -> None:
@@ -395,8 +395,8 @@ def test_dropout_depends_only_on_seed_and_step(backend):
     check_seed(backend)
 
 
-def test_slices_of_a_batch_are_unrelated(backend):
-    check_slices(backend)
+def test_micro_batches_of_a_batch_are_unrelated(backend):
+    check_micro_batches(backend)
 
 
 def test_both_kinds_of_dropout_are_identical_without_a_mesh(backend):

@@ -18,10 +18,10 @@ from transformer_parity.transformer.bugs.bug import FOUR, Bug, instead
 from transformer_parity.transformer.bugs.catalog import (
     BACKWARD_BLOCKS,
     BACKWARD_PATHS,
+    CANDIDATES,
     EVERYWHERE,
-    HELD_OUT,
-    HELD_OUT_SEARCH,
     LOSSES,
+    SEARCH_CANDIDATES,
     STEP_VARIANTS,
     parts,
 )
@@ -34,16 +34,16 @@ from transformer_parity.transformer.selftest.buggy_ports import injected
 
 CASES = {case.name: case for case in standard_cases()}
 CATALOG = [bug for part in parts().values() for bug in part]
-HELD_OUT_ANYWHERE = [
+CANDIDATES_ANYWHERE = [
     *EVERYWHERE,
-    *HELD_OUT,
+    *CANDIDATES,
     *BACKWARD_BLOCKS,
     *BACKWARD_PATHS,
     *LOSSES,
     *STEP_VARIANTS,
-    *HELD_OUT_SEARCH,
+    *SEARCH_CANDIDATES,
 ]
-EVERY = [*CATALOG, *HELD_OUT_ANYWHERE, STALE, *precision.CONTROLS, *optimizer.CONTROLS]
+EVERY = [*CATALOG, *CANDIDATES_ANYWHERE, STALE, *precision.CONTROLS, *optimizer.CONTROLS]
 UNSCALED = Bug("unscaled", "", instead("attention", "math.sqrt(d_k)", "1.0"))
 SQUARED = Bug("squared", "", instead("attention", "math.sqrt(d_k)", "d_k"))
 IN_TRAINING = Bug("training", "", instead("training", "self.settings = settings\n", "self.settings = None\n"))

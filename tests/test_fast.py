@@ -67,10 +67,10 @@ def test_fast_gradients_agree_with_the_formulas(backend, preset, dtype):
             assert_near(ours[name], theirs[name], dtype, name)
 
 
-@pytest.mark.parametrize("slices", tiers.first_alone([2, 1], "steps", "jax", "tf"))
-def test_fast_steps_agree_with_the_formulas(backend, preset, slices):
+@pytest.mark.parametrize("micro_batches", tiers.first_alone([2, 1], "steps", "jax", "tf"))
+def test_fast_steps_agree_with_the_formulas(backend, preset, micro_batches):
     models = both(backend, preset, "float64")
-    settings = TrainingConfig(warmup_steps=2, clip_norm=0.5, accumulation_steps=slices, epsilon=1e-4)
+    settings = TrainingConfig(warmup_steps=2, clip_norm=0.5, accumulation_steps=micro_batches, epsilon=1e-4)
     trainers = [backend.package.Trainer(model, settings) for model in models]
     for _ in range(3):
         expected, found = (trainer.train_step(*batch(models[0].config)) for trainer in trainers)

@@ -44,7 +44,7 @@ def test_golden_vectors_of_an_external_program_agree(truth, copy, capsys):
     assert {finding.verdict for finding in findings} == {AGREES}
     assert max(finding.error for finding in findings if finding.dtype == "float64") > 0.0
     # In float32, the tolerance is four times the reference's own error.
-    assert max(finding.share for finding in findings) < 0.5
+    assert max(finding.ratio for finding in findings) < 0.5
     held = [name for case in directory.cases for dtype in case.dtypes for name in directory.tensors(case, dtype)]
     whole = sum(case.stage == "gradients" for case in directory.cases)
     assert len(findings) == len(held) + whole > 3000

@@ -38,7 +38,7 @@ DIRECTORIES = [
     *ROOMS,
     *(f"{room}/{name}" for room, names in ROOMS.items() for name in names if name),
     *("transformer/diagnose/evidence", "transformer/diagnose/hypotheses", "transformer/diagnose/measured"),
-    "transformer/bugs/held_out",
+    "transformer/bugs/candidates",
     "apps/checkpoints/formats",
 ]
 

@@ -43,8 +43,8 @@ BAD_SETTINGS = {
     "infinite epsilon": ({"epsilon": math.inf}, ValueError, "epsilon must be positive: got inf"),
     "clip at 0": ({"clip_norm": 0.0}, ValueError, "clip_norm must be positive: got 0.0"),
     "clip at text": ({"clip_norm": "none"}, TypeError, "clip_norm must be a number: got 'none'"),
-    "no slice": ({"accumulation_steps": 0}, ValueError, "accumulation_steps must be at least 1: got 0"),
-    "half a slice": ({"accumulation_steps": 0.5}, TypeError, "accumulation_steps must be an integer: got 0.5"),
+    "no micro-batch": ({"accumulation_steps": 0}, ValueError, "accumulation_steps must be at least 1: got 0"),
+    "half a micro-batch": ({"accumulation_steps": 0.5}, TypeError, "accumulation_steps must be an integer: got 0.5"),
     "mixed by number": ({"mixed_bfloat16": 1}, TypeError, "mixed_bfloat16 must be True or False: got 1"),
     "checkpointing by name": (
         {"activation_checkpointing": "all"},

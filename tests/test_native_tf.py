@@ -42,11 +42,11 @@ def test_tied_embedding_is_a_single_variable(port, tie, tmp_path):
 # --- Training ---
 
 
-@pytest.mark.parametrize("slices", tiers.first_alone([1, 2], "training"))
-def test_frozen_layers_keep_weights_and_moments(port, slices):
+@pytest.mark.parametrize("micro_batches", tiers.first_alone([1, 2], "training"))
+def test_frozen_layers_keep_weights_and_moments(port, micro_batches):
     """A frozen layer's moments are exported but don't change, regardless of when the layer is frozen or unfrozen."""
     model = build(port)
-    trainer = port.package.Trainer(model, TrainingConfig(**{**SETTINGS.to_dict(), "accumulation_steps": slices}))
+    trainer = port.package.Trainer(model, TrainingConfig(**{**SETTINGS.to_dict(), "accumulation_steps": micro_batches}))
     everywhere = {"source_embedding", "encoder", "decoder"}
     for frozen, expected in ((True, everywhere - {"encoder"}), (False, everywhere), (True, everywhere - {"encoder"})):
         model.encoder.trainable = not frozen

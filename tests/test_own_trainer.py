@@ -331,12 +331,12 @@ def test_rows_may_be_divided_in_any_way(way):
     assert sorted(rows.ravel()) == [*range(8)]
     model = ref.Transformer.from_weights(probe.config, probe.weights(), "float64")
     expected = train(ref, TrainingTask(replace(probe, config=model.config)))
-    of_shares = [[ref.gradients(model, *(ids[own] for ids in probe.batch(0))) for own in part] for part in rows]
+    of_shards = [[ref.gradients(model, *(ids[own] for ids in probe.batch(0))) for own in part] for part in rows]
     mean = {
-        name: np.mean([[own.parameters[name] for own in part] for part in of_shares], (0, 1))
+        name: np.mean([[own.parameters[name] for own in part] for part in of_shards], (0, 1))
         for name in expected.gradient
     }
-    loss = np.mean([[own.loss for own in part] for part in of_shares])
+    loss = np.mean([[own.loss for own in part] for part in of_shards])
     seen = Seen(losses=[loss, *expected.losses[1:]], gradient=mean, config=model.config, snapshots=expected.snapshots)
     seen.snapshots = {step: Snapshot(one.weights, None) for step, one in expected.snapshots.items()}
     wanted = replace(expected, tokens=[], norms=[], snapshots=seen.snapshots)

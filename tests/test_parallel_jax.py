@@ -62,13 +62,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-# The masks of a slice are those of its first rows, however many rows of padding there are behind them.
+# The masks of a micro-batch are those of its first rows, however many rows of padding there are behind them.
 for dtype in ("float32", "float64"):
     for rows in (4, 5, 8):
         drawn = nnx.Dropout(0.4, rngs=nnx.Rngs(1))(jnp.ones((rows, 3, 7), dtype))
         np.testing.assert_array_equal(drawn[:4], nnx.Dropout(0.4, rngs=nnx.Rngs(1))(jnp.ones((4, 3, 7), dtype)))
 
-probe = shallow(probes()["dropout"])  # two slices of four rows: of three devices, one has rows of padding alone
+probe = shallow(probes()["dropout"])  # two micro-batches of four rows: of three devices, one has rows of padding alone
 one = alone(probe)
 assert_same_gradient(one, trainer(probe, "data=3,tensor=2"), probe.batch(0))
 without = trainer(shallow(probes()["accumulated"]), backend="numpy")

@@ -76,7 +76,7 @@ def engine(plan):
     """Return the name of the class that a trainer on this plan calls."""
     if plan.fsdp == plan.tensor == 1:
         return "DistributedDataParallel"
-    return "FSDPTransformer" if plan.shares > 1 else "Transformer"
+    return "FSDPTransformer" if plan.shards > 1 else "Transformer"
 
 
 def assert_one_device_agrees(jobs, results):

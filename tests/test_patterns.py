@@ -181,7 +181,7 @@ def test_errors_of_the_size_of_rounding_to_float32_are_called_so():
 def test_step_is_not_blamed_for_a_batch_size_change_or_restart():
     for name, step, said in (
         ("steps/port/one_sentence", 2, "its batch has a different number of sentences"),
-        ("steps/port/changing_slices", 8, "training restarts after step 7"),
+        ("steps/port/changing_micro_batches", 8, "training restarts after step 7"),
     ):
         losses = {key: value + 0.1 for key, value in observed_in(name).items() if key == f"step {step} loss"}
         assert any(said in words for words in patterns(shown(name, losses)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from transformer_parity.transformer.bugs.candidates.forward import CANDIDATES
+from transformer_parity.transformer.bugs.candidates.step_variants import LIMIT_OF_A_SUM
 from transformer_parity.transformer.bugs.catalog import EVERYWHERE, SEARCH, STEP_VARIANTS, STRUCTURE, TRAINING
-from transformer_parity.transformer.bugs.held_out.forward import HELD_OUT
-from transformer_parity.transformer.bugs.held_out.step_variants import LIMIT_OF_A_SUM
 from transformer_parity.transformer.cases import for_ports
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
@@ -46,7 +46,7 @@ def test_a_bug_in_every_sub_layer_is_named_with_taps_and_without(bug, shown):
 
 
 def test_a_limit_of_inner_units_is_named():
-    relu6 = next(bug for bug in HELD_OUT if bug.name == "ReLU6 instead of ReLU")
+    relu6 = next(bug for bug in CANDIDATES if bug.name == "ReLU6 instead of ReLU")
     case = next(case for case in port_cases(CONFIG) if case.name == "full/longest/one_sentence")
     found = diagnose(case, tensors(Hypothesis((relu6,)).load(case.config, case.load_weights()), case), "it")
     assert (found.confidence, found.hypotheses) == (EXACT, ("ReLU6 instead of ReLU",))
@@ -124,7 +124,7 @@ def test_the_cases_for_ports_have_a_limit_between_a_gradient_and_its_sum_over_to
 
 
 @pytest.mark.parametrize("name", ["ids in int16", *(bug.name for part in CLIPPED for bug in TRAINING[part])])
-def test_the_cases_for_ports_have_large_ids_clipping_and_slices(name):
+def test_the_cases_for_ports_have_large_ids_clipping_and_micro_batches(name):
     cases = {case.name: case for case in port_cases(CONFIG)}
     special = {"ids in int16": "full/large_vocabulary", SCALED_UP: "steps/port/small_gradient"}
     case = cases[special.get(name, "steps/port_clipped")]

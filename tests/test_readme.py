@@ -248,9 +248,9 @@ def aims_of(monkeypatch, **seconds):
 
 
 def test_a_share_is_the_time_at_the_limit():
-    assert speeds.share(timed(torch=1.25), "torch") == 0.8
-    assert speeds.share(timed(torch=1.25), "jax") is None
-    assert speeds.share({**timed(torch=1.25), "limit": None}, "torch") is None
+    assert speeds.fraction_of_peak(timed(torch=1.25), "torch") == 0.8
+    assert speeds.fraction_of_peak(timed(torch=1.25), "jax") is None
+    assert speeds.fraction_of_peak({**timed(torch=1.25), "limit": None}, "torch") is None
     assert speeds.percent(0.8) == "80%"
 
 
@@ -302,8 +302,8 @@ def test_the_closest_comparison_of_a_row_names_its_port():
     assert rows["weights"].endswith("| exact | exact | exact |  |")
     for component, row in rows.items():
         found = [one for one in summary if (one["dtype"], one["component"]) == ("float32", component) and one["error"]]
-        largest = max((one["share"] for one in found), default=None)
-        closest = [f"| {results.TITLES[one['backend']]}: `{one['case']}` " for one in found if one["share"] == largest]
+        largest = max((one["ratio"] for one in found), default=None)
+        closest = [f"| {results.TITLES[one['backend']]}: `{one['case']}` " for one in found if one["ratio"] == largest]
         assert not found or any(where in row for where in closest)
 
 

@@ -72,10 +72,10 @@ def test_adam_is_algorithm_1():
         np.testing.assert_allclose(state.second_moment[name], v[name], rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("slices", [2, 4])
-def test_accumulation_is_invisible(slices):
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_accumulation_is_invisible(micro_batches):
     (one, expected), (several, found) = (
-        trained(ref.TrainingConfig(accumulation_steps=k), 3, dropout=NO_DROPOUT) for k in (1, slices)
+        trained(ref.TrainingConfig(accumulation_steps=k), 3, dropout=NO_DROPOUT) for k in (1, micro_batches)
     )
     for ours, theirs in zip(expected, found, strict=True):
         assert ours.tokens == theirs.tokens

@@ -121,12 +121,12 @@ def test_page_from_the_file_is_the_same(result, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("share", "step"),
+    ("ratio", "step"),
     [(0.0, 0), (0.01, 1), (0.011, 2), (0.5, 3), (1.0, 3), (1.01, 4), (1e6, 6), (1e12, 7), (math.nan, 7)],
 )
-def test_color_is_the_share_on_a_logarithmic_scale(share, step):
-    verdict = AGREES if share <= 1.0 else DIVERGES
-    page = Page(html(result_of([replace(SIMPLE, error=share, tolerance=1.0, verdict=verdict)])))
+def test_color_is_the_ratio_on_a_logarithmic_scale(ratio, step):
+    verdict = AGREES if ratio <= 1.0 else DIVERGES
+    page = Page(html(result_of([replace(SIMPLE, error=ratio, tolerance=1.0, verdict=verdict)])))
     cells = [kinds for tag, kinds, _ in page.elements if tag == "td" and kinds and kinds[0] != verdict]
     assert cells == [[f"s{step}"]]
 

@@ -121,8 +121,8 @@ ALLOWED = [
     ("jax tf", "attention", "lacks definition KeyValueCache.__init__", "a dataclass, which both can take apart"),
     ("tf", "attention", "adds definition Nested*", "how TensorFlow takes a dataclass apart"),
     ("jax tf", "parallel", "adds definition check_same", "several processes may be given different things"),
-    ("torch tf", "parallel", "lacks definition divide", "each process computes its own share; NumPy all of them"),
-    ("jax", "parallel.divide", "*", "each process computes its own share; NumPy all of them"),
+    ("torch tf", "parallel", "lacks definition divide", "each process computes its own shard; NumPy all of them"),
+    ("jax", "parallel.divide", "*", "each process computes its own shard; NumPy all of them"),
     *(
         ("jax", "parallel", f"adds definition {name}", "its pure functions take and return arrays, placed on a mesh")
         for name in ("shardings", "place", "constrain")
@@ -160,7 +160,7 @@ ALLOWED = [
     ("torch", "weights", "adds definition gathered", "a parameter may be divided over processes"),
     ("torch", "weights", "adds definition local_part", "a parameter may be divided over processes"),
     ("torch", "optimizer", "adds definition by_mesh", "its fused kernels take tensors of one mesh at a time"),
-    ("torch", "parallel", "adds definition Share*", "each process computes its own share; NumPy all of them"),
+    ("torch", "parallel", "adds definition BatchShard*", "each process computes its own shard; NumPy all of them"),
     ("torch", "layers", "adds definition *OwnDropout*", "its generator draws for no more rows than it is given"),
     ("torch", "weights", "adds definition copy_*", "only torch transposes, moments and gradients too"),
 ]

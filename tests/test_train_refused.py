@@ -249,7 +249,7 @@ def test_invalid_checkpoint_metadata_is_rejected_with_its_value(why, checkpoint,
     assert message in capfd.readouterr().err
 
 
-def test_more_slices_than_pairs_are_refused_at_once(checkpoint, tmp_path, capfd):
+def test_more_micro_batches_than_pairs_are_refused_at_once(checkpoint, tmp_path, capfd):
     path = tmp_path / "checkpoint-0000008.safetensors"
     spoilt(checkpoint, path, settings=dataclasses.replace(checkpoint.settings, accumulation_steps=10**30))
     assert resume(path, "--backend", "numpy") == 3

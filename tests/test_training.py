@@ -159,7 +159,7 @@ def test_train_steps_match_the_written_formulas(backend, kind):
 
 
 def test_step_on_a_padding_batch_changes_no_weights(backend):
-    trainer = at_the_start(backend, "four slices, clipped")
+    trainer = at_the_start(backend, "four micro-batches, clipped")
     result = trainer.train_step(*without_labels(BATCH))
     assert (float(result.loss), int(result.tokens), float(result.gradient_norm)) == (0.0, 0, 0.0)
     assert trainer.step == 1

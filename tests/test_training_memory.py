@@ -212,7 +212,7 @@ def compiled_by_xla(port, kind):
 
 
 @pytest.mark.only("tf")
-@pytest.mark.parametrize("kind", ["plain", "four slices, clipped"])
+@pytest.mark.parametrize("kind", ["plain", "four micro-batches, clipped"])
 def test_xla(port, kind):
     trainer = compiled_by_xla(port, kind)
     assert_near(losses_of(trainer, BATCHES[:3]), losses_of(at_the_start(port, kind), BATCHES[:3]), 1e-12)

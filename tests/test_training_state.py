@@ -188,7 +188,7 @@ def test_bad_batches(backend, case):
 
 
 def test_batch_not_divisible_into_micro_batches_raises_value_error(backend):
-    trainer = at_the_start(backend, "four slices, clipped")
+    trainer = at_the_start(backend, "four micro-batches, clipped")
     before = everything(trainer)
     batch = [array[:6] for array in BATCH]
     assert refusal(trainer.train_step, *batch) == (

@@ -12,7 +12,7 @@ from tiers import first_alone
 
 import reference_numpy
 from transformer_parity.transformer.bugs.bug import Bug
-from transformer_parity.transformer.bugs.held_out.search import seen
+from transformer_parity.transformer.bugs.candidates.search import seen
 from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.compare.comparator import compare

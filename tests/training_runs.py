@@ -20,7 +20,7 @@ PAD = CONFIG.pad_id
 SCHEDULE = {"warmup_steps": 40, "learning_rate_factor": 0.5}
 TRAINERS = {  # dtype, dropout, and settings; each kind is compiled
     "plain": ("float64", NO_DROPOUT, {}),
-    "four slices, clipped": (
+    "four micro-batches, clipped": (
         "float64",
         NO_DROPOUT,
         {"accumulation_steps": 4, "clip_norm": 3.2, "beta1": 0.8, "beta2": 0.95, "epsilon": 1e-3},

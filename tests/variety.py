@@ -50,7 +50,7 @@ DIMENSIONS = {
     },
     "steps": {
         "gradient norm": ("not clipped", "above the limit", "below the limit"),
-        "slices": (1, 2),
+        "micro_batches": (1, 2),
         "rows per step": ("the same", "changing"),
         "rows without labels": YES_NO,
         "cooldown": YES_NO,
@@ -115,7 +115,7 @@ def values_of(case) -> dict[str, object]:
         sizes = case.rows or (sentences,)
         return {
             "gradient norm": _norms(case),
-            "slices": case.training.accumulation_steps,
+            "micro_batches": case.training.accumulation_steps,
             "rows per step": "changing" if len(set(sizes)) > 1 else "the same",
             "rows without labels": _is_unlabeled(case),
             "cooldown": case.training.cooldown_steps > 0,

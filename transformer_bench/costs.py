@@ -61,7 +61,7 @@ def collectives(plan: Plan, config: TransformerConfig, batch: Batch) -> list[Col
     attention and of the feed-forward network and, in the backward pass, the gradients of the inputs of sharded matmuls.
     """
     own = sum(_numbers(plan, config))
-    activations = config.d_model * sum(_sums(config, _share(plan, batch)))
+    activations = config.d_model * sum(_sums(config, _shard(plan, batch)))
     found = (
         Collective(ALL_GATHER, "parameters", "fsdp", plan.fsdp, 2 * own),
         Collective(REDUCE_SCATTER, "gradient", "fsdp", plan.fsdp, own),
@@ -87,7 +87,7 @@ def held(plan: Plan, config: TransformerConfig, batch: Batch, itemsize: int = 4)
         size // (plan.fsdp if fsdp_axis(name, shape, plan.fsdp) is not None else 1)
         for (name, shape), size in zip(parameter_shapes(config).items(), _numbers(plan, config), strict=True)
     )
-    numbers = own, own, 2 * own, sum(_operands(plan, config, _share(plan, batch)))
+    numbers = own, own, 2 * own, sum(_operands(plan, config, _shard(plan, batch)))
     return {what: itemsize * number for what, number in zip(HELD, numbers, strict=True)}
 
 
@@ -97,13 +97,13 @@ def _numbers(plan: Plan, config: TransformerConfig) -> Iterator[int]:
         yield math.prod(shape) // (plan.tensor if tensor_axis(name) is not None else 1)
 
 
-def _share(plan: Plan, batch: Batch) -> Batch:
-    return Batch(-(-batch.rows // plan.shares), batch.source, batch.target)
+def _shard(plan: Plan, batch: Batch) -> Batch:
+    return Batch(-(-batch.rows // plan.shards), batch.source, batch.target)
 
 
-def _sums(config: TransformerConfig, share: Batch) -> Iterator[int]:
+def _sums(config: TransformerConfig, shard: Batch) -> Iterator[int]:
     """Yield the number of positions, each with d_model elements, in every all-reduce of tensor parallelism."""
-    source, target = share.rows * share.source, share.rows * share.target
+    source, target = shard.rows * shard.source, shard.rows * shard.target
     for _ in range(config.num_encoder_layers):
         yield 2 * source  # the outputs of attention and the feed-forward network
         yield 4 * source  # the input gradients of the query, key, value, and inner projections
@@ -115,9 +115,9 @@ def _sums(config: TransformerConfig, share: Batch) -> Iterator[int]:
         yield 2 * source  # the input gradients of key and value in cross-attention
 
 
-def _operands(plan: Plan, config: TransformerConfig, share: Batch) -> Iterator[int]:
+def _operands(plan: Plan, config: TransformerConfig, shard: Batch) -> Iterator[int]:
     """Yield the number of elements in each matmul operand that isn't a parameter, and in the logits."""
-    source, target = share.rows * share.source, share.rows * share.target
+    source, target = shard.rows * shard.source, shard.rows * shard.target
 
     def attention(sizes, queries, keys):
         """Return the number of elements in the query-side input and in query, key, value, and context."""

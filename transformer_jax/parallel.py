@@ -94,10 +94,10 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
     return held
 
 
-def divide(trainer: Any, batch: Sequence[Array], slices: int) -> Sequence[Array]:
+def divide(trainer: Any, batch: Sequence[Array], micro_batches: int) -> Sequence[Array]:
     """Return a batch whose rows are divided over the devices of a mesh.
 
-    The shape is [rows, L], or [slices, rows, L] if there are several micro-batches.
+    The shape is [rows, L], or [micro_batches, rows, L] if there are several micro-batches.
 
     Raises:
         ValueError: If the first batches or the settings of the processes differ.
@@ -108,11 +108,11 @@ def divide(trainer: Any, batch: Sequence[Array], slices: int) -> Sequence[Array]
         given = trainer.step, trainer.seed, trainer.settings, trainer.model.config
         check_same("seed, settings, and batch", *given, *(np.asarray(ids).tolist() for ids in batch))
         trainer.has_checked_batches = True
-    sharding = _sharding(trainer.mesh, [None] * (slices > 1) + [_rows(trainer.mesh)])
+    sharding = _sharding(trainer.mesh, [None] * (micro_batches > 1) + [_rows(trainer.mesh)])
     divided = []
     for ids in batch:
-        parts = spread(np.asarray(ids), slices, trainer.plan.shares, trainer.model.config.pad_id)
-        parts = parts.reshape(*[slices] * (slices > 1), -1, ids.shape[1])
+        parts = spread(np.asarray(ids), micro_batches, trainer.plan.shards, trainer.model.config.pad_id)
+        parts = parts.reshape(*[micro_batches] * (micro_batches > 1), -1, ids.shape[1])
         # Every process has the full batch and passes the rows of its devices.
         divided.append(jax.make_array_from_callback(parts.shape, sharding, parts.__getitem__))
     return tuple(divided)

@@ -303,11 +303,11 @@ class Sample(Greedy):
         """Sort the tokens of each row by probability, and return the token at the quantile given by a random number."""
         values, index = top(log_probabilities, log_probabilities.shape[1])  # [R, V]
         is_in = jnp.arange(values.shape[1]) < plan.top_k
-        shares = jax.nn.softmax(jnp.where(is_in, values / plan.temperature, -inf))
-        shares = jnp.where(shares.cumsum(-1) - shares < plan.top_p, shares, 0.0)
-        sums = shares.cumsum(-1)
+        probs = jax.nn.softmax(jnp.where(is_in, values / plan.temperature, -inf))
+        probs = jnp.where(probs.cumsum(-1) - probs < plan.top_p, probs, 0.0)
+        sums = probs.cumsum(-1)
         drawn = plan.uniforms[:, :, n - 1].reshape(-1, 1) * sums[:, -1:]  # [R, 1]
-        rank = jnp.minimum((sums <= drawn).sum(-1), (shares > 0.0).sum(-1) - 1)  # rounding may yield the sum itself
+        rank = jnp.minimum((sums <= drawn).sum(-1), (probs > 0.0).sum(-1) - 1)  # rounding may yield the sum itself
         return jnp.take_along_axis(index, rank[:, None], 1)[:, 0]
 
 

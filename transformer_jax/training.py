@@ -279,10 +279,10 @@ class Trainer:
 
     def _take(self, source_ids, target_ids, labels):
         """Check and return a batch, divided over the devices, and the random bits of its dropout."""
-        slices = self.settings.accumulation_steps
+        micro_batches = self.settings.accumulation_steps
         batch = _take(self.model, source_ids, target_ids, labels)
-        check_accumulation(slices, len(batch[0]))
-        return divide(self, batch, slices), np.random.SeedSequence([self.seed, self.step]).generate_state(2)
+        check_accumulation(micro_batches, len(batch[0]))
+        return divide(self, batch, micro_batches), np.random.SeedSequence([self.seed, self.step]).generate_state(2)
 
 
 @as_placed
@@ -339,19 +339,19 @@ def _step(structure, settings, parameters, optimizer, batch, numbers):
 
 def _gradient(structure, settings, parameters, batch, random_bits):
     """Return the loss, the number of tokens, and the gradient, summed over a batch's micro-batches."""
-    slices = settings.accumulation_steps
+    micro_batches = settings.accumulation_steps
     key = jax.random.wrap_key_data(random_bits, impl="threefry2x32")
     differentiate = jax.value_and_grad(partial(_loss_with_dropout, structure, settings), has_aux=True)
 
-    def add_slice(sums, inputs):
+    def add_micro_batch(sums, inputs):
         part, number = inputs
         (total, tokens), gradient = differentiate(parameters, part, jax.random.fold_in(key, number))
         return jax.tree.map(jnp.add, sums, (total, tokens, gradient)), None
 
-    parts = jax.tree.map(lambda ids: ids.reshape(slices, -1, ids.shape[-1]), batch)
+    parts = jax.tree.map(lambda ids: ids.reshape(micro_batches, -1, ids.shape[-1]), batch)
     zeros = constrain(jax.tree.map(jnp.zeros_like, parameters), structure.mesh)
     sums = (jnp.zeros((), zeros["source_embedding.table"].dtype), jnp.zeros((), int), zeros)
-    return jax.lax.scan(add_slice, sums, (parts, jnp.arange(slices)))[0]
+    return jax.lax.scan(add_micro_batch, sums, (parts, jnp.arange(micro_batches)))[0]
 
 
 def _loss_with_dropout(structure, settings, parameters, batch, key):

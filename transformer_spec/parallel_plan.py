@@ -103,7 +103,7 @@ class Plan:
         return self.data * self.fsdp * self.tensor
 
     @property
-    def shares(self) -> int:
+    def shards(self) -> int:
         """Number of shards of a batch."""
         return self.data * self.fsdp
 
@@ -166,7 +166,9 @@ def fsdp_axis(name: str, shape: tuple[int, ...], fsdp: int) -> int | None:
     return next(axes, None)
 
 
-def spread(ids: Int[ndarray, "B L"], slices: int, shares: int, pad_id: int) -> Int[ndarray, "slices shares R L"]:
+def spread(
+    ids: Int[ndarray, "B L"], micro_batches: int, shards: int, pad_id: int
+) -> Int[ndarray, "micro_batches shards R L"]:
     """Return the rows of each shard of each micro-batch, in order.
 
     The batch is first divided into micro-batches, so these don't depend on the plan. If the rows of a micro-batch can't
@@ -174,13 +176,13 @@ def spread(ids: Int[ndarray, "B L"], slices: int, shares: int, pad_id: int) -> I
 
     Args:
         ids: Token IDs of the batch.
-        slices: Number of micro-batches.
-        shares: Number of shards of each micro-batch.
+        micro_batches: Number of micro-batches.
+        shards: Number of shards of each micro-batch.
         pad_id: ID of the padding token.
     """
-    parts = ids.reshape(slices, -1, ids.shape[1])
-    rows = -(-parts.shape[1] // shares)
-    if missing := rows * shares - parts.shape[1]:
+    parts = ids.reshape(micro_batches, -1, ids.shape[1])
+    rows = -(-parts.shape[1] // shards)
+    if missing := rows * shards - parts.shape[1]:
         padding = (0, 0), (0, missing), (0, 0)
         parts = np.pad(parts, padding, constant_values=pad_id)
-    return parts.reshape(slices, shares, rows, ids.shape[1])
+    return parts.reshape(micro_batches, shards, rows, ids.shape[1])

@@ -104,9 +104,9 @@ def _traced(trainer, function, arguments, by_xla):
         return function(*part, *numbers)
 
     def on_device(parts, *numbers):
-        share = tf.distribute.get_replica_context().replica_id_in_sync_group
-        with own_rows(share, trainer.plan.shares) if trainer.dropout == "global" else nullcontext():
-            return whole(tf.nest.map_structure(lambda x: x[share], parts), *numbers)
+        shard = tf.distribute.get_replica_context().replica_id_in_sync_group
+        with own_rows(shard, trainer.plan.shards) if trainer.dropout == "global" else nullcontext():
+            return whole(tf.nest.map_structure(lambda x: x[shard], parts), *numbers)
 
     def on_mesh(*arguments):
         return mesh.experimental_local_results(mesh.run(on_device, arguments))[0]

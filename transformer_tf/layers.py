@@ -39,18 +39,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swish": tf.nn.silu,
 }
 
-_OWN_ROWS: ContextVar[tuple[Any, int] | None] = ContextVar("share, shares", default=None)
+_OWN_ROWS: ContextVar[tuple[Any, int] | None] = ContextVar("shard, shards", default=None)
 
 
 @contextmanager
-def own_rows(share: Any, shares: int) -> Iterator[None]:
+def own_rows(shard: Any, shards: int) -> Iterator[None]:
     """Within the context, let dropout draw random numbers for the full batch but use only one shard's rows.
 
     Args:
-        share: Index of the shard.
-        shares: Number of shards.
+        shard: Index of the shard.
+        shards: Number of shards.
     """
-    before = _OWN_ROWS.set((share, shares))
+    before = _OWN_ROWS.set((shard, shards))
     try:
         yield
     finally:
@@ -134,8 +134,8 @@ class Dropout(Configured, keras.layers.Dropout):
         found = _OWN_ROWS.get()
         if found is None or not (training and self.rate):
             return super().call(x, training)
-        share, shares = found
+        shard, shards = found
         rows, *others = tf.unstack(tf.shape(x))
         # Each number depends only on its position, so padding rows at the end don't affect the others.
-        scales = super().call(tf.ones([rows * shares, *others], x.dtype), training)
-        return x * scales[share * rows : (share + 1) * rows]
+        scales = super().call(tf.ones([rows * shards, *others], x.dtype), training)
+        return x * scales[shard * rows : (shard + 1) * rows]

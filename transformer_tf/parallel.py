@@ -98,8 +98,8 @@ def check_copies(trainer: Any) -> None:
         )
 
 
-def spread_rows(trainer: Any, batch: Sequence[Any], slices: int) -> tuple[Any, ...]:
-    """Return a batch for ``call_on_devices``. On a mesh, this is [shares, rows, length]: the rows of each device.
+def spread_rows(trainer: Any, batch: Sequence[Any], micro_batches: int) -> tuple[Any, ...]:
+    """Return a batch for ``call_on_devices``. On a mesh, this is [shards, rows, length]: the rows of each device.
 
     Raises:
         ValueError: If the first batches, the settings, or the weights of the processes differ.
@@ -112,8 +112,9 @@ def spread_rows(trainer: Any, batch: Sequence[Any], slices: int) -> tuple[Any, .
         check_same(trainer.mesh, "weights", *(x.numpy().tobytes() for x in parameters(trainer.model).values()))
         trainer.has_checked_batches = True
     plan, pad_id = trainer.plan, trainer.model.config.pad_id
-    parts = [spread(np.asarray(ids), slices, plan.shares, pad_id) for ids in batch]  # [slices, shares, R, L]
-    return tuple(ids.swapaxes(0, 1).reshape(plan.shares, -1, ids.shape[-1]) for ids in parts)
+    # Each array has the shape [micro_batches, shards, R, L].
+    parts = [spread(np.asarray(ids), micro_batches, plan.shards, pad_id) for ids in batch]
+    return tuple(ids.swapaxes(0, 1).reshape(plan.shards, -1, ids.shape[-1]) for ids in parts)
 
 
 def check_same(mesh: tf.distribute.Strategy, what: str, *values: Any) -> None:
@@ -134,7 +135,7 @@ def check_same(mesh: tf.distribute.Strategy, what: str, *values: Any) -> None:
         raise ValueError(f"all processes must have the same {what}: process {process} differs")
 
 
-def random_bits(trainer: Any, sites: int) -> Int[ndarray, "*shares slices sites 2"]:
+def random_bits(trainer: Any, sites: int) -> Int[ndarray, "*shards micro_batches sites 2"]:
     """Return the random bits for each dropout layer of a step. On a mesh, return them for each device."""
     shape = trainer.settings.accumulation_steps, sites, 2
     entropy = [trainer.seed, trainer.step]
@@ -144,8 +145,8 @@ def random_bits(trainer: Any, sites: int) -> Int[ndarray, "*shares slices sites 
 
     if trainer.mesh is None:
         return draw(entropy)
-    shares = range(trainer.plan.shares)
-    return np.stack([draw([*entropy, share] if trainer.dropout == "local" else entropy) for share in shares])
+    shards = range(trainer.plan.shards)
+    return np.stack([draw([*entropy, shard] if trainer.dropout == "local" else entropy) for shard in shards])
 
 
 def summed(trainer: Any, values: Any) -> Any:

@@ -301,11 +301,11 @@ class Sample(Greedy):
         """Sort the tokens of each row by probability, and return the token at the quantile given by a random number."""
         values, index = top(log_probabilities, log_probabilities.shape[1])  # [R, V]
         is_in = tf.range(values.shape[1]) < plan.top_k
-        shares = tf.nn.softmax(tf.where(is_in, values / tf.cast(plan.temperature, values.dtype), -inf))
-        shares = tf.where(tf.cumsum(shares, -1) - shares < tf.cast(plan.top_p, shares.dtype), shares, 0.0)
-        sums = tf.cumsum(shares, -1)
+        probs = tf.nn.softmax(tf.where(is_in, values / tf.cast(plan.temperature, values.dtype), -inf))
+        probs = tf.where(tf.cumsum(probs, -1) - probs < tf.cast(plan.top_p, probs.dtype), probs, 0.0)
+        sums = tf.cumsum(probs, -1)
         drawn = tf.reshape(tf.gather(plan.uniforms, n - 1, axis=2), [-1, 1]) * sums[:, -1:]  # [R, 1]
-        below, last = (tf.reduce_sum(tf.cast(x, tf.int32), -1) for x in (sums <= drawn, shares > 0.0))
+        below, last = (tf.reduce_sum(tf.cast(x, tf.int32), -1) for x in (sums <= drawn, probs > 0.0))
         rank = tf.minimum(below, last - 1)  # rounding may yield the sum itself
         return tf.gather(index, rank, batch_dims=1)
 

@@ -304,9 +304,9 @@ class Trainer:
 
     def _part(self, batch):
         """Return the rows of a batch and the random bits of its dropout. On a mesh, their first axis is the device."""
-        slices = self.settings.accumulation_steps
-        check_accumulation(slices, batch[0].shape[0])
-        return spread_rows(self, batch, slices), tf.constant(random_bits(self, len(self._seeds)))
+        micro_batches = self.settings.accumulation_steps
+        check_accumulation(micro_batches, batch[0].shape[0])
+        return spread_rows(self, batch, micro_batches), tf.constant(random_bits(self, len(self._seeds)))
 
     def _step(self, batch, random_bits, numbers):
         """Take one step on a batch. Return the loss, the number of tokens, and the norm of the gradient."""
@@ -320,19 +320,19 @@ class Trainer:
 
     def _gradient(self, batch, random_bits):
         """Return the loss, the number of tokens, and the gradient, summed over a batch's micro-batches and shards."""
-        slices = self.settings.accumulation_steps
-        if slices == 1:
-            return summed(self, self._gradient_of_slice(batch, random_bits[0]))
+        micro_batches = self.settings.accumulation_steps
+        if micro_batches == 1:
+            return summed(self, self._gradient_of_micro_batch(batch, random_bits[0]))
         zeros = {name: tf.zeros_like(parameter) for name, parameter in _trained(self._variables).items()}
         found = tf.foldl(
-            lambda sums, part: tf.nest.map_structure(tf.add, sums, self._gradient_of_slice(*part)),
-            (tuple(tf.reshape(ids, [slices, -1, tf.shape(ids)[1]]) for ids in batch), random_bits),
+            lambda sums, part: tf.nest.map_structure(tf.add, sums, self._gradient_of_micro_batch(*part)),
+            (tuple(tf.reshape(ids, [micro_batches, -1, tf.shape(ids)[1]]) for ids in batch), random_bits),
             (tf.zeros([], self.model.variable_dtype), tf.constant(0), zeros),
             parallel_iterations=1,  # micro-batches exist to save memory
         )
         return summed(self, found)
 
-    def _gradient_of_slice(self, batch, random_bits):
+    def _gradient_of_micro_batch(self, batch, random_bits):
         model = self.model
         # In this scope, dropout uses the given bits and doesn't change the model's own generators.
         dropout = keras.StatelessScope(zip(self._seeds, tf.unstack(random_bits), strict=True))

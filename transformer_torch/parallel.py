@@ -82,7 +82,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
     Args:
         trainer: Trainer whose model is divided. Without a mesh, each parameter is one shard.
     """
-    number = trainer.share.number
+    number = trainer.shard.number
     held = {}
     for name, parameter in parameters(trainer.model).items():
         index, local = local_part(parameter)
@@ -91,7 +91,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
     return held
 
 
-class Share:
+class BatchShard:
     """One process's part of each step: its rows of each micro-batch and its part of the model.
 
     Args:
@@ -128,7 +128,9 @@ class Share:
         """Numbers that seed dropout, in addition to the seed and the step."""
         return (self.index,) if self.mesh is not None and self.local else ()
 
-    def slices(self, batch: Sequence[Int[Tensor, "B _"]], count: int) -> Iterator[tuple[Int[Tensor, "R _"], ...]]:
+    def micro_batches(
+        self, batch: Sequence[Int[Tensor, "B _"]], count: int
+    ) -> Iterator[tuple[Int[Tensor, "R _"], ...]]:
         """Yield this process's rows of each micro-batch. If the rows can't be divided equally, padding rows are added.
 
         Raises:
@@ -144,7 +146,7 @@ class Share:
             self.check_same("batch", [ids.tolist() for ids in batch])
             self.has_checked_batches = True
         rows = np.arange(len(batch[0]))[:, None]
-        own = spread(rows, count, self.plan.shares, -1)[:, self.index, :, 0]  # [count, R], -1 for padding
+        own = spread(rows, count, self.plan.shards, -1)[:, self.index, :, 0]  # [count, R], -1 for padding
         first, drawn = (0, own.shape[1]) if self.local else (self.index * own.shape[1], len(rows) // count)
         for dropout in self.dropouts:
             dropout.first, dropout.rows = first, drawn
@@ -267,7 +269,7 @@ def _divide(model, whole, plan):
         copies = DistributedDataParallel(model, process_group=group, forward_sync_buffers=False)
         copies.register_comm_hook(group, _sum)
         return copies
-    if plan.shares > 1:
+    if plan.shards > 1:
         over = whole["data", "fsdp"] if plan.data > 1 else whole["fsdp"]
         for module in (*model.encoder.layers, *model.decoder.layers, model):
             fully_shard(module, mesh=over, reshard_after_forward=True)  # also if there is no backward pass

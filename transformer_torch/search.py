@@ -302,12 +302,12 @@ class Sample(Greedy):
         """Sort the tokens of each row by probability, and return the token at the quantile given by a random number."""
         values, index = top(log_probabilities, log_probabilities.shape[1])  # [R, V]
         is_in = torch.arange(values.shape[1], device=values.device) < plan.top_k
-        shares = torch.where(is_in, values / plan.temperature, -inf).softmax(-1)
-        shares = torch.where(shares.cumsum(-1) - shares < plan.top_p, shares, 0.0)
-        sums = shares.cumsum(-1)
+        probs = torch.where(is_in, values / plan.temperature, -inf).softmax(-1)
+        probs = torch.where(probs.cumsum(-1) - probs < plan.top_p, probs, 0.0)
+        sums = probs.cumsum(-1)
         drawn = plan.uniforms[:, :, n - 1].reshape(-1, 1) * sums[:, -1:]  # [R, 1]
         # Rounding may yield the sum itself.
-        rank = torch.minimum((sums <= drawn).sum(-1), (shares > 0.0).sum(-1) - 1)
+        rank = torch.minimum((sums <= drawn).sum(-1), (probs > 0.0).sum(-1) - 1)
         return index.gather(1, rank[:, None])[:, 0]
 
 

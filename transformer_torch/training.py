@@ -35,7 +35,7 @@ from transformer_spec.taps import Recorder, no_tap
 from transformer_spec.training_config import Gradients, StepResult, TrainingConfig, TrainingState
 from transformer_torch.layers import inference
 from transformer_torch.optimizer import Adam, by_mesh, clip_factor, global_norm
-from transformer_torch.parallel import Share, plan_of
+from transformer_torch.parallel import BatchShard, plan_of
 from transformer_torch.runtime import dtype_name, to_ids
 from transformer_torch.transformer import transformer_of
 from transformer_torch.weights import check_complete, computed_with, copy_in, copy_out, is_divided, parameters
@@ -173,8 +173,8 @@ class Trainer:
         seed = check_integer("seed", seed, minimum=0)
         check_choice("dropout", dropout, DROPOUTS)
         self.mesh, self.plan, self.dropout = mesh, plan_of(mesh, config), dropout
-        self.share = Share(model, mesh, dropout)
-        self.share.check_same("seed, settings, dropout, and model", (seed, settings, dropout, config))
+        self.shard = BatchShard(model, mesh, dropout)
+        self.shard.check_same("seed, settings, dropout, and model", (seed, settings, dropout, config))
         self.model = model.eval()
         self.settings = settings
         self.seed = seed
@@ -201,7 +201,7 @@ class Trainer:
         settings, config = self.settings, transformer_of(self.model).config
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(settings.accumulation_steps, len(batch[0]))
-        with _training(self.model, settings, self.seed, self.step, *self.share.entropy):
+        with _training(self.model, settings, self.seed, self.step, *self.shard.entropy):
             loss, tokens, gradient = self._gradient(batch)
         norm = global_norm(gradient)
         if settings.clip_norm is not None:
@@ -230,7 +230,7 @@ class Trainer:
         named = parameters(transformer_of(self.model))
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(self.settings.accumulation_steps, len(batch[0]))
-        with _training(self.model, self.settings, self.seed, self.step, *self.share.entropy):
+        with _training(self.model, self.settings, self.seed, self.step, *self.shard.entropy):
             loss, _, _ = self._gradient(batch)
         found = {name: copy_out(name, p.grad) for name, p in named.items() if p.grad is not None}
         self.model.zero_grad()
@@ -254,9 +254,9 @@ class Trainer:
         batch = _take(self.model, source_ids, target_ids, labels)
         with inference(self.model):
             config = transformer_of(self.model).config.replace(label_smoothing=0.0)
-            (part,) = self.share.slices(batch, 1)
-            total, tokens = _loss(self.share.module, part, config)
-        return self.share.summed(total), self.share.summed(tokens)
+            (part,) = self.shard.micro_batches(batch, 1)
+            total, tokens = _loss(self.shard.module, part, config)
+        return self.shard.summed(total), self.shard.summed(tokens)
 
     def export_state(self) -> TrainingState:
         """Return a copy of the step number, the seed, and the moments.
@@ -305,16 +305,16 @@ class Trainer:
             raise ValueError(f"the optimizer must have all trainable parameters: create a new Trainer for {some(lost)}")
         tokens = (batch[2] != config.pad_id).sum()
         self.optimizer.zero_grad()
-        for part in self.share.slices(batch, settings.accumulation_steps):
+        for part in self.shard.micro_batches(batch, settings.accumulation_steps):
             with torch.autocast(tokens.device.type, torch.bfloat16) if settings.mixed_bfloat16 else nullcontext():
-                total, _ = self._loss(self.share.module, part, config)
+                total, _ = self._loss(self.shard.module, part, config)
             loss = total / tokens.clamp(min=1)
             loss.backward()
             losses.append(loss.detach())
         if lost := [name for name, p in trained.items() if p.grad is None]:  # for example before a quantized layer
             raise ValueError(f"the loss must depend on all trainable parameters: freeze or remove {some(lost)}")
         gradient = [p.grad for p in known if p.grad is not None]  # empty for frozen parameters
-        return self.share.summed(torch.stack(losses).sum()), tokens, gradient
+        return self.shard.summed(torch.stack(losses).sum()), tokens, gradient
 
 
 def _take(model, source_ids, target_ids, labels):

@@ -14,7 +14,7 @@ from typing import Any
 from docutils import nodes
 from panes import PACKAGES, ROOT, TITLES
 from results import conformance, devices, mutation, selftest, speed, tolerances, verdict
-from speeds import compared, goals, kept, shares, translated
+from speeds import compared, fractions_of_peak, goals, kept, translated
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
@@ -227,7 +227,7 @@ TABLES = {
     "verdict": verdict,
     "selftest": selftest,
     "tolerances": tolerances,
-    "shares": shares,
+    "fractions_of_peak": fractions_of_peak,
     "goals": goals,
     "kept": kept,
     "translated": translated,

@@ -96,7 +96,7 @@ def conformance(dtype: str) -> Iterator[str]:
     yield "|---|" + "---:|" * len(PORTS) + "---|"
     for component in dict.fromkeys(component for component, _ in rows):
         cells = [rows[component, port] for port in PORTS]
-        worst = max(cells, key=lambda row: row["share"])
+        worst = max(cells, key=lambda row: row["ratio"])
         errors = " | ".join(map(shown_error, cells))
         where = f"{TITLES[worst['backend']]}: `{worst['case']}` `{worst['tap']}`" if worst["error"] else ""
         yield f"| {component} | {errors} | {where} |"
@@ -118,8 +118,8 @@ def verdict() -> Iterator[str]:
 def shown_error(row: dict[str, Any]) -> str:
     """Return an error, its tolerance, and the error as a percentage of the tolerance."""
     error, tolerance = (re.sub(r"e-0*", "e-", f"{row[name]:.0e}") for name in ("error", "tolerance"))
-    share = "<0.1" if 100 * row["share"] < 0.1 else f"{100 * row['share']:.2g}"
-    return f"{error} of {tolerance} ({share}%)" if row["error"] else "exact"
+    percentage = "<0.1" if 100 * row["ratio"] < 0.1 else f"{100 * row['ratio']:.2g}"
+    return f"{error} of {tolerance} ({percentage}%)" if row["error"] else "exact"
 
 
 def short(tolerance: float) -> str:
@@ -173,7 +173,7 @@ def closest() -> Iterator[str]:
     yield "|---|" + "---|" * len(PORTS)
     for dtype in ("float64", "float32"):
         of_dtype = [[row for row in rows if (row["backend"], row["dtype"]) == (port, dtype)] for port in PORTS]
-        worst = (max(of_port, key=lambda row: row["share"]) for of_port in of_dtype)
+        worst = (max(of_port, key=lambda row: row["ratio"]) for of_port in of_dtype)
         yield f"| {dtype} | {' | '.join(shown_error(row) for row in worst)} |"
     yield from (row for row in devices() if row.startswith(ON_FOUR))
 

@@ -49,21 +49,21 @@ def own_race(task: str, machine: str, port: str) -> dict[str, Any]:
     return race(name if (ROOT / "benchmarks" / machine / f"{name}.json").exists() else f"{task}-base", machine)
 
 
-def share(found: dict[str, Any], name: str) -> float | None:
+def fraction_of_peak(found: dict[str, Any], name: str) -> float | None:
     """Return the time of the work at the machine's peak relative to the measured time, or None if unknown."""
     seconds = found["implementations"].get(name, {}).get("median_seconds")
     limit = found.get("limit")
     return limit["seconds"] / seconds if limit and seconds else None
 
 
-def shares() -> Iterator[str]:
+def fractions_of_peak() -> Iterator[str]:
     """Yield one Markdown table per processor with the percentage of the peak for each task and size."""
     for machine, title in MACHINES.items():
         columns = {f"{task}, {size}": race(f"{task}-{size}", machine) for task in TASKS for size in SIZES}
         yield f"| {title} | {' | '.join(columns)} |"
         yield "|---|" + "---:|" * len(columns)
         for name, called in IMPLEMENTATIONS.items():
-            cells = [percent(share(found, name)) for found in columns.values()]
+            cells = [percent(fraction_of_peak(found, name)) for found in columns.values()]
             if any(cells):
                 yield f"| {called} | {' | '.join(cells)} |"
         limits = [found.get("limit") for found in columns.values()]
@@ -145,7 +145,7 @@ def aims(machine: str) -> Iterator[Aim]:
     for task in races:
         found = own_race(task, machine, "torch")
         versus = against_peer(found, "torch")
-        part = share(found, versus.peer) if versus else None
+        part = fraction_of_peak(found, versus.peer) if versus else None
         if part is None:
             yield Aim(f"torch / best PyTorch alternative, {task}", f"{below[task]:.2f} or {above[task]:.2f}", "", None)
         else:
@@ -162,7 +162,7 @@ def aims(machine: str) -> Iterator[Aim]:
             yield at_most(f"{name} / {PEERS[name][0]}, {task}", goal, versus, name)
     for task, every, best in (("forward", 0.85, 0.95), ("train", 0.65, 0.80)):
         forms = [best_form(races[task], port) for port in PORTS]
-        parts = {form: share(races[task], form) for form in forms if form}
+        parts = {form: fraction_of_peak(races[task], form) for form in forms if form}
         listed = ", ".join(f"{form} {percent(part)}" for form, part in parts.items() if part)
         known = [part for part in parts.values() if part]
         whole = f"{percent(every)} for every port, {percent(best)} for the best port"

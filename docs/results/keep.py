@@ -41,7 +41,7 @@ def worst(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             **{name: row[name] for name in ("backend", "dtype", "component", "comparisons", "verdict")},
-            **{name: row["worst"][name] for name in ("case", "tap", "error", "tolerance", "share")},
+            **{name: row["worst"][name] for name in ("case", "tap", "error", "tolerance", "ratio")},
         }
         for row in report["summary"]
     ]

@@ -131,8 +131,10 @@ class MeanOfMeans(reference_numpy.Trainer):
 
     def train_step(self, source_ids: Any, target_ids: Any, labels: Any) -> Any:
         """Take a step."""
-        slices = [np.split(array, self.settings.accumulation_steps) for array in (source_ids, target_ids, labels)]
-        found = [reference_numpy.gradients(self.model, *part) for part in zip(*slices, strict=True)]
+        micro_batches = [
+            np.split(array, self.settings.accumulation_steps) for array in (source_ids, target_ids, labels)
+        ]
+        found = [reference_numpy.gradients(self.model, *part) for part in zip(*micro_batches, strict=True)]
         gradient = {name: np.sum([g.parameters[name] for g in found], 0) for name in found[0].parameters}
         self.step += 1
         learning_rate = self.settings.learning_rate(self.step, self.model.config.d_model)

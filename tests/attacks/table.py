@@ -117,7 +117,7 @@ def _first(findings: Sequence[Finding]) -> str:
     """Return the first finding that isn't an agreement, or the reasons why comparisons were skipped."""
     for finding in findings:
         if finding.verdict not in (AGREES, SKIPPED):
-            detail = finding.detail or f"error {finding.error:.1e}, {finding.share:.3g} times what is allowed"
+            detail = finding.detail or f"error {finding.error:.1e}, {finding.ratio:.3g} times what is allowed"
             place = " ".join(filter(None, (finding.verdict, finding.dtype, finding.case, finding.tap)))
             return f"{place}: {detail}"
     return "; ".join(dict.fromkeys(finding.detail for finding in findings if finding.verdict == SKIPPED))

@@ -45,7 +45,7 @@ class Finding:
     stage: str = ""
 
     @property
-    def share(self) -> float:
+    def ratio(self) -> float:
         """The error as a fraction of the tolerance. Values above 1 fail."""
         return self.error / self.tolerance if self.tolerance else (0.0 if self.error == 0.0 else math.inf)
 
@@ -62,9 +62,9 @@ class Finding:
         """A description of the failure. If the error is far over the tolerance, the ratio is omitted."""
         if self.detail:
             return self.detail
-        if self.share >= FAR_BEYOND:
+        if self.ratio >= FAR_BEYOND:
             return f"error {self.error:.1e}, tolerance {self.tolerance:.1e}"
-        return f"error {self.error:.1e}, {self.share:.3g} times the tolerance of {self.tolerance:.1e}"
+        return f"error {self.error:.1e}, {self.ratio:.3g} times the tolerance of {self.tolerance:.1e}"
 
     @property
     def is_near_tie(self) -> bool:
@@ -73,7 +73,7 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as built-in Python types."""
-        return {**asdict(self), "share": self.share}
+        return {**asdict(self), "ratio": self.ratio}
 
 
 # The tensors of a port by case and dtype. The tensors of each case are in the order of computation.

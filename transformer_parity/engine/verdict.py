@@ -229,4 +229,4 @@ def _is_undecided(findings: Sequence[Finding]) -> bool:
 
 def worst(findings: Iterable[Finding]) -> Finding:
     """Return the finding with the worst verdict or, in case of a tie, with the largest percentage of the tolerance."""
-    return max(findings, key=lambda finding: (SEVERITY.index(finding.verdict), finding.share))
+    return max(findings, key=lambda finding: (SEVERITY.index(finding.verdict), finding.ratio))

@@ -66,10 +66,10 @@ class Setup:
         """
         vocabulary = self.corpus.vocabulary.numbered(self.config)
         training, held_out = (number(pairs, vocabulary) for pairs in (self.corpus.training, self.corpus.held_out))
-        slices, most = self.settings.accumulation_steps, max(self.tokens_per_batch, LONGEST)
-        batches = Batches(training, self.config, self.tokens_per_batch, self.seed, slices, most)
+        micro_batches, most = self.settings.accumulation_steps, max(self.tokens_per_batch, LONGEST)
+        batches = Batches(training, self.config, self.tokens_per_batch, self.seed, micro_batches, most)
         validation = Batches(held_out, self.config, self.tokens_per_batch, max_length=most)
-        positions = max(rows * max(widths) for rows, *widths in batches.shapes) // slices
+        positions = max(rows * max(widths) for rows, *widths in batches.shapes) // micro_batches
         layers = self.config.num_encoder_layers + self.config.num_decoder_layers
         # Estimated number of activations per position that are stored for the backward pass.
         kept = self.config.d_model * layers * (1 if self.settings.activation_checkpointing else 8)

@@ -25,7 +25,7 @@ class Cell:
     """One value in the matrix."""
 
     error: str
-    share: str
+    percentage: str
     verdict: str
     step: int
     blame: str  # "introduced" or "inherited"; empty if unknown
@@ -109,7 +109,7 @@ def _matrix(case: str, entries: Sequence[Result], blames: Mapping[tuple[str, str
         tap = entry["tap"]
         row = rows.setdefault(tap, TapRow(tap, block_of(tap), [None] * len(columns)))
         blame = blames.get((entry["backend"], entry["dtype"], case, tap), "")
-        cell = Cell(number(entry["error"]), share(entry["share"]), entry["verdict"], _step(entry["share"]), blame)
+        cell = Cell(number(entry["error"]), percentage(entry["ratio"]), entry["verdict"], _step(entry["ratio"]), blame)
         row.cells[columns.index((entry["backend"], entry["dtype"]))] = cell
     return Matrix(case, columns, list(rows.values()), _plot(case, entries, columns, list(rows), blames))
 
@@ -181,7 +181,7 @@ def number(value: float | str) -> str:
     return f"{value:.1e}" if math.isfinite(value) else str(value)
 
 
-def share(value: float | str) -> str:
+def percentage(value: float | str) -> str:
     """Format a fraction of the tolerance: as a percentage if the tensor agrees, otherwise as a multiple."""
     value = float(value)
     if not math.isfinite(value):
@@ -193,7 +193,7 @@ def share(value: float | str) -> str:
 
 def percent(value: float | str) -> str:
     """Format a fraction of the tolerance as a short percentage."""
-    share = 100.0 * float(value)
-    if not share < 1000.0:
+    percent = 100.0 * float(value)
+    if not percent < 1000.0:
         return ">999%"
-    return f"{share:.0f}%" if share == 0.0 or share >= 1.0 else "<1%"
+    return f"{percent:.0f}%" if percent == 0.0 or percent >= 1.0 else "<1%"

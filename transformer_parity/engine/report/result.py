@@ -12,7 +12,7 @@ from numpy import ndarray
 from transformer_parity.engine.findings import AGREES, SKIPPED, Finding
 from transformer_parity.engine.verdict import Verdict, worst
 
-TAP_KEYS = ("backend", "dtype", "case", "path", "tap", "error", "tolerance", "share", "verdict")
+TAP_KEYS = ("backend", "dtype", "case", "path", "tap", "error", "tolerance", "ratio", "verdict")
 
 
 def compared(findings: Sequence[Finding], verdict: Verdict) -> dict[str, Any]:

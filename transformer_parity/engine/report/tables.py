@@ -126,7 +126,7 @@ def verdict_line(
     counted += f", {len(skipped)} skipped" if skipped else ""
     if verdict.verdict == AGREES:
         finding = worst(findings)
-        counted += f"; the largest error is {_percent(finding.share)} of its tolerance ({finding.backend}"
+        counted += f"; the largest error is {_percent(finding.ratio)} of its tolerance ({finding.backend}"
         counted += f" {finding.dtype} {_place(finding)})"
         if near_ties := sum(finding.is_near_tie for finding in findings):
             counted += f"; {near_ties} search{'es' * (near_ties > 1)} with near-ties"
@@ -146,12 +146,12 @@ def print_table(console: Console, title: str, table: Table) -> None:
     console.print()
 
 
-def cell(findings: Sequence[Finding], share: bool = True) -> Text:
+def cell(findings: Sequence[Finding], percentage: bool = True) -> Text:
     """Return a table cell with the error that is closest to its tolerance.
 
     Args:
         findings: The findings of one component and backend.
-        share: Whether to include the percentage of the tolerance and the verdict.
+        percentage: Whether to include the percentage of the tolerance and the verdict.
     """
     if not findings:
         return Text("-", "dim")
@@ -159,13 +159,13 @@ def cell(findings: Sequence[Finding], share: bool = True) -> Text:
     if finding.verdict in (FAILED, SKIPPED):
         return Text(WORDS[finding.verdict], STYLES[finding.verdict])
     error = "exact" if finding.error == 0.0 else f"{finding.error:.1e}"
-    if share:
-        error += f" {_percent(finding.share):>5} {WORDS[finding.verdict]}"
+    if percentage:
+        error += f" {_percent(finding.ratio):>5} {WORDS[finding.verdict]}"
     return Text(error, STYLES[finding.verdict])
 
 
-def _percent(share: float) -> str:
-    percent = 100.0 * share
+def _percent(ratio: float) -> str:
+    percent = 100.0 * ratio
     if percent == 0.0 or percent >= 10.0:
         return f"{percent:.0f}%" if percent < 1000.0 else ">999%"
     return f"{percent:.1f}%" if percent >= 0.1 else "<0.1%"

@@ -18,8 +18,8 @@ from transformer_parity.transformer.bugs import (
     training,
 )
 from transformer_parity.transformer.bugs.bug import Bug
-from transformer_parity.transformer.bugs.held_out import by_hand, forward, step_variants
-from transformer_parity.transformer.bugs.held_out import search as held_out_search
+from transformer_parity.transformer.bugs.candidates import by_hand, forward, step_variants
+from transformer_parity.transformer.bugs.candidates import search as search_candidates
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.cases.standard import standard_cases
 
@@ -48,9 +48,9 @@ TRAINING = merged(training.CATALOG, optimizer.CATALOG, reported_training.CATALOG
 SEARCH = [*search.CATALOG, *reported_training.SEARCH]
 # Bugs that are only candidates for the diagnosis and are not injected into ports:
 EVERYWHERE = [*layers.EVERYWHERE, *reported.EVERYWHERE]
-HELD_OUT = forward.HELD_OUT
+CANDIDATES = forward.CANDIDATES
 STEP_VARIANTS = step_variants.STEP_VARIANTS
-HELD_OUT_SEARCH = [*search.ONLY_HYPOTHESES, *held_out_search.SEARCHES]
+SEARCH_CANDIDATES = [*search.ONLY_HYPOTHESES, *search_candidates.SEARCHES]
 BACKWARD_BLOCKS, BACKWARD_PATHS, LOSSES = by_hand.BLOCKS, by_hand.PATHS, by_hand.LOSSES
 
 

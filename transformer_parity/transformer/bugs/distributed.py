@@ -25,11 +25,11 @@ EACH_PART = """        whole = clip_factor(norm, settings.clip_norm)
                 g *= own / whole
 """
 
-SPREAD = "spread(ids, slices, plan.shares, trainer.model.config.pad_id)"
+SPREAD = "spread(ids, micro_batches, plan.shards, trainer.model.config.pad_id)"
 POSITION = "self.model.source_position"
 OWN_WIDTH = "ids[:, : max(1, (ids != trainer.model.config.pad_id).any(0).sum())]"
 
-ALONE = "share % self.plan.shares == 0"  # only the first shard
+ALONE = "shard % self.plan.shards == 0"  # only the first shard
 MEANS = "(batch[2] != self.model.config.pad_id).sum() / max(int(part_tokens), 1)"  # tokens in the batch per shard token
 BIAS = "encoder.layers.1.feed_forward.inner_proj.bias"
 KEPT = '"norm." in name or name.endswith(("table", "output_proj.bias"))'  # parameters that the tensor axis replicates
@@ -48,10 +48,10 @@ def injected(said: str, *edits: Edit, port: str = "numpy") -> partial[Bug]:
 def in_loop(*lines: str) -> list[Edit]:
     """Return edits that add code after the backward pass of each shard.
 
-    The variable ``share`` numbers the shards of all micro-batches.
+    The variable ``shard`` numbers the shards of all micro-batches.
     """
     text = "".join(f"            {line}\n" for line in lines)
-    counting = "for share, (part, rng) in enumerate(divide(self, batch)):\n"
+    counting = "for shard, (part, rng) in enumerate(divide(self, batch)):\n"
     return [("training", LOOP, counting), ("training", SUM, text + SUM)]
 
 
@@ -82,19 +82,19 @@ BUGS = table(
             "mean of means": injected(
                 "all gradients: each shard divided by its own token count, then averaged: a mean of means "
                 "(0.5741, 3.875)",
-                *with_loss(f"{MEANS} / self.plan.shares"),
+                *with_loss(f"{MEANS} / self.plan.shards"),
             ),
             "divided by the shard's own token count": injected(
                 "all gradients: each shard divided by its own token count, then summed (1.148, 7.75)", *with_loss(MEANS)
             ),
             "averaged over the shards": injected(
                 "all gradients: averaged over the shards after dividing by the number of tokens (0.5, 0.5)",
-                *with_loss("1 / self.plan.shares"),
+                *with_loss("1 / self.plan.shards"),
             ),
             "scaled by the number of devices": injected(
-                "all gradients: scaled by the number of shards, like the loss (2, 2)", *with_loss("self.plan.shares")
+                "all gradients: scaled by the number of shards, like the loss (2, 2)", *with_loss("self.plan.shards")
             ),
-            "reduced twice": injected("all gradients: reduced twice (2, 2)", *scaled("self.plan.shares")),
+            "reduced twice": injected("all gradients: reduced twice (2, 2)", *scaled("self.plan.shards")),
             "no reduction": injected(f"all gradients: {NOT_REDUCED}", *scaled(ALONE)),
             "tied embedding not reduced": injected(
                 f"the gradient of source_embedding.table: {NOT_REDUCED}",
@@ -122,12 +122,12 @@ BUGS = table(
             "same rows on all devices": injected(
                 "a step has 54 target tokens instead of 31; "
                 "all gradients: all devices train on the rows of shard 0 (1.148, 0)",
-                ("parallel", "ids[number, share] for ids", "ids[number, 0] for ids"),
+                ("parallel", "ids[number, shard] for ids", "ids[number, 0] for ids"),
             ),
             "weights differ between devices": injected(
                 f"all gradients: {OTHER}",
                 *in_loop(),
-                ("training", SEEN, f"            self.model.source_embedding.table[5] += 0.1 * (-1) ** share\n{SEEN}"),
+                ("training", SEEN, f"            self.model.source_embedding.table[5] += 0.1 * (-1) ** shard\n{SEEN}"),
             ),
             "buffers differ between devices": injected(
                 f"all gradients: {OTHER}",
@@ -135,7 +135,7 @@ BUGS = table(
                 (
                     "training",
                     SEEN,
-                    f"            moved = type({POSITION}).vectors({POSITION}, 16) + 0.01 * (-1) ** share\n"
+                    f"            moved = type({POSITION}).vectors({POSITION}, 16) + 0.01 * (-1) ** shard\n"
                     f"            {POSITION}.vectors = lambda length, moved=moved: moved[:length]\n{SEEN}",
                 ),
             ),
@@ -143,11 +143,11 @@ BUGS = table(
         run("fsdp=2"): {
             "gradient averaged, but not the loss": injected(
                 "all gradients: averaged over the shards after dividing by the number of tokens (0.5, 0.5)",
-                *scaled("1 / self.plan.shares"),
+                *scaled("1 / self.plan.shards"),
             ),
             "averaged only in the layers": injected(
                 "the gradients of the layers: averaged over the shards after dividing by the number of tokens",
-                *scaled("1 / self.plan.shares", '".layers." in name'),
+                *scaled("1 / self.plan.shards", '".layers." in name'),
             ),
         },
         run("data=3"): {
@@ -157,7 +157,7 @@ BUGS = table(
                 (
                     "parallel",
                     SPREAD,
-                    SPREAD.replace("ids", "ids[: len(ids) // plan.shares * plan.shares]", 1),
+                    SPREAD.replace("ids", "ids[: len(ids) // plan.shards * plan.shards]", 1),
                 ),
             ),
             "last row repeated": injected(
@@ -179,13 +179,13 @@ BUGS = table(
             "only the last micro-batch reduced": injected(
                 "all gradients: correct only in the last micro-batch: earlier micro-batches are not reduced "
                 "(1, 0; 1, 1)",
-                *scaled("share % self.plan.shares == 0 or share >= self.plan.shares"),
+                *scaled("shard % self.plan.shards == 0 or shard >= self.plan.shards"),
             ),
         },
         # Wrong dropout masks.
         run("data=2", case="dropout"): {
             "all shards use the first shard's dropout masks": injected(
-                MASKS, ("parallel", "rows, share * own)", "rows, 0)")
+                MASKS, ("parallel", "rows, shard * own)", "rows, 0)")
             ),
             "each shard draws its own dropout masks": injected(
                 MASKS, ("parallel", 'trainer.dropout == "local"', "True")
@@ -194,8 +194,8 @@ BUGS = table(
                 MASKS,
                 (
                     "parallel",
-                    "yield [ids[number, share] for ids in parts]",
-                    f"own = [ids[number, share] for ids in parts]\n        yield [{OWN_WIDTH} for ids in own]",
+                    "yield [ids[number, shard] for ids in parts]",
+                    f"own = [ids[number, shard] for ids in parts]\n        yield [{OWN_WIDTH} for ids in own]",
                 ),
             ),
             "batch divided into shards before micro-batches": injected(
@@ -203,7 +203,7 @@ BUGS = table(
                 (
                     "parallel",
                     SPREAD,
-                    SPREAD.replace("slices, plan.shares", "plan.shares, slices") + ".swapaxes(0, 1)",
+                    SPREAD.replace("micro_batches, plan.shards", "plan.shards, micro_batches") + ".swapaxes(0, 1)",
                 ),
             ),
         },
@@ -211,7 +211,7 @@ BUGS = table(
         run("data=2", FIRST_NORM): {
             "clipped by the norm of one shard's contribution": injected(
                 "its norm is 0.829897 times the expected norm: the norm of the contribution of shard 0 only",
-                *in_loop("own = global_norm(of_parameters) if share == 0 else own"),
+                *in_loop("own = global_norm(of_parameters) if shard == 0 else own"),
                 (
                     "training",
                     "        return total, tokens, gradient\n",
@@ -221,7 +221,7 @@ BUGS = table(
             ),
             "norm includes every replica": injected(
                 "its norm is 1.41421 times the expected norm: every tensor is included 2 times",
-                ("training", NORM, f"{NORM} * self.plan.shares**0.5"),
+                ("training", NORM, f"{NORM} * self.plan.shards**0.5"),
             ),
         },
         run("tensor=2", FIRST_NORM): {
@@ -255,7 +255,7 @@ BUGS = table(
         run("data=2", f"step 2 {LOSS}"): {
             "learning rate multiplied by the number of devices": injected(
                 "the first gradient and its norm are correct: later steps differ",
-                ("training", "settings.learning_rate(self.step", "self.plan.shares * settings.learning_rate(self.step"),
+                ("training", "settings.learning_rate(self.step", "self.plan.shards * settings.learning_rate(self.step"),
             ),
             # A sampler that doesn't receive the current epoch has this effect.
             "every step uses the rows of the first step": injected(

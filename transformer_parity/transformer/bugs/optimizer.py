@@ -84,7 +84,7 @@ NOT_AS_A_WHOLE = changed(
 )
 CLIPPED = "torch._foreach_mul_(tensors, clip_factor(norm, settings.clip_norm))"
 
-SLICE = "total, _ = self._loss(self.share.module, part, config)\n            loss = total / tokens.clamp(min=1)\n"
+MICRO_BATCH = "total, _ = self._loss(self.shard.module, part, config)\n            loss = total / tokens.clamp(min=1)\n"
 DIFFERENTIATED = "return total, tokens, _differentiate(tape, total, _trained(self._variables))"
 
 # NumPy's gradients are values, so the edit must store them explicitly.
@@ -101,13 +101,13 @@ ENTRIES: dict[str, Table] = {
         (LOSS, "steps/sliced"): {
             "mean of the micro-batch means": in_training(
                 (
-                    SLICE,
-                    "total, count = self._loss(self.share.module, part, config)\n"
+                    MICRO_BATCH,
+                    "total, count = self._loss(self.shard.module, part, config)\n"
                     "            loss = total / (count * settings.accumulation_steps)\n",
                 ),
                 (
                     "return jax.tree.map(jnp.add, sums, (total, tokens, gradient)), None",
-                    "mean, of_mean = jax.tree.map(lambda x: x / tokens / slices, (total, gradient))\n"
+                    "mean, of_mean = jax.tree.map(lambda x: x / tokens / micro_batches, (total, gradient))\n"
                     "        return jax.tree.map(jnp.add, sums, (mean, 0, of_mean)), None",
                 ),
                 (
@@ -132,8 +132,8 @@ ENTRIES: dict[str, Table] = {
                     "jnp.add, (*sums[:2], zeros), (total, tokens, gradient))",
                 ),
                 (
-                    "tf.nest.map_structure(tf.add, sums, self._gradient_of_slice(*part))",
-                    "tf.nest.map_structure(tf.add, (*sums[:2], zeros), self._gradient_of_slice(*part))",
+                    "tf.nest.map_structure(tf.add, sums, self._gradient_of_micro_batch(*part))",
+                    "tf.nest.map_structure(tf.add, (*sums[:2], zeros), self._gradient_of_micro_batch(*part))",
                 ),
                 ("of_parameters[name] += array", "pass"),
             )

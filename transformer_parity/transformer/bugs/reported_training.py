@@ -13,7 +13,7 @@ from transformer_parity.transformer.bugs.bug import (
     table,
     together,
 )
-from transformer_parity.transformer.bugs.optimizer import DIFFERENTIATED, SLICE, adam, in_adam, rate
+from transformer_parity.transformer.bugs.optimizer import DIFFERENTIATED, MICRO_BATCH, adam, in_adam, rate
 from transformer_parity.transformer.bugs.search import BEAM, GREEDY, LOGITS, PLANNED, TWICE_THE_BEAM, ruled
 from transformer_parity.transformer.bugs.training import LOSS, ROW, SUM, TABLE, WEIGHT, by_hand, in_training
 from transformer_parity.transformer.stages.decode import TOKENS
@@ -135,8 +135,8 @@ ENTRIES: dict[str, Table] = {
         (LOSS, "steps/sliced"): {
             "sum of the micro-batch means": in_training(
                 (
-                    SLICE,
-                    "total, count = self._loss(self.share.module, part, config)\n            loss = total / count\n",
+                    MICRO_BATCH,
+                    "total, count = self._loss(self.shard.module, part, config)\n            loss = total / count\n",
                 ),
                 (
                     "return jax.tree.map(jnp.add, sums, (total, tokens, gradient)), None",

@@ -85,7 +85,7 @@ def _steps(config: TransformerConfig) -> Iterator[Case]:
     usual, unlabeled = with_labels(token_ids(config), config), np.arange(BATCH)[:, None] == UNLABELED
     some_rows = {"inputs": {**usual, "labels": np.where(unlabeled, config.pad_id, usual["labels"])}}
     cooldown: dict[str, Any] = {"cooldown_steps": 10}
-    slices, clipped, far_below = {"accumulation_steps": 2}, {"clip_norm": CLIP}, {"clip_norm": FAR}
+    micro_batches, clipped, far_below = {"accumulation_steps": 2}, {"clip_norm": CLIP}, {"clip_norm": FAR}
     noticed = {**clipped, "epsilon": 1e-3}  # with the usual epsilon, Adam's step barely depends on the gradient norm
     below = {"clip_norm": _limit_above(config)}  # is between the norms of the mean and the summed gradient
     unlike_the_paper = {"learning_rate_factor": 0.03, "warmup_steps": 5, "beta1": 0.8, "beta2": 0.95, "epsilon": 1e-6}
@@ -93,12 +93,16 @@ def _steps(config: TransformerConfig) -> Iterator[Case]:
     at_the_end: dict[str, Any] = {"snapshots": (20,)}  # any earlier difference also affects the final weights
     runs: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
         ("port", cooldown, between),
-        ("port/changing_slices", slices, {**at_the_end, **some_rows, "rows": (4, 2), "restart": RESTART}),
+        ("port/changing_micro_batches", micro_batches, {**at_the_end, **some_rows, "rows": (4, 2), "restart": RESTART}),
         ("port/one_sentence", {**cooldown, **far_below}, {**at_the_end, **some_rows, **between, "rows": (4, 1, 3)}),
-        ("port/small_gradient", {**slices, **below, **unlike_the_paper}, at_the_end),
-        ("port_clipped", {**cooldown, **clipped, **slices}, {}),
+        ("port/small_gradient", {**micro_batches, **below, **unlike_the_paper}, at_the_end),
+        ("port_clipped", {**cooldown, **clipped, **micro_batches}, {}),
         ("port_clipped/unlabeled_rows", clipped, {**at_the_end, **some_rows}),
-        ("port_clipped/changing_slices", {**cooldown, **noticed, **slices}, {**at_the_end, "rows": (2, 4)}),
+        (
+            "port_clipped/changing_micro_batches",
+            {**cooldown, **noticed, **micro_batches},
+            {**at_the_end, "rows": (2, 4)},
+        ),
     )
     for name, settings, changes in runs:
         yield replace(step_case(name, config, TrainingConfig(**{**SHORT, **settings})), **changes)

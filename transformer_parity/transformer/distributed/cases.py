@@ -18,7 +18,7 @@ from transformer_spec.training_config import TrainingConfig
 DISTRIBUTED = "distributed"  # name of the stage in reports
 Batch = tuple[ndarray, ndarray, ndarray]  # source_ids, target_ids, labels
 LENGTHS = (7, 7, 7, 6, 2, 1, 1, 0)  # target lengths; with two shards, the first shard has most of the tokens
-ON_ONE_SHARE = (7, 0, 0, 0, 5, 0, 0, 0)  # target lengths for which one shard has all tokens in each micro-batch
+ON_ONE_SHARD = (7, 0, 0, 0, 5, 0, 0, 0)  # target lengths for which one shard has all tokens in each micro-batch
 SOURCE_LENGTH = 9
 
 
@@ -111,7 +111,7 @@ def probes() -> dict[str, Probe]:
             config(37, tie_embeddings="none"),
             TrainingConfig(**settings, **sliced),
             steps=4,
-            lengths=ON_ONE_SHARE,
+            lengths=ON_ONE_SHARD,
         ),
         Probe("vocabulary of 37", config(37), TrainingConfig(**settings)),
         Probe("untied", config(tie_embeddings="none"), TrainingConfig(**settings), steps=4),
@@ -141,7 +141,7 @@ def port_probes() -> tuple[Probe, ...]:
     sliced = replace(settings, accumulation_steps=2)
     return (
         Probe("plain", config(), settings, has_empty_rows=False),
-        Probe("uneven", config(), sliced, steps=4, lengths=ON_ONE_SHARE, has_empty_rows=False),
+        Probe("uneven", config(), sliced, steps=4, lengths=ON_ONE_SHARD, has_empty_rows=False),
     )
 
 

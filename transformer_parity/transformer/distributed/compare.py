@@ -109,7 +109,7 @@ def _ways(run: DeviceRun, seen: Seen) -> list[Contributions]:
     if draws(probe):
         return []
     weights, step = (probe.weights(), 0) if start is None else (start.weights, seen.first)
-    rows = divisions(len(probe.lengths), probe.settings.accumulation_steps, run.plan.shares)
+    rows = divisions(len(probe.lengths), probe.settings.accumulation_steps, run.plan.shards)
     return [Contributions.of(probe, weights, step, each) for each in rows]
 
 

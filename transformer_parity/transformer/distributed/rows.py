@@ -31,7 +31,7 @@ def rows_problem(probe: Probe, plan: Plan, seen: Sequence[Seen]) -> str:
         plan: The parallelism plan. Processes are numbered in row-major order over ``data``, ``fsdp``, and ``tensor``.
         seen: Results of each process.
     """
-    batches = [own_batch(probe, share) for share in range(plan.shares)]
+    batches = [own_batch(probe, shard) for shard in range(plan.shards)]
     model = ref.Transformer.from_weights(probe.config, probe.weights(), "float64", fast=False)
     rows = len(probe.lengths)
     of_rows = [_vector(_gradient(model, batch, row)) for batch in batches for row in range(rows)]
@@ -43,7 +43,7 @@ def rows_problem(probe: Probe, plan: Plan, seen: Sequence[Seen]) -> str:
         solution = np.linalg.lstsq(basis, found, rcond=None)[0]
         if np.linalg.norm(found - basis @ solution) > EXACT * np.linalg.norm(found):
             return f"the gradient of process {process} must be a sum of the gradients of single rows: it is not"
-        reads = np.abs(solution.reshape(plan.shares, rows)) > READ
+        reads = np.abs(solution.reshape(plan.shards, rows)) > READ
         if problem := _reads_problem(process, reads, plan) or _loss_problem(process, reads, one, probe, batches):
             return problem
     return ""
@@ -65,15 +65,15 @@ def _reads_problem(process: int, reads: ndarray, plan: Plan) -> str:
         reads: True for rows that contribute to the gradient [shards, rows].
         plan: The parallelism plan.
     """
-    others = np.arange(plan.shares) != process // plan.tensor
+    others = np.arange(plan.shards) != process // plan.tensor
     if not reads[others].any():
         return f"process {process} trains independently: its gradient contains no rows of other processes"
-    for row, of_shares in enumerate(reads.T):
-        shares = np.flatnonzero(of_shares).tolist()
-        if len(shares) > 1:
+    for row, of_shards in enumerate(reads.T):
+        shards = np.flatnonzero(of_shards).tolist()
+        if len(shards) > 1:
             several = f"{(reads.sum(0) > 1).sum()} of {reads.shape[1]} rows are read more than once"
-            return f"{several}: shards {' and '.join(map(str, shares))} of {plan} read row {row}"
-        if not shares:
+            return f"{several}: shards {' and '.join(map(str, shards))} of {plan} read row {row}"
+        if not shards:
             return f"no process reads row {row}"
     idle = np.flatnonzero(~reads.any(1)).tolist()
     return f"shard {idle[0]} of {plan} reads no rows of its batch" if idle else ""

@@ -95,18 +95,18 @@ class Contributions:
         return found.reshape(self.tokens.shape)
 
 
-def divisions(rows: int, slices: int, shares: int) -> list[ndarray]:
+def divisions(rows: int, micro_batches: int, shards: int) -> list[ndarray]:
     """Return the possible ways to divide a batch among micro-batches and shards.
 
-    A trainer may first divide the batch into micro-batches and then assign adjacent rows, or every ``shares``-th row,
+    A trainer may first divide the batch into micro-batches and then assign adjacent rows, or every ``shards``-th row,
     to each shard. Alternatively, it may first divide the batch into shards of adjacent rows. Each way is an array of
     row numbers [micro-batches, shards, R], in which padding rows have the number -1.
     """
     numbers = np.arange(rows)[:, None]
-    found = [spread(numbers, slices, shares, -1)]
-    found.append(found[0].reshape(slices, -1, shares, 1).swapaxes(1, 2))
-    if rows % (slices * shares) == 0 and slices > 1:
-        found.append(spread(numbers, shares, slices, -1).swapaxes(0, 1))
+    found = [spread(numbers, micro_batches, shards, -1)]
+    found.append(found[0].reshape(micro_batches, -1, shards, 1).swapaxes(1, 2))
+    if rows % (micro_batches * shards) == 0 and micro_batches > 1:
+        found.append(spread(numbers, shards, micro_batches, -1).swapaxes(0, 1))
     return [each[..., 0] for each in found]
 
 
@@ -138,7 +138,7 @@ def explain(seen: Seen, expected: Seen, ways: Sequence[Contributions], plan: Pla
         said = [f"{_called(names, expected.gradient)}: {what}{shown[what]}" for what, names in groups.items()]
         said = [*said[:MOST], *([f"and {len(said) - MOST} more"] if len(said) > MOST else [])]
     if seen.tokens[:1] != expected.tokens[:1]:
-        if not wrong and seen.tokens[0] == plan.shares * expected.tokens[0]:
+        if not wrong and seen.tokens[0] == plan.shards * expected.tokens[0]:
             said = ["the gradient is correct: all devices train on all rows"]
         said.insert(0, f"a step has {seen.tokens[0]} target tokens instead of {expected.tokens[0]}")
     return "; ".join(said)
@@ -177,56 +177,59 @@ def _of_tensor(name: str, seen: Seen, expected: Seen, contributions: Contributio
         return NO_TOKENS, ""
     if contributions is None:
         return "different from one device: dropout masks are not drawn for the full micro-batch", ""
-    shares = contributions.coefficients(name, seen.gradient[name])
-    if shares is None:
+    shards = contributions.coefficients(name, seen.gradient[name])
+    if shards is None:
         return "not a sum of the shards' gradients: rows, weights, buffers or the backward pass differ", ""
-    shown = "; ".join(", ".join(map(_shown, row)) for row in shares)
+    shown = "; ".join(", ".join(map(_shown, row)) for row in shards)
     counted = seen.tokens[0] / expected.tokens[0] if seen.tokens else None
-    return _named(shares, contributions, seen.losses[0] / expected.losses[0], counted), f" ({shown})"
+    return _named(shards, contributions, seen.losses[0] / expected.losses[0], counted), f" ({shown})"
 
 
-def _named(shares: ndarray, contributions: Contributions, loss: float, counted: float | None) -> str:
+def _named(shards: ndarray, contributions: Contributions, loss: float, counted: float | None) -> str:
     """Return a description of the bug that the coefficients of the contributions indicate.
 
     Args:
-        shares: Coefficients [micro-batches, shards]. NaN matches any number.
+        shards: Coefficients [micro-batches, shards]. NaN matches any number.
         contributions: The contributions to which the coefficients belong.
         loss: Loss of the step divided by the expected loss.
         counted: Number of tokens in the step divided by the expected number; None if unknown.
     """
-    (slices, width), tokens = shares.shape, contributions.tokens
+    (micro_batches, width), tokens = shards.shape, contributions.tokens
     with np.errstate(divide="ignore", invalid="ignore"):  # a shard may have no tokens
         own = tokens.sum() / tokens  # factor that turns a shard's sum into its mean
-        of_slices, of_shares = (tokens.sum() / tokens.sum(axis, keepdims=True) for axis in (1, 0))
-        clipped = shares.ravel()[0] * contributions.norms.ravel()[0] / contributions.norms
+        of_micro_batches, of_shards = (tokens.sum() / tokens.sum(axis, keepdims=True) for axis in (1, 0))
+        clipped = shards.ravel()[0] * contributions.norms.ravel()[0] / contributions.norms
     means = "each shard divided by its own token count, then averaged: a mean of means"
     patterns = (
         ("averaged over the shards after dividing by the number of tokens", 1 / width),
         (means, own / width),
-        (means, own / shares.size),
-        (means, of_shares / width),
-        ("each micro-batch divided by its own token count, then averaged: a mean of means", of_slices / slices),
+        (means, own / shards.size),
+        (means, of_shards / width),
+        (
+            "each micro-batch divided by its own token count, then averaged: a mean of means",
+            of_micro_batches / micro_batches,
+        ),
         ("each shard divided by its own token count, then summed", own),
         ("scaled by the number of shards, like the loss" if _near(loss, width) else "reduced twice", width),
         ("each shard clipped by its own norm before the sum", clipped if np.nansum(np.abs(clipped)) else -1.0),
     )
-    if what := next((what for what, pattern in patterns if width > 1 and _near(shares, pattern)), ""):
+    if what := next((what for what, pattern in patterns if width > 1 and _near(shards, pattern)), ""):
         return what
-    present = [share for share in range(width) if not _near(shares[:, share], 0.0)]
+    present = [shard for shard in range(width) if not _near(shards[:, shard], 0.0)]
     if not present:  # a shard whose contribution is zero
-        present = [share for share in range(width) if np.isnan(shares[:, share]).all()][:1]
+        present = [shard for shard in range(width) if np.isnan(shards[:, shard]).all()][:1]
     of_present = width * tokens[:, present].sum() / tokens.sum() if len(present) == 1 else 1.0
     if counted is None:  # guess the token count: all devices may have trained on one shard's rows
-        counted = of_present if _near(shares[:, present] * of_present, width) else 1.0
-    shares = shares * counted  # how many times each shard's rows are included
-    if len(shares) > 1 and _near(shares[-1], 1.0):
+        counted = of_present if _near(shards[:, present] * of_present, width) else 1.0
+    shards = shards * counted  # how many times each shard's rows are included
+    if len(shards) > 1 and _near(shards[-1], 1.0):
         return "correct only in the last micro-batch: earlier micro-batches are not reduced"
-    if len(present) == 1 and width > 1 and _near(shares[:, present[0]], 1.0):
+    if len(present) == 1 and width > 1 and _near(shards[:, present[0]], 1.0):
         return f"only shard {present[0]} contributes: not reduced"
-    if len(present) == 1 and _near(shares[:, present[0]], width):
+    if len(present) == 1 and _near(shards[:, present[0]], width):
         return f"all devices train on the rows of shard {present[0]}"
-    if all(_near(shares[:, share], 1.0) for share in present):
-        return f"missing the rows of shard {', '.join(str(share) for share in range(width) if share not in present)}"
+    if all(_near(shards[:, shard], 1.0) for shard in present):
+        return f"missing the rows of shard {', '.join(str(shard) for shard in range(width) if shard not in present)}"
     return "some shards contribute more than once, or only in part"
 
 
@@ -258,11 +261,11 @@ def _of_loss(loss: float, expected: Seen, ways: Sequence[Contributions], plan: P
         known[" = log(tensor)"] = right + math.log(plan.tensor)
     for way in ways:
         sums, tokens = (way.tokens * way.losses).sum(0), way.tokens.sum(0)
-        for share, (total, count) in enumerate(zip(sums, tokens, strict=True)):
-            known[f" (the loss of shard {share} per token of that shard)"] = total / max(count, 1)
-            known[f" (the contribution of shard {share} instead of the sum)"] = total / max(tokens.sum(), 1)
+        for shard, (total, count) in enumerate(zip(sums, tokens, strict=True)):
+            known[f" (the loss of shard {shard} per token of that shard)"] = total / max(count, 1)
+            known[f" (the contribution of shard {shard} instead of the sum)"] = total / max(tokens.sum(), 1)
         known[" (the mean of the shards' own means)"] = (sums / np.maximum(tokens, 1)).mean()
-        known[" (the mean of the shards' contributions instead of the sum)"] = right / plan.shares
+        known[" (the mean of the shards' contributions instead of the sum)"] = right / plan.shards
         known[" (the sum over all tokens, not divided by their number)"] = right * tokens.sum()
         if what := next((what for what, number in known.items() if _near(loss - number, 0.0)), ""):
             return what
@@ -274,13 +277,13 @@ def _of_norm(factor: float, expected: Seen, ways: Sequence[Contributions], plan:
     squares = {name: float(np.vdot(array, array)) for name, array in expected.gradient.items()}
     replicated = sum(square for name, square in squares.items() if tensor_axis(name) is None) / sum(squares.values())
     known = {
-        f"every tensor is included {plan.shares} times": plan.shares**0.5,
+        f"every tensor is included {plan.shards} times": plan.shards**0.5,
         f"tensors that are replicated on {plan.tensor} devices are included {plan.tensor} times": (
             (1.0 + replicated * (plan.tensor - 1)) ** 0.5
         ),
     }
-    for share, norm in enumerate(ways[0].norms.sum(0) if ways else ()):
-        known[f"the norm of the contribution of shard {share} only"] = norm / expected.norms[0]
+    for shard, norm in enumerate(ways[0].norms.sum(0) if ways else ()):
+        known[f"the norm of the contribution of shard {shard} only"] = norm / expected.norms[0]
     part = ONE_SHARD if factor < 1.0 else "the norm includes more than the gradient"
     return next((what for what, times in known.items() if _near(factor, times)), part)
 

@@ -16,7 +16,7 @@ from transformer_spec.parallel_plan import Plan
 
 STEPS = 4  # number of steps to run
 EXACT = 1e-9  # maximum relative error of the losses
-OF_SHARES = "distributed/data=2/short"  # case for bugs that can occur with any number of data-parallel shards
+OF_SHARD = "distributed/data=2/short"  # case for bugs that can occur with any number of data-parallel shards
 OF_PARTS = "distributed/fsdp=2/short"  # case for bugs that can occur with any number of FSDP shards
 
 
@@ -32,8 +32,8 @@ def known_bug(probe: Probe, plan: Plan, seen: Seen, expected: Seen) -> str:
     losses = np.array(seen.losses[:STEPS])
     if len(losses) < 2 or np.allclose(losses, expected.losses[:STEPS], rtol=EXACT, atol=0.0):
         return ""  # correct losses rule out a bug in the update
-    cases = (OF_SHARES, OF_PARTS) if plan.fsdp > 1 else (OF_SHARES,)
-    for rows in divisions(len(probe.lengths), probe.settings.accumulation_steps, plan.shares):
+    cases = (OF_SHARD, OF_PARTS) if plan.fsdp > 1 else (OF_SHARD,)
+    for rows in divisions(len(probe.lengths), probe.settings.accumulation_steps, plan.shards):
         for bug in BUGS:
             if bug.case in cases and bug.at.startswith(("step", "the whole")):
                 found = _losses(bug, probe, plan, rows, len(losses))

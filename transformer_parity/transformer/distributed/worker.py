@@ -175,7 +175,7 @@ def train_port(port: PluginPort, task: TrainingTask) -> Seen | None:
         return replace(seen, refused=str(error))
     trainer = loaded.trainer(probe.settings)
     seen.gradient = plain(loaded.gradients(_named(probe.batch(0))).parameters)
-    own = None if port.kind.one_process or plan.shares == 1 else _named(own_batch(probe, rank // plan.tensor))
+    own = None if port.kind.one_process or plan.shards == 1 else _named(own_batch(probe, rank // plan.tensor))
     if own is not None:
         seen.own_gradient = plain(loaded.gradients(own).parameters)
     for step in range(probe.steps):
@@ -192,9 +192,9 @@ def train_port(port: PluginPort, task: TrainingTask) -> Seen | None:
     return seen
 
 
-def own_batch(probe: Probe, share: int) -> Batch:
+def own_batch(probe: Probe, shard: int) -> Batch:
     """Return a shard's own batch, which has the usual number of rows but different sentences."""
-    return replace(probe, lengths=(OWN_LENGTH,) * len(probe.lengths)).batch(OWN_STEP + share)
+    return replace(probe, lengths=(OWN_LENGTH,) * len(probe.lengths)).batch(OWN_STEP + shard)
 
 
 def _named(batch: Batch) -> dict[str, ndarray]:

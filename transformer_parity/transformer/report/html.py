@@ -21,7 +21,7 @@ from transformer_parity.engine.report.matrix import (
     matrices,
     number,
     percent,
-    share,
+    percentage,
 )
 from transformer_parity.engine.report.tree import WAYS, Node, first_places, nodes
 from transformer_parity.engine.system.files import write_text
@@ -43,7 +43,7 @@ def html(document: Result) -> str:
     """Return the page for a result, including its envelope."""
     result = {**document, **document["result"]}
     templates = environment("transformer_parity.transformer.report")
-    templates.filters |= {"number": number, "share": share, "percent": percent, "breakable": breakable}
+    templates.filters |= {"number": number, "percentage": percentage, "percent": percent, "breakable": breakable}
     found, trees = matrices(result, MAIN_CASE), _trees(result)
     return templates.get_template("report.html").render(
         **parts(result["views"]),
@@ -95,7 +95,7 @@ def _ports(result: Result) -> list[dict[str, Any]]:
                 "name": name,
                 "verdicts": _verdicts(row for row in result["cases"] if row["backend"] == name and row["case"]),
                 "comparisons": sum(row["comparisons"] for row in result["cases"] if row["backend"] == name),
-                "worst": max(worst, key=lambda finding: float(finding["share"]), default=None),
+                "worst": max(worst, key=lambda finding: float(finding["ratio"]), default=None),
                 "problems": [row["worst"]["detail"] for row in rows if row["verdict"] == FAILED],
                 "diagnoses": _diagnoses([entry for entry in result["diagnoses"] if entry["backend"] == name]),
                 "version": result["environment"].get(name, {}).get("version", ""),

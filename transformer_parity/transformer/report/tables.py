@@ -44,6 +44,6 @@ def print_depth(console: Console, findings: Sequence[Finding], backends: Sequenc
     for dtype, backend in columns:
         table.add_column(f"{backend}\n{dtype}", justify="right", no_wrap=True)
     for block in dict.fromkeys(block for block, _, _ in groups):
-        table.add_row(Text(block), *(cell(groups.get((block, *column), []), share=False) for column in columns))
+        table.add_row(Text(block), *(cell(groups.get((block, *column), []), percentage=False) for column in columns))
     if taps:
         print_table(console, "Real sentences, block by block: the error closest to its tolerance.", table)

@@ -20,12 +20,12 @@ from transformer_parity.transformer.bugs.bug import Bug
 from transformer_parity.transformer.bugs.catalog import (
     BACKWARD_BLOCKS,
     BACKWARD_PATHS,
+    CANDIDATES,
     EVERYWHERE,
     FORWARD,
-    HELD_OUT,
-    HELD_OUT_SEARCH,
     LOSSES,
     SEARCH,
+    SEARCH_CANDIDATES,
     STEP_VARIANTS,
     STRUCTURE,
     TRAINING,
@@ -116,7 +116,7 @@ def hypotheses(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
             *mixed_up_weights(config.d_k == config.d_v),
             *misplaced_weights(config.pad_id),
         ]
-        parts = [*FORWARD.values(), EVERYWHERE, HELD_OUT, *STRUCTURE.values()]
+        parts = [*FORWARD.values(), EVERYWHERE, CANDIDATES, *STRUCTURE.values()]
     if STAGES[stage].has_loss:
         parts += [*TRAINING.values(), LOSSES]
     if stage == GRADIENTS:  # with optimizer steps, each hypothesis requires a training run
@@ -124,7 +124,7 @@ def hypotheses(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
     if STAGES[stage].trains:
         parts.append(STEP_VARIANTS)
     if STAGES[stage].searches:
-        parts += [SEARCH, HELD_OUT_SEARCH]
+        parts += [SEARCH, SEARCH_CANDIDATES]
     seen = {content(bug) for bug in found}
     for bug in (bug for part in parts for bug in part):
         what = content(bug)

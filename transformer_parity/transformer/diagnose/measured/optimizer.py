@@ -12,7 +12,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.transformer.bugs.bug import Bug, instead
-from transformer_parity.transformer.bugs.held_out.step_variants import of_gradient
+from transformer_parity.transformer.bugs.candidates.step_variants import of_gradient
 from transformer_parity.transformer.bugs.optimizer import assumed
 from transformer_parity.transformer.bugs.other_optimizers import T, formulas
 from transformer_parity.transformer.cases.case import Case

@@ -143,10 +143,13 @@ def schedule_in_words(case: Case, rates: Sequence[float]) -> str:
     """
     if not rates:
         return ""
-    slices, rounding = case.training.accumulation_steps, FLOAT32 * max(rates)
+    k, rounding = case.training.accumulation_steps, FLOAT32 * max(rates)
     numbers = {"n": (1, 0), "n - 1": (1, -1), "n + 1": (1, 1), "n - 2": (1, -2), "n + 2": (1, 2)}
-    numbers |= {f"{slices} * n": (slices, 0), f"{slices} * (n - 1)": (slices, -slices)}
-    numbers |= {f"{slices} * (n - 1) + 1": (slices, 1 - slices)}
+    numbers |= {
+        f"{k} * n": (k, 0),
+        f"{k} * (n - 1)": (k, -k),
+    }
+    numbers |= {f"{k} * (n - 1) + 1": (k, 1 - k)}
     for words, (factor, shift) in numbers.items():
         expected = [_usual(case, step, factor, shift) for step in range(1, len(rates) + 1)]
         if np.allclose(rates, expected, FLOAT32, rounding):

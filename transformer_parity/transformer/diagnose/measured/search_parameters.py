@@ -10,7 +10,7 @@ import numpy as np
 from numpy import ndarray
 
 from transformer_parity.transformer.bugs.bug import Bug, Edits
-from transformer_parity.transformer.bugs.held_out.search import seen
+from transformer_parity.transformer.bugs.candidates.search import seen
 from transformer_parity.transformer.bugs.search import penalized, planned
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis

@@ -16,7 +16,7 @@ from numpy import ndarray
 
 from reference_numpy.embedding import sinusoidal_encoding
 from transformer_parity.transformer.bugs.bug import Bug
-from transformer_parity.transformer.bugs.held_out.step_variants import reduced_by
+from transformer_parity.transformer.bugs.candidates.step_variants import reduced_by
 from transformer_parity.transformer.bugs.optimizer import rate
 from transformer_parity.transformer.bugs.other_optimizers import MATRICES, decoupled
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case

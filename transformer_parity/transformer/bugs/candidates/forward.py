@@ -51,7 +51,7 @@ def in_transformer(*changes: tuple[str, str]) -> Edits:
     return {"numpy": [("transformer", *change) for change in changes]}
 
 
-HELD_OUT = [
+CANDIDATES = [
     Bug(name, "", edits)
     for name, edits in {
         **{

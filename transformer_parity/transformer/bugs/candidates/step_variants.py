@@ -77,7 +77,7 @@ def clipped_in_groups(key: str) -> Edits:
     )
 
 
-def clipped_slices(tokens: str, divisor: str = "1.0", *more: tuple[str, str]) -> Edits:
+def clipped_micro_batches(tokens: str, divisor: str = "1.0", *more: tuple[str, str]) -> Edits:
     """Return edits that clip the gradient of each micro-batch.
 
     Args:
@@ -86,8 +86,8 @@ def clipped_slices(tokens: str, divisor: str = "1.0", *more: tuple[str, str]) ->
         *more: Additional changes to the trainer.
     """
     lines = (
-        f"of_slice = max(int({tokens}), 1)",
-        "factor = clip_factor(global_norm(of_parameters) / of_slice, self.settings.clip_norm)",
+        f"of_micro_batch = max(int({tokens}), 1)",
+        "factor = clip_factor(global_norm(of_parameters) / of_micro_batch, self.settings.clip_norm)",
         f"of_parameters = {MULTIPLIED.format(factor=f'factor * {divisor}')}",
         MEAN_OF_PARTS,
     )
@@ -257,16 +257,18 @@ AROUND: dict[str, Edits] = {
     },
     "every tensor clipped by its own norm, if clipping is on": clipped_in_groups("name"),
     **{f"every tensor clipped by its own norm, if {words}": clipped_in_groups(key) for words, key in FUSED.items()},
-    "every micro-batch clipped before the sum, and the sum clipped too": clipped_slices(BATCH_TOKENS),
-    "every micro-batch clipped before the sum": clipped_slices(BATCH_TOKENS, "1.0", (SCALE, "scale = 1.0 / count")),
-    "mean of micro-batches clipped by the norm per micro-batch token": clipped_slices(
+    "every micro-batch clipped before the sum, and the sum clipped too": clipped_micro_batches(BATCH_TOKENS),
+    "every micro-batch clipped before the sum": clipped_micro_batches(
+        BATCH_TOKENS, "1.0", (SCALE, "scale = 1.0 / count")
+    ),
+    "mean of micro-batches clipped by the norm per micro-batch token": clipped_micro_batches(
         "part_tokens",
-        "(1.0 / of_slice / self.settings.accumulation_steps)",
+        "(1.0 / of_micro_batch / self.settings.accumulation_steps)",
         (SCALE, "scale = 1.0"),
     ),
-    "sum of micro-batches clipped by the norm per micro-batch token": clipped_slices(
+    "sum of micro-batches clipped by the norm per micro-batch token": clipped_micro_batches(
         "part_tokens",
-        "(1.0 / of_slice)",
+        "(1.0 / of_micro_batch)",
         (SCALE, "scale = 1.0"),
     ),
     "the loss of the last micro-batch only": in_trainer(

@@ -9,9 +9,9 @@ import pytest
 from transformer_parity.transformer.bugs.catalog import (
     BACKWARD_BLOCKS,
     BACKWARD_PATHS,
-    HELD_OUT,
-    HELD_OUT_SEARCH,
+    CANDIDATES,
     LOSSES,
+    SEARCH_CANDIDATES,
     STEP_VARIANTS,
 )
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, tiny
@@ -41,8 +41,8 @@ CASES[DECODE] += [case for case in MARIAN if case.name == "decode/many_greedy_en
 STEP_CASES = {case.name.partition("/")[2]: case for case in port_cases(CONFIGS[0], (STEPS,))}
 CASES[STEPS] = [
     replace(STEP_CASES["port_clipped"], snapshots=(2,)),
-    replace(STEP_CASES["port_clipped/changing_slices"], snapshots=(2,)),  # has a large epsilon
-    replace(STEP_CASES["port/changing_slices"], snapshots=(9,)),  # training was restarted before step 9
+    replace(STEP_CASES["port_clipped/changing_micro_batches"], snapshots=(2,)),  # has a large epsilon
+    replace(STEP_CASES["port/changing_micro_batches"], snapshots=(9,)),  # training was restarted before step 9
     replace(STEP_CASES["port/small_gradient"], snapshots=(2,)),  # its clip norm exceeds the norm
 ]
 
@@ -54,7 +54,7 @@ def differs(bug, stage):
     return any(Trials.of(case, observed(TRUTH, case)).differing(hypothesis) for case in cases)
 
 
-@pytest.mark.parametrize("bug", [*HELD_OUT, *misplaced_weights(0)], ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", [*CANDIDATES, *misplaced_weights(0)], ids=lambda bug: bug.name)
 def test_hypotheses_of_the_forward_pass_differ_from_the_reference(bug):
     assert differs(bug, ACTIVATIONS)
 
@@ -71,7 +71,7 @@ def test_hypotheses_of_a_step_differ_from_the_reference(bug):
     assert differs(bug, STEPS)
 
 
-@pytest.mark.parametrize("bug", HELD_OUT_SEARCH, ids=lambda bug: bug.name)
+@pytest.mark.parametrize("bug", SEARCH_CANDIDATES, ids=lambda bug: bug.name)
 def test_hypotheses_of_searches_differ_from_the_reference(bug):
     # A hypothesis about beam search may not change greedy search, but it must run there.
     assert all(observed(Hypothesis((bug,)), case) is not None for case in CASES[DECODE])
