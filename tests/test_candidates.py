@@ -1,4 +1,4 @@
-"""Hypotheses that aren't injected into any port: each changes the values in a different way."""
+"""Candidates that aren't injected into any port: each changes the values in a different way."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from transformer_parity.transformer.bugs.catalog import (
 )
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, misplaced_weights
-from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Trials, observed
+from transformer_parity.transformer.diagnose.candidates.candidate import Candidate, misplaced_weights
+from transformer_parity.transformer.diagnose.candidates.trials import TRUTH, Trials, observed
 
 CONFIGS = [
     tiny("paper_base", d_k=None, d_v=None),
@@ -49,30 +49,30 @@ CASES[STEPS] = [
 
 def differs(bug, stage):
     """Return True if at least one case that runs the modified code detects the bug."""
-    hypothesis = Hypothesis((bug,))
-    cases = [case for case in CASES[stage] if observed(hypothesis, case) is not None]
-    return any(Trials.of(case, observed(TRUTH, case)).differing(hypothesis) for case in cases)
+    candidate = Candidate((bug,))
+    cases = [case for case in CASES[stage] if observed(candidate, case) is not None]
+    return any(Trials.of(case, observed(TRUTH, case)).differing(candidate) for case in cases)
 
 
 @pytest.mark.parametrize("bug", [*CANDIDATES, *misplaced_weights(0)], ids=lambda bug: bug.name)
-def test_hypotheses_of_the_forward_pass_differ_from_the_reference(bug):
+def test_candidates_of_the_forward_pass_differ_from_the_reference(bug):
     assert differs(bug, ACTIVATIONS)
 
 
 @pytest.mark.parametrize("bug", [*BACKWARD_BLOCKS, *BACKWARD_PATHS, *LOSSES], ids=lambda bug: bug.name)
-def test_hypotheses_of_the_backward_pass_differ_from_the_reference(bug):
-    assert all(observed(Hypothesis((bug,)), case) is not None for case in CASES[GRADIENTS])
+def test_candidates_of_the_backward_pass_differ_from_the_reference(bug):
+    assert all(observed(Candidate((bug,)), case) is not None for case in CASES[GRADIENTS])
     assert differs(bug, GRADIENTS)
 
 
 @pytest.mark.parametrize("bug", STEP_VARIANTS, ids=lambda bug: bug.name)
-def test_hypotheses_of_a_step_differ_from_the_reference(bug):
-    assert all(observed(Hypothesis((bug,)), case) is not None for case in CASES[STEPS])
+def test_candidates_of_a_step_differ_from_the_reference(bug):
+    assert all(observed(Candidate((bug,)), case) is not None for case in CASES[STEPS])
     assert differs(bug, STEPS)
 
 
 @pytest.mark.parametrize("bug", SEARCH_CANDIDATES, ids=lambda bug: bug.name)
-def test_hypotheses_of_searches_differ_from_the_reference(bug):
-    # A hypothesis about beam search may not change greedy search, but it must run there.
-    assert all(observed(Hypothesis((bug,)), case) is not None for case in CASES[DECODE])
+def test_candidates_of_searches_differ_from_the_reference(bug):
+    # A candidate about beam search may not change greedy search, but it must run there.
+    assert all(observed(Candidate((bug,)), case) is not None for case in CASES[DECODE])
     assert differs(bug, DECODE)

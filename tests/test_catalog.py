@@ -27,14 +27,14 @@ OF_THE_MODEL, OTHERS, OF_TRAINING = (
 )
 CASES = {case.name: case for case in standard_cases()} | search.CASES
 BUGS = [*OF_THE_MODEL, *OTHERS, *OF_TRAINING, *SEARCH]
-HYPOTHESES = {f"{bug.name}-{bug.case}": bug for bug in BUGS if "numpy" in bug.edits}
+CANDIDATES = {f"{bug.name}-{bug.case}": bug for bug in BUGS if "numpy" in bug.edits}
 SAME, DIFFERENT = POLICY["float64"]["tap"], 100.0 * POLICY["float64"]["tap"]
 ALIKE = 1e-9  # after a step or a search, rounding causes far smaller differences, and a bug causes far larger ones
 
 
 def case_of(bug: str) -> Case:
     """Return the case of a bug; for a training bug, this is a gradient case or a training case with two steps."""
-    found = HYPOTHESES[bug]
+    found = CANDIDATES[bug]
     if found in OF_TRAINING:
         return replace(training.CASES.get(found.case, training.GRADIENTS), snapshots=(1, 2))
     return CASES[found.case]
@@ -42,7 +42,7 @@ def case_of(bug: str) -> Case:
 
 def limits(bug: str) -> tuple[float, float]:
     """Return the maximum difference between backends with the same bug, and the minimum from the reference."""
-    return (SAME, DIFFERENT) if HYPOTHESES[bug] in OF_THE_MODEL + OTHERS else (ALIKE, ALIKE)
+    return (SAME, DIFFERENT) if CANDIDATES[bug] in OF_THE_MODEL + OTHERS else (ALIKE, ALIKE)
 
 
 def load_and_run(port: Implementation, case: Case) -> Tensors:
@@ -52,7 +52,7 @@ def load_and_run(port: Implementation, case: Case) -> Tensors:
 @cache
 def run_with(bug: str, name: str) -> Tensors:
     """Run a bug's own case on a port in which the bug is injected."""
-    port = injected(HYPOTHESES[bug], name)
+    port = injected(CANDIDATES[bug], name)
     with interpreted(name):
         return load_and_run(port, case_of(bug))
 
@@ -67,23 +67,23 @@ def distance(actual: Tensors, expected: Tensors) -> float:
 
 
 def in_the_first_port() -> list:
-    """Return each hypothesis with the first port into which it can be injected, as test parameters."""
-    ports = {name: next(port for port in ALL if port in bug.edits) for name, bug in HYPOTHESES.items()}
+    """Return each candidate with the first port into which it can be injected, as test parameters."""
+    ports = {name: next(port for port in ALL if port in bug.edits) for name, bug in CANDIDATES.items()}
     return [pytest.param(bug, name, marks=pytest.mark.only(name)) for bug, name in ports.items()]
 
 
-def test_every_bug_but_some_of_structure_is_a_hypothesis():
-    assert [bug.name for bug in BUGS if bug not in (*OTHERS, *HYPOTHESES.values())] == []
-    assert len(HYPOTHESES) == len([bug for bug in BUGS if "numpy" in bug.edits])
+def test_every_bug_but_some_of_structure_is_a_candidate():
+    assert [bug.name for bug in BUGS if bug not in (*OTHERS, *CANDIDATES.values())] == []
+    assert len(CANDIDATES) == len([bug for bug in BUGS if "numpy" in bug.edits])
 
 
-@pytest.mark.parametrize("bug", HYPOTHESES)
-def test_hypothesis_differs_from_the_reference(bug):
+@pytest.mark.parametrize("bug", CANDIDATES)
+def test_candidate_differs_from_the_reference(bug):
     assert distance(run_with(bug, "numpy"), load_and_run(PORTS["numpy"], case_of(bug))) > limits(bug)[1]
 
 
 @pytest.mark.parametrize(("bug", "name"), in_the_first_port())
-def test_hypothesis_matches_the_port_with_the_same_bug(bug, name):
-    port, hypothesis = run_with(bug, name), run_with(bug, "numpy")
-    assert list(port) == list(hypothesis)
-    assert distance(port, hypothesis) <= limits(bug)[0]
+def test_candidate_matches_the_port_with_the_same_bug(bug, name):
+    port, candidate = run_with(bug, name), run_with(bug, "numpy")
+    assert list(port) == list(candidate)
+    assert distance(port, candidate) <= limits(bug)[0]

@@ -15,11 +15,11 @@ from transformer_parity.transformer.bugs.other_optimizers import MATRICES, decou
 from transformer_parity.transformer.cases.case import DECODE, STEPS, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.compare.runner import tensors
+from transformer_parity.transformer.diagnose.candidates.candidate import Candidate, candidates
+from transformer_parity.transformer.diagnose.candidates.places import Place
+from transformer_parity.transformer.diagnose.candidates.trials import TRUTH
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose
 from transformer_parity.transformer.diagnose.files import investigate_files
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, hypotheses
-from transformer_parity.transformer.diagnose.hypotheses.places import Place
-from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH
 from transformer_parity.transformer.stages.padding import Read
 
 CONFIG = tiny("paper_base", d_k=None, d_v=None)
@@ -30,11 +30,11 @@ STEP_CASES = [case for case in CASES if case.stage == STEPS]
 
 
 def named(name, stage):
-    return Hypothesis((next(bug for bug in hypotheses(CONFIG, stage) if bug.name == name),))
+    return Candidate((next(bug for bug in candidates(CONFIG, stage) if bug.name == name),))
 
 
-def shown(hypothesis, case):
-    return tensors(hypothesis.load(case.config, case.load_weights()), case)
+def shown(candidate, case):
+    return tensors(candidate.load(case.config, case.load_weights()), case)
 
 
 def only_tokens(arrays):
@@ -43,7 +43,7 @@ def only_tokens(arrays):
 
 @pytest.mark.parametrize("stage", ["gradients", "steps", "decode"])
 def test_agreeing_activations_exclude_forward_bugs(stage):
-    known = hypotheses(CONFIG, stage, forward_agrees=True)
+    known = candidates(CONFIG, stage, forward_agrees=True)
     forward = {bug.name for part in FORWARD.values() for bug in part}
     assert known
     assert forward.isdisjoint(bug.name for bug in known)
@@ -81,7 +81,7 @@ def test_match_in_every_failing_case_is_likely_if_other_cases_agree():
     many = [case for case in SEARCHES if case.options.beam_size and case is not BEAM]
     others = [(many[0], shown(early, many[0])), (many[1], None)]
     found = diagnose(BEAM, shown(early, BEAM), "it", known=list(early.parts), others=others)
-    assert (found.confidence, found.hypotheses) == (LIKELY, (early.name,))
+    assert (found.confidence, found.candidates) == (LIKELY, (early.name,))
     assert found.sentence == (
         f"some decode cases agree; in those that differ, it behaves like the reference with this change: {early.name}"
     )
@@ -96,18 +96,18 @@ def test_case_that_cannot_show_a_bug_does_not_refute_it():
     unclipped = next(case for case in STEP_CASES if case is not clipped)
     each = named("every tensor clipped separately", STEPS)
     found = diagnose(clipped, shown(each, clipped), "it", known=list(each.parts), others=[(unclipped, None)])
-    assert (found.confidence, found.hypotheses) == (EXACT, (each.name,))
+    assert (found.confidence, found.candidates) == (EXACT, (each.name,))
 
 
 @pytest.mark.parametrize(("value", "where"), [("0.003", ""), ("0.2", ""), ("0.05", "except for biases and norms")])
 def test_decoupled_weight_decay_is_named_with_its_measured_coefficient(value, where):
     decay = Bug("decay", "", decoupled(value, *([MATRICES] if where else [])))
     case = next(case for case in STEP_CASES if case.name == "steps/port")
-    arrays = shown(Hypothesis((decay,)), case)
+    arrays = shown(Candidate((decay,)), case)
     weights = {name: array for name, array in arrays.items() if "moment" not in name}
-    found = diagnose(case, weights, "it", known=hypotheses(CONFIG, STEPS, forward_agrees=True))
+    found = diagnose(case, weights, "it", known=candidates(CONFIG, STEPS, forward_agrees=True))
     name = f"decoupled weight decay of {value}" + (f", {where}" if where else "")
-    assert (found.confidence, found.hypotheses) == (EXACT, (name,))
+    assert (found.confidence, found.candidates) == (EXACT, (name,))
 
 
 def test_the_factor_of_an_embedding_is_measured_apart_from_the_positions():
@@ -148,7 +148,7 @@ def test_bug_is_identified_despite_differences_at_unread_positions():
     combined = Read.of(case, right).combine(shown(outside, case), right)
     assert any(not np.array_equal(combined[tap], value) for tap, value in shown(outside, case).items())
     found = diagnose(case, combined, "it", known=list(outside.parts))
-    assert (found.confidence, found.hypotheses) == (EXACT, (outside.name,))
+    assert (found.confidence, found.candidates) == (EXACT, (outside.name,))
 
 
 def test_place_is_found_although_unread_positions_seem_to_introduce_differences():
@@ -156,6 +156,6 @@ def test_place_is_found_although_unread_positions_seem_to_introduce_differences(
     case = next(case for case in CASES if case.name == "full/padded")
     parts = tuple(f"decoder.layers.{i}.cross_attention" for i in range(CONFIG.num_decoder_layers))
     (bug,) = named("heads merged without a transpose", case.stage).parts
-    right, wrong = shown(TRUTH, case), shown(Hypothesis((bug,), Place("", parts)), case)
+    right, wrong = shown(TRUTH, case), shown(Candidate((bug,), Place("", parts)), case)
     found = diagnose(case, Read.of(case, right).combine(wrong, right), "it", known=[bug])
-    assert found.hypotheses == (f"{bug.name}, in decoder.layers.*.cross_attention only",)
+    assert found.candidates == (f"{bug.name}, in decoder.layers.*.cross_attention only",)

@@ -18,13 +18,13 @@ from transformer_parity.transformer.compare.comparator import Comparator
 from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose import files as files_module
+from transformer_parity.transformer.diagnose.candidates.candidate import Candidate, candidates
+from transformer_parity.transformer.diagnose.candidates.places import Place
+from transformer_parity.transformer.diagnose.candidates.trials import TRUTH, observed
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY
 from transformer_parity.transformer.diagnose.evidence.blame import distance
 from transformer_parity.transformer.diagnose.evidence.signatures import signatures
 from transformer_parity.transformer.diagnose.files import investigate_files
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, hypotheses
-from transformer_parity.transformer.diagnose.hypotheses.places import Place
-from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
 from transformer_parity.transformer.diagnose.measured.schedule import schedule_in_words
 from transformer_parity.transformer.golden import compare as golden
 from transformer_parity.transformer.ports.protocol import Placements
@@ -62,9 +62,9 @@ CASES = {case.name: case for case in port_cases(CONFIG) if case.name in NAMES}
 
 def with_bug(name, case, *parts):
     """Return the tensors of a program with a known bug, either in the entire model or in some of its parts."""
-    known = next(bug for bug in hypotheses(CONFIG, case.stage) if bug.name == name)
+    known = next(bug for bug in candidates(CONFIG, case.stage) if bug.name == name)
     place = Place("", parts) if parts else None
-    return dict(tensors(Hypothesis((known,), place).load(case.config, case.load_weights()), case))
+    return dict(tensors(Candidate((known,), place).load(case.config, case.load_weights()), case))
 
 
 def findings_of(files):
@@ -80,10 +80,10 @@ def findings_of(files):
 
 
 @pytest.fixture(autouse=True)
-def few_hypotheses(monkeypatch):
-    """Try only some hypotheses, because trying all of them takes seconds."""
-    few = lambda _, stage, **__: [one for one in hypotheses(CONFIG, stage) if one.name in TRIED]  # noqa: E731
-    monkeypatch.setattr(files_module, "hypotheses", few)
+def few_candidates(monkeypatch):
+    """Try only some candidates, because trying all of them takes seconds."""
+    few = lambda _, stage, **__: [one for one in candidates(CONFIG, stage) if one.name in TRIED]  # noqa: E731
+    monkeypatch.setattr(files_module, "candidates", few)
 
 
 def reports(files):
@@ -108,19 +108,19 @@ def from_bug(name, keep=lambda tap: True, *parts):
 
 def test_loss_in_bits_is_named_next_to_right_gradients():
     (report,) = reports(in_gradients(from_bug("a loss in bits", lambda tap: tap == "loss")))
-    assert (report.diagnosis.confidence, report.diagnosis.hypotheses) == (EXACT, ("a loss in bits",))
+    assert (report.diagnosis.confidence, report.diagnosis.candidates) == (EXACT, ("a loss in bits",))
     assert report.diagnosis.sentence.endswith("; only the loss differs, and its gradient is correct")
 
 
 def test_kullback_leibler_divergence_is_named():
     (report,) = reports(in_gradients(from_bug(KULLBACK_LEIBLER)))
-    assert report.diagnosis.hypotheses[0] == KULLBACK_LEIBLER
+    assert report.diagnosis.candidates[0] == KULLBACK_LEIBLER
 
 
 def test_gradient_without_smoothing_is_named_next_to_a_right_loss():
     (report,) = reports(in_gradients(from_bug("label smoothing missing", lambda tap: tap != "loss")))
     assert report.diagnosis.confidence == EXACT
-    assert "label smoothing" in report.diagnosis.hypotheses[0]
+    assert "label smoothing" in report.diagnosis.candidates[0]
     assert report.diagnosis.sentence.endswith("; only the gradients differ, and the loss is correct")
     assert report.diagnosis.signatures == ()  # it isn't a convention that the config can express
 
@@ -135,7 +135,7 @@ def test_gradient_without_smoothing_is_named_next_to_a_right_loss():
 )
 def test_bug_in_one_backward_pass_is_identified_with_its_location(name, part):
     (report,) = reports(in_gradients(from_bug(name, lambda tap: True, part)))
-    assert (report.diagnosis.confidence, report.diagnosis.hypotheses) == (EXACT, (f"{name}, in {part} only",))
+    assert (report.diagnosis.confidence, report.diagnosis.candidates) == (EXACT, (f"{name}, in {part} only",))
 
 
 def test_places_of_gradients_read_well():
@@ -260,7 +260,7 @@ def test_bug_of_the_forward_pass_is_named_with_its_place(name, parts, words):
     files = {case: with_bug(name, CASES[case], *parts) for case in NAMES if "full" in case}
     (report,) = reports(files)
     assert report.diagnosis.confidence == EXACT
-    assert report.diagnosis.hypotheses[0] == (f"{name}, in {words} only" if words else name)
+    assert report.diagnosis.candidates[0] == (f"{name}, in {words} only" if words else name)
 
 
 @pytest.mark.parametrize(
@@ -268,12 +268,12 @@ def test_bug_of_the_forward_pass_is_named_with_its_place(name, parts, words):
     [("starts with EOS", False, ["tokens"]), ("length penalty n^alpha", True, ["tokens", "scores"])],
 )
 def test_search_of_files_is_named_by_tokens_and_scores(name, is_beam, keep):
-    """Files contain tokens of any length, whereas hypotheses are compared with tokens in a fixed shape."""
+    """Files contain tokens of any length, whereas candidates are compared with tokens in a fixed shape."""
     cases = [case for case in port_cases(CONFIG) if case.stage == DECODE and bool(case.options.beam_size) == is_beam]
-    known = next(one for one in hypotheses(CONFIG, DECODE) if one.name == name)
+    known = next(one for one in candidates(CONFIG, DECODE) if one.name == name)
 
     def searched(case, dtype):
-        model = Hypothesis((known,)).load(case.config, case.load_weights())
+        model = Candidate((known,)).load(case.config, case.load_weights())
         found = model.search(case.inputs["source_ids"], case.options)
         arrays = {"tokens": found.nbest_ids, "scores": found.nbest_scores}
         return {tap: arrays[tap] for tap in keep}
@@ -283,7 +283,7 @@ def test_search_of_files_is_named_by_tokens_and_scores(name, is_beam, keep):
     place = ("mine", "float64", "decoding")
     wrong = [Finding(*place, case.name, "files", keep[-1], 1.0, 0.0, DIVERGES, stage=DECODE) for case in cases]
     (report,) = golden.investigate(pair, wrong)
-    assert report.diagnosis.hypotheses == (known.name,)
+    assert report.diagnosis.candidates == (known.name,)
 
 
 @pytest.mark.parametrize("base", [1000.0, 500000.0])
@@ -291,10 +291,10 @@ def test_base_of_wavelengths_is_measured(base):
     edits = {"numpy": [("embedding", "10000.0 ** (", f"{base!r} ** (")]}
     files = {}
     for name in ("full/padded", "full/one_token"):
-        loaded = Hypothesis((Bug("base", "", edits),)).load(CONFIG, CASES[name].load_weights())
+        loaded = Candidate((Bug("base", "", edits),)).load(CONFIG, CASES[name].load_weights())
         files[name] = dict(tensors(loaded, CASES[name]))
     (report,) = reports(files)
-    assert report.diagnosis.hypotheses == (f"a base of {base:g} instead of 10000 in the wavelengths",)
+    assert report.diagnosis.candidates == (f"a base of {base:g} instead of 10000 in the wavelengths",)
 
 
 def test_correct_learning_rates_are_not_diagnosed():

@@ -37,7 +37,7 @@ LARGE_DIRECTORIES = {
 DIRECTORIES = [
     *ROOMS,
     *(f"{room}/{name}" for room, names in ROOMS.items() for name in names if name),
-    *("transformer/diagnose/evidence", "transformer/diagnose/hypotheses", "transformer/diagnose/measured"),
+    *("transformer/diagnose/evidence", "transformer/diagnose/candidates", "transformer/diagnose/measured"),
     "transformer/bugs/candidates",
     "apps/checkpoints/formats",
 ]

@@ -25,11 +25,11 @@ from transformer_parity.transformer.cases.standard import gradient_case, standar
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose import reproduce
+from transformer_parity.transformer.diagnose.candidates import candidate as candidate_module
+from transformer_parity.transformer.diagnose.candidates.candidate import Candidate, candidates, content
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN, diagnose
 from transformer_parity.transformer.diagnose.evidence.blame import Subject, blame, blame_files, distance
 from transformer_parity.transformer.diagnose.evidence.properties import is_random
-from transformer_parity.transformer.diagnose.hypotheses import hypothesis as hypothesis_module
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, content, hypotheses
 from transformer_parity.transformer.diagnose.investigate import Investigation
 from transformer_parity.transformer.explore.view import view_of_case
 from transformer_parity.transformer.ports.protocol import Placement, Placements, Result
@@ -252,7 +252,7 @@ def test_a_known_bug_is_named(name):
     bug = named(name)
     case = next(case for case in standard_cases() if case.name == bug.case)
     found = diagnose(case, tensors(inject(bug, case), case), "it")
-    assert (found.confidence, found.hypotheses) == (EXACT, (name,))
+    assert (found.confidence, found.candidates) == (EXACT, (name,))
     assert found.error < 1e-12 < 1e-6 < found.next_error
     assert found.sentence.startswith(f"it behaves exactly like the reference with this change: {name} (error ")
 
@@ -269,11 +269,11 @@ def test_a_known_bug_is_named(name):
 )
 def test_weights_mixed_up_by_a_converter_are_identified(convert, name):
     case = model_cases(tiny(d_v=8))[0]
-    mixed = hypothesis_module._reordered if isinstance(convert, dict) else hypothesis_module._turned
+    mixed = candidate_module._reordered if isinstance(convert, dict) else candidate_module._turned
     weights = mixed(convert, case.load_weights())
     loaded = PORTS["numpy"].load(case.config, weights, Placement("float64"))
     found = diagnose(case, tensors(loaded, case), "it")
-    assert (found.confidence, found.hypotheses) == (EXACT, (name,))
+    assert (found.confidence, found.candidates) == (EXACT, (name,))
 
 
 def test_a_convention_is_named():
@@ -281,9 +281,9 @@ def test_a_convention_is_named():
     other = replace(case, config=case.config.replace(position_layout="split", position_timescale="m_minus_1"))
     found = diagnose(case, tensors(numpy(other), case), "it")
     assert found.confidence == EXACT
-    assert found.hypotheses == (
+    assert found.candidates == (
         "position_layout='split', position_timescale='m_minus_1' (the conventions of t2t_2017)",
-        *found.hypotheses[1:],
+        *found.candidates[1:],
     )
 
 
@@ -291,7 +291,7 @@ def test_two_bugs_are_named_together():
     both = together(named("scores divided by d_k").edits, named("epsilon outside the root").edits)
     found = diagnose(CASE, tensors(inject(Bug("both", "", both)), CASE), "it")
     assert found.confidence == EXACT
-    assert found.hypotheses == ("scores divided by d_k and epsilon outside the root",)
+    assert found.candidates == ("scores divided by d_k and epsilon outside the root",)
 
 
 def test_unlisted_bug_is_diagnosed_as_unknown_or_likely():
@@ -319,13 +319,13 @@ def test_unlisted_bug_is_diagnosed_as_unknown_or_likely():
 
 def test_a_correct_port_is_given_no_diagnosis():
     found = diagnose(CASE, tensors(numpy(), CASE), "it")
-    assert (found.confidence, found.hypotheses) == (UNKNOWN, ())
+    assert (found.confidence, found.candidates) == (UNKNOWN, ())
     assert found.sentence == "every value that it returned here matches the reference"
 
 
-def test_hypotheses_are_distinct_and_differ_from_the_config():
+def test_candidates_are_distinct_and_differ_from_the_config():
     for stage in ("activations", "gradients", "steps", "decode"):
-        known = hypotheses(CASE.config, stage)
+        known = candidates(CASE.config, stage)
         contents = [repr(content(bug)) for bug in known]
         assert len(set(contents)) == len(contents) > 80
         for bug in known:
@@ -333,9 +333,9 @@ def test_hypotheses_are_distinct_and_differ_from_the_config():
             assert changed or bug.edits["numpy"] or bug.convert is not dict, bug.name
 
 
-def test_hypothesis_does_not_modify_the_reference():
+def test_candidate_does_not_modify_the_reference():
     before = tensors(numpy(), CASE)
-    loaded = Hypothesis((named("scores divided by d_k"),)).load(CASE.config, CASE.load_weights())
+    loaded = Candidate((named("scores divided by d_k"),)).load(CASE.config, CASE.load_weights())
     assert loaded.package.__name__.startswith("reference_numpy_edited_")
     assert not np.array_equal(tensors(loaded, CASE)[SCALE], before[SCALE])
     assert np.array_equal(tensors(numpy(), CASE)[SCALE], before[SCALE])
@@ -434,7 +434,7 @@ def test_port_with_partial_tap_replacement_is_replayed_with_the_reference():
     assert {name.rpartition(".")[2] for name in found.introduced} == {"scores"}
 
 
-def test_hypothesis_must_hold_in_every_case():
+def test_candidate_must_hold_in_every_case():
     one, two = model_cases(tiny(d_v=8))[:2]
     other = replace(one, config=one.config.replace(position_offset=1))
     actual = tensors(numpy(other), one)
@@ -443,12 +443,12 @@ def test_hypothesis_must_hold_in_every_case():
     assert diagnose(one, tensors(numpy(both), one), "it").confidence == EXACT
     alone = diagnose(one, tensors(numpy(both), one), "it", others=[(two, None)])
     # A combination of bugs that fits only one case is weak evidence.
-    assert (alone.confidence, alone.hypotheses) == (UNKNOWN, ())
+    assert (alone.confidence, alone.candidates) == (UNKNOWN, ())
     there = tensors(numpy(replace(two, config=other.config)), two)
     assert diagnose(one, actual, "it", others=[(two, there)]).confidence == EXACT
 
 
-def test_hypothesis_is_compared_only_at_taps_of_the_port():
+def test_candidate_is_compared_only_at_taps_of_the_port():
     one, two = (case for case in model_cases(tiny(d_v=8)) if case.name in ("full/padded", "full/one_token"))
     shown = tensors(inject(named("scores divided by d_k"), one), one)
     few = {name: value for name, value in shown.items() if name in ("encoder.output", "logits", "output")}

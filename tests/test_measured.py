@@ -6,9 +6,9 @@ import numpy as np
 
 from transformer_parity.transformer.cases.case import Case, tiny
 from transformer_parity.transformer.cases.inputs import token_ids
+from transformer_parity.transformer.diagnose.candidates.candidate import candidates
+from transformer_parity.transformer.diagnose.candidates.trials import TRUTH, observed
 from transformer_parity.transformer.diagnose.diagnosis import LIKELY, diagnose
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import hypotheses
-from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
 
 CONFIG = tiny(d_k=None, d_v=None)
 CASE = Case("full/padded", "full model", CONFIG, "", token_ids(CONFIG))
@@ -26,7 +26,7 @@ def diagnosed(added):
     truth = observed(TRUTH, CASE)
     wrong = {name: array + 0.01 * np.abs(array).max() for name, array in truth.items()}
     shown = {**wrong, TAP: truth[TAP] + added}
-    return diagnose(CASE, shown, "MyPort", known=hypotheses(CONFIG, CASE.stage)[:5])
+    return diagnose(CASE, shown, "MyPort", known=candidates(CONFIG, CASE.stage)[:5])
 
 
 def test_angles_of_positions_are_measured():

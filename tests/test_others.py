@@ -62,11 +62,11 @@ def diagnosis_of(kind):
 
 
 def assert_recognized(diagnosis, names):
-    """Check that exactly one hypothesis reproduces everything and that no other hypothesis comes close."""
+    """Check that exactly one candidate reproduces everything and that no other candidate comes close."""
     assert diagnosis.confidence == EXACT
-    assert len(diagnosis.hypotheses) == 1
-    assert diagnosis.hypotheses[0] in diagnosis.sentence
-    rest = re.sub(r" \(the conventions of \w+\)", "", diagnosis.hypotheses[0])
+    assert len(diagnosis.candidates) == 1
+    assert diagnosis.candidates[0] in diagnosis.sentence
+    rest = re.sub(r" \(the conventions of \w+\)", "", diagnosis.candidates[0])
     for name in names:
         assert name in rest
         rest = rest.replace(name, "", 1)
@@ -133,7 +133,7 @@ def test_unlisted_bug_gets_no_exact_diagnosis(name, monkeypatch):
     monkeypatch.setattr(others.Buggy, "package", buggy.port.package)
     diagnosis = diagnosis_of(others.Buggy)
     assert diagnosis.confidence in (LIKELY, UNKNOWN)
-    assert diagnosis.hypotheses == ()
+    assert diagnosis.candidates == ()
     assert diagnosis.next_error > 1e-3
     assert "exactly" not in diagnosis.sentence
 

@@ -13,10 +13,10 @@ from transformer_parity.transformer.cases.for_ports import model_cases
 from transformer_parity.transformer.cases.standard import gradient_case, standard_cases
 from transformer_parity.transformer.compare.runner import tensors
 from transformer_parity.transformer.diagnose import diagnosis
+from transformer_parity.transformer.diagnose.candidates.candidate import Candidate, candidates
+from transformer_parity.transformer.diagnose.candidates.places import Place, intervals, placed
+from transformer_parity.transformer.diagnose.candidates.trials import Trials
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, UNKNOWN, diagnose
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, hypotheses
-from transformer_parity.transformer.diagnose.hypotheses.places import Place, intervals, placed
-from transformer_parity.transformer.diagnose.hypotheses.trials import Trials
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 
@@ -36,8 +36,8 @@ def limited(case, name, *parts):
     """Return the reference's tensors with a bug in only some parts."""
     # Different bugs may have the same name. The bugs in EVERYWHERE come last and therefore win, because they can be
     # limited to some parts.
-    known = {bug.name: bug for bug in (*reversed(hypotheses(case.config, case.stage)), *EVERYWHERE)}
-    return tensors(Hypothesis((known[name],), Place("", parts)).load(case.config, case.load_weights()), case)
+    known = {bug.name: bug for bug in (*reversed(candidates(case.config, case.stage)), *EVERYWHERE)}
+    return tensors(Candidate((known[name],), Place("", parts)).load(case.config, case.load_weights()), case)
 
 
 def every(case, stack, *names):
@@ -122,10 +122,10 @@ def test_local_bug_is_identified_with_few_taps():
 
 @pytest.mark.parametrize("name", ["norm before the sum", "no residual connections", "normalized twice"])
 def test_residual_bug_is_limited_to_one_sublayer(name):
-    known = [bug for bug in hypotheses(CASE.config, CASE.stage) if bug.name.startswith(name)]
+    known = [bug for bug in candidates(CASE.config, CASE.stage) if bug.name.startswith(name)]
     every_place = [one for bug in known for one in placed(bug, CASE.config, CASE.load_weights(), [])]
     bug, place = next(one for one in every_place if one[1].words == "decoder.layers.1.cross_attention")
-    wrong = tensors(Hypothesis((bug,), place).load(CASE.config, CASE.load_weights()), CASE)
+    wrong = tensors(Candidate((bug,), place).load(CASE.config, CASE.load_weights()), CASE)
     right = tensors(usual(CASE), CASE)
     differing = [tap for tap in right if not np.array_equal(right[tap], wrong[tap])]
     assert differing[0].startswith("decoder.layers.1.cross_attention")
@@ -142,13 +142,13 @@ def test_frozen_norm_of_one_layer_is_identified_by_its_gradients():
 
 def test_shown_taps_narrow_the_places():
     taps = intervals(["encoder.output"], ["encoder.output", "decoder.output", "output"], CASE.config)
-    known = {bug.name: bug for bug in hypotheses(CASE.config, CASE.stage)}
+    known = {bug.name: bug for bug in candidates(CASE.config, CASE.stage)}
     found = [place.words for _, place in placed(known["no activation"], CASE.config, CASE.load_weights(), taps)]
     assert found == ["the encoder", "encoder.layers.0.feed_forward", "encoder.layers.1.feed_forward"]
 
 
 def test_bug_with_a_single_location_has_no_variants():
-    known = {bug.name: bug for bug in hypotheses(CASE.config, CASE.stage)}
+    known = {bug.name: bug for bug in candidates(CASE.config, CASE.stage)}
     for name in ("encoder without padding mask", "key bias of another layer", "tensor2tensor"):
         for bug in (bug for full, bug in known.items() if full.startswith(name)):
             assert list(placed(bug, CASE.config, CASE.load_weights(), [])) == []
@@ -161,7 +161,7 @@ def test_number_of_single_places_is_bounded(monkeypatch):
     monkeypatch.setattr(diagnosis, "PLACED", 50)
     run = Trials.run
     monkeypatch.setattr(Trials, "run", lambda trials, one: tried.append(one.place) or run(trials, one))
-    known = [bug for bug in hypotheses(config, case.stage) if bug.name == "epsilon outside the root"]
+    known = [bug for bug in candidates(config, case.stage) if bug.name == "epsilon outside the root"]
     assert diagnose(case, wrong, "it", known=known).confidence == UNKNOWN
     number = len([place for place in tried if place])
     assert number == len(list(placed(known[0], config, case.load_weights(), [])))

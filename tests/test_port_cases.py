@@ -1,4 +1,4 @@
-"""The cases for ports detect every known bug that a port can have, and every hypothesis can be distinguished."""
+"""The cases for ports detect every known bug that a port can have, and every candidate can be distinguished."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
 from transformer_parity.transformer.cases.standard import standard_cases
 from transformer_parity.transformer.compare.runner import tensors
+from transformer_parity.transformer.diagnose.candidates.candidate import Candidate
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, diagnose
 from transformer_parity.transformer.diagnose.evidence.blame import distance
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import PORTS
 from transformer_parity.transformer.stages.registry import STAGES
@@ -38,18 +38,18 @@ def test_most_likely_weight_seed_is_first_choice_and_fallback(monkeypatch):
 @pytest.mark.parametrize("bug", EVERYWHERE, ids=lambda bug: bug.name)
 def test_a_bug_in_every_sub_layer_is_named_with_taps_and_without(bug, shown):
     case = next(case for case in standard_cases() if case.name == bug.case)
-    seen = tensors(Hypothesis((bug,)).load(case.config, case.load_weights()), case)
+    seen = tensors(Candidate((bug,)).load(case.config, case.load_weights()), case)
     found = diagnose(case, seen if shown == "taps" else {"output": seen["output"]}, "it")
     assert found.confidence == EXACT
-    assert bug.name in found.hypotheses
-    assert shown == "logits" or found.hypotheses == (bug.name,)
+    assert bug.name in found.candidates
+    assert shown == "logits" or found.candidates == (bug.name,)
 
 
 def test_a_limit_of_inner_units_is_named():
     relu6 = next(bug for bug in CANDIDATES if bug.name == "ReLU6 instead of ReLU")
     case = next(case for case in port_cases(CONFIG) if case.name == "full/longest/one_sentence")
-    found = diagnose(case, tensors(Hypothesis((relu6,)).load(case.config, case.load_weights()), case), "it")
-    assert (found.confidence, found.hypotheses) == (EXACT, ("ReLU6 instead of ReLU",))
+    found = diagnose(case, tensors(Candidate((relu6,)).load(case.config, case.load_weights()), case), "it")
+    assert (found.confidence, found.candidates) == (EXACT, ("ReLU6 instead of ReLU",))
 
 
 def test_training_before_a_forward_pass_changes_no_weight():
@@ -68,7 +68,7 @@ def test_widest_beam_detects_padding_excluded_before_log_softmax(preset):
     bug = next(one for one in SEARCH if one.name == "padding is excluded before the log-softmax")
     config = tiny(preset, d_k=None, d_v=None)
     case = next(case for case in port_cases(config) if case.name == "decode/many_widest_beam")
-    seen = tensors(Hypothesis((bug,)).load(case.config, case.load_weights()), case)
+    seen = tensors(Candidate((bug,)).load(case.config, case.load_weights()), case)
     assert distance("tokens", seen, tensors(load(case), case)) > 0.0
 
 
@@ -89,7 +89,7 @@ def test_a_bug_of_a_search_shows_in_its_case(name):
     case = next(case for case in standard_cases() if case.name == name)
     right = tensors(load(case), case)
     bugs = [bug for bug in SEARCH if bug.case == name and "numpy" in bug.edits]
-    seen = {bug.name: tensors(Hypothesis((bug,)).load(case.config, case.load_weights()), case) for bug in bugs}
+    seen = {bug.name: tensors(Candidate((bug,)).load(case.config, case.load_weights()), case) for bug in bugs}
     assert [bug.name for bug in bugs if not distance(bug.at, seen[bug.name], right) > 1e-9] == []
 
 
@@ -101,7 +101,7 @@ def test_the_cases_for_ports_show_how_a_port_searches():
         if "/rules_of_" in bug.case:  # ports don't run these cases
             continue
         for case in cases:
-            seen = tensors(Hypothesis((bug,)).load(case.config, case.load_weights()), case)
+            seen = tensors(Candidate((bug,)).load(case.config, case.load_weights()), case)
             if distance("tokens", seen, right[case.name]) > 0.0:
                 break
         else:
@@ -118,7 +118,7 @@ def test_the_cases_for_ports_have_a_limit_between_a_gradient_and_its_sum_over_to
     for config in (CONFIG, tiny(d_k=None, d_v=None), tiny("paper_base", d_k=None, d_v=None)):
         (case,) = (case for case in port_cases(config) if case.name == "steps/port/small_gradient")
         wrong, right = (
-            tensors(Hypothesis(parts).load(case.config, case.load_weights()), case) for parts in ((sum_is_clipped,), ())
+            tensors(Candidate(parts).load(case.config, case.load_weights()), case) for parts in ((sum_is_clipped,), ())
         )
         assert max(distance(tensor, wrong, right) for tensor in right) > 1e-6
 
@@ -130,7 +130,7 @@ def test_the_cases_for_ports_have_large_ids_clipping_and_micro_batches(name):
     case = cases[special.get(name, "steps/port_clipped")]
     known = {bug.name: bug for part in (STRUCTURE, TRAINING) for each in part.values() for bug in each}
     wrong, right = (
-        tensors(Hypothesis((known[name],)).load(case.config, case.load_weights()), case),
+        tensors(Candidate((known[name],)).load(case.config, case.load_weights()), case),
         tensors(load(case), case),
     )
     assert max(distance(tensor, wrong, right) for tensor in right) > 1e-9

@@ -11,8 +11,8 @@ import pytest
 from transformer_parity.engine.tensors import Tensors
 from transformer_parity.transformer.cases.case import STEPS, Case, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
+from transformer_parity.transformer.diagnose.candidates.candidate import candidates
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, diagnose
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import hypotheses
 from transformer_parity.transformer.diagnose.measured.schedule import measured_rates, schedule_in_words
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
@@ -88,7 +88,7 @@ def test_schedule_counting_micro_batches_is_identified() -> None:
 def test_diagnosis_reports_learning_rates_unexplained_by_known_bugs() -> None:
     """The sentence identifies the case in which the learning rates were measured."""
     shown = trained_by(lambda step: usual(step) * (1.0 if step <= 10 else 0.5))
-    found = diagnose(CASE, shown, "MyPort", known=hypotheses(CASE.config, STEPS, forward_agrees=True))
+    found = diagnose(CASE, shown, "MyPort", known=candidates(CASE.config, STEPS, forward_agrees=True))
     assert found.confidence == EXACT
     assert found.sentence.startswith(
         "in steps/port, MyPort trains exactly like the reference, except that its learning"

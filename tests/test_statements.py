@@ -9,7 +9,7 @@ import pytest
 
 from transformer_parity.transformer.cases.case import Case, tiny
 from transformer_parity.transformer.cases.inputs import token_ids
-from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
+from transformer_parity.transformer.diagnose.candidates.trials import TRUTH, observed
 from transformer_parity.transformer.diagnose.statements import of_error, of_rounding
 from transformer_parity.transformer.stages.padding import Read
 

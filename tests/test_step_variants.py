@@ -1,4 +1,4 @@
-"""Ports with a different optimizer whose code differs from the hypothesis that describes it."""
+"""Ports with a different optimizer whose code differs from the candidate that describes it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from transformer_parity.transformer.bugs.bug import Bug
 from transformer_parity.transformer.cases.case import STEPS, Case, tiny
 from transformer_parity.transformer.cases.for_ports import port_cases
+from transformer_parity.transformer.diagnose.candidates.candidate import Candidate, candidates
+from transformer_parity.transformer.diagnose.candidates.trials import TRUTH, Trials, observed
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, Diagnosis, diagnose
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, hypotheses
-from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Trials, observed
 
 CASES = {case.name: case for case in port_cases(tiny(d_k=None, d_v=None), (STEPS,))}
-KNOWN = hypotheses(CASES["steps/port"].config, STEPS, forward_agrees=True)
+KNOWN = candidates(CASES["steps/port"].config, STEPS, forward_agrees=True)
 M, V = ("m += (1.0 - settings.beta1) * (g - m)", "v += (1.0 - settings.beta2) * (g * g - v)")
 M_HAT, V_HAT = "m_hat = m / correction1", "v_hat = v / correction2"
 THETA = "theta -= learning_rate * m_hat"
@@ -23,7 +23,7 @@ OWN = "self.__dict__.setdefault('own', {})"
 
 def shown(edits: Sequence[tuple[str, str, str]], case: Case) -> dict:
     """Return the losses and weights that a port with different formulas reports."""
-    found = observed(Hypothesis((Bug("", "", {"numpy": list(edits)}),)), case)
+    found = observed(Candidate((Bug("", "", {"numpy": list(edits)}),)), case)
     return {
         name: array
         for name, array in found.items()
@@ -78,7 +78,7 @@ def diagnosed(edits: Sequence[tuple[str, str, str]]) -> Diagnosis:
 )
 def test_variants_of_adam_are_identified(edits: Sequence[tuple[str, str]], name: str) -> None:
     found = diagnosed([("optimizer", *edit) for edit in edits])
-    assert (found.confidence, found.hypotheses) == (EXACT, (name,))
+    assert (found.confidence, found.candidates) == (EXACT, (name,))
 
 
 STEP = "round(np.log(1 - correction1) / np.log(settings.beta1))"
@@ -143,4 +143,4 @@ def test_numbers_of_an_optimizer_are_measured(edits: Sequence[tuple[str, str, st
     """The measured values hold in all cases, like hard-coded values that ignore the settings."""
     found = diagnosed(edits)
     assert found.confidence == EXACT
-    assert found.hypotheses[0] == name
+    assert found.candidates[0] == name

@@ -18,8 +18,8 @@ import reference_numpy
 from transformer_parity.engine.findings import AGREES, SKIPPED
 from transformer_parity.transformer.cases.for_ports import model_cases, port_cases, port_config
 from transformer_parity.transformer.compare.comparator import compare
+from transformer_parity.transformer.diagnose.candidates import several
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, UNKNOWN
-from transformer_parity.transformer.diagnose.hypotheses import several
 from transformer_parity.transformer.diagnose.investigate import Investigation
 from transformer_parity.transformer.ports.protocol import Placements
 from transformer_parity.transformer.ports.templates.other_port import MyPort
@@ -228,7 +228,7 @@ def test_bug_in_the_path_without_taps_is_identified():
     assert report.diagnosis.sentence.startswith(
         "without taps, Wrong behaves exactly like the reference with this change: "
     )
-    assert report.diagnosis.hypotheses == ("cross-attention without padding mask, without taps only",)
+    assert report.diagnosis.candidates == ("cross-attention without padding mask, without taps only",)
 
 
 def test_an_unknown_bug_of_the_output_without_taps_is_called_a_difference():
@@ -342,13 +342,13 @@ def said_of_search(*bugs, stages=("activations", "decode")):
 )
 def test_the_rule_of_a_search_is_named_and_no_cache(bug, name):
     (found,) = said_of_search(bug)
-    assert (found.confidence, found.hypotheses[0], found.signatures) == (EXACT, name, ())
+    assert (found.confidence, found.candidates[0], found.signatures) == (EXACT, name, ())
 
 
 @pytest.mark.parametrize("other", first_alone(["late positions", "a token early"], "two bugs"))
 def test_two_bugs_are_never_diagnosed_as_exactly_one(other):
     (found,) = said_of_search("padding", other)
-    assert found.confidence != EXACT or all(" and " in name for name in found.hypotheses), found
+    assert found.confidence != EXACT or all(" and " in name for name in found.candidates), found
     assert "exactly" not in found.sentence or " and " in found.sentence
 
 
@@ -400,7 +400,7 @@ class Cubic(TrainingConfig):
 
 
 class Scheduled(MyPort):
-    """A small model with a custom schedule, because each hypothesis about the schedule requires training."""
+    """A small model with a custom schedule, because each candidate about the schedule requires training."""
 
     overrides = {"num_encoder_layers": 1, "num_decoder_layers": 1}
     dtypes = ("float64",)
@@ -433,7 +433,7 @@ def said_of_schedule(schedule):
 def test_a_wrong_schedule_is_named(schedule, name):
     (found,) = said_of_schedule(schedule)
     assert found.confidence == EXACT
-    assert name in found.hypotheses
+    assert name in found.candidates
 
 
 @pytest.mark.extended("schedules")

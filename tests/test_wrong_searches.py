@@ -17,10 +17,10 @@ from transformer_parity.transformer.cases.case import tiny
 from transformer_parity.transformer.cases.for_ports import port_cases, port_config
 from transformer_parity.transformer.compare.comparator import compare
 from transformer_parity.transformer.compare.runner import tensors
+from transformer_parity.transformer.diagnose.candidates import several
+from transformer_parity.transformer.diagnose.candidates.candidate import Candidate
+from transformer_parity.transformer.diagnose.candidates.trials import TRUTH, observed
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, diagnose
-from transformer_parity.transformer.diagnose.hypotheses import several
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
-from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
 from transformer_parity.transformer.diagnose.investigate import Investigation
 from transformer_parity.transformer.diagnose.measured.search_parameters import Parameter
 from transformer_parity.transformer.ports.protocol import Placements
@@ -138,25 +138,25 @@ def test_the_rule_of_a_search_is_named_with_its_number(named):
     bug, name = named
     (found,) = said_of(bug)
     assert found.confidence == EXACT
-    assert any(name in one for one in found.hypotheses), found.hypotheses
+    assert any(name in one for one in found.candidates), found.candidates
 
 
 @pytest.mark.parametrize("kind", first_alone(["greedy", "beam"], "searches"))
 def test_bug_in_one_kind_of_search_is_attributed_only_to_it(kind):
     (found,) = said_of(f"{kind} start")
     assert found.confidence == EXACT
-    assert f"starts with EOS, in {kind} search only" in found.hypotheses
+    assert f"starts with EOS, in {kind} search only" in found.candidates
     assert found.sentence.startswith(f"in {kind} search, Wrong behaves exactly like the reference with this change: ")
 
 
 def test_the_window_of_cached_steps_is_measured():
     case = next(case for case in port_cases(tiny("paper_base")) if case.name == "decode/many_greedy")
-    window = Hypothesis((Bug("", "", seen("np.arange(cache.length + 1) > cache.length - 7")),))
+    window = Candidate((Bug("", "", seen("np.arange(cache.length + 1) > cache.length - 7")),))
     found = diagnose(case, {"tokens": observed(window, case)["tokens"]}, "Wrong", known=[])
-    assert found.hypotheses == ("cached steps that attend to only the last 7 positions",)
+    assert found.candidates == ("cached steps that attend to only the last 7 positions",)
 
 
-def test_several_values_of_a_number_are_listed_with_the_roundest_as_the_hypothesis():
+def test_several_values_of_a_number_are_listed_with_the_roundest_as_the_candidate():
     parameter = Parameter(
         "an alpha of {}", {value: {"numpy": [("", "", str(value))]} for value in (0.95, 1.0, 1.05, 2)}
     )

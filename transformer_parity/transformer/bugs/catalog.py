@@ -50,7 +50,7 @@ SEARCH = [*search.CATALOG, *reported_training.SEARCH]
 EVERYWHERE = [*layers.EVERYWHERE, *reported.EVERYWHERE]
 CANDIDATES = forward.CANDIDATES
 STEP_VARIANTS = step_variants.STEP_VARIANTS
-SEARCH_CANDIDATES = [*search.ONLY_HYPOTHESES, *search_candidates.SEARCHES]
+SEARCH_CANDIDATES = [*search.ONLY_CANDIDATES, *search_candidates.SEARCHES]
 BACKWARD_BLOCKS, BACKWARD_PATHS, LOSSES = by_hand.BLOCKS, by_hand.PATHS, by_hand.LOSSES
 
 

@@ -110,7 +110,7 @@ def repetition_penalty(penalty: float, log_probabilities: str) -> Edits:
 
 # These bugs are only candidates for the diagnosis. The packages' cases can't test them, because the cases request
 # multiple hypotheses and include too few sentences that depend on these rules.
-ONLY_HYPOTHESES = [
+ONLY_CANDIDATES = [
     *(Bug(f"no repeated {words}s", "", ruled(f"no_repeat_ngram_size={size}")) for size, words in NGRAMS.items()),
     Bug("EOS forced at the maximum length with probability 1", "", ruled("at_limit='forced'")),
     Bug("beam of size 1", "", planned("plan = plan._replace(beam_size=1)")),

@@ -21,21 +21,21 @@ from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.transformer.bugs.bug import Bug
 from transformer_parity.transformer.bugs.catalog import STEP_VARIANTS
 from transformer_parity.transformer.cases.case import ACTIVATIONS, GRADIENTS, Case
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, hypotheses, is_convention
-from transformer_parity.transformer.diagnose.hypotheses.places import Place, at_single_places
-from transformer_parity.transformer.diagnose.hypotheses.several import PROMISING, clash, combinations, simplest
-from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Attempt, Trials
-from transformer_parity.transformer.diagnose.measured.optimizer import measured_number, optimizer_hypotheses
+from transformer_parity.transformer.diagnose.candidates.candidate import Candidate, candidates, is_convention
+from transformer_parity.transformer.diagnose.candidates.places import Place, at_single_places
+from transformer_parity.transformer.diagnose.candidates.several import PROMISING, clash, combinations, simplest
+from transformer_parity.transformer.diagnose.candidates.trials import TRUTH, Attempt, Trials
+from transformer_parity.transformer.diagnose.measured.optimizer import measured_number, optimizer_candidates
 from transformer_parity.transformer.diagnose.measured.schedule import measured_rates, schedule_in_words
-from transformer_parity.transformer.diagnose.measured.search import search_hypotheses
+from transformer_parity.transformer.diagnose.measured.search import search_candidates
 from transformer_parity.transformer.diagnose.measured.search_parameters import fitting_parameters
 from transformer_parity.transformer.diagnose.measured.step import (
-    decay_hypotheses,
+    decay_candidates,
     embedding_factor,
     float32_positions,
     position_angles,
-    rate_hypotheses,
-    wavelength_hypotheses,
+    rate_candidates,
+    wavelength_candidates,
 )
 from transformer_parity.transformer.stages.decode import TOKENS
 from transformer_parity.transformer.stages.training_stage import LOSS
@@ -60,13 +60,13 @@ class Diagnosis:
 
     Attributes:
         sentence: The diagnosis in words. If there are multiple statements, the one with the strongest evidence.
-        confidence: ``exact`` if a hypothesis reproduces every value, ``likely`` if a different measurement points to a
+        confidence: ``exact`` if a candidate reproduces every value, ``likely`` if a different measurement points to a
             cause, or ``unknown``.
-        hypotheses: Names of the hypotheses that reproduce every value, or every case that differs. There are multiple
-            names if the cases can't distinguish between the hypotheses.
-        error: Largest relative error that the first hypothesis leaves; infinite if there is none.
-        runner_up: Name of the next best hypothesis.
-        next_error: Relative error that the next best hypothesis leaves, at the first tensor that it doesn't reproduce
+        candidates: Names of the candidates that reproduce every value, or every case that differs. There are multiple
+            names if the cases can't distinguish between the candidates.
+        error: Largest relative error that the first candidate leaves; infinite if there is none.
+        runner_up: Name of the next best candidate.
+        next_error: Relative error that the next best candidate leaves, at the first tensor that it doesn't reproduce
             or at the last tensor.
         signatures: Further statements with their evidence, the strongest first.
         config: Config fields that declare the port's convention; empty if the difference is a bug.
@@ -74,7 +74,7 @@ class Diagnosis:
 
     sentence: str
     confidence: str
-    hypotheses: tuple[str, ...] = ()
+    candidates: tuple[str, ...] = ()
     error: float = math.inf
     runner_up: str = ""
     next_error: float = math.inf
@@ -92,9 +92,9 @@ def diagnose(
     known: Sequence[Bug] | None = None,
     others: Sequence[tuple[Case, Arrays | None]] = (),
 ) -> Diagnosis:
-    """Find the hypothesis that reproduces every tensor of a port.
+    """Find the candidate that reproduces every tensor of a port.
 
-    If no hypothesis reproduces all activations, the search is repeated without taps of the kind that differs first, and
+    If no candidate reproduces all activations, the search is repeated without taps of the kind that differs first, and
     then with only the output, because a tap may record a different value than its name implies.
 
     Args:
@@ -104,19 +104,19 @@ def diagnose(
         progress: Callback that receives a description of the next search step.
         known: The bugs and conventions to try; None tries all known ones.
         others: Other cases of the same model, with the port's tensors, or None if the port agrees with the reference.
-            An exact hypothesis must also reproduce these cases.
+            An exact candidate must also reproduce these cases.
     """
-    known = hypotheses(case.config, case.stage) if known is None else known
+    known = candidates(case.config, case.stage) if known is None else known
     trials = Trials.of(case, actual, others)
     start = trials.run(TRUTH)
     if start is None or start.is_exact:
         return Diagnosis(f"every value that {port} returned here matches the reference", UNKNOWN)
     # Learning rates or other optimizer settings that explain this training case.
     deviation = schedule_in_words(case, measured_rates(case, actual))
-    rates = rate_hypotheses(case, actual)
-    measured = [*rates, *optimizer_hypotheses(case, actual)]
-    known = [*known, *decay_hypotheses(case, actual), *search_hypotheses(case, actual)]
-    known += wavelength_hypotheses(case, actual)
+    rates = rate_candidates(case, actual)
+    measured = [*rates, *optimizer_candidates(case, actual)]
+    known = [*known, *decay_candidates(case, actual), *search_candidates(case, actual)]
+    known += wavelength_candidates(case, actual)
     progress(f"{len(known) + len(measured)} candidate changes")
     places = tuple if deviation else partial(at_single_places, case, actual, known)
     if found := _apart_from_loss(trials, known, port, progress, places):
@@ -125,12 +125,12 @@ def diagnose(
         return found
     exact, tried = _search(trials, start, [*known, *measured], progress, places, together=False)
     if not exact and not deviation and (number := measured_number(trials)):
-        exact, deviation = [number], f"it uses {number.hypothesis.name}"
+        exact, deviation = [number], f"it uses {number.candidate.name}"
     # Each combination requires a training run, and if the learning rate is wrong, they only guess at the schedule.
     if not exact and not (rates or deviation):
         exact, several = _together(trials, start, tried, known, progress)
         tried += several
-    confirmed = [attempt for attempt in exact if trials.holds_elsewhere(attempt.hypothesis)]
+    confirmed = [attempt for attempt in exact if trials.holds_elsewhere(attempt.candidate)]
     if confirmed:
         return _exact(port, confirmed, tried)
     if deviation:
@@ -140,10 +140,10 @@ def diagnose(
     if pairs := _and_another(trials, exact, known, progress):
         return _exact(port, pairs, tried)
     # A combination can fit a single case by chance. If the port returned only tokens, an individual bug can as well.
-    singles = [attempt for attempt in exact if len(attempt.hypothesis.parts) == 1 and trials.names != (TOKENS,)]
-    sometimes = [one for one in singles if trials.differing_cases().holds_elsewhere(one.hypothesis)]
+    singles = [attempt for attempt in exact if len(attempt.candidate.parts) == 1 and trials.names != (TOKENS,)]
+    sometimes = [one for one in singles if trials.differing_cases().holds_elsewhere(one.candidate)]
     if sometimes:
-        name = sometimes[0].hypothesis.name
+        name = sometimes[0].candidate.name
         sentence = f"some {case.stage} cases agree; in those that differ, {port} behaves like {CHANGED}: {name}"
         return Diagnosis(sentence, LIKELY, (name,), sometimes[0].worst)
     for positions_of in (float32_positions, embedding_factor, position_angles):
@@ -175,8 +175,8 @@ def _apart_from_loss(
     if usual is None:
         return None
     exact, tried = _search(rest, usual, known, progress, places, together=False)
-    confirmed = [attempt for attempt in exact if rest.holds_elsewhere(attempt.hypothesis)]
-    of_both = [one for one in confirmed if (found := trials.run(one.hypothesis)) and found.is_exact]
+    confirmed = [attempt for attempt in exact if rest.holds_elsewhere(attempt.candidate)]
+    of_both = [one for one in confirmed if (found := trials.run(one.candidate)) and found.is_exact]
     if not confirmed:
         return None
     if of_both:
@@ -195,9 +195,9 @@ def _named_in_search(
     if trials.case.search is None:
         return None
     kinds = [trials, *filter(None, [trials.for_same_kind_of_search()])]
-    tried = [attempt for bug in known if (attempt := trials.run(Hypothesis((bug,))))]
+    tried = [attempt for bug in known if (attempt := trials.run(Candidate((bug,))))]
     exact = [attempt for attempt in tried if attempt.is_exact]
-    confirmed = [[one for one in exact if some.holds_elsewhere(one.hypothesis)] for some in kinds]
+    confirmed = [[one for one in exact if some.holds_elsewhere(one.candidate)] for some in kinds]
     alike = EXACTLY
     if not any(confirmed):
         progress("search parameters")
@@ -208,17 +208,17 @@ def _named_in_search(
         if found:
             kind = "greedy" if trials.case.options.beam_size is None else "beam"
             diagnosis = _exact(port, found, tried, alike=alike)
-            names = tuple(f"{name}, in {kind} search only" for name in diagnosis.hypotheses)
+            names = tuple(f"{name}, in {kind} search only" for name in diagnosis.candidates)
             sentence = f"in {kind} search, {diagnosis.sentence}"
-            return replace(diagnosis, sentence=sentence, hypotheses=names, config={})
+            return replace(diagnosis, sentence=sentence, candidates=names, config={})
     return None
 
 
-def reproducing_output(case: Case, actual: Arrays, known: Sequence[Bug]) -> list[Hypothesis]:
-    """Return the individual hypotheses that reproduce the output of a case, regardless of the taps."""
+def reproducing_output(case: Case, actual: Arrays, known: Sequence[Bug]) -> list[Candidate]:
+    """Return the individual candidates that reproduce the output of a case, regardless of the taps."""
     trials = Trials(case, actual, (), (OUTPUT,))
-    attempts = [trials.run(Hypothesis((bug,))) for bug in known]
-    return [attempt.hypothesis for attempt in attempts if attempt and attempt.is_exact]
+    attempts = [trials.run(Candidate((bug,))) for bug in known]
+    return [attempt.candidate for attempt in attempts if attempt and attempt.is_exact]
 
 
 def _search(
@@ -230,11 +230,11 @@ def _search(
     *,
     together: bool = True,
 ) -> tuple[list[Attempt], list[Attempt]]:
-    """Return the hypotheses that reproduce every tensor, and all attempts.
+    """Return the candidates that reproduce every tensor, and all attempts.
 
     The search first tries each bug in the whole model, then each bug in one place, and then combinations.
     """
-    singles = [attempt for bug in known if (attempt := trials.run(Hypothesis((bug,))))]
+    singles = [attempt for bug in known if (attempt := trials.run(Candidate((bug,))))]
     exact, tried = [attempt for attempt in singles if attempt.is_exact], list(singles)
     if not exact:
         progress("bugs in single places")
@@ -253,12 +253,12 @@ def _together(
     known: Sequence[Bug],
     progress: Callable[[str], None],
 ) -> tuple[list[Attempt], list[Attempt]]:
-    """Return the combinations of hypotheses that reproduce every tensor, and all attempts.
+    """Return the combinations of candidates that reproduce every tensor, and all attempts.
 
     Variants of an optimizer step are too numerous to try in pairs.
     """
     pairs = [bug for bug in known if bug.name not in VARIANTS]
-    singles = [one for one in tried if one.hypothesis.place is None and one.hypothesis.parts[0] in pairs]
+    singles = [one for one in tried if one.candidate.place is None and one.candidate.parts[0] in pairs]
     several: list[Attempt] = []
     for attempts in combinations(trials, start, singles, pairs, progress):
         several += attempts
@@ -271,7 +271,7 @@ def _first_exact(trials: Trials, places: Sequence[tuple[Bug, Place]]) -> tuple[l
     """Return the bugs in the largest places that reproduce every tensor, followed by all attempts."""
     tried: list[Attempt] = []
     for _, same_size in itertools.groupby(places, lambda one: len(one[1].parts)):
-        attempts = [found for bug, place in same_size if (found := trials.run(Hypothesis((bug,), place)))]
+        attempts = [found for bug, place in same_size if (found := trials.run(Candidate((bug,), place)))]
         tried += attempts
         if exact := [attempt for attempt in attempts if attempt.is_exact]:
             return exact, tried
@@ -283,21 +283,21 @@ def _first_exact(trials: Trials, places: Sequence[tuple[Bug, Place]]) -> tuple[l
 def _and_another(
     trials: Trials, exact: Sequence[Attempt], known: Sequence[Bug], progress: Callable[[str], None]
 ) -> list[Attempt]:
-    """Return pairs of hypotheses that hold in every case, starting from hypotheses that hold only in this case."""
+    """Return pairs of candidates that hold in every case, starting from candidates that hold only in this case."""
     failing = [(case, shown) for case, shown in trials.others if shown is not None]
     for attempt in exact[:PROMISING]:
-        if len(attempt.hypothesis.parts) > 1:  # combinations can fit a single case by chance
+        if len(attempt.candidate.parts) > 1:  # combinations can fit a single case by chance
             continue
-        runs = ((one, Trials.of(*one).run(attempt.hypothesis)) for one in failing)
+        runs = ((one, Trials.of(*one).run(attempt.candidate)) for one in failing)
         there = next((one for one, run in runs if run is None or not run.is_exact), None)
         if there is None:
             continue
-        progress(f"{attempt.hypothesis.name} and a second change")
+        progress(f"{attempt.candidate.name} and a second change")
         elsewhere = Trials.of(*there)
         both = [
-            Hypothesis((*attempt.hypothesis.parts, one))
+            Candidate((*attempt.candidate.parts, one))
             for one in known
-            if one.name not in VARIANTS and not clash(attempt.hypothesis.parts, one)
+            if one.name not in VARIANTS and not clash(attempt.candidate.parts, one)
         ]
         both = [one for one in both if (seen := elsewhere.run(one)) is not None and seen.is_exact]
         fits = [found for one in both if (found := trials.run(one)) and found.is_exact and trials.holds_elsewhere(one)]
@@ -309,7 +309,7 @@ def _and_another(
 def _by_fewer_tensors(
     trials: Trials, start: Attempt, known: Sequence[Bug], port: str, progress: Callable[[str], None]
 ) -> Diagnosis | None:
-    """Search without taps of the kind that differs first, and then for individual hypotheses using only the output.
+    """Search without taps of the kind that differs first, and then for individual candidates using only the output.
 
     Returns:
         None if these searches find no explanation.
@@ -326,7 +326,7 @@ def _by_fewer_tensors(
         if not left_out or usual is None or usual.is_exact:
             continue
         exact, tried = _search(rest, usual, known, progress, together=left_out is alike)
-        confirmed = [attempt for attempt in exact if rest.holds_elsewhere(attempt.hypothesis)]
+        confirmed = [attempt for attempt in exact if rest.holds_elsewhere(attempt.candidate)]
         if confirmed:
             note = (
                 f"; this ignores {_counted(left_out)}, because taps may record different values than their names imply"
@@ -342,42 +342,42 @@ def _counted(names: Sequence[str]) -> str:
 def _exact(
     port: str, exact: Sequence[Attempt], tried: Sequence[Attempt], note: str = "", alike: str = EXACTLY
 ) -> Diagnosis:
-    """Report the hypotheses that reproduce every value, and the error of the next best hypothesis.
+    """Report the candidates that reproduce every value, and the error of the next best candidate.
 
     If a convention reproduces every value, equivalent bugs in one place are omitted, because a convention can be
     declared in the port.
     """
     runner_up = _best([attempt for attempt in tried if not attempt.is_exact])
-    if any(all(map(is_convention, attempt.hypothesis.parts)) for attempt in exact):
-        exact = [one for one in exact if one.hypothesis.place is None or all(map(is_convention, one.hypothesis.parts))]
-    names = tuple(dict.fromkeys(attempt.hypothesis.name for attempt in exact))
+    if any(all(map(is_convention, attempt.candidate.parts)) for attempt in exact):
+        exact = [one for one in exact if one.candidate.place is None or all(map(is_convention, one.candidate.parts))]
+    names = tuple(dict.fromkeys(attempt.candidate.name for attempt in exact))
     error = exact[0].worst
     also = f", or equivalently in these cases: {' or '.join(names[1:])}" if names[1:] else ""
     sentence = f"{port} {alike} {CHANGED}: {names[0]}{also} (error {error:.0e}"
-    config = _convention(exact[0].hypothesis)
+    config = _convention(exact[0].candidate)
     if runner_up is None:
         return Diagnosis(f"{sentence}){note}", EXACT, names, error, config=config)
-    name, left = runner_up.hypothesis.name, runner_up.worst
+    name, left = runner_up.candidate.name, runner_up.worst
     return Diagnosis(f"{sentence}, next best {left:.0e}){note}", EXACT, names, error, name, left, config=config)
 
 
-def _convention(hypothesis: Hypothesis) -> dict[str, Any]:
-    """Return the config fields that declare the port's convention, or an empty dict if the hypothesis is a bug."""
-    if hypothesis.place is not None or not all(map(is_convention, hypothesis.parts)):
+def _convention(candidate: Candidate) -> dict[str, Any]:
+    """Return the config fields that declare the port's convention, or an empty dict if the candidate is a bug."""
+    if candidate.place is not None or not all(map(is_convention, candidate.parts)):
         return {}
-    return {name: value for part in hypothesis.parts for name, value in part.config.items()}
+    return {name: value for part in candidate.parts for name, value in part.config.items()}
 
 
 def _unknown(tried: Sequence[Attempt], start: Attempt, in_order: bool) -> Diagnosis:
-    """Report that nothing reproduces the values and, if the tensors are in order, which hypothesis comes closest."""
+    """Report that nothing reproduces the values and, if the tensors are in order, which candidate comes closest."""
     runner_up = _best(tried)
-    name, left = (runner_up.hypothesis.name, runner_up.worst) if runner_up else ("", math.inf)
+    name, left = (runner_up.candidate.name, runner_up.worst) if runner_up else ("", math.inf)
     sentence = "unknown: no known bug or convention, and no combination of them, reproduces these numbers"
     further = max(tried, key=lambda attempt: attempt.matched, default=None)
     if in_order and further is not None and further.matched > start.matched:
         more = further.matched - start.matched
         right = "one more tensor is correct" if more == 1 else f"{more} more tensors are correct"
-        sentence += f". With {further.hypothesis.name}, {right}"
+        sentence += f". With {further.candidate.name}, {right}"
     return Diagnosis(sentence, UNKNOWN, (), math.inf, name, left)
 
 

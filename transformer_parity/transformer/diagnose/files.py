@@ -8,12 +8,12 @@ from dataclasses import replace
 from transformer_parity.engine.comparison import Arrays
 from transformer_parity.engine.findings import AGREES, SKIPPED, Finding
 from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.diagnose.candidates.candidate import candidates
+from transformer_parity.transformer.diagnose.candidates.trials import TRUTH, observed
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, LIKELY, Diagnosis, diagnose
 from transformer_parity.transformer.diagnose.evidence.blame import REPLAYED, blame_files
 from transformer_parity.transformer.diagnose.evidence.differing import Differing
 from transformer_parity.transformer.diagnose.evidence.properties import only_float32
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import hypotheses
-from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, observed
 from transformer_parity.transformer.diagnose.investigate import FailureReport, first_failures, forward_agrees, shared
 from transformer_parity.transformer.diagnose.measured.step import first_step_in_words
 from transformer_parity.transformer.diagnose.statements import (
@@ -60,7 +60,7 @@ def _report_on_files(
     truth = observed(TRUTH, case) or {}
     if precision := only_float32(case, actual, truth):
         return replace(report, diagnosis=Diagnosis(precision, LIKELY))
-    hypothetical = hypotheses(case.config, case.stage, forward_agrees=forward_agrees(findings))
+    hypothetical = candidates(case.config, case.stage, forward_agrees=forward_agrees(findings))
     found = if_it_is_meant(diagnose(case, actual, backend, known=hypothetical, others=others), IN_FILES)
     of_stage = [f for f in findings if f.dtype == "float64" and f.stage == case.stage]
     differing = Differing.of(case, of_stage, actual, truth)

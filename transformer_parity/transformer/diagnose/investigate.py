@@ -9,14 +9,14 @@ A diagnosis has the following steps. A step that finds the cause with certainty 
    the tensors of ports and files.
 3. ``diagnosis.diagnose`` searches for a change to the NumPy reference that reproduces every tensor of the case, and of
    the other cases of the model:
-   a. the bug catalog and the conventions (``hypotheses``), with settings measured in the tensors (``measured.step``);
+   a. the bug catalog and the conventions (``candidates``), with settings measured in the tensors (``measured.step``);
    b. for searches, their parameters (``measured.search_parameters``);
-   c. a bug in only some blocks (``hypotheses.places``);
+   c. a bug in only some blocks (``candidates.places``);
    d. for training, the learning rate of each step (``measured.schedule``) or an optimizer setting
       (``measured.optimizer``);
-   e. two or three bugs together (``hypotheses.several``);
+   e. two or three bugs together (``candidates.several``);
    f. for activations, a bug that reproduces all tensors except taps of one kind, or only the output.
-   ``hypotheses.trials`` runs and caches the changed references.
+   ``candidates.trials`` runs and caches the changed references.
 4. If no change reproduces everything, statements describe the difference, the strongest first: NaN or infinity, swapped
    names, a comparison with the port's own ``forward`` (``own_forward``), its first training step (``measured.step``),
    and which tensors and cases differ.
@@ -45,6 +45,8 @@ from transformer_parity.transformer.bugs.bug import Bug
 from transformer_parity.transformer.cases.case import ACTIVATIONS, DECODE, GRADIENTS, STEPS, Case
 from transformer_parity.transformer.compare.runner import call_before, tensors
 from transformer_parity.transformer.diagnose import reproduce
+from transformer_parity.transformer.diagnose.candidates.candidate import candidates
+from transformer_parity.transformer.diagnose.candidates.trials import TRUTH, Trials, observed
 from transformer_parity.transformer.diagnose.diagnosis import (
     EXACT,
     LIKELY,
@@ -64,8 +66,6 @@ from transformer_parity.transformer.diagnose.evidence.properties import (
     only_float32,
     rounding,
 )
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import hypotheses
-from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Trials, observed
 from transformer_parity.transformer.diagnose.measured.step import first_step_in_words
 from transformer_parity.transformer.diagnose.own_forward import beside_forward
 from transformer_parity.transformer.diagnose.statements import (
@@ -138,7 +138,7 @@ class Investigation:
         reference: Name from which the port can be loaded: a backend, or ``module:class``.
         directory: Directory in which to save the inputs of a wrong block; None saves nothing.
         progress: Callback that receives a description of the next step.
-        suspect: A hypothesis to try in addition to the known ones.
+        suspect: A candidate to try in addition to the known ones.
         view: Function that converts the evidence to the data that the HTML page shows.
     """
 
@@ -175,7 +175,7 @@ class Investigation:
             ]
             # All known bugs affect short sequences, so none of them explains a failure that requires 1,000 tokens.
             hypothetical = (
-                [] if case.is_long else hypotheses(case.config, case.stage, forward_agrees=forward_agrees(findings))
+                [] if case.is_long else candidates(case.config, case.stage, forward_agrees=forward_agrees(findings))
             )
             about = [f for f in findings if f.dtype == finding.dtype and f.stage == case.stage]
             shown = kept.get((case.name, finding.dtype), {})
@@ -225,7 +225,7 @@ class Investigation:
             weights = case.load_weights()
             alike = [one.load(case.config, weights) for one in reproducing_output(case, shown, known)]
             evidence = explained_by(evidence, alike, subject)
-        if evidence.blame.introduced and not found.hypotheses:
+        if evidence.blame.introduced and not found.candidates:
             errors = [*of_rounding(evidence, case), *of_operand(evidence, case)]
             errors += self._measurements(case, evidence) if forward else []
             errors += of_error(evidence, case)
@@ -242,7 +242,7 @@ class Investigation:
         known: Sequence[Bug],
         differing: Differing,
     ) -> Diagnosis:
-        """Return the hypothesis that explains every float64 tensor or, if there is none, the strongest evidence."""
+        """Return the candidate that explains every float64 tensor or, if there is none, the strongest evidence."""
         finding = findings[0]
         found = if_it_is_meant(diagnose(case, shown, self.port.name, self.progress, known, others), IN_PORT)
         if finding.tap != NAMES and not Trials.of(case, shown).differing(TRUTH):
@@ -274,7 +274,7 @@ class Investigation:
         others: Sequence[tuple[Case, Arrays | None]],
         known: Sequence[Bug],
     ) -> Diagnosis:
-        """Return the hypothesis that explains the outputs without taps, or a statement that the two paths differ."""
+        """Return the candidate that explains the outputs without taps, or a statement that the two paths differ."""
         sentence = of_path(self._loaded(case, finding.dtype), case, finding.tolerance)
         if finding.dtype != "float64":
             return Diagnosis(sentence, LIKELY)
@@ -286,8 +286,8 @@ class Investigation:
             (_, shown), *rest = runs
             found = diagnose(case, shown, self.port.name, self.progress, known, rest)
             if found.confidence == EXACT:
-                names = tuple(f"{name}, without taps only" for name in found.hypotheses)
-                return replace(found, sentence=f"without taps, {found.sentence}", hypotheses=names, config={})
+                names = tuple(f"{name}, without taps only" for name in found.candidates)
+                return replace(found, sentence=f"without taps, {found.sentence}", candidates=names, config={})
         return Diagnosis(sentence, LIKELY)
 
     def _exported(self, case: Case, dtype: str) -> str:
@@ -352,7 +352,7 @@ class Investigation:
 
 
 def shared(case: Case) -> tuple[object, ...]:
-    """Return the properties that two cases must share, apart from weights, for a hypothesis to apply to both."""
+    """Return the properties that two cases must share, apart from weights, for a candidate to apply to both."""
     fields = {name: value for name, value in case.config.to_dict().items() if not name.endswith("vocab_size")}
     return fields, case.block, case.stage
 

@@ -130,11 +130,11 @@ def of_place(
     findings: Sequence[Finding],
     others: Sequence[tuple[Case, Arrays | None]],
 ) -> Diagnosis:
-    """Add statements about the first wrong block, unless a hypothesis already explains it.
+    """Add statements about the first wrong block, unless a candidate already explains it.
 
     The function takes the same arguments as ``of_tensors`` and the statements about that block's error, ``errors``.
     """
-    if not evidence.blame.introduced or found.confidence == EXACT or found.hypotheses:
+    if not evidence.blame.introduced or found.confidence == EXACT or found.candidates:
         return found
     found = with_statements(found, errors, evidence)
     if case.stage != ACTIVATIONS or differing is None:
@@ -146,7 +146,7 @@ def of_place(
 def with_statements(found: Diagnosis, statements: Sequence[str], evidence: Evidence) -> Diagnosis:
     """Add statements to a diagnosis, followed by a list of the wrong sentences, heads, and positions.
 
-    If there is no hypothesis, the first statement becomes the diagnosis, but this list never does.
+    If there is no candidate, the first statement becomes the diagnosis, but this list never does.
     """
     found = with_first(found, statements, evidence.blame.dtype)
     return replace(found, signatures=(*found.signatures, *wrong_places(evidence)))
@@ -173,7 +173,7 @@ def if_it_is_meant(found: Diagnosis, remedy: str) -> Diagnosis:
 
 
 def with_first(found: Diagnosis, statements: Sequence[str], dtype: str = "float64") -> Diagnosis:
-    """Add statements. If there is no hypothesis, the first statement becomes the diagnosis."""
+    """Add statements. If there is no candidate, the first statement becomes the diagnosis."""
     if found.confidence == UNKNOWN and statements:
         first, *rest = statements
         closer = [found.sentence.partition(". ")[2]] if ". With " in found.sentence else []

@@ -16,10 +16,10 @@ from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.engine.tensors import given
 from transformer_parity.transformer.bugs.bug import Bug
 from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.diagnose.candidates.candidate import Candidate
 from transformer_parity.transformer.diagnose.evidence.blame import distance
 from transformer_parity.transformer.diagnose.evidence.closeness import SAME
 from transformer_parity.transformer.diagnose.evidence.properties import CALLS
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
 from transformer_parity.transformer.ports.protocol import Implementation, LoadedPort, Placement
 
 USED, UNUSED, TRANSPOSED, MISPLACED, REPLACED, INITIAL, HIDDEN, RANDOM, OVERWRITTEN = (
@@ -91,7 +91,7 @@ def _audit(port: Implementation, case: Case, placement: Placement, progress: Cal
 
     def run_reference(changed: Weights) -> dict[str, ndarray]:
         """Run the reference on the port's value at each tap, so that each block is compared independently."""
-        found = _shown(Hypothesis(()).load(case.config, changed), case, taps)
+        found = _shown(Candidate(()).load(case.config, changed), case, taps)
         return {name: value for name, value in found.items() if name in usual}
 
     loaded = port.load(case.config, weights, placement)
@@ -147,7 +147,7 @@ def summary(fates: Iterable[Fate]) -> str:
 
 
 def as_bug(fates: Iterable[Fate]) -> Bug | None:
-    """Return a hypothesis with all weight replacements that the audit found, or None if it found none."""
+    """Return a candidate with all weight replacements that the audit found, or None if it found none."""
     known = [fate for fate in fates if fate.instead]
     if not known:
         return None

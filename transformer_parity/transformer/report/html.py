@@ -131,7 +131,7 @@ def _diagnoses(entries: Iterable[Result]) -> list[dict[str, Any]]:
     """Return the diagnoses, with identical diagnoses of multiple cases merged into one."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for entry in _main_first(entries):
-        key = tuple(entry["hypotheses"]) or (entry["sentence"],)
+        key = tuple(entry["candidates"]) or (entry["sentence"],)
         group = found.setdefault(key, {"directory": None, **entry, "places": []})
         group["places"].append(f"{entry['dtype']} {entry['case']}")
     return list(found.values())

@@ -2,7 +2,7 @@
 
 - Caught: the comparison fails.
 - Located: the first failing tap is where the bug is, and the replay of every block reports the same tap.
-- Identified: the diagnosis selects the injected bug from all hypotheses. Bugs that lead to exceptions, wrong shapes,
+- Identified: the diagnosis selects the injected bug from all candidates. Bugs that lead to exceptions, wrong shapes,
   NaN, missing taps, or rounding can't be identified.
 """
 
@@ -25,9 +25,9 @@ from transformer_parity.transformer.bugs.catalog import TRAINING, cases, parts
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.check.processes import SILENCE
 from transformer_parity.transformer.compare.comparator import compare
+from transformer_parity.transformer.diagnose.candidates.candidate import candidates, content
 from transformer_parity.transformer.diagnose.diagnosis import EXACT, Diagnosis, diagnose
 from transformer_parity.transformer.diagnose.evidence.blame import REPLAYED, blame_files
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import content, hypotheses
 from transformer_parity.transformer.ports.protocol import Placement, Placements
 from transformer_parity.transformer.ports.registry import DEFINITION, PORTS
 from transformer_parity.transformer.selftest.buggy_ports import injected
@@ -139,9 +139,9 @@ def _settled(backend: str, part: str, bug: Bug) -> Iterator[None]:
 
 def _is_named(found: Diagnosis, case: Case, bug: Bug) -> bool:
     """Whether a diagnosis identifies a bug, either by its name or by an equivalent convention."""
-    known = hypotheses(case.config, case.stage)
+    known = candidates(case.config, case.stage)
     names = {bug.name, *(other.name for other in known if content(other) == content(bug))}
-    return found.confidence == EXACT and not names.isdisjoint(found.hypotheses)
+    return found.confidence == EXACT and not names.isdisjoint(found.candidates)
 
 
 def _first(failures: list[Finding]) -> str:

@@ -1,4 +1,4 @@
-"""Signatures: characteristics of a block's error, for errors that no hypothesis explains.
+"""Signatures: characteristics of a block's error, for errors that no candidate explains.
 
 Each signature compares two tensors: the result that a block computed from correct inputs, and the correct result. It
 describes an observation that only a few bugs cause. In contrast, the size or the position of an error can have many

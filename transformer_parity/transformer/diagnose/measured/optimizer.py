@@ -16,10 +16,10 @@ from transformer_parity.transformer.bugs.candidates.step_variants import of_grad
 from transformer_parity.transformer.bugs.optimizer import assumed
 from transformer_parity.transformer.bugs.other_optimizers import T, formulas
 from transformer_parity.transformer.cases.case import Case
+from transformer_parity.transformer.diagnose.candidates.candidate import Candidate
+from transformer_parity.transformer.diagnose.candidates.trials import TRUTH, Attempt, Trials, observed
 from transformer_parity.transformer.diagnose.evidence.closeness import SAME, best_factor
 from transformer_parity.transformer.diagnose.evidence.differing import described
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
-from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Attempt, Trials, observed
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
 from transformer_parity.transformer.stages.steps import train
@@ -42,7 +42,7 @@ SOLVED = 1e-15  # relative error of a loss at which the solver stops
 MOST = 12  # significant digits of a measured value
 
 
-def optimizer_hypotheses(case: Case, shown: Arrays) -> list[Bug]:
+def optimizer_candidates(case: Case, shown: Arrays) -> list[Bug]:
     """Return common settings, and per-tensor step lengths that explain the first weights that the port returned."""
     if case.settings is None:
         return []
@@ -60,7 +60,7 @@ def _common_settings(case: Case) -> Iterator[Bug]:
 
 
 def _by_tensor(case: Case, shown: Arrays) -> Iterator[Bug]:
-    """Yield hypotheses about tensors that move more or less than other tensors, or not at all."""
+    """Yield candidates about tensors that move more or less than other tensors, or not at all."""
     usual, start = observed(TRUTH, case) or {}, case.load_weights()
     names = [name for name in start if not is_noise(name)]
     taps = {name: f"step 1 weight {name}" for name in names}
@@ -156,7 +156,7 @@ def measured_number(trials: Trials) -> Attempt | None:
     first = min((int(name.split()[1]) for name in wrong), default=0)
     names = [name for name in RANGES if getattr(case.training, name) is not None] if first > 1 else []
     found = [attempt for name in names for attempt in _fitted(trials, name, first)]
-    return next((one for one in found if trials.holds_elsewhere(one.hypothesis)), found[0] if found else None)
+    return next((one for one in found if trials.holds_elsewhere(one.candidate)), found[0] if found else None)
 
 
 def _fitted(trials: Trials, name: str, step: int) -> Iterator[Attempt]:
@@ -182,7 +182,7 @@ def _fitted(trials: Trials, name: str, step: int) -> Iterator[Attempt]:
 def _confirmed(trials: Trials, name: str, value: float) -> Attempt | None:
     """Return a measured setting, rounded to the fewest digits with which it still explains every tensor.
 
-    Return None if the setting doesn't explain every tensor. If multiple hypotheses use the same value, prefer one that
+    Return None if the setting doesn't explain every tensor. If multiple candidates use the same value, prefer one that
     also reproduces all other cases.
     """
     usual = getattr(trials.case.training, name)
@@ -191,8 +191,8 @@ def _confirmed(trials: Trials, name: str, value: float) -> Attempt | None:
         other = 1.0 - float(f"{1.0 - value:.{digits}g}") if name.startswith("beta") else float(f"{value:.{digits}g}")
         return float(f"{other:.{MOST}g}")
 
-    def instead_of_usual(other: float) -> Hypothesis:
-        return Hypothesis((Bug(f"{name} {other:.{MOST}g} instead of {usual:g}", "", assumed(**{name: other})),))
+    def instead_of_usual(other: float) -> Candidate:
+        return Candidate((Bug(f"{name} {other:.{MOST}g} instead of {usual:g}", "", assumed(**{name: other})),))
 
     def explains(digits: int) -> bool:
         attempt = trials.run(instead_of_usual(rounded(digits)))
@@ -205,8 +205,8 @@ def _confirmed(trials: Trials, name: str, value: float) -> Attempt | None:
     return trials.run(next((one for one in choices if trials.holds_elsewhere(one)), choices[0]))
 
 
-def _of_clipping(name: str, value: float, usual: float) -> Iterator[Hypothesis]:
-    """Yield hypotheses that, if clipping is enabled, change the clip norm to a constant or multiply it by a factor."""
+def _of_clipping(name: str, value: float, usual: float) -> Iterator[Candidate]:
+    """Yield candidates that, if clipping is enabled, change the clip norm to a constant or multiply it by a factor."""
     value, multiple = (float(f"{number:.10g}") for number in (value, value / usual))
     for words, other in (
         {
@@ -218,7 +218,7 @@ def _of_clipping(name: str, value: float, usual: float) -> Iterator[Hypothesis]:
     ):
         new = f"type(settings)(**{{**settings.to_dict(), 'clip_norm': settings.clip_norm and {other}}})"
         edits = instead("training", "self.settings = settings\n", f"self.settings = settings = {new}\n")
-        yield Hypothesis((Bug(words, "", edits),))
+        yield Candidate((Bug(words, "", edits),))
 
 
 def _roots(missed: Callable[[float], float], low: float, high: float, tolerance: float) -> Iterator[float]:

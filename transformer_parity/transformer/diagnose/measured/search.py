@@ -48,7 +48,7 @@ def read_before(case: Case, ids: ndarray) -> ndarray:
     return np.concatenate([np.full((len(ids), 1), plan.start_id), ids[:, :-1]], 1)
 
 
-def search_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Bug]:
+def search_candidates(case: Case, shown: Mapping[str, ndarray]) -> list[Bug]:
     """Return the minimum length and the repetition penalties that explain the tokens, if any.
 
     Args:

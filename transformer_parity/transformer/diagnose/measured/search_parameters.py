@@ -13,8 +13,8 @@ from transformer_parity.transformer.bugs.bug import Bug, Edits
 from transformer_parity.transformer.bugs.candidates.search import seen
 from transformer_parity.transformer.bugs.search import penalized, planned
 from transformer_parity.transformer.cases.case import Case
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
-from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Attempt, Trials, observed
+from transformer_parity.transformer.diagnose.candidates.candidate import Candidate
+from transformer_parity.transformer.diagnose.candidates.trials import TRUTH, Attempt, Trials, observed
 from transformer_parity.transformer.diagnose.measured.search import returned
 
 WIDEST = 10  # largest constant beam size to try
@@ -54,7 +54,7 @@ def fitting_parameters(trials: Trials, kinds: Sequence[Trials]) -> Iterator[list
 
     Args:
         trials: A case with a search.
-        kinds: The same case, each with a selection of other cases that a hypothesis must reproduce.
+        kinds: The same case, each with a selection of other cases that a candidate must reproduce.
     """
     exact = [
         (parameter, {value: one for value in parameter.edits if (one := _reproduced(trials, parameter, value))})
@@ -63,14 +63,14 @@ def fitting_parameters(trials: Trials, kinds: Sequence[Trials]) -> Iterator[list
     for some in kinds:
         fits = []
         for parameter, found in exact:
-            values = [value for value, attempt in found.items() if some.holds_elsewhere(attempt.hypothesis)]
+            values = [value for value, attempt in found.items() if some.holds_elsewhere(attempt.candidate)]
             if values:
-                fits.append(replace(found[values[0]], hypothesis=Hypothesis((parameter.named(values),))))
+                fits.append(replace(found[values[0]], candidate=Candidate((parameter.named(values),))))
         yield fits
 
 
 def _reproduced(trials: Trials, parameter: Parameter, value: float) -> Attempt | None:
-    attempt = trials.run(Hypothesis((parameter.named([value]),)))
+    attempt = trials.run(Candidate((parameter.named([value]),)))
     return attempt if attempt and attempt.is_exact else None
 
 

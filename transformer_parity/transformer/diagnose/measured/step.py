@@ -20,6 +20,7 @@ from transformer_parity.transformer.bugs.candidates.step_variants import reduced
 from transformer_parity.transformer.bugs.optimizer import rate
 from transformer_parity.transformer.bugs.other_optimizers import MATRICES, decoupled
 from transformer_parity.transformer.cases.case import ACTIVATIONS, Case
+from transformer_parity.transformer.diagnose.candidates.trials import TRUTH, Trials, observed
 from transformer_parity.transformer.diagnose.evidence.closeness import (
     SAME,
     best_factor,
@@ -27,7 +28,6 @@ from transformer_parity.transformer.diagnose.evidence.closeness import (
     is_close,
     written,
 )
-from transformer_parity.transformer.diagnose.hypotheses.trials import TRUTH, Trials, observed
 from transformer_parity.transformer.stages.steps import SNAPSHOTS
 from transformer_spec.config import TransformerConfig
 
@@ -43,7 +43,7 @@ ANGLES = 6  # number of channels whose angles are listed
 DIGITS = 12  # significant digits of a measured factor; rounding affects later digits
 
 
-def rate_hypotheses(case: Case, shown: Arrays) -> list[Bug]:
+def rate_candidates(case: Case, shown: Arrays) -> list[Bug]:
     """Return the schedules that yield the first step's rate, or an empty list if it is correct or can't be measured."""
     factor = _move_factors(case, shown)[0]
     if not math.isfinite(factor) or factor <= 0.0 or abs(factor - 1.0) <= ROUNDED:
@@ -109,7 +109,7 @@ def _move_factors(case: Case, shown: Arrays) -> list[float]:
     return found
 
 
-def decay_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Bug]:
+def decay_candidates(case: Case, shown: Mapping[str, ndarray]) -> list[Bug]:
     """Return weight decay with the coefficient measured in the first step, if there is any.
 
     Args:
@@ -143,7 +143,7 @@ def decay_hypotheses(case: Case, shown: Mapping[str, ndarray]) -> list[Bug]:
     return found
 
 
-def wavelength_hypotheses(case: Case, shown: Arrays) -> list[Bug]:
+def wavelength_candidates(case: Case, shown: Arrays) -> list[Bug]:
     """Return the wavelength base measured at the second source position, if there is one."""
     tap, usual, m = "source_embedding.output", observed(TRUTH, case) or {}, case.config.d_model // 2
     if case.stage != ACTIVATIONS or tap not in usual or tap not in shown or shown[tap].shape != usual[tap].shape:

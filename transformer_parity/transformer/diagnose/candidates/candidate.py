@@ -1,6 +1,6 @@
-"""Hypotheses: candidate explanations of a port's behavior, each of which is a modified reference.
+"""Candidates: candidate explanations of a port's behavior, each of which is a modified reference.
 
-A hypothesis is a set of bugs from the bug catalog, or of published conventions, injected into the NumPy reference. If
+A candidate is a set of bugs from the bug catalog, or of published conventions, injected into the NumPy reference. If
 it reproduces all of a port's values, it describes what the port does.
 """
 
@@ -32,7 +32,7 @@ from transformer_parity.transformer.bugs.catalog import (
 )
 from transformer_parity.transformer.bugs.edited_package import edited_package
 from transformer_parity.transformer.cases.case import GRADIENTS
-from transformer_parity.transformer.diagnose.hypotheses.places import Place
+from transformer_parity.transformer.diagnose.candidates.places import Place
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import Placement
 from transformer_parity.transformer.ports.registry import DEFINITION
@@ -42,7 +42,7 @@ from transformer_spec.names import parameter_shapes
 from transformer_spec.presets import IMPLEMENTATIONS
 
 EPSILONS = (1e-3, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-12)  # defaults of published layer norms
-# The preset fields that define the formulas. Hypotheses don't change sizes, dropout rates, IDs, or tied embeddings.
+# The preset fields that define the formulas. Candidates don't change sizes, dropout rates, IDs, or tied embeddings.
 MATHEMATICS = (
     "norm_order",
     "final_norm",
@@ -62,7 +62,7 @@ LOSS_FIELDS = ("label_smoothing", "label_smoothing_kind")
 
 
 @dataclass(frozen=True)
-class Hypothesis:
+class Candidate:
     """A set of bugs or conventions, in the whole model or in one place."""
 
     parts: tuple[Bug, ...]
@@ -70,17 +70,17 @@ class Hypothesis:
 
     @property
     def name(self) -> str:
-        """Return a name that describes the hypothesis."""
+        """Return a name that describes the candidate."""
         names = " and ".join(part.name for part in self.parts)
         return names if self.place is None else f"{names}, in {self.place.words} only"
 
     @property
     def content(self) -> Any:
-        """Return a key that is the same only for hypotheses with the same effect."""
+        """Return a key that is the same only for candidates with the same effect."""
         return (*map(content, self.parts), self.place and self.place.parts)
 
     def load(self, config: TransformerConfig, weights: Mapping[str, ndarray]) -> LoadedPackage:
-        """Return a float64 reference with all changes of the hypothesis.
+        """Return a float64 reference with all changes of the candidate.
 
         Raises:
             ValueError: If the changes contradict each other or don't define a model.
@@ -98,7 +98,7 @@ class Hypothesis:
         return LoadedPackage(package, model, Placement("float64"))
 
 
-def hypotheses(config: TransformerConfig, stage: str, *, forward_agrees: bool = False) -> list[Bug]:
+def candidates(config: TransformerConfig, stage: str, *, forward_agrees: bool = False) -> list[Bug]:
     """Return every known bug and every convention that may explain a port with this config.
 
     Args:
@@ -119,7 +119,7 @@ def hypotheses(config: TransformerConfig, stage: str, *, forward_agrees: bool = 
         parts = [*FORWARD.values(), EVERYWHERE, CANDIDATES, *STRUCTURE.values()]
     if STAGES[stage].has_loss:
         parts += [*TRAINING.values(), LOSSES]
-    if stage == GRADIENTS:  # with optimizer steps, each hypothesis requires a training run
+    if stage == GRADIENTS:  # with optimizer steps, each candidate requires a training run
         parts += [BACKWARD_BLOCKS, BACKWARD_PATHS]
     if STAGES[stage].trains:
         parts.append(STEP_VARIANTS)

@@ -1,4 +1,4 @@
-"""Trials: runs of the reference under a hypothesis, which are compared with a port's tensors."""
+"""Trials: runs of the reference under a candidate, which are compared with a port's tensors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from numpy import ndarray
 
 from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.compare.runner import tensors
+from transformer_parity.transformer.diagnose.candidates.candidate import Candidate
 from transformer_parity.transformer.diagnose.evidence.blame import distance
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis
 from transformer_parity.transformer.stages.padding import Read
 from transformer_parity.transformer.stages.registry import STAGES
 from transformer_parity.transformer.stages.steps import SNAPSHOTS
@@ -22,21 +22,21 @@ from transformer_parity.transformer.stages.training_stage import WHOLE
 Arrays = Mapping[str, ndarray]
 OBSERVATIONS = 400  # number of results kept in memory; each takes a few hundred kilobytes
 BEGINNINGS = (1, 3)  # step counts: the 2nd loss depends on the first update, the 3rd loss on Adam's moments
-TRUTH = Hypothesis(())
+TRUTH = Candidate(())
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The result of trying one hypothesis.
+    """The result of trying one candidate.
 
     Attributes:
-        hypothesis: The hypothesis that was tried.
+        candidate: The candidate that was tried.
         matched: Number of matching tensors before the first mismatch.
         of: Number of tensors that were compared.
         worst: Largest relative error. The search for it stops at the first mismatch but includes the last tensor.
     """
 
-    hypothesis: Hypothesis
+    candidate: Candidate
     matched: int
     of: int
     worst: float
@@ -72,42 +72,42 @@ class Trials:
         """Return trials that ignore the given tensors."""
         return replace(self, names=tuple(name for name in self.names if name not in names))
 
-    def run(self, hypothesis: Hypothesis) -> Attempt | None:
-        """Return the result of a hypothesis, or None if it can't be loaded or doesn't define a model."""
+    def run(self, candidate: Candidate) -> Attempt | None:
+        """Return the result of a candidate, or None if it can't be loaded or doesn't define a model."""
         names = self.names
         for case in (*_beginnings(self.case), self.case):
-            found = observed(hypothesis, case)
+            found = observed(candidate, case)
             if found is None:
                 return None
             compared = names if case is self.case else [name for name in names if name in found]
-            attempt = self._compared(hypothesis, found, compared)
+            attempt = self._compared(candidate, found, compared)
             if not attempt.is_exact:
                 # A shorter run has no results of calls between steps, but they follow from its other tensors.
                 missing = next((number for number, name in enumerate(names) if name not in compared), len(names))
                 return replace(attempt, matched=min(missing, names.index(compared[attempt.matched])), of=len(names))
         return attempt
 
-    def _compared(self, hypothesis: Hypothesis, found: Arrays, names: Sequence[str]) -> Attempt:
-        """Compare the given tensors with the results of a hypothesis."""
+    def _compared(self, candidate: Candidate, found: Arrays, names: Sequence[str]) -> Attempt:
+        """Compare the given tensors with the results of a candidate."""
         tolerance, worst = STAGES[self.case.stage].reproduces, 0.0
         for matched, name in enumerate(names):
             worst = max(worst, error := distance(name, self.actual, found))
             if not error <= tolerance:
                 worst = max(worst, distance(names[-1], self.actual, found))
-                return Attempt(hypothesis, matched, len(names), worst)
-        return Attempt(hypothesis, len(names), len(names), worst)
+                return Attempt(candidate, matched, len(names), worst)
+        return Attempt(candidate, len(names), len(names), worst)
 
-    def differing(self, hypothesis: Hypothesis) -> list[str]:
-        """Return the tensors that a hypothesis doesn't reproduce, or all tensors if it doesn't define a model."""
-        found = observed(hypothesis, self.case) or {}
+    def differing(self, candidate: Candidate) -> list[str]:
+        """Return the tensors that a candidate doesn't reproduce, or all tensors if it doesn't define a model."""
+        found = observed(candidate, self.case) or {}
         return [
             name for name in self.names if not distance(name, self.actual, found) <= STAGES[self.case.stage].reproduces
         ]
 
-    def holds_elsewhere(self, hypothesis: Hypothesis) -> bool:
-        """Whether a hypothesis reproduces the port's tensors in the other cases."""
+    def holds_elsewhere(self, candidate: Candidate) -> bool:
+        """Whether a candidate reproduces the port's tensors in the other cases."""
         for case, shown in self.others:
-            found, usual = observed(hypothesis, case), observed(TRUTH, case)
+            found, usual = observed(candidate, case), observed(TRUTH, case)
             if found is None and shown is None:  # for example, a clipping bug in a case without a clip norm
                 continue
             actual = usual if shown is None else _read(case, shown)
@@ -134,27 +134,27 @@ class Trials:
 
 
 def _beginnings(case: Case) -> Iterator[Case]:
-    """Yield shorter runs of a training case, which already rule out most hypotheses."""
+    """Yield shorter runs of a training case, which already rule out most candidates."""
     last = (case.snapshots or SNAPSHOTS)[-1]
     for steps in BEGINNINGS if STAGES[case.stage].trains else ():
         if steps < last and not case.rewind:
             yield replace(case, snapshots=BEGINNINGS[: BEGINNINGS.index(steps) + 1], calls=())
 
 
-def observed(hypothesis: Hypothesis, case: Case) -> Arrays | None:
-    """Return the reference's tensors under a hypothesis, or None if it can't be loaded or doesn't define a model.
+def observed(candidate: Candidate, case: Case) -> Arrays | None:
+    """Return the reference's tensors under a candidate, or None if it can't be loaded or doesn't define a model.
 
     Results are cached for the next port that fails on the same case.
     """
     task = (case.name, case.compares_padding, repr(case.model), repr(case.settings), repr(case.search), case.snapshots)
-    key = (*task, hypothesis.content)
+    key = (*task, candidate.content)
     if key not in _OBSERVED:
         if len(_OBSERVED) >= OBSERVATIONS:
             _OBSERVED.popitem(last=False)
         try:
             with np.errstate(all="ignore"):
-                found = tensors(hypothesis.load(case.config, case.load_weights()), case)
-            _OBSERVED[key] = _read(case, found) if hypothesis.parts else found
+                found = tensors(candidate.load(case.config, case.load_weights()), case)
+            _OBSERVED[key] = _read(case, found) if candidate.parts else found
         except Exception:  # the bug doesn't support this model
             _OBSERVED[key] = None
     _OBSERVED.move_to_end(key)

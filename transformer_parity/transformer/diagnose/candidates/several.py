@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from transformer_parity.transformer.bugs.bug import Bug
-from transformer_parity.transformer.diagnose.hypotheses.hypothesis import Hypothesis, is_convention
-from transformer_parity.transformer.diagnose.hypotheses.trials import Attempt, Trials
+from transformer_parity.transformer.diagnose.candidates.candidate import Candidate, is_convention
+from transformer_parity.transformer.diagnose.candidates.trials import Attempt, Trials
 from transformer_spec.config import TransformerConfig
 
 DEPTH = 3  # maximum number of bugs in a combination
-PROMISING = 6  # number of hypotheses that are combined with every other one
+PROMISING = 6  # number of candidates that are combined with every other one
 BEAM = 4  # number of combinations to which further changes are made in cases without taps
 ATTEMPTS = 1000  # maximum number of such changes to try; 100 of them take about a second
 
@@ -24,7 +24,7 @@ def combinations(
     known: Sequence[Bug],
     progress: Callable[[str], None],
 ) -> Iterator[list[Attempt]]:
-    """Yield attempts with combined hypotheses as long as each additional hypothesis makes more tensors correct."""
+    """Yield attempts with combined candidates as long as each additional candidate makes more tensors correct."""
     frontier = _promising(singles, start.matched)
     if not frontier and start.of <= 2:  # published ports mostly differ in conventions, so try presets first
         for some in ([bug for bug in known if is_convention(bug)], known):
@@ -33,12 +33,12 @@ def combinations(
     for _ in range(DEPTH - 1):
         grown: list[Attempt] = []
         for attempt in frontier:
-            progress(f"{attempt.hypothesis.name} and a second change")
+            progress(f"{attempt.candidate.name} and a second change")
             attempts = [
                 found
                 for bug in known
-                if not clash(attempt.hypothesis.parts, bug)
-                and (found := trials.run(Hypothesis((*attempt.hypothesis.parts, bug))))
+                if not clash(attempt.candidate.parts, bug)
+                and (found := trials.run(Candidate((*attempt.candidate.parts, bug))))
             ]
             grown += [found for found in attempts if found.matched > attempt.matched]
             if any(found.is_exact for found in attempts):
@@ -54,28 +54,28 @@ def _closer(
     known: Sequence[Bug],
     progress: Callable[[str], None],
 ) -> Iterator[list[Attempt]]:
-    """Yield attempts with every change to the closest hypotheses, for cases without taps.
+    """Yield attempts with every change to the closest candidates, for cases without taps.
 
-    Even if the port has a second bug, a correct hypothesis usually leaves a smaller error than a wrong one. A change
+    Even if the port has a second bug, a correct candidate usually leaves a smaller error than a wrong one. A change
     adds one bug or sets one convention, possibly back to the value in the config.
     """
     fields = sorted({name for bug in known if is_convention(bug) for name in bug.config})
     own = [Bug("", "", config={name: getattr(trials.case.config, name)}) for name in fields]
-    seen = {_names(attempt.hypothesis.parts) for attempt in singles}
+    seen = {_names(attempt.candidate.parts) for attempt in singles}
     beam, left = sorted(singles, key=lambda attempt: attempt.worst)[:BEAM], ATTEMPTS
     best = math.inf
     while beam and beam[0].worst < best and left > 0:
         best = beam[0].worst
         grown: list[Attempt] = []
         for attempt in beam:
-            progress(f"{attempt.hypothesis.name} and a second change")
+            progress(f"{attempt.candidate.name} and a second change")
             for bug in (*some, *own):
-                parts = _changed(attempt.hypothesis.parts, bug, known, trials.case.config)
+                parts = _changed(attempt.candidate.parts, bug, known, trials.case.config)
                 if not parts or _names(parts) in seen or left <= 0:
                     continue
                 seen.add(_names(parts))
                 left -= 1
-                if found := trials.run(Hypothesis(parts)):
+                if found := trials.run(Candidate(parts)):
                     grown.append(found)
             if exact := [found for found in grown if found.is_exact]:
                 grown += _without_idle(trials, simplest(exact)[0])
@@ -86,8 +86,8 @@ def _closer(
 
 def _without_idle(trials: Trials, attempt: Attempt) -> list[Attempt]:
     """Return an exact attempt without the parts that have no effect."""
-    for part in attempt.hypothesis.parts:
-        fewer = Hypothesis(tuple(other for other in attempt.hypothesis.parts if other is not part))
+    for part in attempt.candidate.parts:
+        fewer = Candidate(tuple(other for other in attempt.candidate.parts if other is not part))
         if (found := trials.run(fewer)) and found.is_exact:
             return [found, *_without_idle(trials, found)]
     return []
@@ -120,7 +120,7 @@ def _changed(parts: Sequence[Bug], bug: Bug, known: Sequence[Bug], config: Trans
 def _promising(attempts: Sequence[Attempt], matched: int) -> list[Attempt]:
     """Return the attempts that match more than ``matched`` tensors, the best first, with one attempt per result."""
     best: dict[tuple[int, float], Attempt] = {}
-    for attempt in sorted(attempts, key=lambda attempt: (-attempt.matched, len(attempt.hypothesis.parts))):
+    for attempt in sorted(attempts, key=lambda attempt: (-attempt.matched, len(attempt.candidate.parts))):
         if attempt.matched > matched:
             best.setdefault((attempt.matched, attempt.worst), attempt)
     return list(best.values())[:PROMISING]
@@ -133,9 +133,9 @@ def clash(parts: Sequence[Bug], other: Bug) -> bool:
 
 def simplest(exact: Sequence[Attempt]) -> list[Attempt]:
     """Return the attempts with the fewest parts, without duplicate sets of parts."""
-    fewest = min((len(attempt.hypothesis.parts) for attempt in exact), default=0)
+    fewest = min((len(attempt.candidate.parts) for attempt in exact), default=0)
     found: dict[frozenset[str], Attempt] = {}
     for attempt in exact:
-        if len(attempt.hypothesis.parts) == fewest:
-            found.setdefault(_names(attempt.hypothesis.parts), attempt)
+        if len(attempt.candidate.parts) == fewest:
+            found.setdefault(_names(attempt.candidate.parts), attempt)
     return list(found.values())

@@ -1,1 +1,0 @@
-"""Hypotheses about a port: bugs and conventions, their places, their combinations, and the code that tries them."""
