@@ -1,19 +1,22 @@
-"""A port: the class through which `parity` runs your model and compares it with the reference.
+"""A port: a class through which `parity` runs your model and compares the results with the NumPy reference.
 
-This template passes the check because it wraps a placeholder model. To check your own model:
+This template already agrees with the reference, because it wraps a placeholder model. To check your own model:
 
-1. Replace `load` and `forward` first, because they must use the same model. Set `taps` to the names that your `forward`
-   reports, or to `()`. Delete the methods that you have not written yet, because they use the placeholder.
-2. Check only the forward pass, until it agrees:
+1. Replace the placeholder in both `load` and `forward`, which must use the same model. Set `taps` to the names of the
+   intermediate values that your `forward` reports, or to `()` if it reports none. Delete all other methods for now,
+   because they still use the placeholder.
+2. Check only the forward pass, and fix your port until it agrees with the reference:
 
        parity check --port my_port:MyPort --stage activations
 
-3. Add `export_weights`, `gradients`, `start_training`, `train_step`, and `generate`, and check everything:
+3. Add `export_weights`, `gradients`, `start_training`, `train_step`, and `generate`. Then check all methods, using
+   either `parity` or pytest:
 
        parity check --port my_port:MyPort
        pytest --parity-port=my_port:MyPort
 
-All methods take and return NumPy arrays. Shapes: B batch, S source length, T target length, V target vocabulary.
+All methods take and return NumPy arrays. In shapes, B is the batch size, S is the source length, T is the target
+length, and V is the size of the target vocabulary.
 """
 
 from __future__ import annotations
@@ -41,57 +44,61 @@ Arrays = dict[str, jax.Array]
 class MyPort(Port):
     """My model."""
 
-    # The preset that your model follows (`parity info` lists them), and the config fields in which your model differs,
-    # for example {"norm_order": "pre", "layer_norm_epsilon": 1e-5}. The cases use small sizes unless you set them here.
+    # The preset that your model follows (`parity info` lists all presets), and the config fields in which your model
+    # differs from the preset, for example {"norm_order": "pre", "layer_norm_epsilon": 1e-5}. The checked model is small
+    # unless you also set its sizes here.
     preset = "paper_base"
     overrides: Mapping[str, Any] = {}
-    # In float64, rounding errors are far smaller than the effect of any bug. If you remove float64, the check can't
-    # distinguish a wrong convention from a loss of precision.
+    # The dtypes that your model supports. In float64, rounding errors are far smaller than the effect of any bug. If
+    # you remove float64, the check can't distinguish bugs from rounding errors.
     dtypes = ("float64", "float32")
-    # Taps (named intermediate values) that `forward` reports. `parity info --names` lists all names, and "**.scores"
-    # matches every name that ends in ".scores". If your model reports none, set this to `()`.
+    # Patterns for the names of the taps (named intermediate values) that `forward` reports. `parity info --names` lists
+    # all names. "**" matches every name, and "**.scores" matches every name that ends in ".scores". If `forward`
+    # doesn't report any taps, set this to `()`.
     taps = ("**",)
-    # Cases that your model doesn't support, each with a reason: {"full/one_token": "needs at least two tokens"}.
-    # The report lists them as skipped.
+    # The test cases that your model doesn't support, and the reason for each of them, for example
+    # {"full/one_token": "needs at least two tokens"}. The report lists these cases as skipped.
     left_out: Mapping[str, str] = {}
 
     def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str) -> None:
-        """Build the model, in inference mode, with the given weights."""
+        """Build the model, load the given weights, and put the model in inference mode."""
         jax.config.update("jax_enable_x64", True)  # otherwise JAX silently converts float64 to float32
         jax.config.update("jax_default_matmul_precision", "highest")  # otherwise GPUs use TF32
         self.config, self.dtype = config, dtype
         self.model = transformer_jax.Transformer(config, dtype, rngs=nnx.Rngs(0))
         self.model.eval()  # turn dropout off
-        # All methods use this dict from canonical names to parameters. For your model, write
-        # {"encoder.layers.0.feed_forward.inner_proj.kernel": model.blocks[0].fc1.kernel, ...}. List a tied embedding
-        # matrix only once.
+        # A dict from canonical names (`parity info --names` lists them) to the model's parameters, which all methods
+        # use. For your model, write {"encoder.layers.0.feed_forward.inner_proj.kernel": model.blocks[0].fc1.kernel,
+        # ...}. List a tied embedding matrix only once.
         self.parameters = {name: parameter_of(self.model, name) for name in weights}
         for name, parameter in self.parameters.items():
             parameter[...] = jnp.array(weights[name], dtype)  # kernels are [in, out], as in nnx.Linear
 
     def forward(self, source_ids: ndarray, target_ids: ndarray, tap: Tap) -> ndarray:
-        """Return the logits [B, T, V] of source ids [B, S] and target ids [B, T], both padded with ``pad_id``."""
-        # Derive the masks from the ids. In a mask, True means that a position may be attended to. Some libraries, such
-        # as torch.nn, use the opposite convention. If your model has no `tap` argument, call `tap` yourself for the
-        # values that you can read, for example tap("encoder.output", memory).
+        """Return the logits [B, T, V] for source IDs [B, S] and target IDs [B, T], both padded with ``pad_id``."""
+        # If your model takes masks as arguments, compute the masks from the IDs. In the placeholder's masks, True means
+        # that a position may be attended to. Other libraries may use the opposite convention, as torch.nn does.
+        # If your model doesn't take a `tap` argument, call `tap` here for all intermediate values that you can access,
+        # for example tap("encoder.output", memory).
         source, target = jnp.array(source_ids), jnp.array(target_ids)
         if tap is no_tap:
-            return np.array(_run(self.model, source, target))  # compiled, as in normal use
-        # Taps can't read concrete values in a compiled function, so the model runs uncompiled when taps are on.
+            return np.array(_run(self.model, source, target))  # run the compiled model, as in normal use
+        # In a compiled function, a tap would receive tracers instead of concrete values, so don't compile the model.
         return np.array(self.model(source, target, tap=lambda name, value: jnp.array(tap(name, np.array(value)))))
 
     def export_weights(self) -> Mapping[str, ndarray]:
-        """Return every parameter by its canonical name, in the model's dtype, as a copy."""
+        """Return a dict from canonical names to copies of all parameters, in the model's dtype."""
         return {name: np.array(parameter[...]) for name, parameter in self.parameters.items()}
 
     def gradients(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Gradients:
-        """Return the loss for labels [B, T] and its gradient with respect to each parameter."""
-        # Add a zero at each tap. Its gradient is the gradient at the tap. Remove the zeros if you don't report taps.
+        """Return the loss for labels [B, T], and the gradient of the loss with respect to each parameter."""
+        # Add an array of zeros to the value at each tap. The gradient with respect to this array is the gradient at the
+        # tap. If you don't report taps, set `zeros` to an empty dict.
         (batch, source_length), target_length = source_ids.shape, target_ids.shape[1]
         shapes = tap_shapes(self.config, batch, source_length, target_length)
         zeros = {name: jnp.zeros(shape, self.dtype) for name, shape in shapes.items()}
         loss, of_parameters, of_taps = self._differentiate(source_ids, target_ids, labels, zeros)
-        # Restore the order of the taps, because JAX sorts the keys of a dict.
+        # Restore the order of computation, because JAX sorts the keys of a dict.
         taps = {name: np.array(of_taps[name]) for name in zeros}
         return Gradients(float(loss), {name: np.array(array) for name, array in of_parameters.items()}, taps)
 
@@ -101,15 +108,16 @@ class MyPort(Port):
         ids = jnp.array(source_ids), jnp.array(target_ids), jnp.array(labels)
         loss, (of_model, of_taps) = _loss_and_gradients(self.model, zeros, *ids)
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        # Identify parameters by object, not by path. A tied embedding matrix has multiple paths, and Flax returns the
-        # alphabetically first one.
+        # Identify each parameter by its object, not by its path, because a tied embedding matrix has multiple paths, of
+        # which Flax returns only the alphabetically first.
         found = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(of_model)}
         return loss, {names[id(find(self.model, path))]: array for path, array in found.items()}, of_taps
 
     def start_training(self, settings: TrainingConfig) -> None:
         """Create an Adam optimizer."""
-        # settings.clip_norm is the maximum norm of the full gradient, or None. settings.accumulation_steps is the
-        # number of micro-batches. You may ignore it, because the step must match a step on the full batch.
+        # settings.clip_norm is the maximum norm of the gradient of all parameters; None disables clipping.
+        # settings.accumulation_steps is the number of micro-batches. You may ignore accumulation_steps and process the
+        # batch all at once, because the results must be the same.
         self.settings, self.step = settings, 0
         clip = optax.identity() if settings.clip_norm is None else optax.clip_by_global_norm(settings.clip_norm)
         adam = optax.chain(clip, optax.scale_by_adam(settings.beta1, settings.beta2, settings.epsilon))
@@ -134,9 +142,10 @@ class MyPort(Port):
     def _arrays(self) -> Arrays:
         return {name: parameter[...] for name, parameter in self.parameters.items()}
 
-    # `parity check-distributed` compares training on multiple devices. It starts the processes the way torchrun does.
-    # Each process then trains on its own rows of every batch and returns the loss, the gradient, and the weights of
-    # the full run. To support it, define:
+    # `parity check-distributed` trains your model on multiple devices and compares the training with the reference. It
+    # starts processes with the same environment variables as torchrun. Every process receives the full batch, trains on
+    # its shard of the rows, and returns the loss and gradient of the full batch and the unsharded weights. To support
+    # this check, define:
     #
     #     one_process = True  # one process controls all devices
     #
@@ -149,7 +158,8 @@ class MyPort(Port):
 
     def generate(self, source_ids: ndarray, max_length: int, beam_size: int, length_penalty: float) -> ndarray:
         """Return the best hypothesis [B, <= max_length] for each sequence, padded and without the BOS token."""
-        # A hypothesis includes its ``eos_id``, and every later token is padding. Never generate the padding token.
+        # A hypothesis ends with ``eos_id`` or after ``max_length`` tokens. Pad shorter hypotheses with ``pad_id``. The
+        # search itself must never choose the padding token.
         if beam_size == 1:
             return transformer_jax.greedy_search(self.model, source_ids, max_length).ids
         return transformer_jax.beam_search(self.model, source_ids, beam_size, length_penalty, max_length).ids
@@ -165,7 +175,7 @@ def _run(model: transformer_jax.Transformer, source_ids: jax.Array, target_ids: 
 def _loss_and_gradients(
     model: transformer_jax.Transformer, zeros: Arrays, source_ids: jax.Array, target_ids: jax.Array, labels: jax.Array
 ) -> jax.Array:
-    """Return the label-smoothed cross-entropy per non-padding token."""
+    """Return the label-smoothed cross-entropy, averaged over the non-padding labels."""
     tap = (lambda name, value: value + zeros[name]) if zeros else no_tap
     log_probabilities = jax.nn.log_softmax(model(source_ids, target_ids, tap=tap))  # [B, T, V]
     right = jnp.take_along_axis(log_probabilities, labels[..., None], axis=-1)[..., 0]

@@ -1,19 +1,22 @@
-"""A port: the class through which `parity` runs your model and compares it with the reference.
+"""A port: a class through which `parity` runs your model and compares the results with the NumPy reference.
 
-This template passes the check because it wraps a placeholder model. To check your own model:
+This template already agrees with the reference, because it wraps a placeholder model. To check your own model:
 
-1. Replace `load` and `forward` first, because they must use the same model. Set `taps` to the names that your `forward`
-   reports, or to `()`. Delete the methods that you have not written yet, because they use the placeholder.
-2. Check only the forward pass, until it agrees:
+1. Replace the placeholder in both `load` and `forward`, which must use the same model. Set `taps` to the names of the
+   intermediate values that your `forward` reports, or to `()` if it reports none. Delete all other methods for now,
+   because they still use the placeholder.
+2. Check only the forward pass, and fix your port until it agrees with the reference:
 
        parity check --port my_port:MyPort --stage activations
 
-3. Add `export_weights`, `gradients`, `start_training`, `train_step`, and `generate`, and check everything:
+3. Add `export_weights`, `gradients`, `start_training`, `train_step`, and `generate`. Then check all methods, using
+   either `parity` or pytest:
 
        parity check --port my_port:MyPort
        pytest --parity-port=my_port:MyPort
 
-All methods take and return NumPy arrays. Shapes: B batch, S source length, T target length, V target vocabulary.
+All methods take and return NumPy arrays. In shapes, B is the batch size, S is the source length, T is the target
+length, and V is the size of the target vocabulary.
 """
 
 from __future__ import annotations
@@ -35,45 +38,50 @@ from transformer_torch.weights import parameters
 class MyPort(Port):
     """My model."""
 
-    # The preset that your model follows (`parity info` lists them), and the config fields in which your model differs,
-    # for example {"norm_order": "pre", "layer_norm_epsilon": 1e-5}. The cases use small sizes unless you set them here.
+    # The preset that your model follows (`parity info` lists all presets), and the config fields in which your model
+    # differs from the preset, for example {"norm_order": "pre", "layer_norm_epsilon": 1e-5}. The checked model is small
+    # unless you also set its sizes here.
     preset = "paper_base"
     overrides: Mapping[str, Any] = {}
-    # In float64, rounding errors are far smaller than the effect of any bug. If you remove float64, the check can't
-    # distinguish a wrong convention from a loss of precision.
+    # The dtypes that your model supports. In float64, rounding errors are far smaller than the effect of any bug. If
+    # you remove float64, the check can't distinguish bugs from rounding errors.
     dtypes = ("float64", "float32")
-    # Taps (named intermediate values) that `forward` reports. `parity info --names` lists all names, and "**.scores"
-    # matches every name that ends in ".scores". If your model reports none, set this to `()`.
+    # Patterns for the names of the taps (named intermediate values) that `forward` reports. `parity info --names` lists
+    # all names. "**" matches every name, and "**.scores" matches every name that ends in ".scores". If `forward`
+    # doesn't report any taps, set this to `()`.
     taps = ("**",)
-    # Cases that your model doesn't support, each with a reason: {"full/one_token": "needs at least two tokens"}.
-    # The report lists them as skipped.
+    # The test cases that your model doesn't support, and the reason for each of them, for example
+    # {"full/one_token": "needs at least two tokens"}. The report lists these cases as skipped.
     left_out: Mapping[str, str] = {}
 
     def load(self, config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str) -> None:
-        """Build the model, in inference mode, with the given weights."""
+        """Build the model, load the given weights, and put the model in inference mode."""
         self.config = config
         self.model = transformer_torch.Transformer(config, dtype)
         self.model.eval()  # turn dropout off
-        # All methods use this dict from canonical names to parameters. The placeholder's attributes already have the
-        # canonical names. For your model, write {"encoder.layers.0.feed_forward.inner_proj.kernel":
-        # model.blocks[0].fc1.weight, ...}. List a tied embedding matrix only once. If a projection is fused, use views
-        # such as blocks[0].qkv.weight[:d] to load it, and split its gradient in the same way.
+        # A dict from canonical names (`parity info --names` lists them) to the model's parameters, which all methods
+        # use. The placeholder's parameters already have the canonical names. For your model, write
+        # {"encoder.layers.0.feed_forward.inner_proj.kernel": model.blocks[0].fc1.weight, ...}. List a tied embedding
+        # matrix only once. If one parameter stores multiple projections, load each projection into a view, such as
+        # blocks[0].qkv.weight[:d], and split the parameter's gradient in the same way.
         self.parameters = parameters(self.model)
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(torch.tensor(_turned(name, weights[name])))
 
     def forward(self, source_ids: ndarray, target_ids: ndarray, tap: Tap) -> ndarray:
-        """Return the logits [B, T, V] of source ids [B, S] and target ids [B, T], both padded with ``pad_id``."""
-        # Derive the masks from the ids. In a mask, True means that a position may be attended to. Some libraries, such
-        # as torch.nn, use the opposite convention. If your model has no `tap` argument, call `tap` yourself for the
-        # values that you can read, for example tap("encoder.output", memory).
+        """Return the logits [B, T, V] for source IDs [B, S] and target IDs [B, T], both padded with ``pad_id``."""
+        # If your model takes masks as arguments, compute the masks from the IDs. In the placeholder's masks, True means
+        # that a position may be attended to. Other libraries may use the opposite convention, as torch.nn does.
+        # If your model doesn't take a `tap` argument, call `tap` here for all intermediate values that you can access,
+        # for example tap("encoder.output", memory).
         source, target = torch.tensor(source_ids), torch.tensor(target_ids)
         with torch.inference_mode():
             if tap is no_tap:
-                return self.model(source, target).numpy()  # as in normal use
+                return self.model(source, target).numpy()  # run the model as in normal use
             return self.model(source, target, tap=lambda name, value: torch.tensor(tap(name, value.numpy()))).numpy()
-        # If your model has no `tap` argument, use forward hooks. A hook returns the new output of its module:
+        # If your model doesn't take a `tap` argument, you can also call `tap` in forward hooks. The return value of a
+        # hook replaces the output of its module:
         #
         #     def hook(module, inputs, output):
         #         return torch.tensor(tap("encoder.layers.0.output", output.numpy()))
@@ -82,12 +90,12 @@ class MyPort(Port):
         #     ... call the model, then handle.remove()
 
     def export_weights(self) -> Mapping[str, ndarray]:
-        """Return every parameter by its canonical name, in the model's dtype, as a copy."""
+        """Return a dict from canonical names to copies of all parameters, in the model's dtype."""
         return {name: _turned(name, parameter.detach().numpy()).copy() for name, parameter in self.parameters.items()}
 
     def gradients(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Gradients:
-        """Return the loss for labels [B, T] and its gradient with respect to each parameter."""
-        seen: dict[str, Tensor] = {}  # if you don't report taps, remove this and the third argument to Gradients
+        """Return the loss for labels [B, T], and the gradient of the loss with respect to each parameter."""
+        seen: dict[str, Tensor] = {}  # if you don't report taps, remove `seen` everywhere
         loss = self._loss(source_ids, target_ids, labels, tap=seen.setdefault)
         found = torch.autograd.grad(loss, [*self.parameters.values(), *seen.values()])
         arrays = {name: gradient.numpy() for name, gradient in zip([*self.parameters, *seen], found, strict=True)}
@@ -95,7 +103,7 @@ class MyPort(Port):
         return Gradients(loss.item(), of_parameters, {name: arrays[name] for name in seen})
 
     def _loss(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray, tap: Tap = no_tap) -> Tensor:
-        """Return the label-smoothed cross-entropy per non-padding token."""
+        """Return the label-smoothed cross-entropy, averaged over the non-padding labels."""
         logits = self.model(torch.tensor(source_ids), torch.tensor(target_ids), tap=tap)
         return F.cross_entropy(
             logits.flatten(0, 1),
@@ -106,8 +114,9 @@ class MyPort(Port):
 
     def start_training(self, settings: TrainingConfig) -> None:
         """Create an Adam optimizer."""
-        # settings.clip_norm is the maximum norm of the full gradient, or None. settings.accumulation_steps is the
-        # number of micro-batches. You may ignore it, because the step must match a step on the full batch.
+        # settings.clip_norm is the maximum norm of the gradient of all parameters; None disables clipping.
+        # settings.accumulation_steps is the number of micro-batches. You may ignore accumulation_steps and process the
+        # batch all at once, because the results must be the same.
         self.settings, self.step = settings, 0
         self.optimizer = torch.optim.Adam(
             self.model.parameters(), betas=(settings.beta1, settings.beta2), eps=settings.epsilon
@@ -122,15 +131,16 @@ class MyPort(Port):
         loss = self._loss(source_ids, target_ids, labels)
         loss.backward()
         if (most := self.settings.clip_norm) is not None:
-            # clip_grad_norm_ adds 1e-6 to the norm, which is visible in float64, so scale the gradients directly.
+            # Don't use clip_grad_norm_. It adds 1e-6 to the norm, which causes a visible error in float64.
             gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
             torch._foreach_mul_(gradients, most / torch.nn.utils.get_total_norm(gradients).clamp(min=most))
         self.optimizer.step()
         return loss.item()
 
-    # `parity check-distributed` compares training on multiple devices. It starts the processes the way torchrun does.
-    # Each process then trains on its own rows of every batch and returns the loss, the gradient, and the weights of
-    # the full run. To support it, define:
+    # `parity check-distributed` trains your model on multiple devices and compares the training with the reference. It
+    # starts processes with the same environment variables as torchrun. Every process receives the full batch, trains on
+    # its shard of the rows, and returns the loss and gradient of the full batch and the unsharded weights. To support
+    # this check, define:
     #
     #     one_process = False  # True if one process controls all devices
     #
@@ -139,17 +149,18 @@ class MyPort(Port):
     #             dist.init_process_group("gloo")
     #         self.model = DistributedDataParallel(self.model)
     #
-    #     def parameters_per_device(self):  # only if you use fully_shard, which shards the parameters
+    #     def parameters_per_device(self):  # required only if you shard the parameters, for example with fully_shard
     #         return [sum(parameter.to_local().numel() for parameter in self.model.parameters())]
 
     def generate(self, source_ids: ndarray, max_length: int, beam_size: int, length_penalty: float) -> ndarray:
         """Return the best hypothesis [B, <= max_length] for each sequence, padded and without the BOS token."""
-        # A hypothesis includes its ``eos_id``, and every later token is padding. Never generate the padding token.
+        # A hypothesis ends with ``eos_id`` or after ``max_length`` tokens. Pad shorter hypotheses with ``pad_id``. The
+        # search itself must never choose the padding token.
         if beam_size == 1:
             return transformer_torch.greedy_search(self.model, source_ids, max_length).ids
         return transformer_torch.beam_search(self.model, source_ids, beam_size, length_penalty, max_length).ids
 
 
 def _turned(name: str, array: ndarray) -> ndarray:
-    """Transpose a kernel: canonical weights store [in, out], torch.nn.Linear stores [out, in]."""
+    """Transpose kernels, because canonical kernels are [in, out], and the weights of torch.nn.Linear are [out, in]."""
     return array.T if name.endswith("kernel") else array
