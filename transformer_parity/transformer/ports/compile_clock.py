@@ -1,4 +1,4 @@
-"""A clock for compilation, which counts the seconds that a framework has spent compiling in this process."""
+"""A clock that measures how long a framework has spent compiling in this process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spent:
-    """Time that a port's process has spent.
+    """The time that a port's process has used.
 
     Attributes:
         seconds: Wall-clock time from start to end, in seconds.
-        cpu_seconds: CPU time on all cores, in seconds. Unlike wall-clock time, it barely depends on other load.
+        cpu_seconds: CPU time on all cores, in seconds. Unlike wall-clock time, CPU time barely depends on other
+            processes.
         compiling: Wall-clock time spent on tracing and compiling, in seconds; 0 if the framework doesn't compile.
-        parts: CPU time, in seconds, for the import and for each stage in each dtype.
+        parts: CPU time in seconds by task: importing, each stage in each dtype, and the rest.
     """
 
     seconds: float
@@ -27,7 +28,7 @@ class Spent:
 
 
 class Clock:
-    """A sum of time spans. If spans overlap, the overlap is added only once."""
+    """A clock that adds up time spans, and adds the overlap between spans only once."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

@@ -1,4 +1,4 @@
-"""Exceptions raised by ports, with tracebacks that only show the port's own code."""
+"""Descriptions of exceptions that ports raise, with tracebacks that show only lines of the port's code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def import_port(reference: str) -> PluginPort:
 
     Raises:
         ValueError: If the port doesn't exist.
-        UsageError: If its module raises an exception.
+        UsageError: If the port's module raises an exception.
     """
     try:
         return PluginPort(reference)

@@ -64,7 +64,7 @@ class LoadedJax(LoadedPackage):
         return partial(start, *model), partial(step, *model)
 
     def _compiled(self, tapped: bool) -> Callable[..., Any]:
-        # With taps, compiling takes longer than running, so compile quickly.
+        # With taps, compiling takes longer than running, so compile with fewer optimizations.
         return _compile(self.package, tapped, tapped or self.dtype != COMPILED_IN_FULL)
 
     def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
@@ -81,9 +81,9 @@ class LoadedJax(LoadedPackage):
 
 @cache
 def _compile(package: Any, tapped: bool, quick: bool) -> Callable[..., Any]:
-    """Return a compiled function that runs a block of any model of a package.
+    """Return a compiled function that runs any block of any model of a package.
 
-    The models share this function, so JAX recompiles only if a static argument or a shape differs.
+    All models share this function, so JAX recompiles it only if a static argument or a shape differs.
     """
     import jax
     from flax import nnx
@@ -98,7 +98,7 @@ def _compile(package: Any, tapped: bool, quick: bool) -> Callable[..., Any]:
 
 @cache
 def _compile_stepwise(package: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return two compiled functions: the first creates a cache, the second decodes one position with it."""
+    """Return two compiled functions: one that creates a cache, and one that decodes one position with the cache."""
     import jax
     from flax import nnx
 

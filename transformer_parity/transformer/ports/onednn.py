@@ -4,8 +4,8 @@ By default, PyTorch uses its BLAS, usually MKL, which reaches only half of the p
 public switch for oneDNN is ``torch.set_float32_matmul_precision("medium")``, which permits bfloat16. oneDNN then uses
 bfloat16 if the processor supports fast bfloat16 multiplication (Intel's AMX), and float32 otherwise. Because the
 processor's name doesn't determine which dtype oneDNN uses, this module measures speed and accuracy once per process.
-The measurement temporarily changes the process-wide switch and the number of threads, so only commands run it, never
-``transformer_torch``.
+The measurement temporarily changes the process-wide switch and the number of threads. Therefore, only the commands of
+``parity`` run the measurement, and ``transformer_torch`` never does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import Tensor
 
 ROWS, INNER, COLUMNS = 128, 512, 2048  # sizes of the timed matmul
 ROUNDS = 9  # number of timed matmuls per library; each takes about 2 ms
-# Minimum speedup. Noise never reaches 1.5, and a smaller speedup wouldn't pay off because small matmuls get slower.
+# Minimum speedup for switching to oneDNN. Measurement noise never causes an apparent speedup of 1.5. A smaller speedup
+# wouldn't pay off, because small matmuls are slower with oneDNN.
 GAIN = 1.5
 ERROR = 2.0**-20  # maximum relative error: 8 float32 epsilons. Rounding to bfloat16 causes an error of 2**-9.
 
@@ -70,7 +71,7 @@ def describe() -> str:
 
 @cache
 def measured() -> Measured:
-    """Measure speed and accuracy in less than 0.2 seconds, and restore the process's switch."""
+    """Measure the speed and accuracy of oneDNN in less than 0.2 seconds, and restore the process-wide switch."""
     generator = torch.Generator().manual_seed(0)
     x, weight, grad = (
         torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
@@ -81,7 +82,7 @@ def measured() -> Measured:
         for _ in range(ROUNDS):
             for switch, times in seconds.items():
                 with _switched(switch):
-                    F.linear(x, weight)  # warm up, so that one library doesn't profit from the other's cache contents
+                    F.linear(x, weight)  # warm up, so that neither library benefits from data that the other one cached
                     times.append(_time(lambda: F.linear(x, weight)))
         with _switched("bf16"):
             error = max(map(_error, (x, x[:8], grad, grad.T), (weight.T, weight.T, weight, x)))
@@ -102,7 +103,7 @@ def _switched(switch: str) -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use a single thread, because other processes barely affect the CPU time of the calling thread."""
+    """Use only the calling thread within a block of code, because other processes barely affect its CPU time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -118,6 +119,6 @@ def _time(run: Callable[[], Tensor]) -> float:
 
 
 def _error(left: Tensor, right: Tensor) -> float:
-    """Return the relative error of the first rows of a matmul, compared with float64."""
+    """Return the relative error of the first 16 rows of a matmul, compared with a float64 matmul."""
     truth = left[:16].double() @ right.double()
     return float((((left @ right)[:16] - truth).norm() / truth.norm()).item())

@@ -3,12 +3,12 @@
 An adapter loads canonical weights and runs any block of the model. The path of a block is one of the following:
 
 - ``""``: the full model
-- ``encode``: a method
+- ``encode``: a method of the model
 - ``encoder.layers.0.self_attention``: a module, by its attribute path
 - ``scaled_dot_product_attention``: the attention function that the model uses
 - ``cross_entropy``: the training loss
 - ``score``: the log-probabilities of given translations
-- ``Encoder``, ``Decoder``: a part of the model, loaded separately
+- ``Encoder``, ``Decoder``: the encoder or the decoder, loaded as a separate model
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from transformer_spec.search import OnStep, Search, SearchResult
 from transformer_spec.taps import Recorder
 from transformer_spec.training_config import Gradients, TrainingConfig
 
-# The dtype that is compiled with all XLA optimizations, as in normal use, so that the check covers the optimized
-# program. float64 runs only compare the formulas, and bfloat16 runs are smoke tests. In those dtypes, JAX compiles with
-# fewer optimizations, and TensorFlow traces only full models and doesn't use XLA.
+# The dtype in which models are compiled with all XLA optimizations, as in normal use, so that the check covers the
+# optimized programs. float64 runs check only the formulas, and bfloat16 runs are smoke tests. In these two dtypes, JAX
+# compiles with fewer optimizations, and TensorFlow traces only full models and doesn't use XLA.
 COMPILED_IN_FULL = "float32"
 ATTENTION = "scaled_dot_product_attention"  # a block without parameters; fast models use a fused implementation
 CROSS_ENTROPY = "cross_entropy"  # the summed loss of given logits, and the number of target tokens
@@ -58,7 +58,7 @@ class LoadedPackage:
         self.model = model
         self.placement = placement
         self.dtype = placement.dtype
-        self.parts: dict[str, Any] = {}  # the parts that have been loaded, by name
+        self.parts: dict[str, Any] = {}  # the separately loaded encoder and decoder, by name
 
     def export(self) -> dict[str, ndarray]:
         """Return all parameters by canonical name."""
@@ -91,7 +91,7 @@ class LoadedPackage:
         return self.package.cross_entropy(**arrays, config=self.model.config)
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
-        """Return the loss of a batch and its gradients."""
+        """Return the loss for a batch and the gradients of the loss."""
         found = self.package.gradients(self.model, **inputs)
         if not found.taps:
             raise ValueError("gradients must contain one array per tap: got none")
@@ -113,7 +113,7 @@ class LoadedPackage:
         return Result(found.pop(OUTPUT), found)
 
     def stepwise(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return two functions: the first creates a cache, the second decodes one position with it."""
+        """Return two functions: one that creates a cache, and one that decodes one position with the cache."""
         return partial(start_cache, self.model), partial(decode_next, self.model)
 
     def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
@@ -137,7 +137,7 @@ class LoadedPackage:
     def holding(self, block: str) -> tuple[Any, str]:
         """Return the model that contains a block, and the path of the block in that model.
 
-        The model is this one, or a separately loaded part.
+        For a block in ``PARTS``, the model is the encoder or decoder, which is loaded separately on first use.
         """
         if block not in PARTS:
             return self.model, block
@@ -152,7 +152,7 @@ class LoadedPackage:
         return numbers
 
     def quickly(self) -> AbstractContextManager[Any]:
-        """Return a context that compiles quickly, for trainer methods that are called only once."""
+        """Return a context that reduces compile time, for trainer methods that are called only once."""
         return nullcontext()
 
     def inference(self) -> AbstractContextManager[Any]:

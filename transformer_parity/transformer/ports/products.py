@@ -33,7 +33,7 @@ def multiplied(backend: str, sizes: tuple[int, int, int], dtype: str, device: st
 
     Args:
         backend: Name of the backend. Its package must have been imported.
-        sizes: Numbers of rows of the left matrix, rows of the right matrix, and columns of the right matrix.
+        sizes: The sizes (m, k, n) for multiplying an [m, k] matrix by a [k, n] matrix.
         dtype: Dtype of both matrices.
         device: ``cpu`` or ``gpu``.
     """

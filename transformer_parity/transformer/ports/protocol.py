@@ -42,7 +42,7 @@ class Decoded:
 
     Attributes:
         result: The final hypotheses.
-        shown: The unfinished hypotheses after each step, each with shape [B, K, n].
+        shown: The unfinished hypotheses after each step n, as one array per step with shape [B, K, n].
     """
 
     result: SearchResult
@@ -78,21 +78,24 @@ class LoadedPort(Protocol):
             block: Path of the block; an empty path selects the full model.
             inputs: Arrays by the names of the block's arguments. Floats are float64, and IDs are integers.
             taps: True to record every tap, False to use the fast path and record none.
-            given: Replacement values by tap name. The computed value is still recorded, but the rest of the block
-                continues with the replacement.
+            given: Replacement values by tap name. The computed value is still recorded, but the rest of the block uses
+                the replacement.
         """
 
     def shows(self, tap: str) -> bool:
-        """Return True if the port reports this tap for every model that has it."""
+        """Return True if the port reports this tap for every model that contains the tap."""
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
-        """Return the loss of a batch (source_ids, target_ids, labels) and its gradients, in inference mode."""
+        """Return the loss and its gradients in inference mode for a batch of source_ids, target_ids, and labels."""
 
     def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> Result:
         """Decode all target positions one at a time with a cache, and return their logits and taps."""
 
     def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
-        """Return the best hypotheses for a batch, and call ``on_step`` with the unfinished ones after each step."""
+        """Return the best hypotheses for a batch.
+
+        After each step, call ``on_step`` with the unfinished hypotheses.
+        """
 
     def trainer(self, settings: TrainingConfig) -> Any:
         """Return a trainer with the methods ``train_step``, ``evaluate``, ``export_state``, and ``load_state``."""

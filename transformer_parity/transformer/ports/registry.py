@@ -16,5 +16,6 @@ PORTS: dict[str, PackagePort] = {
     "jax": PackagePort("jax", "transformer_jax", ("jax", "flax"), LoadedJax),
     "tf": PackagePort("tf", "transformer_tf", ("tensorflow", "keras"), LoadedTf),
 }
-# The reference without ``fast.py``, which uses only the formulas. Ports are compared with the values that it computes.
+# The reference without its optimizations in ``fast.py``. It computes each formula as written, and ports are compared
+# with the resulting values.
 DEFINITION = replace(PORTS["numpy"], fast=False)

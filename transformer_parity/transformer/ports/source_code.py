@@ -1,4 +1,4 @@
-"""Source code of the definitions in the four packages, which is read without importing the packages."""
+"""Find the source code of modules, classes, and functions in the four packages without importing the packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 FORWARD = ("forward", "__call__", "call")  # the frameworks' names for the forward method
-READING_ORDER = ("masks", "attention", "feed_forward", "embedding", "encoder", "decoder", "transformer")  # as in paper
+READING_ORDER = ("masks", "attention", "feed_forward", "embedding", "encoder", "decoder", "transformer")  # as in the paper
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
@@ -50,7 +50,7 @@ class Module:
         return [*self.public, *methods]
 
     def find(self, name: str, docstrings: bool) -> Piece | None:
-        """Return the code of a definition or a ``Class.method``, or None if the file doesn't contain it."""
+        """Return the code of a definition or a ``Class.method``, or None if the file doesn't contain the name."""
         owner, _, method = name.partition(".")
         node = self.definitions.get(owner)
         if node is None or not method:
@@ -124,7 +124,7 @@ class SourcePackage:
         return next((piece for piece in found if piece is not None), None) or self._inherited(name, docstrings)
 
     def _inherited(self, name: str, docstrings: bool) -> Piece | None:
-        """Return the code of a method that is inherited from a base class in a different file."""
+        """Return the code of a method that a class inherits from a base class in a different file, if there is one."""
         owner, _, method = name.partition(".")
         nodes = (module.definitions.get(owner) for module in self.modules.values())
         bases = [base.id for node in nodes for base in getattr(node, "bases", []) if isinstance(base, ast.Name)]
@@ -156,7 +156,7 @@ def _aliases(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def list_names(packages: list[SourcePackage]) -> str:
-    """Return the public names of all packages by module. A star marks names that some packages don't define."""
+    """Return a text that lists the public names by module. A star marks names that some packages don't define."""
     lines = []
     modules = dict.fromkeys(name for package in packages for name in package.modules)
     for module in modules:
@@ -171,7 +171,8 @@ def list_names(packages: list[SourcePackage]) -> str:
 def not_found(name: str, packages: list[SourcePackage], asked_for: list[SourcePackage]) -> str:
     """Return an error message for an unknown name.
 
-    The message lists the packages that contain the name, or similar names, or all names on separate lines.
+    The message names the other packages that contain the name. If there are none, it suggests similar names. If there
+    are no similar names either, it lists all names.
     """
     if elsewhere := [package.name for package in packages if package.find(name)]:
         return f"{name} is not in {', '.join(package.name for package in asked_for)}, but in {', '.join(elsewhere)}"

@@ -1,6 +1,7 @@
 """Token-by-token differences between a port's code and the reference's code, for ``parity source`` and the site.
 
-The comparison ignores comments, annotations, and layout, and it treats all names of the forward method as the same.
+The comparison ignores comments, annotations, and layout. It also ignores that the frameworks use different names for
+the forward method.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class Token(NamedTuple):
 
     Attributes:
         text: Text of the token.
-        start: Index of its first character.
-        stop: Index after its last character.
-        owner: Class or function that contains it, as ``Class.method``.
+        start: Index of the token's first character in the code.
+        stop: Index of the first character after the token.
+        owner: Class or function that contains the token; methods are written as ``Class.method``.
     """
 
     text: str
@@ -73,7 +74,7 @@ def compare(codes: Mapping[str, str], base: str) -> dict[str, Marks]:
 
 
 def note(marks: Marks, *, is_base: bool = False) -> str:
-    """Return a phrase with the number of tokens and of differences."""
+    """Return a phrase with the number of tokens and the number of differences."""
     if is_base:
         return f"{marks.total} tokens" + f", {marks.different} not in all ports" * bool(marks.different)
     counts = {"added": marks.different, "missing": marks.missing}
@@ -81,7 +82,7 @@ def note(marks: Marks, *, is_base: bool = False) -> str:
 
 
 def tokens(code: str) -> list[Token]:
-    """Return the tokens of Python code that the comparison uses."""
+    """Return the tokens of Python code, without the tokens that the comparison ignores."""
     tree, lines = ast.parse(code), code.splitlines(keepends=True)
     starts = [0, *itertools.accumulate(map(len, lines))]
     owners = list(_owners(tree))
@@ -127,7 +128,7 @@ def _one_name(text: str) -> str:
 
 
 def _matched(reference: list[Token], ours: list[Token]) -> dict[int, int]:
-    """Match the reference's tokens with ours, and return a dict from index to index.
+    """Match the tokens of the reference with the tokens of a port, and return a dict from reference to port indices.
 
     A token only matches a token in the same class or function.
     """

@@ -72,7 +72,7 @@ class LoadedTf(LoadedPackage):
         import tensorflow as tf
 
         by_xla = self.dtype == COMPILED_IN_FULL
-        if block and not by_xla:  # run the part eagerly, because tracing it takes much longer than running it once
+        if block and not by_xla:  # run the block eagerly, because tracing takes much longer than one eager run
             return super().run_fast(block, arrays)
         if block not in self._compiled:
             function = find(*self.holding(block))
@@ -82,8 +82,8 @@ class LoadedTf(LoadedPackage):
             return self._compiled[block](arrays)
 
     def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
-        # Searches with other programs' rules run only in float64. Compile them with XLA, because the check must cover
-        # the compiled program.
+        # Searches with the rules of other programs run only in float64. Compile these searches with XLA anyway, because
+        # the check must cover the compiled code.
         if self.dtype != COMPILED_IN_FULL and options.rules == SearchRules():
             with self.package.runtime.quick_compilation():
                 return super().search(source_ids, options, on_step)

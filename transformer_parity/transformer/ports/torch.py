@@ -41,7 +41,7 @@ class LoadedTorch(LoadedPackage):
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
         mode = self.model.training
-        self.model.train()  # gradients() doesn't apply dropout in training mode either
+        self.model.train()  # gradients() must not apply dropout even in training mode
         try:
             return super().gradients(inputs)
         finally:

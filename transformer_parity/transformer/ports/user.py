@@ -30,11 +30,11 @@ GROUP = "transformer_parity.ports"  # entry point group in which installed packa
 
 
 class Port:
-    """Base class for ports: wraps your model so that ``parity`` can compare it with the reference.
+    """Base class for ports. A port wraps your model, so that ``parity`` can compare the model with the reference.
 
     Only ``load`` and ``forward`` are required. If you don't define one of the other methods, ``parity`` skips the
-    comparisons that require it and reports how many it skipped. ``parity init-port`` writes a working subclass to start
-    from.
+    comparisons that require this method and reports the number of skipped comparisons. ``parity init-port`` writes a
+    working subclass as a starting point.
 
     IDs are C-contiguous int64 arrays. Don't modify them. Each sequence has at least one token and is padded at the end
     with ``config.pad_id``. A batch contains one or more sequences of up to ``config.max_positions`` tokens. ``parity``
@@ -43,15 +43,17 @@ class Port:
 
     Attributes:
         name: Display name in reports. If empty, the class name is used.
-        preset: The published conventions that the model follows, one of ``transformer_spec.config.PRESETS``.
-        overrides: ``TransformerConfig`` fields, conventions as well as sizes, in which the model differs from the
-            preset.
-        dtypes: The dtypes that the model supports. Without float64, a wrong convention can't be distinguished from a
-            rounding error.
+        preset: The name of the preset, a set of published conventions, that the model follows. The names are the keys
+            of ``transformer_spec.config.PRESETS``.
+        overrides: The values of the ``TransformerConfig`` fields in which the model differs from the preset. The fields
+            include both conventions and sizes.
+        dtypes: The dtypes that the model supports. Without float64, the check can't distinguish a bug from a rounding
+            error.
         taps: Patterns for the taps (named intermediate values) that ``forward`` reports. ``parity info --names`` lists
-            the names. ``*`` matches one part of a name, and ``**`` matches any number of parts.
-        left_out: Cases that the model doesn't support, as a mapping from case name to reason. An entry also covers
-            cases whose names start with its name and a slash. The report lists these cases as skipped.
+            the names. Dots separate the parts of a name. ``*`` matches one part, and ``**`` matches any number of
+            parts.
+        left_out: Cases that the model doesn't support, as a mapping from case name to reason. An entry for ``name``
+            also applies to all cases whose names start with ``name/``. The report lists these cases as skipped.
         one_process: True if a single process controls all devices, as in JAX and with TensorFlow's
             ``MirroredStrategy``. In that case, only the process with rank 0 trains.
     """
@@ -79,7 +81,7 @@ class Port:
 
         Report each intermediate value with ``value = tap(name, value)``, and use the return value in the rest of the
         forward pass. ``parity`` can then rerun an individual block on the reference's input. If ``taps`` is empty,
-        ignore the argument.
+        ignore the ``tap`` argument.
         """
         raise NotImplementedError
 
@@ -88,12 +90,12 @@ class Port:
         raise NotImplementedError
 
     def gradients(self, source_ids: ndarray, target_ids: ndarray, labels: ndarray) -> Gradients:
-        """Return the label-smoothed loss per non-padding target token and its gradients, without dropout.
+        """Return the label-smoothed loss per non-padding target token and the gradients of the loss, without dropout.
 
         Return ``Gradients(loss, parameters)``, with one gradient per canonical name, or
         ``Gradients(loss, parameters, taps)``, which adds the gradient at every tap that you report. A tied embedding
-        matrix has a single gradient. Labels are padded with ``config.pad_id``. A sequence may consist only of padding,
-        but every batch contains at least one label.
+        matrix has only one gradient. Labels are padded with ``config.pad_id``. Some rows of the labels may contain only
+        padding, but every batch contains at least one label that isn't padding.
         """
         raise NotImplementedError
 
@@ -105,8 +107,8 @@ class Port:
 
         If ``settings.clip_norm`` is not None, scale the full gradient down to that norm. If your model doesn't support
         clipping, add the case ``steps/port_clipped`` to ``left_out``. ``settings.accumulation_steps`` is the number of
-        micro-batches, by which the number of sequences is divisible. The step must match a step on the full batch, so
-        you may also process the batch all at once.
+        micro-batches. The number of sequences in a batch is always divisible by it. The results must match a step on
+        the full batch, so you may also process the batch all at once.
         """
         raise NotImplementedError
 
@@ -114,7 +116,7 @@ class Port:
         """Take one training step without dropout, and return the loss before the update.
 
         The number of sequences may differ between batches. ``parity`` may call the other methods between two steps.
-        They must use the current weights and must not affect the next step.
+        These methods must use the current weights and must not affect the next step.
         """
         raise NotImplementedError
 
@@ -122,11 +124,11 @@ class Port:
         """Distribute the training of this model over the devices of ``plan``.
 
         The default plan is ``data=2``. After this call, all processes call ``gradients``, ``train_step``, and
-        ``export_weights`` together. Every process receives a full batch but must read only the rows of its shard. Your
-        engine may assign the rows to shards in any order. The remaining rows may differ between processes, except
-        between processes that differ only in their ``tensor`` index. Each process returns the results for the full
-        batch: the loss per target token over all processes, the reduced gradient before clipping, and unsharded
-        parameters.
+        ``export_weights`` together. Every process receives a full batch but must read only the rows of its shard. You
+        may assign the rows to shards in any order. Processes that differ only in their ``tensor`` index receive the
+        same batch. All other processes may receive different values in the rows outside their shard. Each process
+        returns the results for the full batch: the loss per target token over all processes, the reduced gradient
+        before clipping, and the unsharded parameters.
 
         The environment contains the same variables as with torchrun: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, and
         MASTER_PORT. Ranks are numbered in row-major order over the axes ``data``, ``fsdp``, and ``tensor``. A process
@@ -154,11 +156,12 @@ class Port:
 
         - At each step, a hypothesis finishes only if its EOS continuation is among the ``beam_size`` most likely
           continuations. The beam keeps the ``beam_size`` most likely continuations without EOS.
-        - Hypotheses that are truncated at ``max_length`` compete with finished ones.
+        - Hypotheses that are truncated at ``max_length`` compete with finished hypotheses.
         - The search for a sequence stops when none of its unfinished hypotheses could beat the best finished one, even
           if all further tokens up to ``max_length`` had probability 1.
         - If continuations are equally likely, prefer the one from the better hypothesis, then the lower token ID.
-        - Never generate padding. Exclude it after the log-softmax, without renormalizing the other probabilities.
+        - Never generate the padding token. Exclude this token after the log-softmax, without renormalizing the
+          probabilities of the other tokens.
         """
         raise NotImplementedError
 
@@ -187,7 +190,7 @@ class PluginPort:
         return LoadedPlugin(port, config)
 
     def describe(self) -> dict[str, str]:
-        """Return the port's import path, the versions of its frameworks, and the origin of any shadowed packages."""
+        """Return the port's import path, the framework versions, and the files that shadow this project's modules."""
         versions: dict[str, str] = {
             name: str(getattr(sys.modules[name], "__version__", "unknown"))
             for name in ("torch", "jax", "flax", "tensorflow", "keras", "numpy")
@@ -224,7 +227,7 @@ class LoadedPlugin:
         return any(matches(pattern, tap) for pattern in self.port.taps)
 
     def gradients(self, inputs: Mapping[str, ndarray]) -> Gradients:
-        """Return the loss of a batch and its gradients."""
+        """Return the loss for a batch and the gradients of the loss."""
         found = self.ability("gradients")(inputs["source_ids"], inputs["target_ids"], inputs["labels"])
         return Gradients(float(found.loss), _arrays(found.parameters), _arrays(found.taps))
 
@@ -266,11 +269,11 @@ class _PluginTrainer:
         return StepResult(float(self.port.train_step(source_ids, target_ids, labels)), None, None)
 
     def export_state(self) -> None:
-        """Return None, because ports don't export Adam's moments. Wrong moments would show in the weights."""
+        """Return None, because ports don't export Adam's moments. A bug in the moments also changes the weights."""
 
 
 class _Shown(Recorder):
-    """The tap passed to a port: copies the values of declared taps and rejects unknown names."""
+    """The tap that is passed to a port. It stores copies of the values at declared taps and rejects unknown names."""
 
     def __init__(self, promised: Mapping[str, bool], given: Mapping[str, ndarray] | None) -> None:
         super().__init__(replace=given, keep_computed=True)
@@ -330,7 +333,7 @@ def _check_reference(port: str) -> None:
 
 
 def _origin(module: str) -> str:
-    """Return a phrase with the file from which a module was imported, because a different module may have its name."""
+    """Return a phrase that names a module's file, because a different module may have the same name."""
     imported = sys.modules.get(module)
     if imported is None:
         return ""
@@ -339,7 +342,7 @@ def _origin(module: str) -> str:
 
 
 def _hint(module: str, name: str) -> str:
-    """Return a hint that converts a path to a module name, or an empty string if the user didn't pass a path."""
+    """Return a hint with the module name to use instead of a path, or an empty string if the name isn't a path."""
     path = module.removesuffix(".py")
     parts = [part for part in re.split(r"[/\\]", path) if part not in ("", ".")]
     if path == module and len(parts) == 1:

@@ -108,8 +108,8 @@ class MyPort(Port):
         ids = jnp.array(source_ids), jnp.array(target_ids), jnp.array(labels)
         loss, (of_model, of_taps) = _loss_and_gradients(self.model, zeros, *ids)
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        # Identify each parameter by its object, not by its path, because a tied embedding matrix has multiple paths, of
-        # which Flax returns only the alphabetically first.
+        # Identify each parameter by its object, not by its path. A tied embedding matrix has multiple paths, and Flax
+        # returns only the alphabetically first one.
         found = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(of_model)}
         return loss, {names[id(find(self.model, path))]: array for path, array in found.items()}, of_taps
 
