@@ -92,7 +92,7 @@ class KnownAnswer:
         """Compare the main cases.
 
         Raises:
-            PortDisagreementError: If the reference has changed in this process.
+            PortDisagreementError: If the reference computes different values in this process than in a new process.
         """
         if why := known_answer.changed(self.cases):
             raise PortDisagreementError(
@@ -106,7 +106,7 @@ Test = PortTest | KnownAnswer
 
 
 def check(findings: Sequence[Finding]) -> str:
-    """Return the reason why nothing was compared, or an empty string if something was compared.
+    """Return the reason why nothing was compared, or an empty string if there was at least one comparison.
 
     Raises:
         PortDisagreementError: If a comparison failed.
@@ -162,7 +162,7 @@ def _tests(title: str, port: PluginPort, stages: Sequence[str], known: Reference
 
 
 def _describe(failing: Sequence[Finding], number: int) -> str:
-    """Return a message about the first failing comparison. Later failures may only propagate its difference."""
+    """Return a message about the first comparison that fails, because its difference may cause the later failures."""
     first = failing[0]
     where = first.tap + (" without taps" if first.path == "fast" and first.tap == OUTPUT else "")
     place = f"{first.case} {where}".rstrip()

@@ -1,9 +1,9 @@
 """A cache on disk that stores the programs that XLA has compiled, so that later runs can load them.
 
-Both frameworks look up a program by its full text, never by a name. JAX also includes the compiler options and the JAX
-version in the key, and it recompiles a program if the file is incomplete. TensorFlow ignores its own version and fails
-if it can't read a program. Therefore, each TensorFlow version uses its own directory, and programs with the wrong
-checksum are deleted.
+JAX and TensorFlow look up a program by its full text, never by a name. JAX also includes the compiler options and the
+JAX version in the key, and it recompiles a program if the file is incomplete. TensorFlow ignores its own version and
+fails if it can't read a program. Therefore, each TensorFlow version uses a separate directory, and programs whose
+checksum doesn't match are deleted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ JAX_SWITCH = "JAX_COMPILATION_CACHE_DIR"
 TENSORFLOW_SWITCH = "TF_XLA_FLAGS"
 TENSORFLOW_DIRECTORY = "--tf_xla_persistent_cache_directory"  # flag in TF_XLA_FLAGS
 SEAL = ".sha256"  # suffix of the file with a program's checksum
-SPACE = 2**30  # minimum free disk space in bytes. If TensorFlow can't save a program, it doesn't run it either.
+SPACE = 2**30  # minimum free disk space in bytes; TensorFlow can't run a program that it can't save
 AGE = 30 * 24 * 3600.0  # seconds after which a program is deleted
 
 
@@ -60,8 +60,8 @@ def keep_programs(environment: Mapping[str, str]) -> dict[str, str]:
 def kept_by_tensorflow(environment: Mapping[str, str]) -> Iterator[None]:
     """Make TensorFlow cache its CPU programs within a ``with`` block, and write their checksums at the end.
 
-    Enter this context after importing TensorFlow and before running anything. The process continues to use the cache
-    after the block.
+    Enter this context after importing TensorFlow and before running any TensorFlow operation. The process continues to
+    use the cache after the block.
     """
     import tensorflow as tf
 
@@ -75,7 +75,7 @@ def kept_by_tensorflow(environment: Mapping[str, str]) -> Iterator[None]:
         return
     for program in _programs(directory):
         seal = program.with_name(program.name + SEAL)
-        with suppress(OSError):  # a concurrent process may have deleted it first
+        with suppress(OSError):  # a concurrent process may have deleted the file first
             if not seal.exists() or seal.read_text() != _digest(program):
                 program.unlink()
     os.environ[TENSORFLOW_SWITCH] = f"{flags} {TENSORFLOW_DIRECTORY}={directory}".strip()

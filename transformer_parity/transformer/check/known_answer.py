@@ -1,8 +1,8 @@
 """The known-answer test: the reference must compute the same values in the port's process as in a new process.
 
-A port that replaces a function of NumPy or of the reference changes the expected values. To detect this, the test
-recomputes the same cases in a new process that imports no port. It compares the values using Python's own arithmetic,
-because NumPy itself may have been modified. It also tests the function that measures errors.
+A port that replaces a function of NumPy or of the reference changes the expected values. To detect such a change, the
+test recomputes the same cases in a new process that imports no port. The test compares the values using only Python
+floats, because NumPy itself may have been modified. It also tests the function that measures errors.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def answers(cases: Sequence[Case]) -> Answers:
 
 
 def changed(cases: Sequence[Case]) -> str:
-    """Describe the first value that differs between this process and a new one, if any.
+    """Return a description of the first value that differs between this process and a new process.
+
+    The result is empty if all values agree.
 
     Args:
         cases: Cases that a port has run. Only the main case of each stage is recomputed.
@@ -77,7 +79,7 @@ def changed(cases: Sequence[Case]) -> str:
 
 
 def _difference(case: str, own: dict[str, ndarray], clean: dict[str, ndarray]) -> str:
-    """Describe the first tensor that differs, if any. Tokens must be identical."""
+    """Return a description of the first tensor that differs, or an empty string. Tokens must be identical."""
     if list(own) != list(clean):
         return f"{case}: the reference returns different tensors in this process than in a new process"
     for name, truth in clean.items():
@@ -104,7 +106,7 @@ def _numbers(array: ndarray) -> list[float]:
 
 
 def _measure_problem() -> str:
-    """Describe the problem if ``relative_error`` returns a wrong value, else return an empty string."""
+    """Return a description of the problem if ``relative_error`` returns a wrong value, else an empty string."""
     expected = [(-1.0) ** i * (1.0 + 0.5 * i) for i in range(20)]
     actual = [number + 0.001 * (i % 3) for i, number in enumerate(expected)]
     known = math.dist(actual, expected) / math.hypot(*expected)

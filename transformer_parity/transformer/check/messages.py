@@ -32,7 +32,7 @@ class PortJob:
         backend: A name in ``PORTS`` or, for a user's port, ``module:class`` or the name of an entry point.
         setting: Dtypes, device, and precision.
         failures: Directory in which to save the inputs of the first wrong block; None to save nothing.
-        views: True to record views of the differences for an HTML page.
+        views: True to record the data that the HTML report needs to show the differences.
     """
 
     backend: str

@@ -1,7 +1,7 @@
-"""The process that runs one port: runs its cases, and replays blocks if the results differ.
+"""The process that runs all cases on one port, and reruns individual blocks if the results differ.
 
-This process doesn't compare anything. It sends its outputs to the parent process, which doesn't run any port, and
-receives the findings.
+This process doesn't compare anything. It sends the port's outputs to the parent process, which compares the outputs
+with the reference and sends back the findings. The parent process doesn't run any port.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _PortProcess:
         self.spent[what] += time.process_time() - sum(self.spent.values())
 
     def report(self, doing: str) -> None:
-        """Tell the parent process which task comes next."""
+        """Send a description of the next task to the parent process."""
         self.doing = doing
         self.parent.send(NowDoing(doing))
 

@@ -1,7 +1,7 @@
 """Run each port in a separate process, so that ports don't affect each other and a crash is reported as a finding.
 
-A process may use a different Python interpreter. Its environment must include Python 3.11 or later, NumPy 2, ml-dtypes,
-and safetensors, as well as the port and its framework. This package doesn't need to be installed there.
+A process may use a Python interpreter from a different environment. That environment must include Python 3.11 or later,
+NumPy 2, ml-dtypes, and safetensors, as well as the port and its framework. It doesn't need to include this package.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from transformer_parity.transformer.compare.reference import Reference
 from transformer_parity.transformer.ports.protocol import Placements
 
 WORK = "transformer_parity.transformer.check.one_port:work"  # entry point of a process
-SLOWEST_FIRST = ("jax", "tf", "torch", "numpy")  # sorted by the time that compiling and running all cases takes
+SLOWEST_FIRST = ("jax", "tf", "torch", "numpy")  # backends, sorted by the time for compiling and running all cases
 SILENCE = 600.0  # seconds of running time without a message, after which a process is stopped
 
 # glibc settings for new processes, equivalent to ``system.environment.keep_freed_memory`` for the current process. By
@@ -45,15 +45,15 @@ MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 def run_all(
     ports: Sequence[CheckedPort], *, interpreters: Mapping[str, str] | None = None, timeout: float | None = SILENCE
 ) -> Iterator[tuple[CheckedPort, Any]]:
-    """Compare all ports, running one per available processor at a time, and yield each message with its port.
+    """Compare all ports, and yield each message together with the port that it is about.
 
-    The current process compares the outputs and doesn't run any port. It yields a ``CaseCompared`` for every
-    ``CaseRan`` that it receives. Each ``CheckedPort`` stores the content of its messages. Closing the iterator stops
-    the processes.
+    At most one port per available processor runs at the same time. The current process compares the outputs and doesn't
+    run any port. For every ``CaseRan`` that it receives, it yields a ``CaseCompared`` instead. Each ``CheckedPort``
+    stores the content of the messages about it. Closing the iterator stops the processes.
 
     Args:
         ports: Ports to compare.
-        interpreters: Paths of Python interpreters by port, for ports that use a different one.
+        interpreters: Paths of Python interpreters by port, for ports that use a different interpreter.
         timeout: Seconds without a message, not including waits for a processor, after which a process is stopped. None
             disables the limit.
     """
@@ -65,7 +65,7 @@ def run_all(
     reference = Reference(ports=sum(port.given is not None for port in ports) or 1)
     give_labels(ports)
     # The frameworks read these variables when a process imports them. With small models, threads mostly wait for each
-    # other. The passive policy lets them sleep, because busy waiting would occupy one processor per thread.
+    # other. With the passive policy, waiting threads sleep, whereas busy waiting would occupy one processor per thread.
     defaults = {**threads, "OMP_WAIT_POLICY": "passive", **MEMORY, **keep_programs(os.environ)}
     with Children({**defaults, **os.environ}) as children:
 
@@ -97,7 +97,7 @@ def _when(job: PortJob) -> int:
 
 
 class _Comparing:
-    """The parent's counterpart of one port process, which assigns the cases and compares the outputs."""
+    """Handles the messages from one port's process: assigns the cases and compares the outputs."""
 
     def __init__(self, port: CheckedPort, child: Child, ports: Sequence[CheckedPort], reference: Reference) -> None:
         self.port, self.child, self.ports, self.reference = port, child, ports, reference
@@ -122,7 +122,7 @@ class _Comparing:
         return message
 
     def _assign(self, imported: PortImported) -> None:
-        """Choose the label and the cases of the port, and send them to its process."""
+        """Choose the label and the cases of the port, and send both to the port's process."""
         port = self.port
         port.label = free_label(port, imported.name, self.ports)
         port.dtypes = imported.dtypes

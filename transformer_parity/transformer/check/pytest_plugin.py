@@ -1,6 +1,7 @@
-"""The pytest plugin: ``pytest --parity-port=module:Class`` adds the cases as tests of a port.
+"""The pytest plugin: ``pytest --parity-port=module:Class`` adds one test of the port for each case and dtype.
 
-Every pytest run in the environment loads this module, so it imports nothing else unless a port is specified.
+Every pytest run in the environment loads this module. Therefore, the module doesn't import any other module of this
+project unless a port is specified.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from transformer_parity.engine.findings import Finding
     from transformer_parity.transformer.check.conformance import Test
 
-DIRECTORY = "parity"  # directory to which pytest's output assigns the tests
-FACTS = "parity_facts"  # attribute that stores our data in test reports and in the output of pytest-xdist workers
+DIRECTORY = "parity"  # directory that pytest's output shows for the tests
+FACTS = "parity_facts"  # attribute that stores this plugin's data in test reports and in the output of pytest-xdist workers
 PASSED, FAILED = "passed", "failed"
 MOST = 3  # maximum number of findings in a report and of tests in a message
 
@@ -108,12 +109,12 @@ class Conformance:
         self.expected = expected
         self.stages = stages
         self.tests: list[Test] = []
-        # The known-answer tests of ports whose other tests have run since their last known-answer test.
+        # Known-answer tests that must rerun at the end, by port, because other tests of the port have run since then.
         self.unchecked: dict[str, TestItem] = {}
         self.facts: dict[str, dict[str, Any]] = {}  # the facts of each test, by test name
         self.failed: set[str] = set()  # names of the tests that pytest reports as failed
         self.planned: dict[str, str] = {}  # the port of each collected test, by test name, including deselected tests
-        self.changed: list[str] = []  # failures of known-answer tests at the end of worker processes
+        self.changed: list[str] = []  # failures of the known-answer tests that each process reruns at its end
         self.files: list[str] = []  # files that shadow modules of this package
         self.missing: list[str] = []  # reasons why the comparison is incomplete
 
@@ -123,7 +124,7 @@ class Conformance:
         collector = Cases.from_parent(session, name=DIRECTORY, nodeid=DIRECTORY, conformance=self)
         session.ihook.pytest_collectstart(collector=collector)
         report = session.ihook.pytest_make_collect_report(collector=collector)
-        vars(report).pop("call", None)  # pytest does the same, because pytest-xdist can't serialize it
+        vars(report).pop("call", None)  # pytest also removes this entry, because pytest-xdist can't serialize it
         session.ihook.pytest_collectreport(report=report)
         for item in report.result or ():
             session.ihook.pytest_itemcollected(item=item)
@@ -138,14 +139,14 @@ class Conformance:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Store the facts and the outcome of our tests."""
+        """Store the facts and the outcome of a port's test."""
         if facts := getattr(report, FACTS, None):
             self.facts[facts["name"]] = facts
             if report.failed:
                 self.failed.add(facts["name"])
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
-        """Record that the known-answer test of a port must run after its other tests."""
+        """Record which known-answer tests must rerun, because other tests of the same port run after them."""
         if isinstance(item, TestItem):
             known = [one for one in item.session.items if isinstance(one, TestItem) and one.is_known_answer]
             own = [one for one in known if one.test.title == item.test.title]
@@ -162,7 +163,7 @@ class Conformance:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # sets the exit status after all other hooks
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
-        """Fail unless every test of a port has run and passed. A test that didn't run isn't a pass."""
+        """Fail unless every test of every port has run and passed. Tests that didn't run are treated as failures."""
         from transformer_parity.engine.processes.provenance import described_elsewhere, files_elsewhere
 
         planned = {test.name: test.title for test in self.tests}
@@ -200,7 +201,7 @@ class Conformance:
             yield from _missing(title, of_stages, list(stages))
 
     def _changed(self) -> Iterator[str]:
-        """Rerun the known-answer test of each port whose tests have run since, and yield any failures."""
+        """Rerun the known-answer tests in ``unchecked``, and yield the messages of those that fail."""
         from transformer_parity.transformer.check.conformance import KnownAnswer, PortDisagreementError
 
         for item in self.unchecked.values():
@@ -289,7 +290,7 @@ class Cases(pytest.Collector):
 
 
 class TestItem(pytest.Item):
-    """One case in one dtype, or the known-answer test of a port."""
+    """A test of one case in one dtype, or the known-answer test of a port."""
 
     __test__ = False  # tell pytest that this class doesn't contain tests, despite its name
 

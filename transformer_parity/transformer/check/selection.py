@@ -1,4 +1,4 @@
-"""The scope of a run: its ports, dtypes, stages, and cases, and everything that it doesn't compare."""
+"""The scope of a run: the ports, dtypes, stages, and cases to compare, and everything that the run excludes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Selection:
         sentences: Number of sentence pairs to compare; 0 to compare none.
 
     Raises:
-        ValueError: If an option conflicts with another one or would be ignored.
+        ValueError: If two options conflict or if an option would be ignored.
     """
 
     backends: Sequence[str]
@@ -123,7 +123,7 @@ class Selection:
         ]
 
     def asked(self, port: str, cases: Sequence[Case], offered: Sequence[str] = ALL_DTYPES) -> Coverage:
-        """Return the coverage that a complete comparison of a port requires.
+        """Return the comparisons that the run must make for one port.
 
         Args:
             port: Name of the port.

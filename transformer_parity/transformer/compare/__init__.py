@@ -1,1 +1,1 @@
-"""Comparison of a port with the reference, case by case, as the stage of each case specifies."""
+"""Compare a port with the reference, case by case, as the stage of each case specifies."""

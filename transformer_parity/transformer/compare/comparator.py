@@ -1,6 +1,6 @@
 """The comparator, which compares the outputs of a case with the reference, tensor by tensor.
 
-It is used for ports in this process, ports in other processes, and directories of golden vectors.
+The outputs may come from a port in this process, a port in a different process, or a directory of golden vectors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The expected tensors of a case, computed by the float64 reference, and their tolerances.
 
-A float32 tolerance is derived from the baseline, which is the reference's own error in float32. The reference runs in
-the process that compares the outputs, in which no port runs (see docs/agreement.md).
+A float32 tolerance is derived from the baseline, which is the reference's own error in float32. In ``parity check``,
+the reference runs in the process that compares the outputs, and no port runs in this process (see docs/agreement.md).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Reference:
         return self._last[1]
 
     def _compute(self, case: Case, placement: Placement) -> Expected:
-        with np.errstate(all="ignore"):  # an error that lists the names reports values that aren't finite
+        with np.errstate(all="ignore"):  # _check_finite reports values that aren't finite
             exact = self._model(case, "float64", placement.dtype)
             rounded = self._model(case, "float32", placement.dtype) if placement.dtype == "float32" else None
             truth = self._truth(case, exact, placement.dtype)
@@ -96,8 +96,8 @@ class Reference:
     def _perturbed_tolerances(self, case: Case, placement: Placement, seed: int) -> dict[str, float]:
         """Return tolerances derived from a run in which each weight is perturbed to a neighboring float32 number.
 
-        The error of a single float32 run is random. If it happens to be small, it doesn't represent the errors of other
-        correct implementations.
+        The error of one float32 run is random. If this error happens to be small, a tolerance based only on it would
+        reject other correct implementations.
         """
         rng = np.random.default_rng(seed)
         weights = {}
@@ -139,7 +139,7 @@ class Reference:
 
 
 def _model_key(case: Case, dtype: str) -> tuple[Any, ...]:
-    """Return the cache key of a model, which includes whether its weights and inputs are rounded to bfloat16."""
+    """Return the cache key of a model. The key includes whether weights and inputs are rounded to bfloat16."""
     return *case.model, dtype == "bfloat16"
 
 

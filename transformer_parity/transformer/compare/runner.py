@@ -31,7 +31,7 @@ def run_cases(
     """
     groups: dict[tuple[Any, ...], list[Case]] = {}
     for case in cases:
-        groups.setdefault((case.model, STAGES[case.stage].trains and case.name), []).append(case)  # training changes it
+        groups.setdefault((case.model, STAGES[case.stage].trains and case.name), []).append(case)  # training changes a model
     for same_model in groups.values():
         weights: Mapping[str, ndarray] = {}
         for placement in placements:
@@ -74,12 +74,15 @@ def _run_group(
 
 
 def _variant(port: Implementation, case: Case) -> Implementation:
-    """Return the variant of a port that runs a case. If the case requires formulas, packages don't use ``fast.py``."""
+    """Return the variant of a port that runs a case. If ``case.formulas`` is set, packages don't use ``fast.py``."""
     return replace(port, fast=False) if case.formulas and isinstance(port, PackagePort) else port
 
 
 def why_left_out(case: Case, port: object) -> str:
-    """Return why a port omits a case or the case that it varies, or an empty string if the port doesn't omit it."""
+    """Return the reason in the port's ``left_out`` for skipping a case, or an empty string if there is none.
+
+    A reason also applies to the variants of a case, whose names start with the name of the case and a slash.
+    """
     declared: Mapping[str, str] = getattr(port, "left_out", {})
     return next((str(why) for name, why in declared.items() if f"{case.name}/".startswith(f"{name}/")), "")
 
@@ -115,6 +118,6 @@ def run_case(case: Case, loaded: LoadedPort, outputs: Outputs) -> None:
 
 
 def tensors(loaded: Any, case: Case) -> Tensors:
-    """Return all float64 tensors of a model in a case, in the form that the diagnosis uses."""
+    """Return all float64 tensors that a model computes for a case, in the format that the diagnosis uses."""
     stage = STAGES[case.stage]
     return stage.diagnosed(case, stage.tensors(case, loaded))

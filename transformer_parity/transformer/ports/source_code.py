@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 FORWARD = ("forward", "__call__", "call")  # the frameworks' names for the forward method
-READING_ORDER = ("masks", "attention", "feed_forward", "embedding", "encoder", "decoder", "transformer")  # as in the paper
+READING_ORDER = ("masks", "attention", "feed_forward", "embedding", "encoder", "decoder", "transformer")  # as in paper
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 
