@@ -77,7 +77,7 @@ class CheckedPort:
 
 
 def give_labels(ports: Sequence[CheckedPort]) -> None:
-    """Label each port with its class or package name. If two ports have the same name, use the text that users typed."""
+    """Label each port with its class or package name. If the name is taken, use the text that the user typed."""
     for port in ports:
         port.label = free_label(port, port.job.title, ports)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformer_parity.transformer.check.conformance import Test
 
 DIRECTORY = "parity"  # directory that pytest's output shows for the tests
-FACTS = "parity_facts"  # attribute that stores this plugin's data in test reports and in the output of pytest-xdist workers
+FACTS = "parity_facts"  # attribute that stores the facts in test reports and in the output of pytest-xdist workers
 PASSED, FAILED = "passed", "failed"
 MOST = 3  # maximum number of findings in a report and of tests in a message
 
@@ -109,12 +109,12 @@ class Conformance:
         self.expected = expected
         self.stages = stages
         self.tests: list[Test] = []
-        # Known-answer tests that must rerun at the end, by port, because other tests of the port have run since then.
+        # The known-answer tests, by port name, of ports that have run other tests since their last known-answer test.
         self.unchecked: dict[str, TestItem] = {}
         self.facts: dict[str, dict[str, Any]] = {}  # the facts of each test, by test name
         self.failed: set[str] = set()  # names of the tests that pytest reports as failed
         self.planned: dict[str, str] = {}  # the port of each collected test, by test name, including deselected tests
-        self.changed: list[str] = []  # failures of the known-answer tests that each process reruns at its end
+        self.changed: list[str] = []  # failures of the known-answer tests that each process reruns at the end
         self.files: list[str] = []  # files that shadow modules of this package
         self.missing: list[str] = []  # reasons why the comparison is incomplete
 
@@ -146,7 +146,7 @@ class Conformance:
                 self.failed.add(facts["name"])
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
-        """Record which known-answer tests must rerun, because other tests of the same port run after them."""
+        """Record which ports have run other tests since their last known-answer test."""
         if isinstance(item, TestItem):
             known = [one for one in item.session.items if isinstance(one, TestItem) and one.is_known_answer]
             own = [one for one in known if one.test.title == item.test.title]

@@ -31,7 +31,8 @@ def run_cases(
     """
     groups: dict[tuple[Any, ...], list[Case]] = {}
     for case in cases:
-        groups.setdefault((case.model, STAGES[case.stage].trains and case.name), []).append(case)  # training changes a model
+        # Each training case loads a separate model, because training changes the weights.
+        groups.setdefault((case.model, STAGES[case.stage].trains and case.name), []).append(case)
     for same_model in groups.values():
         weights: Mapping[str, ndarray] = {}
         for placement in placements:

@@ -1,9 +1,9 @@
-"""Comparison of searches: tokens must match, except after a near-tie, in which rounding may choose either token.
+"""Comparison of searches: tokens must match unless a near-tie occurs, a decision that depends on rounding errors.
 
-If a search returns a different hypothesis, it made a different decision at some step. To find this step, the float64
-reference computes the best continuations of the port's own prefixes. If the port kept a worse continuation, but the
-difference is within the rounding noise that the reference shows in the working dtype, the decision is a near-tie. A
-larger difference is a divergence.
+If a port returns a different hypothesis than the reference, its search made a different decision at some step. To find
+this step, the float64 reference computes the best continuations of the prefixes that the port kept at each step. If the
+port then kept a worse continuation, the decision is a near-tie if the difference is at most the rounding noise of the
+reference in the working dtype. A larger difference is a divergence.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Doubt:
     Attributes:
         sentence: Row of the batch.
         step: Number of the token; 0 if the decision is about the ranking of finished hypotheses.
-        margin: Amount by which the reference prefers its own choice: a log-probability in nats or, if the decision is
-            about a ranking, a score.
+        margin: Amount by which the reference prefers its own choice: a difference of log-probabilities in nats or, if
+            the decision is about a ranking, a difference of scores.
         noise: Largest margin that rounding can explain, in the same unit.
-        what: The decision in words.
+        what: Description of the decision.
     """
 
     sentence: int
@@ -51,13 +51,13 @@ class Doubt:
 
     def __str__(self) -> str:
         where = f"sentence {self.sentence}" + (f", token {self.step}" if self.step else "")
-        if self.margin == math.inf:  # rounding can't explain this decision
+        if self.margin == math.inf:  # rounding can't explain the decision
             return f"{where}: {self.what}"
         return f"{where}: {self.what}, margin {self.margin:.1e}, rounding noise {self.noise:.1e}"
 
 
 def score_tolerance(exact: ndarray, rounded: ndarray | None) -> float:
-    """Return the maximum relative error of scores, given the reference's scores in two dtypes."""
+    """Return the maximum allowed relative error of scores, given the reference's exact and rounded scores."""
     if rounded is None:
         return POLICY["decode"]["float64"]["score"]
     rule = POLICY["decode"]["float32"]
@@ -157,7 +157,7 @@ def _follow_greedy(scorer: PrefixScorer, sentence: int, tokens: Tokens, plan: Se
 
 
 def _weigh(scorer: PrefixScorer, sentence: int, tokens: Tokens, options: Search, limit: int) -> list[Doubt]:
-    """Compare the score of a hypothesis with the score of the reference's own hypothesis."""
+    """Compare the score of a port's hypothesis with the score of the reference's best hypothesis."""
     truth, eos_id = scorer.truth, scorer.truth.config.eos_id
     if eos_id in tokens[:-1] or not tokens or (tokens[-1] != eos_id and len(tokens) != limit):
         return [
@@ -187,7 +187,7 @@ def _weigh(scorer: PrefixScorer, sentence: int, tokens: Tokens, options: Search,
 
 
 class _BeamFollower:
-    """Runs a beam search step by step, continuing from the port's own beam after each step."""
+    """Repeats a port's beam search with the reference, and replaces the beam by the port's beam after each step."""
 
     def __init__(self, scorer: PrefixScorer, sentence: int, plan: SearchPlan) -> None:
         self.scorer = scorer
@@ -196,7 +196,7 @@ class _BeamFollower:
         self.limit = int(plan.limits[0])
         self.doubts: list[Doubt] = []
         self.finished: dict[Tokens, float] = {}  # scores of the hypotheses that the port may have finished
-        self.inside: dict[Tokens, float] = {}  # their margins inside the pool, in nats; negative if within rounding
+        self.inside: dict[Tokens, float] = {}  # margins in nats by which they are in the beam; negative if outside
         self.noise = 0.0  # largest rounding noise so far
 
     def follow(self, alive: Sequence[Sequence[Tokens]], returned: Sequence[Tokens]) -> list[Doubt]:
@@ -225,7 +225,7 @@ class _BeamFollower:
         return float(self.plan.penalties[length])
 
     def _doubt(self, step: int, margin: float, what: str, length: int = 0) -> None:
-        """Record a decision. If the length of a hypothesis is given, the margin is a score."""
+        """Record a decision. If ``length``, the length of a hypothesis, is given, the margin is a difference of scores."""
         noise = self.noise / (self._penalty(length) if length else 1.0)
         self.doubts.append(Doubt(self.sentence, step, margin, noise, what))
 
@@ -236,7 +236,7 @@ class _BeamFollower:
         return dict(ways.best(self.plan.beam_size, but=self.plan.eos_id))
 
     def _finish(self, best: Sequence[tuple[Tokens, float]], edges: tuple[float, float], n: int) -> None:
-        """Record the hypotheses that end here and are in the beam and the pool, with certainty or within rounding."""
+        """Record the hypotheses that end at this step and are in the beam and the pool, or may be because of rounding."""
         last_in, first_out = edges
         ended = [(tokens, total) for tokens, total in best if tokens[-1] == self.plan.eos_id or n == self.limit]
         places, doubtful = len(ended), 0.0
@@ -264,7 +264,7 @@ class _BeamFollower:
         elif dropped or instead:
             better = max((going_on[tokens] for tokens in dropped), default=-math.inf)
             worse = min((ways.total(tokens) for tokens in instead), default=math.inf)
-            if shrinks:  # whether a hypothesis is inside the beam doesn't depend on the others
+            if shrinks:  # whether a hypothesis is in the beam doesn't depend on the other hypotheses
                 margin = max(better - edges[1] if dropped else 0.0, edges[0] - worse)
             else:
                 margin = better - worse if instead else math.inf
@@ -277,11 +277,11 @@ class _BeamFollower:
         stop = self.plan.rules.stop
         length = n if stop == "current" else self.limit
         attainable = max(going_on.values(), default=-math.inf) / self._penalty(length)
-        needed = -math.inf if stop == "first" else attainable  # worst score in the pool that makes the search stop
+        needed = -math.inf if stop == "first" else attainable  # the search stops if all scores in the pool exceed this
         worst = self._worst_of_pool(-math.inf if stops else self.noise)
         if stops and attainable > worst and not worst > needed:
             self._doubt(n, attainable - worst, "the search stops although it could find a better hypothesis", length)
-        elif not stops and stop != "attainable":  # under that rule, continuing doesn't change the result
+        elif not stops and stop != "attainable":  # under the rule "attainable", continuing doesn't change the result
             if worst > needed:
                 self._doubt(n, worst - needed, "the search continues although its results are final", length)
             elif self._worst_of_pool(0.0) > needed:
@@ -289,7 +289,7 @@ class _BeamFollower:
                 self._doubt(n, closest, "the search continues although its results may be final")
 
     def _worst_of_pool(self, least: float) -> float:
-        """Return the worst score in the pool, counting only hypotheses with at least this margin (-inf if not full)."""
+        """Return the worst score in a pool of hypotheses with at least the given margin, or -inf if it isn't full."""
         scores = [score for tokens, score in self.finished.items() if self.inside[tokens] >= least]
         size = self.plan.pool_size
         return sorted(scores, reverse=True)[size - 1] if len(scores) >= size else -math.inf

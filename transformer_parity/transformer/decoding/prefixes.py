@@ -23,7 +23,7 @@ Tokens = tuple[int, ...]  # a hypothesis or a prefix of one, without the BOS tok
 
 
 class InBfloat16(Transformer):
-    """The float32 reference with every tap rounded to bfloat16, which shows the rounding noise in that dtype."""
+    """The float32 reference with every tap rounded to bfloat16, to estimate the rounding noise in bfloat16."""
 
     def _encode(self, source_ids: ndarray, source_mask: ndarray, tap: Tap = no_tap, rng: Any = None) -> ndarray:
         return super()._encode(source_ids, source_mask, _rounding(tap), rng)
@@ -70,7 +70,7 @@ class Continuations:
         self._order = np.argsort(-exact, axis=None, kind="stable")
 
     def best(self, count: int, but: int | None = None) -> list[tuple[Tokens, float]]:
-        """Return the most likely continuations that don't end in ``but``, with their log-probabilities."""
+        """Return the ``count`` most likely continuations that don't end in ``but``, with their log-probabilities."""
         found: list[tuple[Tokens, float]] = []
         for index in self._order.tolist():
             row, token = divmod(index, self.exact.shape[1])
@@ -86,7 +86,7 @@ class Continuations:
         return -math.inf if row is None else float(self.exact[row, tokens[-1]])
 
     def noise(self, candidates: Iterable[Tokens]) -> float:
-        """Return the rounding noise in nats for some continuations, derived from the reference's own error."""
+        """Return the rounding noise of the given continuations in nats, derived from the reference's own error."""
         at = [(self.rows[tokens[:-1]], tokens[-1]) for tokens in candidates if tokens[:-1] in self.rows]
         exact = np.array([self.exact[place] for place in at if self.exact[place] > -math.inf])
         largest = np.abs(exact).max(initial=0.0)
@@ -137,7 +137,7 @@ class PrefixScorer:
 
 
 def searched_log_probabilities(logits: ndarray, ids: ndarray, plan: SearchPlan) -> ndarray:
-    """Return the log-probabilities [R, n, V] that a search uses, given the logits of its first n tokens.
+    """Return the log-probabilities [R, n, V] that a search uses, given the logits for the first n tokens of R rows.
 
     Args:
         logits: Logits [R, n, V].
@@ -163,7 +163,7 @@ def tokens_of(ids: Iterable[int], config: TransformerConfig) -> Tokens:
 
 
 def score(model: Transformer, source_ids: ndarray, nbest_ids: ndarray, options: Search) -> ndarray:
-    """Return the reference's scores for given hypotheses [B, N], with -inf for missing hypotheses."""
+    """Return the reference's scores [B, N] of the given hypotheses. The score of a missing hypothesis is -inf."""
     config, (batch, count, length) = model.config, nbest_ids.shape
     plan = options.plan(config, source_ids != config.pad_id)
     labels = nbest_ids.reshape(batch * count, length)

@@ -1,4 +1,7 @@
-"""The result as one self-contained HTML page for screens of any size, in light and dark mode, and for printing."""
+"""Write the result of a check as one self-contained HTML page.
+
+The page supports screens of any size, light and dark mode, and printing.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +38,12 @@ FOLDED_LENGTH = 3  # number of list entries shown before the rest is collapsed
 
 
 def write_html(path: Path, result: Result) -> None:
-    """Write the page for a result of ``result.build`` atomically."""
+    """Write the HTML page for a result that ``result.build`` returned. The file is written atomically."""
     write_text(path, html(result))
 
 
 def html(document: Result) -> str:
-    """Return the page for a result, including its envelope."""
+    """Return the HTML page for a result that is wrapped in its envelope."""
     result = {**document, **document["result"]}
     templates = environment("transformer_parity.transformer.report")
     templates.filters |= {"number": number, "percentage": percentage, "percent": percent, "breakable": breakable}
@@ -143,7 +146,7 @@ def _main_first(entries: Iterable[Result]) -> list[Any]:
 
 
 def _trees(result: Result) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return each port's first tree, and the remaining trees."""
+    """Return the trees that show where differences start: the first tree of each port, and the remaining trees."""
     first: dict[str, dict[str, Any]] = {}
     others = []
     for blame in _main_first(result["blames"]):
@@ -168,7 +171,7 @@ def _tree(blame: Result) -> dict[str, Any]:
 
 
 def _part(node: Node, first: Mapping[str, int]) -> dict[str, Any]:
-    """Return the content of a tree node. A node is expanded if it shows the first difference of its kind."""
+    """Return the content of a tree node. A node is expanded if it contains the first of several similar differences."""
     marks = list(node.marks())
     return {
         "name": node.name,
@@ -196,7 +199,7 @@ def _skips(result: Result) -> list[dict[str, Any]]:
 
 
 def _configs(result: Result) -> list[dict[str, Any]]:
-    """Return all fields of the first config, and the differing fields of the others."""
+    """Return all fields of the first config. For each other config, return the fields that differ from the first."""
     configs = result["fingerprint"]["config"]
     if not configs:
         return []

@@ -79,12 +79,12 @@ class CheckResult:
 
     @property
     def failure_reports(self) -> list[FailureReport]:
-        """The places where differences were introduced, and their diagnoses."""
+        """The failure reports of all ports: the blocks that introduced differences, and the diagnoses."""
         return [report for port in self.ports for report in port.failure_reports]
 
     @property
     def spent(self) -> dict[str, Spent]:
-        """The CPU time of each port's process, by port."""
+        """The time that each port's process used, by port."""
         return {port.label: port.spent for port in self.ports if port.spent}
 
 
@@ -157,7 +157,7 @@ def _fingerprint(result: CheckResult, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _configs(cases: Iterable[Case]) -> list[dict[str, Any]]:
-    """Return the configs of all cases that run the full model, and the names of these cases, the main case first."""
+    """Return the configs of all cases that run the full model, with the case names. The main case comes first."""
     configs: dict[str, dict[str, Any]] = {}
     whole = [case for case in cases if not case.block]
     for case in sorted(whole, key=lambda case: case.name != MAIN_CASE):

@@ -1,4 +1,4 @@
-"""Tables that are specific to the Transformer: titles by dtype, and errors on real sentences block by block."""
+"""Tables that are specific to the Transformer: titles for each dtype, and the errors on real sentences by block."""
 
 from __future__ import annotations
 
