@@ -225,7 +225,7 @@ class _BeamFollower:
         return float(self.plan.penalties[length])
 
     def _doubt(self, step: int, margin: float, what: str, length: int = 0) -> None:
-        """Record a decision. If ``length``, the length of a hypothesis, is given, the margin is a difference of scores."""
+        """Record a decision. If the length of a hypothesis is given, the margin is a difference of scores."""
         noise = self.noise / (self._penalty(length) if length else 1.0)
         self.doubts.append(Doubt(self.sentence, step, margin, noise, what))
 
@@ -236,7 +236,7 @@ class _BeamFollower:
         return dict(ways.best(self.plan.beam_size, but=self.plan.eos_id))
 
     def _finish(self, best: Sequence[tuple[Tokens, float]], edges: tuple[float, float], n: int) -> None:
-        """Record the hypotheses that end at this step and are in the beam and the pool, or may be because of rounding."""
+        """Record the hypotheses that end at this step and that, up to rounding, are in the beam and in the pool."""
         last_in, first_out = edges
         ended = [(tokens, total) for tokens, total in best if tokens[-1] == self.plan.eos_id or n == self.limit]
         places, doubtful = len(ended), 0.0
@@ -289,7 +289,7 @@ class _BeamFollower:
                 self._doubt(n, closest, "the search continues although its results may be final")
 
     def _worst_of_pool(self, least: float) -> float:
-        """Return the worst score in a pool of hypotheses with at least the given margin, or -inf if it isn't full."""
+        """Return the worst score in the pool, or -inf if the pool isn't full. Ignore margins smaller than ``least``."""
         scores = [score for tokens, score in self.finished.items() if self.inside[tokens] >= least]
         size = self.plan.pool_size
         return sorted(scores, reverse=True)[size - 1] if len(scores) >= size else -math.inf

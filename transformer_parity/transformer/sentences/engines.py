@@ -42,7 +42,7 @@ def read_model(model: bytes, name: str = "") -> sentencepiece.SentencePieceProce
 
     Args:
         model: The serialized model.
-        name: The name of its file, for the error message.
+        name: The name of the model's file, for the error message.
 
     Raises:
         ValueError: If the bytes are not a sentencepiece model.
@@ -61,8 +61,8 @@ class Pieces:
     Args:
         processor: The sentencepiece processor; None to split lines at spaces.
         ids: The ID of each piece.
-        special: The special tokens, which are recognized in a line and omitted from decoded text. The value is True if
-            the spaces before the token are removed.
+        special: The special tokens, which are recognized in a line and omitted from decoded text. The value for a token
+            is True if spaces before the token are removed.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from transformer_spec.files import POINTER
 
 Pairs = list[tuple[str, str]]
 MIB = 2**20
-MOST_BYTES = 16 * MIB  # maximum length of a line in bytes, because tokenizing it takes much more memory than the line
+MOST_BYTES = 16 * MIB  # maximum length of a line in bytes; tokenizing a line takes much more memory than storing it
 
 
 def read_pairs(source: str | Path | None = None, target: str | Path | None = None) -> Pairs:

@@ -81,7 +81,7 @@ class Subwords:
         return self.processor.encode(line, out_type=str)
 
     def numbered(self, config: TransformerConfig) -> JointVocabulary:
-        """Return a vocabulary that assigns these subwords to all token IDs that are not special IDs of a config.
+        """Return a vocabulary that assigns the lowest token IDs that aren't special in a config to these subwords.
 
         Raises:
             ValueError: If the vocabulary size of the model is too small.

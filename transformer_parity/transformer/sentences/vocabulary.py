@@ -32,8 +32,8 @@ class Vocabulary(ABC):
         kind: Name that identifies this kind of vocabulary in weight files. `transformer_parity.apps.text.kinds` builds
             a vocabulary from its kind and files.
         sizes: The required vocabulary sizes of the model, for source and target.
-        source_languages: The codes of the source languages; empty if there is only one.
-        target_languages: The codes of the target languages; empty if there is only one.
+        source_languages: The codes of the source languages; empty if there is only one source language.
+        target_languages: The codes of the target languages; empty if there is only one target language.
         needs_direction: Whether ``between`` must select the languages before the vocabulary can be used.
         start_id: The first decoder input for the selected languages; None for the ``bos_id`` of the config.
         forced_ids: The token IDs with which every translation into the selected language starts.
@@ -124,7 +124,7 @@ def tidied(text: str, settings: Mapping[str, Any]) -> str:
 
 
 def nearest(code: str, known: Sequence[str]) -> str:
-    """Return a clause that suggests the known codes that are most similar to a code."""
+    """Return a clause that suggests the known codes that are most similar to the given code."""
     begins, begins_alike = (
         [other for other in known if start and other.lower().startswith(start)]
         for start in (code.lower(), code.lower()[:2])
@@ -134,14 +134,18 @@ def nearest(code: str, known: Sequence[str]) -> str:
 
 
 def pick(pairs: Pairs, count: int) -> Pairs:
-    """Return ``count`` pairs whose lengths are evenly distributed from the shortest to the longest."""
+    """Sort the pairs by length, and return at most ``count`` evenly spaced pairs from the shortest to the longest."""
     ordered = sorted(pairs, key=lambda pair: (len(pair[0]), pair))
     chosen = np.linspace(0, len(ordered) - 1, min(count, len(ordered))).round().astype(int)
     return [ordered[i] for i in chosen]
 
 
 def batch(pairs: Pairs, vocabulary: Vocabulary, config: TransformerConfig) -> dict[str, ndarray]:
-    """Return the padded token IDs of a batch of sentence pairs. The decoder input starts with ``bos_id``."""
+    """Return the padded token IDs of a batch of sentence pairs.
+
+    The decoder input starts with the ``start_id`` of the vocabulary or, if that is None, with the ``bos_id`` of the
+    config.
+    """
     start = config.bos_id if vocabulary.start_id is None else vocabulary.start_id
     return {
         "source_ids": pad([vocabulary.ids(source) for source, _ in pairs], config),

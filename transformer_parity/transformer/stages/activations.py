@@ -32,7 +32,7 @@ class ActivationStage(Stage):
             yield FAST, lambda: {OUTPUT: loaded.run(case.block, case.inputs, taps=False).output}
 
     def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
-        """Return the tolerance of each tap. In float32, it depends on the reference's error at the same tap."""
+        """Return the tolerance of each tap. In float32, a tolerance depends on the reference's error at that tap."""
         return tolerances(truth, baseline, *placement)
 
     def problem(self, name: str, actual: ndarray, expected: ndarray, dtype: str) -> str:

@@ -57,9 +57,10 @@ class DecodeStage(Stage):
         return {**_stepwise(reference.decode_stepwise(*inputs)), OUTPUT: reference.model(*inputs), **searched}
 
     def diagnosed(self, case: Case, tensors: Tensors) -> Tensors:
-        """Return the tensors with the tokens in a fixed shape, in which padding is 0 and tokens are positive.
+        """Return the tensors, with the tokens converted to an array of a fixed shape.
 
-        If a search returned no tokens at all, omit the tokens, because they neither support nor contradict a candidate.
+        In this array, padding is 0 and tokens are positive. If a search returned no tokens at all, omit the array,
+        because it can neither support nor contradict a candidate of the diagnosis.
         """
         if TOKENS not in tensors or tensors[TOKENS].ndim != 3:
             return tensors

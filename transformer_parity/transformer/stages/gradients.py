@@ -26,7 +26,7 @@ class GradientStage(TrainingStage):
     """Compares the loss and the gradients in backward-pass order, so that the first difference locates the bug."""
 
     name = component = GRADIENTS
-    perturbed_baselines = 4  # with a single run, 10% of correct implementations would exceed the tolerance
+    perturbed_baselines = 4  # with only one run, 10% of correct implementations would exceed the tolerance
     reproduces = 1e-10
     optional: ClassVar[Mapping[str, str]] = {"at *": "gradients at taps"}
 
@@ -36,7 +36,7 @@ class GradientStage(TrainingStage):
         outputs.hidden = hidden(case, loaded)
 
     def tolerances(self, truth: Arrays, baseline: Arrays, placement: Placement) -> dict[str, float]:
-        """Return the tolerance of each gradient. In float32, it depends on the error of the reference's gradient."""
+        """Return the tolerance of each gradient. In float32, a tolerance depends on the error of the reference."""
         own = {name: training_error(name, baseline, truth) for name in truth if name in baseline}
         whole = own.get(WHOLE, 0.0)
         return {name: tolerance(name, placement.dtype, own.get(name, 0.0), whole) for name in truth}
@@ -48,7 +48,7 @@ class GradientStage(TrainingStage):
     def due(self, shown: PathTensors) -> list[str]:
         """Return the names of the tensors to compare.
 
-        If files omit the gradient of a parameter, the concatenated gradient can't be compared.
+        If golden files omit the gradient of a parameter, the concatenated gradient can't be compared.
         """
         names = super().due(shown)
         return [name for name in names if name in shown.tensors or name != WHOLE or shown.path != FILES]
@@ -101,7 +101,7 @@ def tolerance(name: str, dtype: str, baseline: float, whole: float) -> float:
 
 
 def _with_whole(tensors: Tensors, expected: Tensors) -> Tensors:
-    """Replace the concatenated gradient with one built from the given gradients, or omit it if any are missing."""
+    """Recompute the concatenated gradient from the parameters' gradients, or remove it if any of them is missing."""
     names = sorted(name for name in expected if name.startswith("of "))
     if any(name not in tensors for name in names):
         return {name: value for name, value in tensors.items() if name != WHOLE}

@@ -1,6 +1,6 @@
-"""Masks for unused values: activations at padding positions, and scores of keys that a mask excludes.
+"""Masks that exclude unused values from the comparison: activations at padding positions, and scores of masked keys.
 
-No loss, token, or parameter gradient depends on these values. A correct port may return zeros, garbage, or NaN.
+No loss, token, or parameter gradient depends on these values, so a correct port may return any number or NaN for them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Read:
         if case.compares_padding or case.stage == DECODE:
             return cls({})
         source, target = (before_padding(case.inputs[f"{side}_ids"], case.config.pad_id) for side in SIDES)
-        # All gradients are used, except at the attention weights of excluded keys, which the softmax multiplies by 0.
+        # All gradients are used, except the gradients at the attention weights of masked keys. The backward pass of the
+        # softmax multiplies these gradients by 0.
         backward = case.stage == GRADIENTS
         if case.stage == STEPS:  # only the logits of forward passes between two steps have unused positions
             names = [name for name in names if name.endswith(" logits")]

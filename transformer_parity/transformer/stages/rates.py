@@ -1,8 +1,7 @@
-"""Float32 learning rates: detects ports that round the learning rate to float32 but compute everything else in float64.
+"""Detection of ports that round the learning rate to float32 but compute everything else in float64.
 
-Several frameworks store the learning rate in float32 or compute the schedule in float32. As a result, the weights
-differ from the reference's by more than their tolerance. The relative errors of the 20 learning rates
-fully describe this difference.
+Several frameworks store the learning rate in float32 or compute the schedule in float32. As a result, the errors of the
+weights exceed the tolerance. These errors depend only on the relative errors of the 20 learning rates.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from transformer_parity.engine.tolerances import POLICY
 from transformer_parity.transformer.cases.case import STEPS, Case
 from transformer_spec.training_config import TrainingConfig
 
-DISTURBED = 1e-9  # relative change of a learning rate for measuring its effect
-ITERATIONS = 4  # number of iterations of the fit, because the effects are not exactly linear
+DISTURBED = 1e-9  # relative change of a learning rate, to measure the effect on the weights
+ITERATIONS = 4  # number of iterations of the fit; one isn't enough, because the effects aren't exactly linear
 ROUNDED = 1e-4  # relative error of a tensor above which float32 learning rates can't be the cause
 
 
@@ -44,10 +43,11 @@ def scheduled(case: Case, factors: tuple[float, ...]) -> Case:
 def rounded_rates(
     case: Case, actual: Arrays, truth: Arrays, run: Callable[[Case], Arrays], last: int
 ) -> Iterator[tuple[float, ...]]:
-    """Yield factors between a port's learning rates and the schedule if rounding to float32 can explain them.
+    """Yield candidates for the factors by which a port's learning rates differ from the schedule.
 
-    The first tuple rounds the float64 learning rates to float32. The second tuple is fitted to the port's weights.
-    The factors explain a port only if the reference, when run with them, agrees with the port.
+    The first tuple results from rounding the float64 learning rates to float32. The second tuple is fitted to the
+    port's weights. A tuple explains the port's errors only if the reference, run with these factors, agrees with the
+    port.
 
     Args:
         case: The training case.

@@ -19,7 +19,7 @@ from transformer_parity.transformer.cases.case import Case
 from transformer_parity.transformer.ports.package import LoadedPackage
 from transformer_parity.transformer.ports.protocol import LoadedPort, Placement
 
-Way = tuple[str, Callable[[], Tensors]]  # a path, and a function that runs the port on this path
+Way = tuple[str, Callable[[], Tensors]]  # the name of a path, and a function that runs the port on this path
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PathTensors:
     Attributes:
         author: Factory for the findings.
         case: The case.
-        path: The way in which the port was run.
+        path: How the port was run, for example with taps or on its fast path.
         tensors: The port's tensors by name.
         expected: The expected tensors and their tolerances.
         outputs: All results of the port for this case.
@@ -74,11 +74,11 @@ class Stage(Measure, ABC):
         perturbed_baselines: Number of additional float32 runs of the reference with weights perturbed by one unit in
             the last place. The tolerance depends on the largest error of all runs.
         has_loss: True if the stage requires labels.
-        trains: True if the stage changes the model, so that each case loads a new one.
-        reproduces: Maximum difference between a port and a correct candidate that reproduces it, due to rounding. The
-            weakest bug causes an error of 1.8e-10 in activations (an epsilon rounded to float32) and 8e-9 in weights
-            (1e-6 added to a norm before clipping).
-        optional: Tensors that a port may omit: name pattern to description.
+        trains: True if the stage changes the model, so that each case loads a new model.
+        reproduces: Maximum error, due to rounding, between a port with a bug and the candidate of the diagnosis that
+            has the same bug. Every bug causes larger errors: at least 1.8e-10 in activations (for an epsilon rounded to
+            float32) and 8e-9 in weights (for 1e-6 added to a norm before clipping).
+        optional: Tensors that a port may omit, as a mapping from name pattern to description.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Stage(Measure, ABC):
 
     @abstractmethod
     def run(self, case: Case, loaded: LoadedPort, outputs: Outputs) -> Iterator[Way]:
-        """Yield the ways to run a port on a case. The caller runs each one before it requests the next one.
+        """Yield the runs of a port on a case. The caller executes each run before it requests the next run.
 
         Args:
             case: The case, with copies of its inputs for the port.
@@ -153,7 +153,7 @@ class Stage(Measure, ABC):
         return list(shown.expected.tensors)
 
     def not_offered(self, due: list[str], shown: PathTensors) -> tuple[list[str], list[str]]:
-        """Return the names of the required tensors, and the reasons for skipping the others."""
+        """Return the names of the tensors to compare, and the reasons for skipping the other tensors."""
         skips = []
         for pattern, what in self.optional.items():
             names = [name for name in due if fnmatchcase(name, pattern)]
@@ -177,9 +177,9 @@ class Stage(Measure, ABC):
                 yield (pattern,), f"{what} are not shown"
 
     def _due(self, shown: PathTensors) -> tuple[list[str], list[str]]:
-        """Return the names of the required tensors, and the reasons for skipping the others.
+        """Return the names of the tensors to compare, and the reasons for skipping the other tensors.
 
-        Golden files list the reasons for their own omissions.
+        If the tensors come from golden files, these files also contain the reasons.
         """
         due = self.due(shown)
         if shown.path != FILES:

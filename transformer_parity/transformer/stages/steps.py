@@ -1,9 +1,10 @@
 """The ``steps`` stage: compares the loss and gradient norm of each of 20 optimizer steps, the weights, and the moments.
 
 Some cases call ``forward``, ``gradients``, and ``generate`` between two steps. These methods must use the current
-weights and must not affect later steps. The cases call them twice, because the first call may cache something that the
-second call uses. One case starts training a second time, which must reset the moments and the step number. In one case
-for the packages, the trainer also evaluates a batch, returns a gradient, and loads the state after step 1.
+weights and must not affect later steps. These cases call each method after two different steps, because the first call
+may cache a value that the second call then reuses. One case starts training a second time, which must reset the moments
+and the step number. In one case for the packages, the trainer also evaluates a batch, returns a gradient, and loads the
+state after step 1.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ LIMIT = 12  # maximum number of tokens in searches between two steps
 
 
 class StepStage(TrainingStage):
-    """Compares the losses and gradient norms of all steps, and the weights and moments after those in ``SNAPSHOTS``."""
+    """Compares the loss and gradient norm of every step, and the weights and moments after the steps in ``SNAPSHOTS``.
+
+    A case may replace ``SNAPSHOTS`` by different steps.
+    """
 
     name = STEPS
     component = "optimizer steps"
@@ -63,19 +67,22 @@ class StepStage(TrainingStage):
         """Compare the tensors. If they differ, also compare them with a reference that rounds its learning rates."""
         findings = list(super().compare(shown))
         wrong = {finding.tap for finding in findings if finding.verdict == DIVERGES}
-        # The first loss precedes the first update, so the learning rate can't explain a difference in it.
+        # The first loss is computed before the first update, so it doesn't depend on the learning rates.
         if shown.author.dtype == "float64" and wrong and f"step 1 {LOSS}" not in wrong:
             findings = self._with_rounded_rates(shown) or findings
         yield from findings
 
     def compare_tensors(self, names: Sequence[str], shown: PathTensors) -> Iterator[Finding]:
-        """Yield a finding for each tensor. If tokens differ, add the number of sentences in which they do."""
+        """Yield a finding for each tensor. If tokens differ, the finding includes the number of differing sentences."""
         for finding in super().compare_tensors(names, shown):
             is_wrong = finding.tap.endswith(" tokens") and finding.verdict == DIVERGES and not finding.detail
             yield replace(finding, detail=_different_tokens(finding.tap, shown)) if is_wrong else finding
 
     def _with_rounded_rates(self, shown: PathTensors) -> list[Finding]:
-        """Return the findings if they all agree once the reference rounds its learning rates, else an empty list."""
+        """Compare the tensors with a reference that rounds its learning rates to float32.
+
+        Return the findings if all tensors agree, else an empty list.
+        """
         case, truth = shown.case, shown.expected.tensors
 
         def run(other: Case) -> Tensors:
@@ -112,8 +119,8 @@ class StepStage(TrainingStage):
 def train(case: Case, loaded: Any, steps: Sequence[int], snapshots: Sequence[int]) -> Tensors:
     """Train a model, and return all losses as well as the weights and moments after the steps in ``snapshots``.
 
-    Key biases are excluded. Their gradients are rounding noise (see ``training_error``), which Adam scales up to full
-    steps, and their values don't affect any output.
+    The weights don't include key biases. The gradients of key biases are rounding noise (see ``training_error``), which
+    Adam scales up to full steps, and the values of key biases don't affect any output.
     """
     batches = shifted(case.inputs, case.rows)
     trainer = loaded.trainer(case.training)
@@ -158,7 +165,7 @@ def _different_tokens(name: str, shown: PathTensors) -> str:
 
 
 def other_calls(case: Case, loaded: Any) -> Iterator[tuple[str, ndarray]]:
-    """Yield the results of ``forward``, ``gradients``, and ``generate``, except undefined methods.
+    """Yield the results of ``forward``, ``gradients``, and ``generate``, and skip methods that the port doesn't define.
 
     The gradients are concatenated into one tensor, without key biases. The tokens are padded to a fixed shape and
     returned as floats.
@@ -206,10 +213,13 @@ def shifted(inputs: Arrays, rows: Sequence[int] = ()) -> list[dict[str, ndarray]
 def _weights(loaded: Any) -> Mapping[str, ndarray]:
     try:
         return loaded.export()
-    except MissingAbilityError:  # compare the losses only
+    except MissingAbilityError:  # the port doesn't export weights, so only the losses are compared
         return {}
 
 
 def tolerance(name: str, dtype: str) -> float:
-    """Return the maximum allowed error. It is fixed because later steps amplify rounding beyond any baseline."""
+    """Return the maximum allowed error of a tensor.
+
+    The tolerances are fixed, because later steps amplify rounding errors so much that a baseline would be meaningless.
+    """
     return POLICY[STEPS][dtype]["loss" if name.endswith(LOSS) else "tensor"]

@@ -19,17 +19,17 @@ class TrainingStage(Stage):
     has_loss = True
 
     def error(self, name: str, actual: Arrays, expected: Arrays) -> float:
-        """Return the error of a tensor."""
+        """Return the relative error of a tensor, as defined in ``training_error``."""
         return training_error(name, actual, expected)
 
 
 def training_error(name: str, actual: Arrays, expected: Arrays) -> float:
-    """Return the error of a tensor.
+    """Return the relative error of a tensor.
 
     The exact gradient of a key bias is zero, because adding a constant to all scores doesn't change the attention
-    weights. Its rounding noise is measured relative to the gradient of the query bias. Some other gradients are zero in
-    some cases, for example the gradients of the scores and of the query bias if there is only one key. Their noise is
-    measured relative to the concatenated gradient.
+    weights. The computed gradient is rounding noise, which is measured relative to the gradient of the query bias. Some
+    other gradients are zero in some cases, for example the gradients of the scores and of the query bias if there is
+    only one key. The noise in these gradients is measured relative to the concatenated gradient.
     """
     usual = expected[name.replace("key_proj.bias", "query_proj.bias")] if is_noise(name) else expected[name]
     scale = usual if usual.any() or WHOLE not in expected else expected[WHOLE]
