@@ -33,7 +33,7 @@ class Case:
     seed: int = 0  # seed of the hard weights
     magnitude: str = "usual"  # kind of hard weights: a key of ``inputs.WEIGHTS``
     fast: bool = True  # also run the fast path; False saves compile time if another case covers fast attention
-    dtypes: tuple[str, ...] = ALL_DTYPES  # working dtypes; bfloat16 is too coarse to distinguish presets
+    dtypes: tuple[str, ...] = ALL_DTYPES  # dtypes to run; bfloat16 is too coarse to distinguish presets
     formulas: bool = False  # load packages with fast=False
     stage: str = ACTIVATIONS
     settings: TrainingConfig | None = None  # training settings for the steps stage
@@ -89,7 +89,7 @@ class Case:
         return Author(backend, dtype, self.name, self.component, self.stage)
 
     def load_weights(self) -> Mapping[str, ndarray]:
-        """Return the weights for all ports."""
+        """Return the weights of the model, which are the same for all ports."""
         if self.weights_file is not None:
             return load_weights(self.weights_file)[1]
         return WEIGHTS[self.magnitude](self.config, self.seed)
@@ -122,7 +122,7 @@ def tiny(preset: str = "paper_base", **overrides: object) -> TransformerConfig:
 
 
 def shrunk(preset: str) -> TransformerConfig:
-    """Return a small version of a model in Table 3: all widths divided by 16 and all depths divided by 3."""
+    """Return a small version of a model in Table 3 of the paper, with all widths divided by 16 and all depths by 3."""
     full = TransformerConfig.preset(preset, source_vocab_size=TOKENS, target_vocab_size=TOKENS)
     return full.replace(
         d_model=full.d_model // 16,

@@ -1,7 +1,7 @@
 """Check that a model is suitable for comparisons: its logits must depend on the inputs and on most weights.
 
-Some configs and weights lead to the same logits for all inputs. With such a model, even a wrong port agrees with the
-reference.
+With some configs and weights, the logits are the same for all inputs. For such a model, even a port with bugs agrees
+with the reference.
 """
 
 from __future__ import annotations
@@ -62,6 +62,6 @@ def _norm(array: ndarray) -> float:
 
 
 def _others(ids: ndarray, config: TransformerConfig) -> ndarray:
-    """Return the same sequences with all tokens replaced by different ones."""
+    """Return the same sequences with every token except padding replaced by a different token."""
     tokens = [token for token in range(3) if token != config.pad_id]
     return np.where(ids == config.pad_id, ids, np.where(ids == tokens[0], tokens[1], tokens[0]))

@@ -43,15 +43,15 @@ TIMES = 4  # number of copies of these sentences in the largest batch
 SMALL_PENALTY = 1.5
 LONG = 1030  # tokens; exceeds the common limits 512 and 1024
 SEEDS = 32  # number of seeds to try; the seed with the most varied searches is used
-LIKELY, ENOUGH = 18, (3, 5, 5)  # the first seed to try (the best for the paper's config), and sufficient variety
-CLIP, FAR = 0.45, 1e6  # norms that the gradient always and never exceeds; the first isn't exact in float32
+LIKELY, ENOUGH = 18, (3, 5, 5)  # the first seed to try, and the variety at which no other seeds are tried
+CLIP, FAR = 0.45, 1e6  # the gradient norm always exceeds CLIP, which isn't exact in float32, and never exceeds FAR
 STILL = 1e-30  # learning rate factor so small that no weight changes
 RESTART = 7  # step after which training restarts
 UNLABELED = 1  # row without labels in some of the training cases
 PENALTY = 4.0  # length penalty that often makes long hypotheses better than short ones
 WIDEST, WIDE, NARROW = 20, 4, 3  # beam sizes; twice the largest exceeds the vocabulary size
-# Beam sizes with length penalties. Consecutive penalties must prefer different hypotheses. The last two penalties are
-# as close to each other as the effective penalties when the length does or doesn't include EOS.
+# Beam sizes, each with a sequence of length penalties. Two consecutive penalties must lead to different hypotheses. The
+# difference between the last two penalties is as small as the effect of including EOS in the length.
 PREFERENCES = ((WIDE, (0.0, 0.6, SMALL_PENALTY, PENALTY)), (NARROW, (SMALL_PENALTY, 1.1 * SMALL_PENALTY)))
 LIKELY_TO_END, ENDING_SEEDS = 18, 20  # the first seed to try for ending weights, and the number of other seeds
 
@@ -59,8 +59,8 @@ LIKELY_TO_END, ENDING_SEEDS = 18, 20  # the first seed to try for ending weights
 def model_cases(config: TransformerConfig) -> list[Case]:
     """Return the basic cases for a user port in all stages.
 
-    No source consists only of padding, because some implementations don't define fully masked rows. A target starts
-    with padding only if the BOS token is the padding token.
+    No source consists only of padding, because some implementations don't define the result of attention for fully
+    masked rows. A target starts with padding only if the BOS token is the padding token.
     """
     seed = _varied_seed(config)
     starts = ("starts_with_padding",) if config.bos_id == config.pad_id else ()
@@ -134,7 +134,8 @@ def _varied_seed(config: TransformerConfig) -> int:
         beam, unpenalized = (beam_search(model, ids, 4, alpha, LONGEST).ids for alpha in (PENALTY, 0.0))
         lengths = [(found != config.pad_id).sum(1).tolist() for found in (greedy, beam, unpenalized)]
         ends = sum(int((found == config.eos_id).any(1).sum()) for found in (greedy, beam))
-        # The effects of the length penalty, the beam size, and EOS come first, followed by the variety of the results.
+        # Prefer seeds for which the length penalty, the beam size, and EOS change the results. Among these seeds,
+        # prefer seeds that lead to many different lengths.
         decisions = (lengths[1] != lengths[2]) + (lengths[0] != lengths[1]) + (ends > 0)
         variety[seed] = (decisions, len(set(lengths[0])) + len(set(lengths[1])), ends)
         if variety[seed] >= ENOUGH:
@@ -144,9 +145,9 @@ def _varied_seed(config: TransformerConfig) -> int:
 
 @cache
 def _ending_seed(config: TransformerConfig) -> int:
-    """Return the first seed of ending weights for which every penalty prefers different hypotheses.
+    """Return the first seed for ``ending_weights`` for which all consecutive penalties lead to different hypotheses.
 
-    If there is no such seed, return the seed for which the largest number of penalties do.
+    If there is no such seed, return the seed for which the largest number of consecutive penalties do so.
     """
     ids, variety = _many_sources(config), {}
     for seed in (LIKELY_TO_END, *range(ENDING_SEEDS)):

@@ -81,8 +81,8 @@ def hard_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]
     """Return float32 weights for which every known bug changes the results.
 
     Biases and scales are random. Query and key kernels are doubled to sharpen attention. In a post-norm model, one norm
-    in the first encoder layer and one in the last decoder layer are scaled down, together with the following
-    feed-forward network. The input of the next norm then has a variance as small as its epsilon.
+    in the first encoder layer and one norm in the last decoder layer are scaled down, together with the output of the
+    following feed-forward network. The variance of the next norm's input is then as small as the norm's epsilon.
     """
     rng = np.random.default_rng([seed, 1])
     weights = init_weights(config, seed)
@@ -156,15 +156,15 @@ def _last_norm(config: TransformerConfig, weights: Mapping[str, ndarray]) -> str
     return scales[-1].removesuffix(".scale")
 
 
-# Sharp attention amplifies the rounding errors of its inputs, so only the first layers are sharpened.
+# Sharp attention amplifies the rounding errors of its inputs, so only the attention in the first layers is sharpened.
 SHARP = {"*.layers.0.*_attention.query_proj.kernel": SHARPER}
 
 
 def _wide(config: TransformerConfig) -> dict[str, int]:
     """Return factors that scale up weights so that activations exceed 100.
 
-    If the encoder doesn't end with a norm, its weights are not scaled, because all cross-attention scores would become
-    large.
+    If the encoder doesn't end with a norm, the encoder's weights are not scaled, because otherwise all cross-attention
+    scores would become large.
     """
     is_normalized = config.norm_order == "post" or config.final_norm
     feed_forward = f"{'' if is_normalized else 'decoder'}*.feed_forward"

@@ -33,12 +33,12 @@ from transformer_spec.search import Search
 from transformer_spec.search_rules import SearchRules
 from transformer_spec.training_config import TrainingConfig
 
-EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)  # must have no effect
+EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)  # must not affect results
 LONGEST, MOST = 12, 32  # maximum lengths of hypotheses in tokens; the second is the models' own maximum length
 STEPWISE = 4  # number of positions that are decoded one at a time
-LONG = 5001  # number of positions; at the last ones, float32 angles are wrong in the fourth digit
+LONG = 5001  # number of positions; at the last positions, float32 angles are wrong in the fourth digit
 QUERIES = 300  # queries per head; more than a package processes at a time
-CHANNELS = 260  # channels per head; larger than the packages' blocks of queries
+CHANNELS = 260  # channels per head; more than the number of queries that a package processes at a time
 OTHER_DECODER: dict[str, Any] = {  # decoder sizes that don't change the shapes of the attention parameters
     "decoder_num_heads": 2,
     "decoder_d_k": 12,
@@ -56,7 +56,7 @@ def standard_cases() -> list[Case]:
 
 def preset_case(preset: str, *, thorough: bool = False) -> Case:
     """Return a case that runs a preset's full model at a small size. ``thorough`` adds all dtypes and the fast path."""
-    # The presets of implementations differ in conventions, not in sizes, so they all use the same small sizes.
+    # The presets of other implementations differ in conventions, not in sizes, so their cases use the same small sizes.
     config = tiny(preset, d_v=8) if preset in IMPLEMENTATIONS else shrunk(preset)
     dtypes = ALL_DTYPES if thorough else ("float64", "float32")
     return Case(f"preset/{preset}", "presets", config, "", token_ids(config), fast=thorough, dtypes=dtypes)
@@ -115,7 +115,7 @@ def _components() -> Iterator[Case]:
     ids = token_ids(config)
     yield Case("encoder/encode", "encoder", config, "encode", {"source_ids": ids["source_ids"]})
     yield Case("decoder/decode", "decoder", config, "decode", {**ids, "memory": memory})
-    once: dict[str, Any] = {"fast": False, "dtypes": ("float64", "float32")}  # the two cases above cover the rest
+    once: dict[str, Any] = {"fast": False, "dtypes": ("float64", "float32")}  # the previous two cases cover the rest
     yield Case("encoder/alone", "encoder", config, "Encoder", {"source_ids": ids["source_ids"]}, **once)
     given = {"target_ids": ids["target_ids"], "memory": memory, "source_mask": source_mask[:, 0, 0]}
     yield Case("decoder/alone", "decoder", config, "Decoder", given, **once)
@@ -191,7 +191,7 @@ def _full_models() -> Iterator[Case]:
 
 
 def _again(config: TransformerConfig) -> Iterator[Case]:
-    """Yield cases with new batches, weights, and array types in shapes from earlier cases, to avoid recompilation."""
+    """Yield cases with different batches, weights, and array types, but shapes of earlier cases to avoid compilation."""
     first = Case("full/padded", "full model", config, "", token_ids(config), dtypes=("float64",))
     other = {name: np.roll(array, 1, axis=0) for name, array in first.inputs.items()}
     one_token = {name: array[:, :1] for name, array in first.inputs.items()}
@@ -252,7 +252,7 @@ def _gradients() -> Iterator[Case]:
     other = tiny(**OTHER_DECODER, skip_first_self_attention=True, activation="gelu")
     inputs = with_labels(token_ids(other), other)
     yield Case("gradients/other_decoder", "gradients", other, "", inputs, dtypes=("float64",), stage=GRADIENTS)
-    # The other rows of Table 3 only differ in sizes and dropout rates. `--preset` compares them.
+    # The other models in Table 3 differ from the base model only in sizes and dropout rates. `--preset` compares them.
     yield from map(gradient_case, ("paper_base", *IMPLEMENTATIONS))
 
 
@@ -301,7 +301,7 @@ def _searches() -> Iterator[Case]:
     config = config.replace(source_vocab_size=13, target_vocab_size=13)
     dtypes = ("float64", "float32")  # bfloat16 is too coarse to rank the hypotheses
     other = tiny(**OTHER_DECODER, skip_first_self_attention=True, embedding_norm=True)
-    greedy, beam = searches("other_decoder", other, dtypes=("float64",), seed=140)  # every rule affects the result
+    greedy, beam = searches("other_decoder", other, dtypes=("float64",), seed=140)  # so that all rules have an effect
     rules = SearchRules(no_repeat_ngram_size=3, banned_ids=(10,), at_limit="scored")
     limits: dict[str, Any] = {"min_length": 4, "start_id": 3}
     yield replace(greedy, search=replace(greedy.options, rules=rules, **limits))
@@ -354,7 +354,7 @@ def _search_in_blocks() -> Case:
 
 
 def _searches_by_rules(config: TransformerConfig) -> Iterator[Case]:
-    """Yield beam searches with other programs' rules, and with weights for which every rule affects the result."""
+    """Yield beam searches with the rules of other programs, and with weights for which every rule has an effect."""
     inputs, sizes = {"source_ids": token_ids(config)["source_ids"]}, {"beam_size": 4, "max_length": LONGEST}
     forced_end = SearchRules.preset("hf", at_limit="forced")
     opus = replace(forced_end, renormalize=True, banned_ids=(7,))

@@ -1,8 +1,8 @@
 """A table of cases that vary batch sizes, lengths, magnitudes, and earlier calls.
 
-Together with the cases in ``for_ports``, they cover all pairs of the dimensions in ``tests/variety.py``. If a port is
-wrong only for batches of one sentence, long limits, large values, or after a different call, it diverges in one of
-these cases. A greedy search for a small set selected the combinations.
+Together with the cases in ``for_ports``, these cases cover all pairs of values of the dimensions that are defined in
+``tests/variety.py``. If a bug affects only batches of one sentence, long limits, large values, or calls that follow a
+different call, the port diverges in one of these cases. A greedy algorithm selected a small set of combinations.
 
 The name of a variant starts with the name of the original case. If a port lists ``full/one_token`` in ``left_out``, its
 variants are skipped as well.
@@ -40,7 +40,7 @@ class Variant(NamedTuple):
         sentences: Number of rows.
         source: Width and padding of the source ids.
         target: Width and padding of the target ids; ignored by searches.
-        before: The earlier call: ``BATCH``, ``MODEL``, the name of a different stage, or empty for none.
+        before: The earlier call: ``BATCH``, ``MODEL``, or the name of a different stage; empty for no earlier call.
         large: True to use large weights.
         unlabeled: True to remove the labels from all rows except the first.
         search: Beam size, length penalty, and maximum length of a search. ``LONGEST`` allows one token per position.
@@ -136,7 +136,8 @@ SEARCHES = (
 
 
 # Large weights for each stage. Gradients through saturated attention are rounding noise, and with large logits, the
-# scores of likely hypotheses are small differences between large numbers. Neither would stay within the tolerance.
+# scores of likely hypotheses are small differences between large numbers. In both cases, correct ports would exceed the
+# tolerance.
 LARGE = {ACTIVATIONS: "large", GRADIENTS: "loud", DECODE: "sharp"}
 STAGES = {"full": (ACTIVATIONS, "full model"), "gradients": (GRADIENTS, "gradients"), "decode": (DECODE, "decoding")}
 

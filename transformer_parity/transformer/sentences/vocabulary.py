@@ -143,7 +143,7 @@ def pick(pairs: Pairs, count: int) -> Pairs:
 def batch(pairs: Pairs, vocabulary: Vocabulary, config: TransformerConfig) -> dict[str, ndarray]:
     """Return the padded token IDs of a batch of sentence pairs.
 
-    The decoder input starts with the ``start_id`` of the vocabulary or, if that is None, with the ``bos_id`` of the
+    The decoder input starts with the ``start_id`` of the vocabulary, if it has one, or else with the ``bos_id`` of the
     config.
     """
     start = config.bos_id if vocabulary.start_id is None else vocabulary.start_id
