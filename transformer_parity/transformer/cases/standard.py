@@ -115,7 +115,7 @@ def _components() -> Iterator[Case]:
     ids = token_ids(config)
     yield Case("encoder/encode", "encoder", config, "encode", {"source_ids": ids["source_ids"]})
     yield Case("decoder/decode", "decoder", config, "decode", {**ids, "memory": memory})
-    once: dict[str, Any] = {"fast": False, "dtypes": ("float64", "float32")}  # the previous two cases cover the rest
+    once: dict[str, Any] = {"fast": False, "dtypes": ("float64", "float32")}  # cases above cover bfloat16 and fast paths
     yield Case("encoder/alone", "encoder", config, "Encoder", {"source_ids": ids["source_ids"]}, **once)
     given = {"target_ids": ids["target_ids"], "memory": memory, "source_mask": source_mask[:, 0, 0]}
     yield Case("decoder/alone", "decoder", config, "Decoder", given, **once)
@@ -191,7 +191,7 @@ def _full_models() -> Iterator[Case]:
 
 
 def _again(config: TransformerConfig) -> Iterator[Case]:
-    """Yield cases with different batches, weights, and array types, but shapes of earlier cases to avoid compilation."""
+    """Yield cases with different batches, weights, and array types. Reuse earlier shapes to avoid recompilation."""
     first = Case("full/padded", "full model", config, "", token_ids(config), dtypes=("float64",))
     other = {name: np.roll(array, 1, axis=0) for name, array in first.inputs.items()}
     one_token = {name: array[:, :1] for name, array in first.inputs.items()}
