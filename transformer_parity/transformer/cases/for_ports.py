@@ -39,7 +39,7 @@ from transformer_spec.taps import matches
 from transformer_spec.training_config import TrainingConfig
 
 MANY = 33  # number of sentences in searches that test rules that rarely apply
-TIMES = 4  # number of copies of these sentences in the largest batch
+TIMES = 4  # number of copies of the MANY sentences in the largest batch
 SMALL_PENALTY = 1.5
 LONG = 1030  # tokens; exceeds the common limits 512 and 1024
 SEEDS = 32  # number of seeds to try; the seed with the most varied searches is used
@@ -225,7 +225,7 @@ def port_config(port: PluginPort) -> TransformerConfig:
 
 
 def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
-    """Yield searches for many sentences, so that a small change to a rule affects the tokens of some of them."""
+    """Yield searches for so many sentences that a small change to a rule affects the tokens of some sentence."""
     source_ids, ending, most = _many_sources(config), _ending_seed(config), longest(config)
     inputs = {"source_ids": source_ids, "target_ids": np.full((MANY, 1), config.bos_id)}
     turned = {**inputs, "source_ids": np.roll(source_ids, 1, axis=0)}

@@ -34,7 +34,7 @@ from transformer_spec.search_rules import SearchRules
 from transformer_spec.training_config import TrainingConfig
 
 EVERYWHERE = DropoutRates(embedding=0.1, attention=0.1, residual=0.1, feed_forward=0.1)  # must not affect results
-LONGEST, MOST = 12, 32  # maximum lengths of hypotheses in tokens; the second is the models' own maximum length
+LONGEST, MOST = 12, 32  # maximum lengths of hypotheses in tokens; MOST is the maximum length in the config
 STEPWISE = 4  # number of positions that are decoded one at a time
 LONG = 5001  # number of positions; at the last positions, float32 angles are wrong in the fourth digit
 QUERIES = 300  # queries per head; more than a package processes at a time
@@ -115,7 +115,7 @@ def _components() -> Iterator[Case]:
     ids = token_ids(config)
     yield Case("encoder/encode", "encoder", config, "encode", {"source_ids": ids["source_ids"]})
     yield Case("decoder/decode", "decoder", config, "decode", {**ids, "memory": memory})
-    once: dict[str, Any] = {"fast": False, "dtypes": ("float64", "float32")}  # cases above cover bfloat16 and fast paths
+    once: dict[str, Any] = {"fast": False, "dtypes": ("float64", "float32")}  # the cases above cover the fast path
     yield Case("encoder/alone", "encoder", config, "Encoder", {"source_ids": ids["source_ids"]}, **once)
     given = {"target_ids": ids["target_ids"], "memory": memory, "source_mask": source_mask[:, 0, 0]}
     yield Case("decoder/alone", "decoder", config, "Decoder", given, **once)

@@ -26,7 +26,7 @@ class CheckedPort:
     """A port in a check and its results so far.
 
     Attributes:
-        job: The port and how to run it.
+        job: The port, and the settings with which it runs.
         given: Cases to run. None runs the cases that ``port_cases`` creates from the port's config.
         stages: Stages of the cases that ``port_cases`` creates.
         label: Name of the port in findings and reports.

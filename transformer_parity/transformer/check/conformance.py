@@ -1,6 +1,6 @@
 """Tests of a port: one for each case and dtype, one for the exported weights in each dtype, and a known-answer test.
 
-The port and the reference run in the same process as the tests. The known-answer test comes last. It verifies that the
+The port and the reference run in the same process as the tests. The known-answer test runs last, and verifies that the
 reference still computes correct values in this process.
 """
 

@@ -1,7 +1,7 @@
 """A test of the reference: it must belong to this installation and compute the values stored in this file.
 
 ``PYTHONPATH`` or an old clone in the current directory can shadow ``reference_numpy`` with a different version. If
-someone introduced a bug into the installed reference, every port with the same bug would agree with it.
+someone introduced a bug into the installed reference, every port with the same bug would agree with the reference.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check_reference() -> None:
 def computed() -> dict[str, tuple[float, ...]]:
     """Return the values that the reference computes for a small model.
 
-    Each group of arrays is represented by two sums. The second one depends on the order of the elements.
+    Each group of arrays is represented by two sums. The second sum depends on the order of the elements.
     """
     source = np.array([[3, 4, 5, 6, 2], [7, 8, 2, 0, 0]])
     target = np.array([[1, 9, 3, 10], [1, 5, 0, 0]])

@@ -57,7 +57,7 @@ class PortImported:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The cases that a port runs, and its name in findings and reports."""
+    """The cases that a port runs, and the port's name in findings and reports."""
 
     label: str
     cases: Sequence[Case]
@@ -105,7 +105,7 @@ class FailureExplained:
 
 @dataclass(frozen=True)
 class PortFinished:
-    """The last message from a process: its package versions and settings, and the time that it used."""
+    """The last message from a process: package versions, settings, and the time that the process used."""
 
     environment: Mapping[str, str]
     spent: Spent | None = None

@@ -1,7 +1,8 @@
 """Run each port in a separate process, so that ports don't affect each other and a crash is reported as a finding.
 
 A process may use a Python interpreter from a different environment. That environment must include Python 3.11 or later,
-NumPy 2, ml-dtypes, and safetensors, as well as the port and its framework. It doesn't need to include this package.
+NumPy 2, ml-dtypes, and safetensors, as well as the port and its framework. This package doesn't need to be installed in
+that environment.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def run_all(
             yield port, running[child].received(message)
             if port.is_done:
                 del running[child]
-                children.stop(child, PATIENCE)  # stop it, because some frameworks hang at exit
+                children.stop(child, PATIENCE)  # stop the process, because some frameworks hang at exit
                 yield from begin()
 
 

@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Ensure that ports are imported from their source, even if a conftest file imports them."""
+    """Prepare the import of each port before any conftest file can import the port."""
     for reference in early_config.known_args_namespace.parity_port:
         from transformer_parity.engine.processes.provenance import import_port
 
@@ -226,7 +226,7 @@ class Conformance:
 def _commands(facts: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a command that investigates each port that differs.
 
-    Prefer a failure in float64, because rounding can't cause it.
+    Prefer a failure in float64, because rounding errors can't cause failures in float64.
     """
     failed = [fact for fact in facts if fact["failed"]]
     for port in dict.fromkeys(fact["port"] for fact in failed):

@@ -207,7 +207,7 @@ class _BeamFollower:
             ways = self.scorer.continuations(beam, self.plan)
             best = ways.best(2 * self.plan.beam_size + 1)
             self.noise = max(self.noise, ways.noise([*kept, *(tokens for tokens, _ in best)]))
-            # If the beam shrinks, its size is the number of hypotheses that continued.
+            # If the rules let the beam shrink, the beam size is the number of hypotheses that continued.
             width = len(beam) if self.plan.rules.beam_shrinks and n > 1 else self.plan.beam_size
             last_in = best[min(width, len(best)) - 1][1]
             first_out = best[width][1] if len(best) > width else -math.inf
@@ -230,7 +230,7 @@ class _BeamFollower:
         self.doubts.append(Doubt(self.sentence, step, margin, noise, what))
 
     def _going_on(self, ways: Continuations, within: Sequence[tuple[Tokens, float]]) -> dict[Tokens, float]:
-        """Return the hypotheses that continue, which are the best unfinished ones that fit into the beam."""
+        """Return the hypotheses that continue: the best unfinished hypotheses that fit into the beam."""
         if self.plan.rules.beam_shrinks:
             return {tokens: total for tokens, total in within if tokens[-1] != self.plan.eos_id}
         return dict(ways.best(self.plan.beam_size, but=self.plan.eos_id))

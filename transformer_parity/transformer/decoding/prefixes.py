@@ -19,7 +19,7 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search, SearchPlan
 from transformer_spec.taps import Tap, no_tap
 
-Tokens = tuple[int, ...]  # a hypothesis or a prefix of one, without the BOS token and padding
+Tokens = tuple[int, ...]  # a hypothesis or a prefix of a hypothesis, without the BOS token and padding
 
 
 class InBfloat16(Transformer):

@@ -18,7 +18,7 @@ class Spent:
         cpu_seconds: CPU time on all cores, in seconds. Unlike wall-clock time, CPU time barely depends on other
             processes.
         compiling: Wall-clock time spent on tracing and compiling, in seconds; 0 if the framework doesn't compile.
-        parts: CPU time in seconds by task: importing, each stage in each dtype, and the rest.
+        parts: CPU time in seconds by task: the import, each stage in each dtype, and everything else.
     """
 
     seconds: float
@@ -40,7 +40,7 @@ class Clock:
         return sum(end - start for start, end in self._spans)
 
     def add(self, seconds: float) -> None:
-        """Add a span of this length that ends now."""
+        """Add a time span with the given length that ends now."""
         end = self._now()
         start = end - seconds
         while self._spans and self._spans[-1][1] > start:

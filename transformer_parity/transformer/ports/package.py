@@ -50,7 +50,7 @@ PARTS = ("Encoder", "Decoder")  # blocks that load as separate models, with the 
 class LoadedPackage:
     """A model of one of the four packages.
 
-    Subclasses convert arrays to and from the framework, and run blocks the way the framework's users do.
+    Subclasses convert arrays between NumPy and the framework, and run blocks in the same way as users of the framework.
     """
 
     def __init__(self, package: Any, model: Any, placement: Placement) -> None:
@@ -102,7 +102,7 @@ class LoadedPackage:
         return found
 
     def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> Result:
-        """Decode all target positions one at a time with a cache, and return their logits and taps."""
+        """Decode all target positions one at a time with a cache, and return the logits and taps of all positions."""
         start, step = self.stepwise()
         with self.inference():
             cache, steps = start(source_ids, target_ids.shape[1]), []
@@ -204,8 +204,8 @@ def decode_next(model: Any, target_ids: Any, cache: Any) -> tuple[Any, dict[str,
 def _joined(steps: Sequence[ndarray]) -> ndarray:
     """Concatenate the values for individual target positions along the second-to-last axis.
 
-    Some packages return attention weights for the decoded positions only. Pad them with zeros, because the weights of
-    later positions are zero.
+    Some packages return attention weights only for the positions that have been decoded. Pad these weights with zeros,
+    because the weights of later positions are zero.
     """
     width = max(step.shape[-1] for step in steps)
     padded = [np.pad(step, [(0, 0)] * (step.ndim - 1) + [(0, width - step.shape[-1])]) for step in steps]
@@ -213,7 +213,7 @@ def _joined(steps: Sequence[ndarray]) -> ndarray:
 
 
 def with_first_step(trainer: Any, compiling: Callable[[], AbstractContextManager[Any]]) -> Any:
-    """Return a trainer that runs its first step in the given context, because that step triggers compilation."""
+    """Return a trainer that runs its first step in the given context, because the first step triggers compilation."""
     step = trainer.train_step
 
     def first_step(*batch: Any, **named: Any) -> Any:

@@ -89,7 +89,7 @@ class LoadedPort(Protocol):
         """Return the loss and its gradients in inference mode for a batch of source_ids, target_ids, and labels."""
 
     def decode_stepwise(self, source_ids: ndarray, target_ids: ndarray) -> Result:
-        """Decode all target positions one at a time with a cache, and return their logits and taps."""
+        """Decode all target positions one at a time with a cache, and return the logits and taps of all positions."""
 
     def search(self, source_ids: ndarray, options: Search, on_step: OnStep | None = None) -> SearchResult:
         """Return the best hypotheses for a batch.

@@ -18,7 +18,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of one package's code.
+    """A piece of source code from one package.
 
     Attributes:
         place: Position of the piece as ``file:line``.
@@ -124,7 +124,7 @@ class SourcePackage:
         return next((piece for piece in found if piece is not None), None) or self._inherited(name, docstrings)
 
     def _inherited(self, name: str, docstrings: bool) -> Piece | None:
-        """Return the code of a method that a class inherits from a base class in a different file, if there is one."""
+        """Return the code of a method that a class inherits from a base class in a different file, or None."""
         owner, _, method = name.partition(".")
         nodes = (module.definitions.get(owner) for module in self.modules.values())
         bases = [base.id for node in nodes for base in getattr(node, "bases", []) if isinstance(base, ast.Name)]

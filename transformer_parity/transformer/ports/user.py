@@ -107,7 +107,7 @@ class Port:
 
         If ``settings.clip_norm`` is not None, scale the full gradient down to that norm. If your model doesn't support
         clipping, add the case ``steps/port_clipped`` to ``left_out``. ``settings.accumulation_steps`` is the number of
-        micro-batches. The number of sequences in a batch is always divisible by it. The results must match a step on
+        micro-batches, and the number of sequences in each batch is a multiple of it. The results must match a step on
         the full batch, so you may also process the batch all at once.
         """
         raise NotImplementedError
@@ -157,9 +157,10 @@ class Port:
         - At each step, a hypothesis finishes only if its EOS continuation is among the ``beam_size`` most likely
           continuations. The beam keeps the ``beam_size`` most likely continuations without EOS.
         - Hypotheses that are truncated at ``max_length`` compete with finished hypotheses.
-        - The search for a sequence stops when none of its unfinished hypotheses could beat the best finished one, even
-          if all further tokens up to ``max_length`` had probability 1.
-        - If continuations are equally likely, prefer the one from the better hypothesis, then the lower token ID.
+        - The search for a sequence stops when no unfinished hypothesis could beat the best finished hypothesis, even if
+          all further tokens up to ``max_length`` had probability 1.
+        - If continuations are equally likely, prefer the continuation of the better hypothesis, then the lower token
+          ID.
         - Never generate the padding token. Exclude this token after the log-softmax, without renormalizing the
           probabilities of the other tokens.
         """

@@ -36,13 +36,13 @@ def print_audit(console: Console, backend: str, fates: Sequence[Fate]) -> None:
 
 
 def print_files_elsewhere(console: Console, backend: str, environment: Mapping[str, str]) -> None:
-    """Print which of this project's packages were imported from a different location than the installed ones."""
+    """Print the modules of this project that were imported from a different location than the installed package."""
     for line in described_elsewhere(environment):
         print_line(console, "NOT OURS:", "", f" {backend}: {line}")
 
 
 def print_failure_report(console: Console, report: FailureReport) -> None:
-    """Print the block in which the difference starts, the diagnosis, and code that reruns this block."""
+    """Print the block in which the difference starts, the diagnosis, and Python code that reruns this block."""
     if report.diagnosis is None:
         return
     console.print()

@@ -108,7 +108,7 @@ def _ports(result: Result) -> list[dict[str, Any]]:
 
 
 def _verdicts(rows: Iterable[Result]) -> list[tuple[str, int]]:
-    """Return the number of cases with each verdict. The verdict on a case is the worst one across all dtypes."""
+    """Return the number of cases with each verdict. The verdict on a case is its worst verdict across all dtypes."""
     worst: dict[str, int] = {}
     for row in rows:
         worst[row["case"]] = min(worst.get(row["case"], len(SEVERITY)), SEVERITY.index(row["verdict"]))

@@ -39,7 +39,7 @@ class CheckResult:
         cases: The cases, which are part of the fingerprint.
         weights: The user's weight file; None if the weights were generated.
         text: The user's two text files; empty if the included sentences were used.
-        not_tested: Descriptions of everything that was not requested, and how to request it.
+        not_tested: Descriptions of the comparisons that were not requested, with the options that request them.
         seconds: The duration of the check in seconds.
         cpu_seconds: The CPU time of this process in seconds, summed over all cores.
     """

@@ -76,7 +76,7 @@ class Pieces:
         self._names = {token: piece for piece, token in ids.items()}
         self._special = {piece: takes_spaces for piece, takes_spaces in special.items() if piece in ids}
         self._silent = {ids[piece] for piece in self._special}
-        # Sorted from longest to shortest, because one special token may be a prefix of another.
+        # Sort the tokens from longest to shortest, because a special token may be a prefix of a longer special token.
         alternatives = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
         self._split = re.compile(f"({alternatives})" if alternatives else r"(?!)()")
         self._unknown = ids[UNKNOWN]

@@ -25,7 +25,7 @@ class Subwords:
 
     Attributes:
         model: The serialized model, which is stored with weights trained on these subwords.
-        size: The number of subwords, including the unknown one.
+        size: The number of subwords, including the unknown subword.
 
     Raises:
         ValueError: If the bytes are not a sentencepiece model.
@@ -59,7 +59,7 @@ class Subwords:
                 sentence_iterator=iter(lines),
                 model_writer=model,
                 model_type=kind,
-                vocab_size=size if kind == "unigram" else UNLIMITED,  # otherwise, it silently drops rare characters
+                vocab_size=size if kind == "unigram" else UNLIMITED,  # a limit would drop rare characters
                 add_dummy_prefix=kind == "unigram",  # words at the start of a line get the same pieces as elsewhere
                 hard_vocab_limit=False,
                 character_coverage=1.0,

@@ -159,7 +159,7 @@ def most_tokens(config: TransformerConfig) -> int:
 
 
 def pad(sentences: Sequence[Sequence[int]], config: TransformerConfig) -> ndarray:
-    """Return a batch of sentences, padded to the longest one.
+    """Return a batch of sentences, padded to the length of the longest sentence.
 
     Args:
         sentences: The token IDs of each sentence.

@@ -24,7 +24,7 @@ from transformer_spec.search import SearchResult
 
 TOKENS, SCORES = "tokens", "scores"
 STEPS = "steps"  # the unfinished hypotheses after each step
-SEARCHED = (TOKENS, SCORES, STEPS)  # tensors of a search; all others come from decoding with a cache
+SEARCHED = (TOKENS, SCORES, STEPS)  # tensors of a search; all other tensors come from decoding with a cache
 
 
 class DecodeStage(Stage):
@@ -132,8 +132,8 @@ def _compare_search(shown: PathTensors) -> Iterator[Finding]:
     exact = expected.exact.model
     rounded = None if expected.rounded is None else expected.rounded.model
     source_ids, options = case.inputs["source_ids"], case.options
-    # If there are no scores, or if the tokens come from files, the steps of the search are unknown, so explain only its
-    # final result.
+    # If there are no scores, or if the tokens come from files, the steps of the search are unknown, so explain only the
+    # final result of the search.
     unknown = None if path == FILES or scores is None else scores
     found = Decoded(SearchResult(ids, unknown), shown.outputs.trace)  # type: ignore[arg-type]
     doubts = explain(exact, rounded, source_ids, found, expected.tensors[TOKENS], options)

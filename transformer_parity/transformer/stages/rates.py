@@ -19,7 +19,7 @@ from transformer_parity.transformer.cases.case import STEPS, Case
 from transformer_spec.training_config import TrainingConfig
 
 DISTURBED = 1e-9  # relative change of a learning rate, to measure the effect on the weights
-ITERATIONS = 4  # number of iterations of the fit; one isn't enough, because the effects aren't exactly linear
+ITERATIONS = 4  # number of iterations of the fit, because the effects of the learning rates aren't exactly linear
 ROUNDED = 1e-4  # relative error of a tensor above which float32 learning rates can't be the cause
 
 

@@ -62,7 +62,7 @@ class PathTensors:
 
 
 class Stage(Measure, ABC):
-    """One kind of comparison.
+    """A stage of a check, which compares a specific type of results, for example activations or gradients.
 
     Attributes:
         name: Name of the stage in ``--stage`` and in findings.
@@ -115,7 +115,7 @@ class Stage(Measure, ABC):
         return self.tensors(case, reference, dtype)
 
     def diagnosed(self, case: Case, tensors: Tensors) -> Tensors:
-        """Return the tensors of a case in the form that the diagnosis compares with its candidates."""
+        """Return the tensors of a case in the format that the diagnosis compares with its candidates."""
         return tensors
 
     @abstractmethod
@@ -133,7 +133,7 @@ class Stage(Measure, ABC):
         return super().problem(name, actual, expected, dtype if expected.ndim else "float64")
 
     def compare(self, shown: PathTensors) -> Iterator[Finding]:
-        """Yield findings about skipped tensors, then about wrong names, then about each compared tensor."""
+        """Yield findings about skipped tensors, then missing or unknown names, and then each compared tensor."""
         names, skips = self._due(shown)
         yield from (shown.author.skipped(shown.path, why) for why in skips)
         due, known = set(names), shown.expected.tensors

@@ -32,7 +32,7 @@ from transformer_parity.transformer.stages.training_stage import LOSS, TrainingS
 from transformer_spec.search import Search
 from transformer_spec.training_config import Gradients
 
-SNAPSHOTS = (1, 5, 20)  # steps after which weights and moments are compared; float32 runs omit the last one
+SNAPSHOTS = (1, 5, 20)  # steps after which weights and moments are compared; float32 runs omit the last step
 LIMIT = 12  # maximum number of tokens in searches between two steps
 
 
@@ -64,7 +64,7 @@ class StepStage(TrainingStage):
         yield FAST, lambda: train(case, loaded, range(1, last + 1), snapshots)
 
     def compare(self, shown: PathTensors) -> Iterator[Finding]:
-        """Compare the tensors. If they differ, also compare them with a reference that rounds its learning rates."""
+        """Compare the tensors. If some differ, also compare them with a reference that rounds its learning rates."""
         findings = list(super().compare(shown))
         wrong = {finding.tap for finding in findings if finding.verdict == DIVERGES}
         # The first loss is computed before the first update, so it doesn't depend on the learning rates.

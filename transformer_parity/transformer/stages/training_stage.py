@@ -41,5 +41,5 @@ def training_error(name: str, actual: Arrays, expected: Arrays) -> float:
 
 
 def is_noise(name: str) -> bool:
-    """Return True for tensors of a key bias, because its gradient is rounding noise."""
+    """Return True for tensors of a key bias, because the gradient of a key bias is rounding noise."""
     return name.endswith("key_proj.bias")
