@@ -225,7 +225,7 @@ def port_config(port: PluginPort) -> TransformerConfig:
 
 
 def _searches_of_many(config: TransformerConfig) -> Iterator[Case]:
-    """Yield searches for so many sentences that a small change to a rule affects the tokens of some sentence."""
+    """Yield searches for many sentences, so that even a small change to a rule affects the tokens of some sentences."""
     source_ids, ending, most = _many_sources(config), _ending_seed(config), longest(config)
     inputs = {"source_ids": source_ids, "target_ids": np.full((MANY, 1), config.bos_id)}
     turned = {**inputs, "source_ids": np.roll(source_ids, 1, axis=0)}

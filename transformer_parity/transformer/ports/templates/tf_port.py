@@ -39,8 +39,8 @@ class MyPort(Port):
     """My model."""
 
     # The preset that your model follows (`parity info` lists all presets), and the config fields in which your model
-    # differs from the preset, for example {"norm_order": "pre", "layer_norm_epsilon": 1e-5}. The checked model is small
-    # unless you also set its sizes here.
+    # differs from the preset, for example {"norm_order": "pre", "layer_norm_epsilon": 1e-5}. `parity` checks a small
+    # model unless you also set the sizes of your model here.
     preset = "paper_base"
     overrides: Mapping[str, Any] = {}
     # The dtypes that your model supports. In float64, rounding errors are far smaller than the effect of any bug. If
@@ -70,7 +70,7 @@ class MyPort(Port):
     def forward(self, source_ids: ndarray, target_ids: ndarray, tap: Tap) -> ndarray:
         """Return the logits [B, T, V] for source IDs [B, S] and target IDs [B, T], both padded with ``pad_id``."""
         # If your model takes masks as arguments, compute the masks from the IDs. In the placeholder's masks, True means
-        # that a position may be attended to. Other libraries may use the opposite convention, as torch.nn does.
+        # that a position may be attended to. Some libraries, such as torch.nn, use the opposite convention.
         # If your model doesn't take a `tap` argument, call `tap` here for all intermediate values that you can access,
         # for example tap("encoder.output", memory).
         source, target = tf.constant(source_ids), tf.constant(target_ids)
