@@ -42,13 +42,13 @@ class Family(NamedTuple):
 
     @property
     def classes(self) -> list[str]:
-        """Names of the class with an output projection and of the base class, which some checkpoints use."""
+        """Names of the classes from which a checkpoint may be saved, with and without an output projection."""
         kind = "MTModel" if self.title == "Marian" else "ForConditionalGeneration"
         return [self.title + kind, f"{self.title}Model"]
 
 
 def _flags(before: bool, embedding: bool, final: bool, static: bool) -> dict[str, bool]:
-    """Return the flags used by releases before version 4."""
+    """Return the flags that releases before version 4 wrote to config.json."""
     names = ("normalize_before", "normalize_embedding", "add_final_layer_norm", "static_position_embeddings")
     return dict(zip(names, (before, embedding, final, static), strict=True))
 
