@@ -14,7 +14,7 @@ from transformer_parity.transformer.sentences.vocabulary import Vocabulary, tidi
 
 END, PADDING = "</s>", "<pad>"
 SETTINGS = "tokenizer_config.json"
-TABLES = ("vocab.json", "vocab.yml")  # for the source and, unless there is a separate target table, for the target
+TABLES = ("vocab.json", "vocab.yml")  # ID tables for the source, and for the target if there is no separate table
 TARGET_TABLES = ("target_vocab.json", "target_vocab.yml")
 
 
@@ -110,8 +110,8 @@ def read_marian_vocabulary(paths: list[Path]) -> MarianVocabulary:
 
     Args:
         paths: SentencePiece models (``.spm``, ``.model``), ID tables (``.yml``, ``.json``), or both. If there are two
-            files of the same type, the first is for the source and the second is for the target. A single file is used
-            for both.
+            files of the same type, the first is for the source and the second is for the target. If there is only one
+            file of a type, it is used for both the source and the target.
 
     Raises:
         OSError: If a file cannot be read.

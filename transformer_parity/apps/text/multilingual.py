@@ -1,4 +1,4 @@
-"""Vocabularies for other Hugging Face models, which add language codes or use a custom template."""
+"""Vocabularies for Hugging Face models that add language codes to sentences or use a custom tokenizer template."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ FORMS = {
 class MultilingualVocabulary(Vocabulary):
     """A vocabulary that consists of SentencePiece pieces and one token per language.
 
-    If there is a ``tokenizer.json``, it splits the lines instead of the SentencePiece model. The two differ only in how
-    they treat leading spaces, trailing spaces, and unknown characters.
+    If there is a ``tokenizer.json``, the tokenizer in this file splits the lines instead of the SentencePiece model.
+    The two tokenizers differ only in how they treat leading spaces, trailing spaces, and unknown characters.
 
     Args:
         files: Content of each file, by name. Must include ``tokenizer.json``, or ``sentencepiece.bpe.model`` and, for
@@ -133,13 +133,16 @@ class MultilingualVocabulary(Vocabulary):
 
 @cache
 def _languages(name: str, usual: str) -> list[str]:
-    """Return the language codes in the list that the settings specify, or in the family's default list."""
+    """Return the list of language codes that the settings specify, or the family's default list."""
     tables = json.loads((resources("transformer_parity") / "data" / "languages.json").read_text("utf-8"))
     return " ".join(tables.get(f"{usual.split('_')[0]}_{name}", tables[usual])).split()
 
 
 def _pieces(files: Mapping[str, bytes], tokens: list[str]) -> Pieces:
-    """Return a SentencePiece model's pieces, with IDs in fairseq's order or from a table, followed by ``tokens``."""
+    """Return a tokenizer with the pieces of a SentencePiece model, followed by the language tokens in ``tokens``.
+
+    If there is an ID table, the IDs of the pieces are read from the table. Otherwise, the IDs follow fairseq's order.
+    """
     processor = read_model(files[MODEL], MODEL)
     special = dict.fromkeys((START, PADDING, END, UNKNOWN, *tokens), False) | {MASK: True}
     if TABLE in files:
@@ -154,12 +157,14 @@ def _pieces(files: Mapping[str, bytes], tokens: list[str]) -> Pieces:
 
 
 def _behind(table: dict[str, int], tokens: list[str]) -> dict[str, int]:
-    """Append the tokens that are missing from a table."""
+    """Return an ID table to which the missing tokens have been appended."""
     return table | {token: len(table) + number for number, token in enumerate(tokens) if token not in table}
 
 
 class TokenizerVocabulary(Vocabulary):
-    """A vocabulary built from a ``tokenizer.json`` with its own template, or from byte-level BPE with BART's template.
+    """A vocabulary that uses either a ``tokenizer.json`` with its template, or byte-level BPE with BART's template.
+
+    The template specifies the special tokens that are added to each line.
 
     Args:
         files: Content of each file, by name. Must include ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``.
