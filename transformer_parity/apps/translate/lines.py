@@ -58,7 +58,7 @@ class TranslatedLine:
 
 @dataclass(frozen=True)
 class Translation:
-    """The hypotheses for a line, best first. Empty if the line is blank or too long."""
+    """The hypotheses for a line, best first. There are none if the line is blank or too long."""
 
     line: Line
     hypotheses: Sequence[TranslatedLine]
