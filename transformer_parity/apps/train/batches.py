@@ -49,7 +49,7 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """All pairs that share a shape, followed by a row of padding that is used to fill up incomplete batches."""
+    """All pairs whose batches have the same shape, followed by a row of padding for filling up incomplete batches."""
 
     source_ids: ndarray  # [pairs + 1, source_width]
     labels: ndarray  # [pairs + 1, target_width]
@@ -79,7 +79,8 @@ class Batches:
         tokens_per_batch: Maximum number of positions per batch, including padding, in the source or the target,
             whichever is longer. A batch has at least ``multiple`` rows, even if their positions exceed this maximum.
         seed: Random seed for the order.
-        multiple: Number that divides the row count of every batch, for gradient accumulation.
+        multiple: Number by which the number of rows of every batch must be divisible. For gradient accumulation, this
+            is the number of micro-batches.
         max_length: Maximum length of the source and the target in tokens. Longer pairs are dropped. If None, the
             model's maximum length is used.
 
@@ -243,12 +244,12 @@ def _rows(width: ndarray, tokens_per_batch: int, multiple: int) -> ndarray:
 def _choose_bounds(lengths: ndarray, tokens_per_batch: int, multiple: int) -> ndarray:
     """Choose the buckets that minimize the computation per epoch, and return their maximum sentence lengths, sorted.
 
-    An incomplete batch has the same cost as a full batch, which avoids buckets with very few sentences.
+    Because an incomplete batch costs as much as a full batch, the result rarely has buckets with very few sentences.
 
     Args:
         lengths: Source and target lengths, [pairs, 2].
         tokens_per_batch: Maximum number of positions per batch in the source or the target, whichever is longer.
-        multiple: Number that divides the row count of every batch.
+        multiple: Number by which the number of rows of every batch must be divisible.
     """
     longest = lengths.max(axis=1)
     bounds = np.unique(longest)

@@ -78,7 +78,7 @@ class Observer:
 
     Attributes:
         status: Called with the status after each read of the losses from the device.
-        say: Called with each message, which is one line.
+        say: Called with each message to show to the user.
     """
 
     status: Callable[[Status], None]
@@ -298,7 +298,7 @@ class TrainingRun:
         return found
 
     def _save(self) -> None:
-        """Write a checkpoint and delete old ones. Do nothing in lockstep, because such runs save no checkpoints."""
+        """Write a checkpoint, and delete old checkpoints. Do nothing in lockstep, because such runs are not saved."""
         if len(self.learners) > 1:
             return
         self._read_losses()
@@ -310,7 +310,7 @@ class TrainingRun:
             "seconds": self.seconds,
         }
         path = self.directory / f"checkpoint-{self.step:07}.safetensors"
-        # All processes must call this method because it collects their shards.
+        # All processes must call ``checkpoint``, because it gathers the shards of all processes.
         checkpoint = self.learners[0].checkpoint(progress, self.corpus.vocabulary.model)
         self._saved = self.step
         if self.group.rank != 0:
