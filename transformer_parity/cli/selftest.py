@@ -45,7 +45,7 @@ exit code: 0 all bugs are caught and located, and at least 90% are named; 1 othe
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Describe the options."""
+    """Add the command and its options to the parser."""
     parser = commands.add_parser(
         "selftest",
         help="inject known bugs into the ports and check that each is detected",
