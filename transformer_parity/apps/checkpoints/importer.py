@@ -44,7 +44,7 @@ FORMATS = {
     "keras": ("keras_hub", "a Keras model with keras_hub layers, .weights.h5 or .keras"),
     "torch": ("torch_nn", "a state dict that contains torch.nn.Transformer, with --names for the other parameters"),
 }
-# Fields of ``ReadOptions`` that each format supports. Formats that are not listed here support none.
+# Fields of ``ReadOptions`` that each format supports. Formats that are not listed here do not support any options.
 ASKED = {
     **dict.fromkeys(("marian", "fairseq"), ("vocab",)),
     **dict.fromkeys(("annotated", "keras", "torch"), ("vocab", "names", "fields")),
@@ -105,7 +105,7 @@ def check_search(search: Search, config: TransformerConfig) -> None:
     """Check that search settings can be stored in a weight file and use only IDs in the model's vocabulary.
 
     Raises:
-        ValueError: If the settings fail either check.
+        ValueError: If the settings cannot be stored or contain an ID that is not in the vocabulary.
     """
     Search.from_dict(search.to_dict())
     start = () if search.start_id is None else (search.start_id,)
@@ -119,7 +119,7 @@ def check_asked(path: Path, name: str, options: ReadOptions) -> None:
     """Check that the user has not specified options that the format would ignore.
 
     Raises:
-        ValueError: If the user has specified such options. The message lists them.
+        ValueError: If the format would ignore an option. The message lists all ignored options.
     """
     flags = {"vocab": "--vocab", "names": "--names", "fields": "--set"}
     asked = ASKED.get(name, ())
@@ -195,7 +195,7 @@ def load(path: str | Path) -> Imported:
 
 
 def read_search(notes: Mapping[str, Any], config: TransformerConfig) -> Search:
-    """Return the search settings in a weight file's metadata. If the file does not specify any, the search is greedy.
+    """Return the search settings in a weight file's metadata. If the metadata has no settings, the search is greedy.
 
     Raises:
         TypeError: If a setting has the wrong type.

@@ -1,4 +1,4 @@
-"""Padding tokens for models of programs that have none. An import appends a padding token, and an export removes it."""
+"""Padding for models from programs without a padding token. An import appends the token, and an export removes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verify an imported checkpoint by comparing its logits across backends and with the original software."""
+"""Verify an imported checkpoint by comparing its logits across backends and with Hugging Face transformers."""
 
 from __future__ import annotations
 

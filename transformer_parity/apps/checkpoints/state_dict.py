@@ -129,7 +129,7 @@ def needed_fields(said: Mapping[str, Any], needed: Iterable[str], what: str) -> 
 
 
 def prefix_of(names: Iterable[str], known: str, said: str) -> str:
-    """Return the prefix of the tensor names in a file. If the user has not specified a prefix, it is detected.
+    """Return the prefix of the tensor names in a file. If the user has not specified the prefix, detect the prefix.
 
     Args:
         names: Names of the tensors.
@@ -178,7 +178,7 @@ def read_vocabulary(paths: Sequence[Path], config: TransformerConfig) -> Vocabul
 
 
 def said_notes(said: Mapping[str, Any], needed: Iterable[str]) -> tuple[str, ...]:
-    """Return a note that lists the config values specified by the user. Comparing backends cannot verify them."""
+    """Return a note that lists the config values from the user, which cannot be verified by comparing backends."""
     own = ", ".join(f"{name} {said[name]}" for name in needed if name in said)
     return (f"not in the file, so your values are used: {own}. Comparing backends does not detect a wrong value",)
 

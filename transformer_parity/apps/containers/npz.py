@@ -23,7 +23,7 @@ from transformer_spec.files import replacing
 LARGEST_RATIO = 32
 MOST_MEMBERS = 10_000
 SMALL = 2**20  # unpacked size in bytes up to which the ratio is not limited
-KINDS = "fiub"  # floating-point numbers, integers, and booleans
+KINDS = "fiub"  # supported kinds of dtypes: floating-point numbers, integers, and booleans
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -66,8 +66,8 @@ def check_members(members: list[zipfile.ZipInfo], file_size: int) -> None:
 def write(path: str | Path, arrays: Mapping[str, ndarray]) -> None:
     """Write arrays to an uncompressed ``.npz`` file. The write is atomic: an error leaves an existing file unchanged.
 
-    Marian can read the file. Marian's reader (cnpy) requires the sizes in the local ZIP headers and the arrays in C
-    order, and it does not support the ZIP64 headers that ``numpy.savez`` writes.
+    The function does not use ``numpy.savez``, because Marian's reader (cnpy) does not support the ZIP64 headers that
+    ``numpy.savez`` writes. The reader also requires sizes in the local ZIP headers and arrays in C order.
 
     Raises:
         OSError: If the file cannot be written.

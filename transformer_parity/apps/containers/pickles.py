@@ -1,8 +1,9 @@
 """A reader for ``torch.save`` files that does not require PyTorch and calls only functions defined in this module.
 
-Such a file is a ZIP archive. The member ``data.pkl`` is a pickle, and other members contain the tensor data. Before
-PyTorch 1.6, a file consisted of five consecutive pickles followed by the tensor data. Each pickle is read twice: the
-first pass checks that the pickle contains only allowed opcodes, and the second pass builds the objects.
+Since PyTorch 1.6, ``torch.save`` writes a ZIP archive. The member ``data.pkl`` is a pickle, and other members contain
+the tensor data. Earlier versions wrote five consecutive pickles followed by the tensor data. The reader reads each
+pickle twice. The first pass checks that the pickle contains only allowed opcodes, and the second pass builds the
+objects.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def write(path: Path, tensors: dict[str, ndarray]) -> None:
 
 @contextmanager
 def _open(path: Path) -> Iterator[safe_open]:
-    # Path.open raises the actual error if the file is unreadable. In this case, safetensors reports a missing file.
+    # If the file is unreadable, Path.open raises the actual error, whereas safetensors reports the file as missing.
     with path.open("rb") as start:
         size = int.from_bytes(start.read(8), "little")
     if MOST_HEADER < size <= path.stat().st_size:

@@ -54,7 +54,7 @@ class Asked:
     """The attention weights to draw.
 
     Attributes:
-        backends: Backends to compare. Each backend has its own rows of heads in the figure.
+        backends: Backends to compare. The figure has separate rows of heads for each backend.
         source: Source sentence. If None, an example that suits the model is used.
         target: Target sentence. If None, the model's translation of ``source`` is used, or the example's translation if
             ``source`` is also None.
@@ -81,7 +81,7 @@ def draw_attention(asked: Asked) -> Figure:
     Raises:
         MissingFrameworkError: If the framework of a backend is not installed.
         OSError: If a file cannot be read.
-        UsageError: If the model does not have this layer.
+        UsageError: If the layer does not exist or has no self-attention.
         ValueError: If a file is damaged or a sentence does not fit the model.
     """
     from matplotlib.figure import Figure

@@ -1,6 +1,6 @@
 """A small generated translation task: convert human-readable dates to ISO 8601.
 
-Every string has exactly one correct answer. The following rules resolve ambiguous formats:
+Every date string has exactly one correct translation. The following rules resolve ambiguous formats:
 
 - If a date starts with a four-digit year, the month comes next and the day comes last, regardless of the separators.
 - Otherwise, the day comes first if the separators are dots or hyphens, and the month comes first if they are slashes.
@@ -204,7 +204,8 @@ def _title(line: str) -> str:
     return " ".join(word[:1].upper() + word[1:] for word in line.split(" "))
 
 
-CASES: tuple[Callable[[str], str], ...] = (str, str, str, str.lower, str.upper, _title)  # half of the dates keep case
+# Half of the dates keep their case.
+CASES: tuple[Callable[[str], str], ...] = (str, str, str, str.lower, str.upper, _title)
 
 
 def is_held_out(day: date) -> bool:

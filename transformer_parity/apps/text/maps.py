@@ -84,7 +84,7 @@ def checked_ids(found: Mapping[str, Any], name: str) -> dict[str, int]:
     """Check that the IDs of a vocabulary are 0, 1, 2, and so on, each exactly once, and return the ID of each piece.
 
     Raises:
-        ValueError: If the check fails.
+        ValueError: If an ID is missing, occurs more than once, or is not an integer.
     """
     pieces: list[str | None] = [None] * len(found)
     for piece, number in found.items():

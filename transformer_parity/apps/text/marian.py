@@ -19,15 +19,15 @@ TARGET_TABLES = ("target_vocab.json", "target_vocab.yml")
 
 
 class MarianVocabulary(Vocabulary):
-    """A vocabulary with two SentencePiece models (source and target) and IDs from a table or from these models.
+    """A vocabulary with SentencePiece models for the source and the target, and IDs from a table or from the models.
 
     A line may start with a token that specifies the target language, such as ``>>deu<<``. ``between`` adds this token.
 
     Args:
-        files: Content of each file, by name. ``source.spm`` and ``target.spm`` are the SentencePiece models. If they
-            are missing, lines are split at spaces. ``vocab.json`` or ``vocab.yml`` is the ID table. If it is missing,
-            the IDs in the SentencePiece models are used. ``target_vocab.json`` or ``target_vocab.yml`` is a separate
-            table for the target. ``tokenizer_config.json`` contains Hugging Face's settings.
+        files: Content of each file, by name. ``source.spm`` and ``target.spm`` are the SentencePiece models. Without
+            these models, lines are split at spaces. ``vocab.json`` or ``vocab.yml`` is the ID table. Without an ID
+            table, the IDs in the SentencePiece models are used. ``target_vocab.json`` or ``target_vocab.yml`` is a
+            separate ID table for the target. ``tokenizer_config.json`` contains Hugging Face's settings.
 
     Raises:
         ValueError: If a file is missing or invalid.

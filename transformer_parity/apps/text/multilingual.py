@@ -36,8 +36,8 @@ class Form:
         languages: Key of the family's list of languages in ``data/languages.json``.
         token: Format string that converts a language code to its token.
         code_first: Whether the source starts with the language token. If False, the token follows EOS.
-        is_start: Whether the target's language token is the decoder's BOS token. If False, it is the first token that
-            the decoder generates.
+        is_start: Whether the target's language token is the decoder's BOS token. If False, the decoder generates the
+            language token as the first token.
         tidies: Whether decoding removes spaces before punctuation. A vocabulary's settings can override this value.
     """
 
@@ -64,8 +64,8 @@ class MultilingualVocabulary(Vocabulary):
     The two tokenizers differ only in how they treat leading spaces, trailing spaces, and unknown characters.
 
     Args:
-        files: Content of each file, by name. Must include ``tokenizer.json``, or ``sentencepiece.bpe.model`` and, for
-            M2M100, ``vocab.json``. May include ``tokenizer_config.json`` with Hugging Face's settings.
+        files: Content of each file, by name. The files must include ``tokenizer.json``, or ``sentencepiece.bpe.model``
+            and, for M2M100, ``vocab.json``. They may include ``tokenizer_config.json`` with Hugging Face's settings.
         kind: Model family, a key of ``FORMS``.
 
     Raises:
@@ -167,8 +167,8 @@ class TokenizerVocabulary(Vocabulary):
     The template specifies the special tokens that are added to each line.
 
     Args:
-        files: Content of each file, by name. Must include ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``.
-            May include ``tokenizer_config.json``.
+        files: Content of each file, by name. The files must include ``tokenizer.json``, or ``vocab.json`` and
+            ``merges.txt``. They may include ``tokenizer_config.json``.
 
     Raises:
         UsageError: If ``tokenizers`` is not installed.

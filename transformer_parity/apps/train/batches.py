@@ -77,7 +77,7 @@ class Batches:
         pairs: Source and target IDs. All sentences end with ``eos_id``, and none start with ``bos_id``.
         config: Config of the model, which defines the special IDs and the maximum length.
         tokens_per_batch: Maximum number of positions per batch, including padding, in the source or the target,
-            whichever is longer. A batch has at least ``multiple`` rows, even if their positions exceed this maximum.
+            whichever is longer. A batch has at least ``multiple`` rows, even if it then exceeds this maximum.
         seed: Random seed for the order.
         multiple: Number by which the number of rows of every batch must be divisible. For gradient accumulation, this
             is the number of micro-batches.
@@ -149,7 +149,7 @@ class Batches:
         return self._epoch, self._index
 
     def seek(self, position: Sequence[int]) -> None:
-        """Continue from a value that ``position`` returned.
+        """Continue from a position that the property ``position`` returned.
 
         Raises:
             TypeError: If the position does not consist of two integers.
@@ -259,7 +259,7 @@ def _choose_bounds(lengths: ndarray, tokens_per_batch: int, multiple: int) -> nd
     np.maximum.at(widths, group, lengths)
     counts = np.bincount(group)
 
-    cost = np.full((len(bounds), len(bounds)), np.inf)  # cost of a bucket by its first and last bound
+    cost = np.full((len(bounds), len(bounds)), np.inf)  # [first bound, last bound]: cost of a bucket in this range
     for first in range(len(bounds)):
         width = np.maximum.accumulate(widths[first:])
         rows = _rows(width.max(axis=1), tokens_per_batch, multiple)

@@ -210,7 +210,10 @@ def rebuild(origin: Any, vocabulary: Subwords, moved: Mapping[str, Sequence[Path
 
 
 def _recorded(files: Any) -> list[str]:
-    """Return the paths in a checkpoint. Check that the files are regular files, not pipes, without opening them."""
+    """Return the paths of the text files in a checkpoint, after checking that the files are regular files, not pipes.
+
+    The function does not open the files.
+    """
     if not isinstance(files, list) or [type(file) for file in files] != [str, str]:
         raise ValueError(f"its text must consist of two files: got {files}")
     for file in files:

@@ -50,8 +50,8 @@ def found(backend: str, environment: Mapping[str, str]) -> Group | None:
 def taken_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that PyTorch requires, based on Slurm's environment variables.
 
-    The result is empty if this process was not started by ``srun``, if it is the only process, or if PyTorch's
-    variables are already set.
+    The result is empty if this process was not started by ``srun`` or is the only process, or if PyTorch's variables
+    are already set.
 
     Raises:
         ValueError: If no variable specifies the address of the first process.

@@ -1,4 +1,4 @@
-"""The directory of a training run, with its lock, its log, and its checkpoints."""
+"""The directory of a training run, which contains a log and checkpoints and is locked during the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHOWN = 60  # maximum number of bytes of an invalid line to show in an error mes
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Lock a directory for one run. Create it if necessary, and delete temporary files of killed processes.
+    """Lock the directory of a run. Create the directory if necessary, and delete temporary files of killed processes.
 
     The process locks the log file. When the process ends for any reason, the operating system releases the lock. If the
     run writes no files, the directory is removed at the end.

@@ -65,7 +65,7 @@ class Finishing:
 
 @dataclass(frozen=True)
 class Ended:
-    """A message that a process sends when its part of the run has ended.
+    """The last message of a process, which reports the result of the run.
 
     Attributes:
         step: Number of steps that have been taken.

@@ -1,4 +1,7 @@
-"""A training run with one backend or with multiple backends in lockstep. It writes checkpoints, a log, and a curve."""
+"""A training run, either with one backend or with multiple backends in lockstep.
+
+A run writes a log. With one backend, the run also writes checkpoints and the final weights.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +80,8 @@ class Observer:
     """Callbacks of a run.
 
     Attributes:
-        status: Called with the status after each read of the losses from the device.
-        say: Called with each message to show to the user.
+        status: Function that is called with the status each time the losses have been read from the devices.
+        say: Function that is called with each message to show to the user.
     """
 
     status: Callable[[Status], None]

@@ -34,7 +34,7 @@ class Line:
     @property
     def can_be_translated(self) -> bool:
         """Whether the line is neither blank nor too long."""
-        # Also check the text, because some vocabularies represent a space by byte pieces.
+        # Also check the text, because some vocabularies represent a space as byte pieces.
         is_blank = len(self.ids) < self.least or not self.text.strip()
         return not is_blank and not self.is_too_long
 

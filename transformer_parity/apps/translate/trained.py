@@ -28,7 +28,7 @@ class Trained:
         config: Config of the model.
         weights: One array per canonical name.
         vocabulary: Vocabulary that converts text to IDs.
-        search: Search settings in the file. If the file does not specify any, the search is greedy.
+        search: Search settings in the file. If the file contains no search settings, the search is greedy.
     """
 
     path: Path

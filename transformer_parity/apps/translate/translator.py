@@ -1,4 +1,4 @@
-"""Translate lines of text with one port, or with multiple ports and compare their translations."""
+"""Translate lines of text with one port, or compare the translations of multiple ports."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def read_settings(content: Any) -> dict[str, Any]:
 
 
 def upgraded(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
-    """Rename tensors from older versions, which fused projections and numbered the norms, to the current names.
+    """Convert the tensors of older fairseq versions, which fuse projections and number the norms, to the current names.
 
     Raises:
         ValueError: If a fused projection cannot be split into three.

@@ -41,7 +41,8 @@ from transformer_spec.names import FLOAT_DTYPES
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 ADAPTER = "adapter_config.json"
-WEIGHTS: dict[str, Callable[[Path], dict[str, ndarray]]] = {  # in the order in which transformers searches for them
+# The reader of each weight file, in the order in which transformers searches for the files.
+WEIGHTS: dict[str, Callable[[Path], dict[str, ndarray]]] = {
     "model.safetensors": tensors.read,
     "model.safetensors.index.json": tensors.read_shards,
     "pytorch_model.bin": pickles.read_tensors,
@@ -317,7 +318,7 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
     found = give(table_of(family), model.weights, config)
     fields = fields_of(config, family)
     output = output_name(family)
-    if not fields["tie_word_embeddings"]:  # transformers then ties nothing, so write a copy of each tied parameter
+    if not fields["tie_word_embeddings"]:  # transformers ties no parameters, so write a copy of each tied parameter
         found.setdefault(DECODER, found[ENCODER])
         found.setdefault(output, found[DECODER])
         if family not in ("marian", "fsmt"):
@@ -338,7 +339,7 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
     for name, content in ((CONFIG, fields), (GENERATION, generation)):
         (directory / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
     vocabulary = model.vocabulary
-    if isinstance(vocabulary, JointVocabulary):  # built by `parity train`
+    if isinstance(vocabulary, JointVocabulary):  # a vocabulary that `parity train` built
         vocabulary = as_marian(vocabulary) if family == "marian" else None
         if vocabulary is None:
             notes.append(f"no vocabulary: {family} tokenizers do not support vocabularies of `parity train`")

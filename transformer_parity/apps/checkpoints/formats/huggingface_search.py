@@ -12,7 +12,7 @@ from transformer_spec.search import Search
 from transformer_spec.search_rules import SearchRules
 
 NEW_TOKENS = 20  # maximum number of new tokens if no maximum length is specified (transformers 5)
-# Settings without an equivalent in this project, and the values that disable them.
+# Settings without an equivalent in this project, and the values that disable each setting.
 UNKNOWN: Mapping[str, tuple[Any, ...]] = {
     "do_sample": (None, False),
     "num_beam_groups": (None, 1),
@@ -131,7 +131,7 @@ def _ids(value: Any) -> list[Any]:
 
 
 def _banned(fields: Mapping[str, Any], config: TransformerConfig) -> list[Any]:
-    """Return the IDs that must not be generated. Padding is omitted because the search never generates it."""
+    """Return the IDs that must not be generated. ``pad_id`` is omitted because the search never generates padding."""
     words = [_ids(word) for word in fields.get("bad_words_ids") or []]
     if long := [word for word in words if len(word) != 1]:
         raise ValueError(f"bad_words_ids must be single tokens: got {long[0]}")

@@ -118,7 +118,7 @@ def fields_of(content: Any) -> dict[str, Any]:
     """Return the config fields that the model description in a ``.keras`` file specifies.
 
     Raises:
-        ValueError: If the model contains unsupported layers or settings. The message lists them.
+        ValueError: If the model contains unsupported layers or settings. The message lists the unsupported layers.
     """
     layers = content.get("config", {}).get("layers", []) if isinstance(content, dict) else []
     found: dict[str, list[dict[str, Any]]] = {}

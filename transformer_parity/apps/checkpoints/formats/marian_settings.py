@@ -15,7 +15,7 @@ from transformer_spec.search import Search
 from transformer_spec.search_rules import SearchRules
 
 SETTINGS = "special:model.yml"
-EOS_ID, UNK_ID = 0, 1  # Word::DEFAULT_EOS_ID and DEFAULT_UNK_ID
+EOS_ID, UNK_ID = 0, 1  # Marian's constants Word::DEFAULT_EOS_ID and Word::DEFAULT_UNK_ID
 
 # Supported values of each option, and the reason for the restriction. Old files may lack some of these options, because
 # their models do not use the corresponding features.
