@@ -266,7 +266,7 @@ def interpreters(isolate: Sequence[str], asked: Sequence[str]) -> dict[str, str]
 
 
 def watch(messages: Iterator[tuple[CheckedPort, Any]], ports: Sequence[CheckedPort]) -> None:
-    """Show a progress bar for each port until all of them finish or the user interrupts the run.
+    """Show a progress bar for each port until all ports finish or the user interrupts the run.
 
     After an interruption, the completed comparisons are kept. For each port that did not finish, a finding reports the
     interruption, so that the verdict cannot be ``AGREE``.

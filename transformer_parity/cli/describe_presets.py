@@ -15,7 +15,7 @@ from transformer_spec.presets import IMPLEMENTATIONS
 PAPER_VOCABULARY = 37_000  # section 5.1: "about 37000 tokens"
 BEST_VOCABULARY = 41_096  # one of the vocabulary sizes that reproduce the largest number of counts in Table 3
 
-# Parameter counts in Table 3 of the paper, in millions. The table's other rows leave this column empty.
+# Parameter counts in Table 3 of the paper, in millions. The other rows of Table 3 have no entry in this column.
 PRINTED_MILLIONS = {
     "paper_base": 65,
     "paper_dk16": 58,
@@ -57,7 +57,7 @@ def count(preset: str, vocab_size: int) -> int:
 
 
 def reproduced(vocab_size: int) -> int:
-    """Return how many of the counts in Table 3 the presets reproduce, in millions, with a vocabulary of this size."""
+    """Return how many of the numbers in Table 3 match the presets with a vocabulary of this size, in millions."""
     return sum(round(count(name, vocab_size) / 1e6) == printed for name, printed in PRINTED_MILLIONS.items())
 
 

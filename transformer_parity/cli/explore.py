@@ -153,7 +153,7 @@ def _all(recording: Recording) -> str:
 
 
 def _ports(options: argparse.Namespace, console: PlainConsole) -> list[Any]:
-    """Return the requested ports, or all installed backends if none are requested."""
+    """Return the requested ports, or all installed backends if no ports are requested."""
     backends = options.backends
     if backends is None:
         backends = [] if options.port else [name for name, port in PORTS.items() if port.missing() is None]

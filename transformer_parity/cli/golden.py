@@ -210,7 +210,7 @@ def add_parser_compare(commands: argparse._SubParsersAction) -> None:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """Compare two directories and return the exit code."""
+    """Compare two directories of golden vectors, and return the exit code."""
     console = make_console()
     started = time.monotonic()
     check_writable(options.json)

@@ -241,7 +241,7 @@ def slow(backends: dict[str, dict[str, Any]], load: float) -> Iterator[str]:
 
     Args:
         backends: The results of ``describe_backend`` by backend.
-        load: The load average before the measurement. If it is high, the measured throughputs aren't comparable.
+        load: The load average before the measurement. If the load is high, the measured throughputs aren't comparable.
     """
     words = {RATE: "{}", BY_ONEDNN: "{} with oneDNN"}
     rates = {

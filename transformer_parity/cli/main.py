@@ -89,7 +89,7 @@ A training run that was stopped and saved exits with 130 or 143.
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that exits with 3 on usage errors. argparse's exit code, 2, would mean that a port only lost precision."""
+    """A parser that exits with 3 on usage errors, because exit code 2 means that a port only lost precision."""
 
     def __init__(self, **options: object) -> None:
         description = str(options.get("description") or "")
@@ -159,8 +159,8 @@ def _delete_results(given: Sequence[str]) -> None:
     results, others, arguments = [], [], iter(given)
     for argument in arguments:
         option, equals, value = argument.partition("=")
-        # argparse accepts abbreviations of at least four characters. Shorter ones are ambiguous: --h matches both
-        # --html and --help.
+        # argparse accepts abbreviations of at least four characters. Shorter abbreviations are ambiguous. For example,
+        # --h matches both --html and --help.
         if len(option) >= 4 and any(known.startswith(option) for known in options):
             results.append((option, value if equals else next(arguments, "")))
         else:

@@ -220,7 +220,7 @@ def search_options(options: argparse.Namespace, usual: Search, nbest: int | None
     """Return the search settings selected by the options.
 
     Args:
-        options: The parsed options of ``add_search``.
+        options: The parsed command line, including the options of ``add_search``.
         usual: The default settings, which the options override.
         nbest: The number of hypotheses to return; None for one.
 

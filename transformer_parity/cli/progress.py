@@ -26,7 +26,7 @@ PIPE_WIDTH = 140  # line length, in characters, of tables that are not printed o
 class PlainConsole(Console):
     """A console that prints untrusted names and paths literally.
 
-    It doesn't interpret markup, and it escapes all control characters except those that rich generates.
+    The console doesn't interpret markup. It escapes all control characters except the ones that rich generates.
     """
 
     def __init__(self, **options: Any) -> None:

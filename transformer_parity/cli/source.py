@@ -24,7 +24,7 @@ REFERENCE = PORTS["numpy"].package
 COLUMN = 60  # minimum width of a readable column of code, in characters
 MARGIN = 2  # width in characters of the margin, which marks lines that differ
 FRAME = 4 + MARGIN  # width of the border, padding, and margin of a column, in characters
-MARK, MARKED = "> ", "reverse"  # visible without colors; the theme doesn't use this style
+MARK, MARKED = "> ", "reverse"  # visible without colors; the syntax theme doesn't use the style "reverse"
 
 DESCRIPTION = """\
 Print the same class, function, method, or module from the four packages. The
@@ -56,7 +56,7 @@ examples:
 
 
 class Shown(NamedTuple):
-    """The code of one package, and the tokens in it that differ."""
+    """The code of one package, with marks for the tokens that differ and a note."""
 
     piece: Piece
     marks: Marks
@@ -64,7 +64,7 @@ class Shown(NamedTuple):
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The positions of the marks, except those in multi-line strings."""
+        """The positions of the marks, excluding marks in multi-line strings."""
         return [(start, stop) for start, stop in self.marks.spans if "\n" not in self.piece.code[start:stop]]
 
 
@@ -125,7 +125,7 @@ def _compared(found: dict[str, Piece], base: str, code: str) -> Iterator[Shown]:
 
 
 def _print_plain(name: str, summary: str, shown: Sequence[Shown], absent: list[str]) -> None:
-    """Print the pieces of code one below the other, as valid Python."""
+    """Print the code of the packages one below the other, as valid Python."""
     print(textwrap.fill(f"{name}: {summary}" if summary else name, 80, initial_indent="# ", subsequent_indent="# "))
     for one in shown:
         print(f"\n# {one.piece.place}  {one.note}\n{_pointed(one)}")
