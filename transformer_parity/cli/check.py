@@ -68,7 +68,7 @@ exit code: 0 all results agree, 1 the math differs, 2 only precision was lost, 3
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Describe the options."""
+    """Add the command and its options to the parser."""
     parser = commands.add_parser(
         "check",
         help="compare ports with the reference at every intermediate value",
@@ -202,7 +202,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def write(result: CheckResult, options: argparse.Namespace) -> None:
-    """Write the result to the files that the options name."""
+    """Write the result to the files that ``--json`` and ``--html`` specify."""
     if options.json or options.html:
         # Imported here because the import is slow and only needed if a file is requested.
         from transformer_parity.transformer.report.html import write_html
@@ -266,10 +266,10 @@ def interpreters(isolate: Sequence[str], asked: Sequence[str]) -> dict[str, str]
 
 
 def watch(messages: Iterator[tuple[CheckedPort, Any]], ports: Sequence[CheckedPort]) -> None:
-    """Show a progress bar for each port until all of them finish or the user interrupts the run.
+    """Show a progress bar for each port until all ports finish or the user interrupts the run.
 
-    After an interruption, the completed comparisons are kept. Each port that did not finish gets a finding about the
-    interruption, which prevents an ``AGREE`` verdict.
+    After an interruption, the completed comparisons are kept. For each port that did not finish, a finding reports the
+    interruption, so that the verdict cannot be ``AGREE``.
     """
     with Progress(port.job.backend for port in ports) as progress:
         titles = ", ".join(port.job.title for port in ports)

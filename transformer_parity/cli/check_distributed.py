@@ -41,7 +41,7 @@ exit code: 0 all results agree, 1 the math differs, 2 only precision was lost, 3
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Describe the options."""
+    """Add the command and its options to the parser."""
     parser = commands.add_parser(
         "check-distributed",
         help="compare training on multiple devices with training on one",

@@ -29,11 +29,12 @@ Do not load sharded checkpoints from untrusted sources, because torch stores a p
 
 exit code: 0 written, 3 not written
 """
-WRITTEN = {"torch": ".metadata", "tf": "tensors.index"}  # a file that only this framework writes; JAX writes neither
+# A file that identifies the framework of a sharded checkpoint. JAX writes neither of these files.
+WRITTEN = {"torch": ".metadata", "tf": "tensors.index"}
 
 
 def add_parser(commands: Any) -> None:
-    """Describe the command and its options."""
+    """Add the command and its options to the parser."""
     parser = commands.add_parser(
         "checkpoint",
         description="Convert a sharded checkpoint, which is a directory, to a single file that every backend can load, "

@@ -13,9 +13,9 @@ from reference_numpy import PRESETS, TransformerConfig, count_parameters
 from transformer_spec.presets import IMPLEMENTATIONS
 
 PAPER_VOCABULARY = 37_000  # section 5.1: "about 37000 tokens"
-BEST_VOCABULARY = 41_096  # one of the vocabulary sizes that reproduce the most parameter counts of Table 3
+BEST_VOCABULARY = 41_096  # one of the vocabulary sizes that reproduce the largest number of counts in Table 3
 
-# Parameter counts in Table 3 of the paper, in millions. The table's other rows leave this column empty.
+# Parameter counts in Table 3 of the paper, in millions. The other rows of Table 3 have no entry in this column.
 PRINTED_MILLIONS = {
     "paper_base": 65,
     "paper_dk16": 58,
@@ -32,9 +32,9 @@ PRINTED_MILLIONS = {
 
 
 def describe_presets(vocab_size: int) -> dict[str, dict[str, Any]]:
-    """Return each preset's size in parameters, its size in the paper, and the differences from the base model.
+    """Return each preset's number of parameters, the number in the paper, and the differences from the base model.
 
-    ``printed_millions`` is empty (None) if Table 3 omits the size.
+    ``printed_millions`` has the value None if Table 3 of the paper doesn't list the number of parameters.
 
     Raises:
         ValueError: If no model can have a vocabulary of this size.
@@ -57,7 +57,7 @@ def count(preset: str, vocab_size: int) -> int:
 
 
 def reproduced(vocab_size: int) -> int:
-    """Return the number of counts in Table 3 that a vocabulary size reproduces when rounded to millions."""
+    """Return how many of the numbers in Table 3 match the presets with a vocabulary of this size, in millions."""
     return sum(round(count(name, vocab_size) / 1e6) == printed for name, printed in PRINTED_MILLIONS.items())
 
 

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         from transformer_parity.engine.system.interrupts import ctrl_c_waits, sigterm_is_ctrl_c
 
         with sigterm_is_ctrl_c():
-            with ctrl_c_waits():  # if Ctrl-C interrupts an import, the library may exit with a different code
+            with ctrl_c_waits():  # if Ctrl-C interrupts an import, the imported library may exit with a different code
                 from transformer_parity.cli.main import main as run
             code = run(arguments)
     except KeyboardInterrupt:
@@ -39,12 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _end_by(code: Callable[[], int]) -> None:
-    """Exit with this exit code, or with 3 if a C library calls ``exit``.
+    """Make the process exit with the result of ``code``, or with 3 if a C library calls ``exit``.
 
     For example, OpenBLAS calls ``exit(1)`` if it runs out of memory. A handler registered in C turns such a call into
     exit code 3. Python itself also calls ``exit``, after it has run the ``atexit`` functions in reverse order of
-    registration. This function registers the first of them, which therefore runs last and ends the process before
-    Python calls ``exit``.
+    registration. This function registers the first ``atexit`` function, which therefore runs last and ends the process
+    before Python calls ``exit``.
     """
 
     def end() -> None:

@@ -42,7 +42,7 @@ exit code: 0 evaluated, 3 not evaluated
 
 
 def add_parser(commands: Any) -> None:
-    """Describe the options."""
+    """Add the command and its options to the parser."""
     parser = commands.add_parser(
         "evaluate",
         description="Translate held-out sentences with weights written by `parity train` or `parity import`. Report "
@@ -76,7 +76,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Evaluate, and return the exit code."""
+    """Evaluate each model in each backend, and return the exit code."""
     check_writable(options.json)
     started = time.monotonic()
     backends = options.backends or [installed_backend("parity evaluate")]

@@ -47,7 +47,7 @@ tolerance in float32, in which a wrong formula looks like lost precision (use --
 
 
 def add_parser(commands: Any) -> None:
-    """Describe the options."""
+    """Add the command and its options to the parser."""
     parser = commands.add_parser(
         "explore",
         description="Run one sentence pair through the reference and the ports, and write an HTML page that shows "
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def verdict(recording: Recording) -> str:
-    """Return a sentence that identifies the first tap over tolerance in each port."""
+    """Return a sentence that reports the first tap in each port whose error exceeds the tolerance."""
     wrong = {port.name: port.first_over for port in recording.ports if port.first_over}
     if not wrong:
         return f"All {len(recording.expected)} taps of {_all(recording)} are within tolerance."
@@ -153,7 +153,7 @@ def _all(recording: Recording) -> str:
 
 
 def _ports(options: argparse.Namespace, console: PlainConsole) -> list[Any]:
-    """Return the requested ports, or all installed backends if none are requested."""
+    """Return the requested ports, or all installed backends if no ports are requested."""
     backends = options.backends
     if backends is None:
         backends = [] if options.port else [name for name, port in PORTS.items() if port.missing() is None]
@@ -165,7 +165,7 @@ def _ports(options: argparse.Namespace, console: PlainConsole) -> list[Any]:
 
 
 def _target(text: str | None, trained: Trained, source: str) -> tuple[ndarray, str]:
-    """Return the decoder input and its text: the given text, or the reference's translation of the source."""
+    """Return the decoder input and the target text. Without ``text``, the reference translates the source."""
     vocabulary, config = trained.vocabulary, trained.config
     start = config.bos_id if vocabulary.start_id is None else vocabulary.start_id
     if text is not None:

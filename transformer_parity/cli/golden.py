@@ -1,7 +1,7 @@
 """``parity golden`` and ``parity compare``: write and compare the results of a model as files ("golden vectors").
 
-Use these files to compare implementations that can't run in one process, because they use different languages or run on
-different machines.
+Use these files to compare implementations that can't run in one process, for example because they are written in
+different languages or run on different machines.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ exit code: 0 written, 3 not written
 
 
 def add_parser(commands: Any) -> None:
-    """Describe the options."""
+    """Add the command and its options to the parser."""
     parser = commands.add_parser(
         "golden",
         help="write golden vectors: the inputs, weights, and results of a model, as files",
@@ -127,7 +127,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _configs(options: argparse.Namespace) -> dict[str, TransformerConfig]:
-    """Return the configs of the models to write, by subdirectory. A single model is written to the directory itself."""
+    """Return the configs of the models to write, by subdirectory.
+
+    If there is only one model, the key is an empty string, because the model is written to the directory itself.
+    """
     if own := options.port or options.meant_for:
         return {"": port_config(import_port(own))}
     presets = options.preset or ["paper_base"]
@@ -184,7 +187,7 @@ exit code: 0 all results agree, 1 the math differs, 2 only precision was lost, 3
 
 
 def add_parser_compare(commands: argparse._SubParsersAction) -> None:
-    """Describe the options."""
+    """Add the command and its options to the parser."""
     parser = commands.add_parser(
         "compare",
         help="compare two directories of golden vectors, from any language",
@@ -207,7 +210,7 @@ def add_parser_compare(commands: argparse._SubParsersAction) -> None:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """Compare two directories and return the exit code."""
+    """Compare two directories of golden vectors, and return the exit code."""
     console = make_console()
     started = time.monotonic()
     check_writable(options.json)
@@ -246,7 +249,7 @@ def run_compare(options: argparse.Namespace) -> int:
 def _result(
     options: argparse.Namespace, pairs: Sequence[DirectoryPair], findings: Sequence[Finding], verdict: Verdict
 ) -> dict[str, Any]:
-    """Return the result for the JSON file."""
+    """Return the verdict, the findings, and the producers of the directories as JSON-compatible values."""
     producers = [sorted({directory.producer for directory in side}) for side in zip(*map(_sides, pairs), strict=True)]
     return {
         **compared(findings, verdict),

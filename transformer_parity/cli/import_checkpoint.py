@@ -39,7 +39,7 @@ from transformer_parity.transformer.ports.registry import PORTS
 from transformer_spec.files import open_file
 from transformer_spec.names import FLOAT_DTYPES
 
-CHECKED = "hf"  # the format that Hugging Face transformers loads
+CHECKED = "hf"  # the format that --check requires, because transformers loads only this format
 
 FORMATS_LISTED = "\n  ".join(f"{name:12} {title}" for name, (_, title) in FORMATS.items())
 IMPORT_EXAMPLES = f"""\
@@ -76,7 +76,7 @@ exit code: 0 written, 3 not written
 
 
 def add_parser(commands: Any) -> None:
-    """Describe the options of ``parity import``."""
+    """Add ``parity import`` and its options to the parser."""
     parser = commands.add_parser(
         "import",
         description="Read a checkpoint from other software, describe it, and convert it to one weight file that every "
@@ -125,7 +125,7 @@ def add_parser(commands: Any) -> None:
 
 
 def add_parser_export(commands: Any) -> None:
-    """Describe the options of ``parity export``."""
+    """Add ``parity export`` and its options to the parser."""
     parser = commands.add_parser(
         "export",
         description="Convert a weight file written by `parity train` or `parity import` to a format that other "
@@ -198,9 +198,9 @@ def _check_out(out: Path | None) -> None:
 
 
 def _prove(options: argparse.Namespace, say: Any) -> list[Agreement]:
-    """Compare the logits computed from the written file with the reference.
+    """Compute logits from the written file in each backend, and compare the logits with the reference's logits.
 
-    If the user presses Ctrl-C, print that the file is complete, although it hasn't been verified.
+    If the user presses Ctrl-C, print a message that the file is complete but hasn't been verified.
     """
     installed = [name for name, port in PORTS.items() if port.missing() is None]
     try:
@@ -236,7 +236,7 @@ def run_export(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _saying(console: PlainConsole, text: str) -> Iterator[Any]:
-    """Show a status text on a terminal, and yield a function that replaces it."""
+    """Show a status text on a terminal, and yield a function that replaces the text."""
     with console.status(Text(printable(text))) as status:
         yield lambda text: status.update(Text(printable(text)))
 

@@ -60,7 +60,7 @@ examples:
 
 
 def add_parser(commands: Any) -> None:
-    """Describe the command and its options."""
+    """Add the command and its options to the parser."""
     parser = commands.add_parser(
         "info",
         description=DESCRIPTION,
@@ -149,7 +149,7 @@ def print_installation(vocab_size: int, *, as_json: bool) -> None:
 
 
 def print_names(preset: str, *, as_json: bool) -> None:
-    """Print a preset's parameters and taps with their shapes for B = 4, S = 9, T = 7, and two layers."""
+    """Print the names and shapes of a preset's parameters and taps, for a small model and batch."""
     started = time.monotonic()
     config = tiny(preset, d_k=None, d_v=None)
     names = {"parameters": parameter_shapes(config), "taps": tap_shapes(config, BATCH, SOURCE, TARGET)}
@@ -241,7 +241,7 @@ def slow(backends: dict[str, dict[str, Any]], load: float) -> Iterator[str]:
 
     Args:
         backends: The results of ``describe_backend`` by backend.
-        load: The load average before the measurement. If it is high, the measured throughputs aren't comparable.
+        load: The load average before the measurement. If the load is high, the measured throughputs aren't comparable.
     """
     words = {RATE: "{}", BY_ONEDNN: "{} with oneDNN"}
     rates = {

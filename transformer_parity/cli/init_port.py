@@ -27,7 +27,7 @@ exit code: 0 written, 3 not written
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Describe the options."""
+    """Add the command and its options to the parser."""
     parser = commands.add_parser(
         "init-port",
         description="Write a template for a port, a class that wraps your model so that `parity` can compare it with "

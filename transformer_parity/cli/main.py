@@ -52,8 +52,8 @@ COMMANDS = {
     "source": ("source", "add_parser", "print the same code from all four packages, with the differences highlighted"),
     "show": ("show", "add_parser", "draw positional encodings, masks, and attention weights"),
 }
-# The options of each command that specify a result file. Such a file from an earlier run is deleted before anything can
-# fail.
+# The options of each command that specify a result file. An existing file is deleted before the command starts, so that
+# the file can't be mistaken for the result of a run that failed.
 RESULTS = {
     "check": ("--json", "--html"),
     "check-distributed": ("--json", "--html"),
@@ -89,14 +89,14 @@ A training run that was stopped and saved exits with 130 or 143.
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that exits with 3 on errors, because exit code 2 means that a port only lost precision."""
+    """A parser that exits with 3 on usage errors, because exit code 2 means that a port only lost precision."""
 
     def __init__(self, **options: object) -> None:
         description = str(options.get("description") or "")
         if "\n" not in description:  # keep the line breaks of a multi-line description
             options["description"] = textwrap.fill(description, WIDTH)
         super().__init__(**options)  # type: ignore[arg-type]
-        # The defaults of the innermost parser win, so that the command is "parity bench forward", for example.
+        # The defaults of the innermost subparser take precedence. For example, ``command`` is "parity bench forward".
         self.set_defaults(command=self.prog, parser=self)
 
     def error(self, message: str) -> NoReturn:
@@ -123,7 +123,7 @@ def make_parser(chosen: str | None) -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     if chosen in COMMANDS:
         module, describe, _ = COMMANDS[chosen]
-        with ctrl_c_waits():  # if Ctrl-C interrupts an import, the library may exit with a different code
+        with ctrl_c_waits():  # if Ctrl-C interrupts an import, the imported library may exit with a different code
             imported = import_module(module if "." in module else f"transformer_parity.cli.{module}")
         getattr(imported, describe)(commands)
     else:
@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
                 if error := getattr(sys.stdout, "error", None):
                     print(f"parity: error: cannot write to standard output: {error.strerror}", file=sys.stderr)
                     sys.exit(INCOMPLETE)
-    except KeyboardInterrupt:  # before or after the command itself
+    except KeyboardInterrupt:  # the user pressed Ctrl-C before or after the command ran
         return INCOMPLETE
 
 
@@ -159,8 +159,8 @@ def _delete_results(given: Sequence[str]) -> None:
     results, others, arguments = [], [], iter(given)
     for argument in arguments:
         option, equals, value = argument.partition("=")
-        # argparse accepts abbreviations of at least four characters. Shorter ones are ambiguous: --h matches both
-        # --html and --help.
+        # argparse accepts abbreviations of at least four characters. Shorter abbreviations are ambiguous. For example,
+        # --h matches both --html and --help.
         if len(option) >= 4 and any(known.startswith(option) for known in options):
             results.append((option, value if equals else next(arguments, "")))
         else:
@@ -205,7 +205,7 @@ def _run(given: Sequence[str]) -> int:
     except UsageError as error:
         message, *below = error.args
         print(f"{command}: error: {printable(message)}", *below, sep="\n", file=sys.stderr)
-    except PermissionError as error:  # even Path.exists() may raise it
+    except PermissionError as error:  # even Path.exists() may raise this error
         print(f"{command}: error: {printable(reason(error))}", file=sys.stderr)
     except BrokenPipeError:  # the reader of translations, such as `head`, closed the pipe, so skip the rest
         pass

@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # this import loads all checkpoint readers, which most comman
 
 
 class OneOrMore(argparse.Action):
-    """Parse a comma-separated list of names, and return the names in the order in which ``known`` lists them.
+    """An argparse action that parses a comma-separated list of names, and stores them in the order of ``known``.
 
-    If the option is repeated, the names are added to the earlier ones.
+    If the option is repeated, the names are added to the names from earlier uses of the option.
     """
 
     def __init__(self, known: Iterable[str], **options: Any) -> None:
@@ -36,7 +36,7 @@ class OneOrMore(argparse.Action):
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
-        """Add the names to those from earlier uses of the option."""
+        """Parse the names, and add them to the names from earlier uses of the option."""
         chosen = [name.strip() for name in values.split(",") if name.strip()]
         if unknown := [name for name in chosen if name not in self.known]:
             raise argparse.ArgumentError(self, f"unknown {', '.join(unknown)}: choose from {', '.join(self.known)}")
@@ -55,7 +55,7 @@ def one_or_more(known: Iterable[str]) -> Any:
 def sentence(text: str) -> str:
     """Return a sentence unchanged, for use as an argparse type.
 
-    Command-line arguments that aren't valid UTF-8 arrive as lone surrogates, which this function rejects.
+    Python represents invalid UTF-8 in command-line arguments as lone surrogates, which this function rejects.
     """
     try:
         text.encode()
@@ -65,7 +65,7 @@ def sentence(text: str) -> str:
 
 
 def parallel_plan(text: str) -> Plan:
-    """Return a parallelism plan, for use as an argparse type."""
+    """Parse a parallelism plan, such as ``data=2``, for argparse."""
     try:
         return Plan.parse(text)
     except ValueError as error:
@@ -78,7 +78,7 @@ def add_backends(parser: argparse.ArgumentParser, default: list[str] | None, oth
     Args:
         parser: The parser of the command.
         default: The default selection; None if the command determines it at run time.
-        otherwise: A description of the default; required without ``default``.
+        otherwise: A description of the default; required if no ``default`` is given.
     """
     usual = otherwise or ("all" if default == list(PORTS) else ",".join(default or ()))
     parser.add_argument(
@@ -127,7 +127,7 @@ def check_installed(backends: Sequence[str], least: int = 1) -> None:
 
     Args:
         backends: The backends to run.
-        least: The number of backends that the command requires.
+        least: The minimum number of backends that the command requires.
 
     Raises:
         MissingFrameworkError: If a backend is not installed. The message contains the install command and suggests
@@ -201,7 +201,7 @@ def add_languages(parser: argparse.ArgumentParser) -> None:
 
 
 def directed(trained: Trained, options: argparse.Namespace) -> Trained:
-    """Return the model for the languages selected by the options.
+    """Return a copy of the model that translates between the languages that the options select.
 
     Raises:
         UsageError: If a language is missing or unknown, or if the vocabulary has no languages to choose from.
@@ -220,7 +220,7 @@ def search_options(options: argparse.Namespace, usual: Search, nbest: int | None
     """Return the search settings selected by the options.
 
     Args:
-        options: The parsed options of ``add_search``.
+        options: The parsed command line, including the options of ``add_search``.
         usual: The default settings, which the options override.
         nbest: The number of hypotheses to return; None for one.
 

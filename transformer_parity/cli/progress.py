@@ -26,7 +26,7 @@ PIPE_WIDTH = 140  # line length, in characters, of tables that are not printed o
 class PlainConsole(Console):
     """A console that prints untrusted names and paths literally.
 
-    It doesn't interpret markup, and it escapes all control characters except those that rich generates.
+    The console doesn't interpret markup. It escapes all control characters except the ones that rich generates.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -39,7 +39,10 @@ class PlainConsole(Console):
 
 
 def make_console(pipe_width: int = PIPE_WIDTH) -> PlainConsole:
-    """Return a console on standard output that uses the width of the terminal, or ``pipe_width`` without one."""
+    """Return a console that prints to standard output.
+
+    The console has the width of the terminal, or the width ``pipe_width`` if standard output is not a terminal.
+    """
     return PlainConsole(width=None if sys.stdout.isatty() else pipe_width)
 
 
@@ -50,7 +53,7 @@ class Progress:
         names: The names of the tasks. For ``module:class``, only the class is displayed.
         total: The number of steps of each task; None if it isn't known yet.
         file: The stream to write to; None for standard output.
-        hidden: Whether to disable the bars on a terminal, too.
+        hidden: Whether to hide the bars even on a terminal.
         is_still: Whether to redraw only in ``update``, so that drawing doesn't disturb time measurements.
     """
 
@@ -110,7 +113,7 @@ class Progress:
         """Update a bar.
 
         Args:
-            name: The task.
+            name: The name of the task.
             doing: A description of the current activity.
             advance: The number of newly completed steps; ignored if ``completed`` is given.
             completed: The number of steps completed so far.

@@ -25,7 +25,7 @@ from transformer_parity.transformer.bugs.catalog import parts
 from transformer_parity.transformer.check.known_numbers import check_reference
 from transformer_parity.transformer.selftest.trials import Trial, all_trials
 
-NAMED = 0.9  # required fraction of the nameable bugs that the diagnosis names
+NAMED = 0.9  # minimum fraction of bugs that the diagnosis must name, among the bugs that it can name
 DESCRIPTION = """\
 Inject the bugs of the bug catalog into a copy of each port, one at a time, and compare the copy with the reference
 (mutation testing). A bug is caught if the comparison fails. It is located if the first failure and the replay of
@@ -45,7 +45,7 @@ exit code: 0 all bugs are caught and located, and at least 90% are named; 1 othe
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Describe the options."""
+    """Add the command and its options to the parser."""
     parser = commands.add_parser(
         "selftest",
         help="inject known bugs into the ports and check that each is detected",

@@ -34,7 +34,7 @@ learned from the included text. To see the attention of such a multilingual mode
 
 
 def add_parser(commands: Any) -> None:
-    """Describe the command and its options."""
+    """Add the command and its options to the parser."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser(
         "show",
@@ -144,7 +144,7 @@ def run(options: argparse.Namespace) -> int:
     import matplotlib
 
     path = destination(options.out, options.picture)
-    if path.parent.is_dir():  # a missing directory is created below
+    if path.parent.is_dir():  # if the directory is missing, ``write`` creates it
         check_writable(path)
     with refusals(ImportError, OSError, RuntimeError, ValueError), matplotlib.rc_context(STYLE):
         write(options.draw(options), path)

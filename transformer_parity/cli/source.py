@@ -22,9 +22,9 @@ from transformer_parity.transformer.ports.source_marks import Marks, compare, no
 
 REFERENCE = PORTS["numpy"].package
 COLUMN = 60  # minimum width of a readable column of code, in characters
-MARGIN = 2  # width of the margin before each line, in characters; it marks lines that differ
+MARGIN = 2  # width in characters of the margin, which marks lines that differ
 FRAME = 4 + MARGIN  # width of the border, padding, and margin of a column, in characters
-MARK, MARKED = "> ", "reverse"  # visible without colors; the theme doesn't use this style
+MARK, MARKED = "> ", "reverse"  # visible without colors; the syntax theme doesn't use the style "reverse"
 
 DESCRIPTION = """\
 Print the same class, function, method, or module from the four packages. The
@@ -56,7 +56,7 @@ examples:
 
 
 class Shown(NamedTuple):
-    """The code of one package, and the tokens in it that differ."""
+    """The code of one package, with marks for the tokens that differ and a note."""
 
     piece: Piece
     marks: Marks
@@ -64,12 +64,12 @@ class Shown(NamedTuple):
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The positions of the marks, except those in multi-line strings."""
+        """The positions of the marks, excluding marks in multi-line strings."""
         return [(start, stop) for start, stop in self.marks.spans if "\n" not in self.piece.code[start:stop]]
 
 
 def add_parser(commands: Any) -> None:
-    """Describe the command and its options."""
+    """Add the command and its options to the parser."""
     parser = commands.add_parser(
         "source",
         description=DESCRIPTION,
@@ -88,7 +88,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the pieces and return the exit code."""
+    """Print the requested code from each package, and return the exit code."""
     packages = [SourcePackage(port.package) for port in PORTS.values()]
     if options.name is None:
         print(list_names(packages))
@@ -112,9 +112,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compared(found: dict[str, Piece], base: str, code: str) -> Iterator[Shown]:
-    """Yield each piece of code with its differences from the base.
+    """Yield the code of each package with its differences from the base.
 
-    The base is the reference or, if the reference doesn't contain this piece, the first package that does.
+    The base is the code in the reference or, if the reference doesn't contain the name, the code in the first package.
     """
     marked = compare({base: code, **{name: piece.code for name, piece in found.items()}}, base)
     for name, piece in found.items():
@@ -125,7 +125,7 @@ def _compared(found: dict[str, Piece], base: str, code: str) -> Iterator[Shown]:
 
 
 def _print_plain(name: str, summary: str, shown: Sequence[Shown], absent: list[str]) -> None:
-    """Print the pieces of code one below the other, as valid Python."""
+    """Print the code of the packages one below the other, as valid Python."""
     print(textwrap.fill(f"{name}: {summary}" if summary else name, 80, initial_indent="# ", subsequent_indent="# "))
     for one in shown:
         print(f"\n# {one.piece.place}  {one.note}\n{_pointed(one)}")
@@ -151,7 +151,7 @@ def _pointed(shown: Shown) -> str:
 
 
 def _print_panels(console: PlainConsole, name: str, summary: str, shown: Sequence[Shown], absent: list[str]) -> None:
-    """Print the pieces of code in rows of equal length, with as many columns as fit into the terminal."""
+    """Print the code of the packages in columns, distributed evenly over as few rows as the terminal width allows."""
     side_by_side = max(1, min(len(shown), console.width // COLUMN))
     side_by_side = math.ceil(len(shown) / math.ceil(len(shown) / side_by_side))
     code = [_highlight(one, console.width // side_by_side - FRAME) for one in shown]

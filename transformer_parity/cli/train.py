@@ -44,7 +44,7 @@ LINE_EVERY = 10.0  # seconds between progress lines if the output is not a termi
 
 
 def add_parser(commands: Any) -> None:
-    """Describe the command and its options."""
+    """Add the command and its options to the parser."""
     add_options(commands).set_defaults(run=run)
 
 
@@ -88,7 +88,7 @@ def _train(options: argparse.Namespace, directory: Path, group: Group | None) ->
     if options.stop_at and options.stop_at > setup.plan.steps:
         raise UsageError(f"--stop-at must be at most {setup.plan.steps}, the last step: got {options.stop_at}")
     if group is None or group.rank == 0:
-        (directory / RESULT).unlink(missing_ok=True)  # the result before the run was resumed
+        (directory / RESULT).unlink(missing_ok=True)  # outdated result from before the run was resumed
     placement = Placement(options.dtype or setup.dtype, options.device, options.precision)
     where = Where(placement, options.parallel, group or ALONE)
     if options.parallel is not None and group is None:
@@ -108,7 +108,8 @@ def _train(options: argparse.Namespace, directory: Path, group: Group | None) ->
         if stop.signal or training.step < setup.plan.steps:
             show.say(_how_to_go_on(training.step, directory, options, where))
             return 128 + stop.signal if stop.signal else 0
-        reached = training.finish()  # all steps are done and saved, so Ctrl-C may interrupt this immediately
+        # All steps have been taken and saved, so Ctrl-C may interrupt ``finish`` immediately.
+        reached = training.finish()
     if where.group.rank == 0:
         with refusals(OSError):
             _report(directory, setup.corpus.metric, reached, training.seconds)
@@ -182,7 +183,7 @@ def _set_up(options: argparse.Namespace, directory: Path) -> Setup:
         if options.out:
             _check_unused(options.out)
         elif (directory / LOG).exists():
-            read_log(directory)  # fails now if the log is damaged, rather than at the end of the run
+            read_log(directory)  # raises an error now, rather than at the end of the run, if the log is damaged
         moved = {"files": options.text, "held_out": options.held_out}
         setup = resume(options.resume, directory, options.steps, fields, moved)
         if options.dtype not in (None, setup.dtype):
@@ -266,7 +267,7 @@ def _report(directory: Path, metric: str, reached: dict[str, dict[str, float]], 
     unit = "%" if metric == "exact match" else ""
     for name, found in reached.items():
         console.print(f"{name}: held-out loss {found['loss']:.4f}, {metric} {found[metric]:.2f}{unit}")
-    if any(event["event"] == "step" for event in events):  # there are none if all steps were done before resuming
+    if any(event["event"] == "step" for event in events):  # false if all steps had been taken before resuming
         curves.draw(events, directory / CURVE)
     files = [name for name in (MODEL, CURVE, LOG) if (directory / name).exists()]
     result = {"directory": str(directory), "metric": metric, "reached": reached, "files": files}

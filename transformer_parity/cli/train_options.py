@@ -21,7 +21,7 @@ SUBWORDS = RECIPES["text"].vocab_size
 MODEL_FIELDS = [
     entry.name
     for entry in dataclasses.fields(TransformerConfig)
-    if entry.name not in ("source_vocab_size", "target_vocab_size")  # determined by the corpus
+    if entry.name not in ("source_vocab_size", "target_vocab_size")  # the corpus determines these fields
 ]
 TRAINING_FIELDS = [entry.name for entry in dataclasses.fields(TrainingConfig) if entry.name != "total_steps"]
 PLAN_FIELDS = [entry.name for entry in dataclasses.fields(RunPlan) if entry.name != "steps"]

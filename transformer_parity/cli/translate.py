@@ -86,7 +86,7 @@ compared
 
 
 def add_parser(commands: Any) -> None:
-    """Describe the options."""
+    """Add the command and its options to the parser."""
     parser = commands.add_parser(
         "translate",
         description="Translate text with a weight file written by `parity train` or `parity import`, using the "
@@ -215,7 +215,7 @@ def _open(options: argparse.Namespace) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Convert exceptions caused by the text, files, devices, and memory to a UsageError."""
+    """Convert exceptions that the input, a file, a device, or a lack of memory causes to a UsageError."""
     with refusals(OSError, RuntimeError, ValueError):
         try:
             yield
@@ -285,12 +285,12 @@ def _count_lines(path: Path | None) -> int | None:
 
 
 def _load(options: argparse.Namespace, trained: Trained, backends: Sequence[str]) -> dict[str, LoadedPort]:
-    """Return the model in each backend."""
+    """Load the model in each backend, and return the loaded ports by backend."""
     loaded: dict[str, LoadedPort] = {}
     for name in backends:
         device = "cpu" if options.compare and name == "numpy" else options.device
         placement = Placement(options.dtype, device, options.precision)
-        with ctrl_c_waits():  # importing a framework may swallow a KeyboardInterrupt
+        with ctrl_c_waits():  # frameworks may suppress a KeyboardInterrupt while they are being imported
             loaded[name] = PORTS[name].load(trained.config, trained.weights, placement)
     return loaded
 

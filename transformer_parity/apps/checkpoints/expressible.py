@@ -1,4 +1,4 @@
-"""Before an export, check that the other program supports the model."""
+"""Check before an export whether the target program supports the model."""
 
 from __future__ import annotations
 

@@ -24,14 +24,14 @@ BLOCK = 2**22  # number of bytes to hash at a time
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The origin of a model's weights. It is stored in the metadata of the weight file.
+    """The origin of a model's weights, which is stored in the metadata of the weight file.
 
     Attributes:
         format: Format of the imported checkpoint, such as ``hf`` or ``marian``.
         family: Name of the model's architecture in that format, such as ``m2m_100``.
         preset: The most similar preset of this project.
         files: SHA-256 hash of each file that was read, by file name.
-        license: License specified in the files, or None if they specify none.
+        license: License specified in the files, or None if the files do not specify a license.
     """
 
     format: str

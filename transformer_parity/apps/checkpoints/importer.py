@@ -30,8 +30,9 @@ from transformer_spec.files import (
 from transformer_spec.presets import PRESETS
 from transformer_spec.search import Search
 
-# The module in ``formats`` and a short description of each format. The module defines ``recognizes``, ``read``, and, if
-# models can be exported to the format, ``write``. If several modules recognize a path, the first one is used.
+# Each format's module in ``formats`` and short description. All modules define ``recognizes`` and ``read``. A module
+# also defines ``write`` if models can be exported to its format. If multiple modules recognize a path, the first one in
+# this dict is used.
 FORMATS = {
     "ctranslate2": ("ctranslate2", "a CTranslate2 directory with model.bin, not quantized"),
     "hf": ("huggingface", "a Hugging Face directory with config.json"),
@@ -43,7 +44,7 @@ FORMATS = {
     "keras": ("keras_hub", "a Keras model with keras_hub layers, .weights.h5 or .keras"),
     "torch": ("torch_nn", "a state dict that contains torch.nn.Transformer, with --names for the other parameters"),
 }
-# Fields of ``ReadOptions`` that each format supports. Formats that are not listed here support none.
+# Fields of ``ReadOptions`` that each format supports. Formats that are not listed here do not support any options.
 ASKED = {
     **dict.fromkeys(("marian", "fairseq"), ("vocab",)),
     **dict.fromkeys(("annotated", "keras", "torch"), ("vocab", "names", "fields")),
@@ -63,12 +64,12 @@ def import_checkpoint(path: str | Path, as_: str | None = None, options: ReadOpt
     Args:
         path: File or directory, depending on the format.
         as_: Name of the format, a key of ``FORMATS``. If None, the format is detected.
-        options: Information that the checkpoint lacks.
+        options: The user's options, which provide information that the checkpoint does not contain.
 
     Raises:
         OSError: If a file is missing or cannot be read.
         ValueError: If the format is not recognized, if the checkpoint is damaged or inconsistent, or if this project
-            does not support the model. The message gives the reason and, if a config field is the reason, its supported
+            does not support the model. If a config field has an unsupported value, the message lists the supported
             values.
     """
     path = Path(path)
@@ -104,7 +105,7 @@ def check_search(search: Search, config: TransformerConfig) -> None:
     """Check that search settings can be stored in a weight file and use only IDs in the model's vocabulary.
 
     Raises:
-        ValueError: If the settings fail either check.
+        ValueError: If the settings cannot be stored or contain an ID that is not in the vocabulary.
     """
     Search.from_dict(search.to_dict())
     start = () if search.start_id is None else (search.start_id,)
@@ -118,7 +119,7 @@ def check_asked(path: Path, name: str, options: ReadOptions) -> None:
     """Check that the user has not specified options that the format would ignore.
 
     Raises:
-        ValueError: If the user has specified such options. The message lists them.
+        ValueError: If the format would ignore an option. The message lists all ignored options.
     """
     flags = {"vocab": "--vocab", "names": "--names", "fields": "--set"}
     asked = ASKED.get(name, ())
@@ -132,8 +133,8 @@ def recognized(path: Path, options: ReadOptions | None = None) -> str:
 
     Args:
         path: File or directory.
-        options: The user's options. If they include a file of names, state dicts of ``torch.nn.Transformer`` are also
-            recognized.
+        options: The user's options. State dicts of ``torch.nn.Transformer`` are only recognized if ``options.names`` is
+            set.
 
     Raises:
         ValueError: If the format is not recognized. The message describes the content of the path.
@@ -194,7 +195,7 @@ def load(path: str | Path) -> Imported:
 
 
 def read_search(notes: Mapping[str, Any], config: TransformerConfig) -> Search:
-    """Return the search settings in a weight file's metadata. If the file does not specify any, the search is greedy.
+    """Return the search settings in a weight file's metadata. If the metadata has no settings, the search is greedy.
 
     Raises:
         TypeError: If a setting has the wrong type.
@@ -225,7 +226,8 @@ def export_checkpoint(model: Imported, format_: str, directory: str | Path) -> t
     Args:
         model: Model returned by ``import_checkpoint`` or ``load``.
         format_: Name of the format, a key of ``EXPORTS``.
-        directory: Output directory. It must be empty or not exist. If the export fails, the directory is not created.
+        directory: Output directory, which must either be empty or not exist. If the export fails, the directory is not
+            created.
 
     Returns:
         One sentence for each setting that the format cannot store.
@@ -247,7 +249,9 @@ def export_checkpoint(model: Imported, format_: str, directory: str | Path) -> t
 
 
 def check_empty(directory: Path) -> None:
-    """Check that a directory can be written: the parent must exist, and the directory must be empty or not exist.
+    """Check that a path can be used as an output directory.
+
+    The parent directory must exist, and the directory itself must either be empty or not exist.
 
     Raises:
         OSError: If the parent directory does not exist.
@@ -260,10 +264,10 @@ def check_empty(directory: Path) -> None:
 
 
 def differences(config: TransformerConfig, preset: str) -> dict[str, tuple[object, object]]:
-    """Return the conventions that differ between a config and its preset, excluding sizes, IDs, and training settings.
+    """Return the config fields that differ from a preset, excluding sizes, IDs, and training settings.
 
     Returns:
-        The preset's value and the config's value for each field that differs, by field name.
+        The preset's value and the config's value of each field that differs, by field name.
     """
     usual = {
         **TransformerConfig.preset("paper_base", source_vocab_size=9, target_vocab_size=9).to_dict(),

@@ -1,4 +1,4 @@
-"""Tables of names, which map each canonical parameter to its name and memory layout in another format.
+"""Tables of names, which map each parameter's canonical name to its name and memory layout in another format.
 
 A name may contain placeholders: ``{stack}`` (encoder or decoder), ``{side}`` (source for the encoder, target for the
 decoder), ``{i}`` (the zero-based layer index), and ``{n}`` (the one-based layer number). Readers must split fused
@@ -25,7 +25,7 @@ TRANSPOSED = "transposed"  # [out, in] in the other format, [in, out] in this pr
 ROW = "row"  # [1, n] in the other format, [n] in this project
 SIDES = {"encoder": "source", "decoder": "target"}
 SHOWN = 5  # maximum number of names that a message suggests
-COMPARED = 2000  # maximum number of names to search for similar ones
+COMPARED = 2000  # maximum number of names to compare when searching for similar names
 Shape = tuple[int, ...]
 
 
@@ -115,8 +115,8 @@ def give(table: Iterable[Row], weights: Mapping[str, ndarray], config: Transform
     """Convert canonical weights to another format's names and layout. This is the inverse of ``take``.
 
     Raises:
-        ValueError: If the format has no name for a parameter, or if it stores two parameters as one tensor but their
-            values differ.
+        ValueError: If the format has no name for a parameter, or if the format stores two parameters as one tensor but
+            the values of the two parameters differ.
     """
     rows = spelled_out(table, config)
     if unnamed := [name for name in parameter_shapes(config) if name not in rows]:
@@ -132,7 +132,7 @@ def give(table: Iterable[Row], weights: Mapping[str, ndarray], config: Transform
 
 
 def matrix(held: Mapping[str, ndarray], name: str) -> ndarray:
-    """Return a matrix whose shape determines a size in the config.
+    """Return a tensor by name, after checking that it is a matrix so that config fields can be inferred from its shape.
 
     Raises:
         ValueError: If the tensor is missing or is not a matrix.
@@ -145,7 +145,7 @@ def matrix(held: Mapping[str, ndarray], name: str) -> ndarray:
 
 
 def _there_is(held: Iterable[str], name: str) -> str:
-    """Return a clause that lists the most similar names, or the first few names if none is similar."""
+    """Return a clause that lists the names most similar to ``name``, or the first few names if none is similar."""
     names = list(islice(held, COMPARED))
     alike = difflib.get_close_matches(name, names, SHOWN, 0.5) or names[:SHOWN]
     more = ", ..." if len(names) > len(alike) else ""
@@ -153,7 +153,7 @@ def _there_is(held: Iterable[str], name: str) -> str:
 
 
 def three_projections(name: str, fused: ndarray) -> dict[str, ndarray]:
-    """Split PyTorch's fused projection into ``q_proj``, ``k_proj``, and ``v_proj``.
+    """Split one of PyTorch's fused ``in_proj`` parameters into ``q_proj``, ``k_proj``, and ``v_proj`` parameters.
 
     Raises:
         ValueError: If the number of rows is not divisible by three.
@@ -165,12 +165,12 @@ def three_projections(name: str, fused: ndarray) -> dict[str, ndarray]:
 
 
 def foreign_shape(shape: Shape, form: str) -> Shape:
-    """Return the shape of an array in the other format."""
+    """Convert a canonical shape to the other format's layout."""
     return {AS_IS: shape, TRANSPOSED: shape[::-1], ROW: (1, *shape)}[form]
 
 
 def foreign_form(array: ndarray, form: str) -> ndarray:
-    """Convert an array to the other format's layout."""
+    """Convert an array from the canonical layout to the other format's layout."""
     return array.T if form == TRANSPOSED else array.reshape(foreign_shape(array.shape, form))
 
 

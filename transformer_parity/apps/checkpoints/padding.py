@@ -1,4 +1,4 @@
-"""Padding for programs without a padding token. An import appends a row for padding, and an export removes it."""
+"""Padding for models from programs without a padding token. An import appends the token, and an export removes it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from numpy import ndarray
 
 from transformer_spec.config import TransformerConfig
 
-NEVER = -1e4  # output bias of tokens that must never be generated; fits in float16 and makes the softmax return 0
-OF_VOCABULARY = {  # index of the vocabulary axis of each parameter that has one
+NEVER = -1e4  # output bias of tokens that must never be generated; fits in float16, and their softmax output is 0
+OF_VOCABULARY = {  # parameters that have a vocabulary axis, with the index of this axis
     "source_embedding.table": 0,
     "target_embedding.table": 0,
     "output_proj.kernel": 1,
@@ -21,11 +21,11 @@ OF_VOCABULARY = {  # index of the vocabulary axis of each parameter that has one
 def append_padding(
     config: TransformerConfig, weights: Mapping[str, ndarray]
 ) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Append a row of zeros that serves as padding and BOS token, with the same ID for the source and the target.
+    """Append a token to both vocabularies that serves as the padding and BOS token and whose embedding is zero.
 
-    If the vocabularies have different sizes, the smaller one is first extended to the size of the larger one. The
-    output bias of the appended tokens ensures that they are never generated, so the log-probabilities match the
-    original program's.
+    The token has the same ID in both vocabularies. If the vocabularies have different sizes, the smaller vocabulary is
+    first extended to the size of the larger one. The output bias of the appended tokens ensures that they are never
+    generated, so the log-probabilities of all other tokens match the original program's.
     """
     pad_id, size = max(config.source_vocab_size, config.target_vocab_size), config.target_vocab_size
     table = weights["source_embedding.table"]
@@ -42,7 +42,7 @@ def append_padding(
 def strip_padding(
     config: TransformerConfig, weights: Mapping[str, ndarray]
 ) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Remove the rows that ``append_padding`` appended. If the padding token is part of the vocabulary, keep it."""
+    """Remove the tokens that ``append_padding`` appended. If there are none, return the model unchanged."""
     source = weights["source_embedding.table"]
     bias = weights.get("output_proj.bias", np.zeros(config.target_vocab_size, source.dtype))
     last = {config.source_vocab_size - 1, config.target_vocab_size - 1}

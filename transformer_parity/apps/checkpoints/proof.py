@@ -1,4 +1,4 @@
-"""Verify an imported checkpoint by comparing its logits across backends and with the original software."""
+"""Verify an imported checkpoint by comparing its logits across backends and with Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from transformer_spec.files import load_weights
 DTYPES = ("float64", "float32")
 SENTENCES, SOURCE, TARGET = 2, 7, 5
 SEARCHED, LONGEST = 4, 20  # number of sentences to translate, and maximum length of a translation in tokens
-# Tolerance if transformers uses its own float32 position table. In a large model, rounding the angles of this table
-# causes an error of 3.6e-7.
+# Tolerance for comparisons in which transformers uses its own float32 position tables. In a large model, rounding the
+# angles of these tables to float32 causes an error of 3.6e-7.
 OWN_TABLES = 1e-6
 Say = Callable[[str], None]
 
@@ -41,9 +41,9 @@ class Agreement:
 
     Attributes:
         name: Name of the backend or library that was compared.
-        dtype: Dtype that it used.
+        dtype: Dtype of the computation.
         error: Relative L2 error with respect to the float64 reference, or None if the comparison was skipped.
-        allowed: Largest error at which the result is still considered to agree.
+        allowed: Tolerance, which is the largest error at which the backend or library still agrees with the reference.
         why: Reason for skipping the comparison, or description of the compared values.
     """
 
@@ -60,7 +60,7 @@ class Agreement:
 
 
 def inputs_of(config: TransformerConfig, sentences: int = SENTENCES) -> dict[str, ndarray]:
-    """Return random source and target IDs for a comparison. The last sentence is padded on both sides."""
+    """Return random source and target IDs for a comparison. In the last row, both the source and target are padded."""
     rng = np.random.default_rng(5)
     found = {}
     for side, length, size in (
@@ -93,7 +93,7 @@ def prove(path: Path, backends: Iterable[str], say: Say = lambda text: None) -> 
 
     def logits(port: PackagePort, dtype: str) -> ndarray:
         say(f"logits in {dtype}: {port.name}")
-        gc.collect()  # free the previous model, because frameworks may keep it in reference cycles
+        gc.collect()  # free the previous model, which may be part of a reference cycle
         return port.load(config, weights, Placement(dtype)).run("", inputs, taps=False).output
 
     truth = logits(DEFINITION, "float64")
@@ -122,7 +122,7 @@ def check_against_transformers(path: Path, imported: Imported, say: Say = lambda
     Returns:
         One entry per comparison of logits, and one entry for the translations, whose error is the fraction of
         translations that differ. For models with sinusoidal positional encodings, the logits are compared twice, once
-        with transformers' own position tables and once with exact ones, because transformers rounds its tables to
+        with transformers' own position tables and once with exact tables, because transformers rounds its tables to
         float32. If the library is not installed or does not support this format, the only entry is a skipped
         comparison.
     """
@@ -149,7 +149,7 @@ def check_against_transformers(path: Path, imported: Imported, say: Say = lambda
     what, strict = "logits", tolerance("logits", "float64", 0.0)
     if config.position_encoding == "sinusoidal":
         own = _logits(model, inputs, config)
-        rounding = _replace_positions(model, config)  # the error is larger if the file stores float16 position tables
+        rounding = _replace_positions(model, config)  # exceeds OWN_TABLES if the file stores float16 position tables
         compare(own, max(OWN_TABLES, rounding), "logits, using its own rounded position tables")
         what = "logits, using exact position tables"
     compare(_logits(model, inputs, config), strict, what)
@@ -178,7 +178,7 @@ def _logits(model: Any, inputs: dict[str, ndarray], config: TransformerConfig) -
 
 
 def _replace_positions(model: Any, config: TransformerConfig) -> float:
-    """Replace the rounded sinusoidal position tables of a transformers model with exact ones.
+    """Replace the rounded sinusoidal position tables of a transformers model with exact tables.
 
     Returns:
         The largest absolute rounding error among the rows that the comparison uses.
@@ -199,7 +199,7 @@ def _replace_positions(model: Any, config: TransformerConfig) -> float:
 
 
 def _translations(model: Any, imported: Imported) -> tuple[list[list[int]], list[list[int]]]:
-    """Translate sentences of random IDs with this project and with transformers, and return both lists."""
+    """Translate random token IDs with this project and with transformers, and return both lists of translations."""
     import torch
 
     config, search = imported.config, imported.search
@@ -209,7 +209,7 @@ def _translations(model: Any, imported: Imported) -> tuple[list[list[int]], list
     found = PORTS["torch"].load(config, imported.weights, Placement("float64")).search(ids, options)
     settings = model.generation_config
     settings.max_length, settings.max_new_tokens = None, longest
-    # This project's searches never generate padding.
+    # Prevent transformers from generating padding, because this project's searches never generate padding.
     settings.bad_words_ids = [*(settings.bad_words_ids or []), [config.pad_id]]
     with torch.no_grad():
         theirs = model.generate(input_ids=torch.tensor(ids), attention_mask=torch.tensor(ids != config.pad_id))

@@ -1,4 +1,4 @@
-"""PyTorch state dicts that contain only tensors. The user specifies the rest of the model in a TOML file.
+"""PyTorch state dicts that contain only tensors. The user specifies missing information in a TOML file.
 
 The TOML file may contain three tables:
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 LARGEST = 2**20  # maximum size of a TOML file in bytes
 KNOWN = {"config": (), "names": (), "file": ("state", "prefix", "ignored")}
-ROUNDED = 1e-6  # tolerance per position for sinusoidal tables, whose angles may be rounded to float32
+ROUNDED = 1e-6  # tolerance for sinusoidal tables, per position, because their angles may be rounded to float32
 
 
 @dataclass(frozen=True)
 class UserNames:
-    """The user's description of a state dict. The docstring of this module explains each field."""
+    """The user's description of a state dict. The docstring of this module explains the fields."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
@@ -92,8 +92,8 @@ def read_state(path: Path, key: str = "") -> dict[str, ndarray]:
 
     Args:
         path: File to read.
-        key: Dotted key of the state dict in a file written by ``torch.save``. Empty if the file itself is the state
-            dict.
+        key: Dotted key of the state dict in a file written by ``torch.save``. Empty if the state dict is the top-level
+            object in the file.
 
     Raises:
         OSError: If the file cannot be read.
@@ -129,12 +129,12 @@ def needed_fields(said: Mapping[str, Any], needed: Iterable[str], what: str) -> 
 
 
 def prefix_of(names: Iterable[str], known: str, said: str) -> str:
-    """Return the prefix of the format's tensor names. If the user has not specified one, detect it from the names.
+    """Return the prefix of the tensor names in a file. If the user has not specified the prefix, detect the prefix.
 
     Args:
         names: Names of the tensors.
         known: Tensor name, without the prefix, that occurs in every model of this format.
-        said: Prefix that the user specified. Empty if there is none.
+        said: Prefix that the user specified, or an empty string if the user has not specified a prefix.
 
     Raises:
         ValueError: If more than one prefix is possible.
@@ -178,7 +178,7 @@ def read_vocabulary(paths: Sequence[Path], config: TransformerConfig) -> Vocabul
 
 
 def said_notes(said: Mapping[str, Any], needed: Iterable[str]) -> tuple[str, ...]:
-    """Return a note that lists the user's values, which cannot be verified by comparing backends."""
+    """Return a note that lists the config values from the user, which cannot be verified by comparing backends."""
     own = ", ".join(f"{name} {said[name]}" for name in needed if name in said)
     return (f"not in the file, so your values are used: {own}. Comparing backends does not detect a wrong value",)
 
@@ -190,7 +190,7 @@ def count_layers(names: Iterable[str], prefix: str) -> int:
 
 
 def check_positions(tensors: Mapping[str, ndarray], names: Iterable[str], config: TransformerConfig) -> None:
-    """Check that stored position tables match the config's sinusoids and can be discarded.
+    """Check that stored position tables match the sinusoids that the config specifies, so the tables can be discarded.
 
     Raises:
         ValueError: If a table has a different shape or its values differ by more than rounding error.

@@ -16,12 +16,12 @@ from numpy import ndarray
 
 from transformer_spec.files import replacing
 
-OLDEST, NEWEST = 4, 6  # supported format versions; earlier ones do not store the dtype of each variable
+OLDEST, NEWEST = 4, 6  # supported format versions; earlier versions do not store the dtypes of the variables
 DTYPES = (np.float32, np.int8, np.int16, np.int32, np.float16, ml_dtypes.bfloat16)
 
 
 class StoredModel(NamedTuple):
-    """The content of a file.
+    """The content of a ``model.bin`` file.
 
     Attributes:
         name: Name of the specification, such as ``TransformerSpec``.
@@ -35,12 +35,12 @@ class StoredModel(NamedTuple):
 
 
 def read(path: Path) -> StoredModel:
-    """Read a ``model.bin``.
+    """Read a ``model.bin`` file.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is damaged or has an unsupported version, or if a size in the file exceeds the file
-            size.
+        ValueError: If the file is damaged, has an unsupported version, or declares a variable that is larger than the
+            rest of the file.
     """
     with path.open("rb") as file:
         try:
@@ -88,7 +88,10 @@ def _read(file: BinaryIO, size: int) -> StoredModel:
 
 
 def write(path: Path, model: StoredModel) -> None:
-    """Write a ``model.bin`` atomically. If an array object appears more than once, the repetitions become aliases.
+    """Write a ``model.bin`` file atomically.
+
+    If multiple names map to the same array object, the array is stored only once, and all names except the first become
+    aliases.
 
     Raises:
         OSError: If the file cannot be written.

@@ -49,7 +49,7 @@ def read_bytes(path: Path, most: int = 64 * MIB) -> bytes:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is larger or is a Git LFS pointer.
+        ValueError: If the file has more than ``most`` bytes or is a Git LFS pointer.
     """
     check_fetched(path)
     if (size := path.stat().st_size) > most:
@@ -58,7 +58,7 @@ def read_bytes(path: Path, most: int = 64 * MIB) -> bytes:
 
 
 def read_json(path: Path, most: int = 16 * MIB) -> dict[str, Any]:
-    """Return the content of a JSON file. The content must be an object.
+    """Return the content of a JSON file, which must be an object and have at most ``most`` bytes.
 
     Raises:
         OSError: If the file cannot be read.

@@ -17,16 +17,15 @@ DEEPEST = 32  # maximum nesting depth of groups
 
 
 def read(path: str | Path, content: bytes | None = None) -> dict[str, ndarray]:
-    """Return all numeric datasets in an HDF5 file, by their paths in the file.
+    """Return all datasets in an HDF5 file as arrays, by path in the file. All datasets must be numeric.
 
     Args:
-        path: File to read.
-        content: Bytes of the file if it is a member of an archive, in which case ``path`` is only used in error
-            messages. If None, the file is read from ``path``.
+        path: File to read. If ``content`` is specified, ``path`` is only used in error messages.
+        content: Content of the file, if the file is a member of an archive. If None, the file is read from ``path``.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is damaged or refers to other files, or if a size in the file exceeds the file size.
+        ValueError: If the file is damaged, refers to other files, or declares datasets that are larger than the file.
     """
     size = Path(path).stat().st_size if content is None else len(content)
     arrays: dict[str, ndarray] = {}

@@ -18,12 +18,12 @@ from numpy import ndarray
 
 from transformer_spec.files import replacing
 
-# Maximum ratio of the unpacked size to the file size. Weights compress to half their size at best, whereas a zip bomb
-# compresses to a thousandth.
+# Maximum ratio of the unpacked size to the file size. This ratio is at most about 2 for weights, but about 1,000 for a
+# zip bomb.
 LARGEST_RATIO = 32
 MOST_MEMBERS = 10_000
-SMALL = 2**20  # unpacked size in bytes that is allowed at any ratio
-KINDS = "fiub"  # floating-point numbers, integers, and booleans
+SMALL = 2**20  # unpacked size in bytes up to which the ratio is not limited
+KINDS = "fiub"  # supported kinds of dtypes: floating-point numbers, integers, and booleans
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -48,8 +48,8 @@ def check_members(members: list[zipfile.ZipInfo], file_size: int) -> None:
     """Check the members of a ZIP archive before reading them.
 
     Raises:
-        ValueError: If the archive has too many members, two members with the same name, or a member with an unsupported
-            compression, or if the archive is a zip bomb.
+        ValueError: If the archive has too many members or two members with the same name, if a member is encrypted or
+            uses an unsupported compression method, or if the unpacked size is too large.
     """
     if len(members) > MOST_MEMBERS:
         raise ValueError(f"the archive must have at most {MOST_MEMBERS:,} members: got {len(members):,}")
@@ -66,8 +66,8 @@ def check_members(members: list[zipfile.ZipInfo], file_size: int) -> None:
 def write(path: str | Path, arrays: Mapping[str, ndarray]) -> None:
     """Write arrays to an uncompressed ``.npz`` file. The write is atomic: an error leaves an existing file unchanged.
 
-    Marian's reader (cnpy) requires sizes in the local headers and arrays in C order, and does not support the ZIP64
-    headers that ``numpy.savez`` writes.
+    The function does not use ``numpy.savez``, because Marian's reader (cnpy) does not support the ZIP64 headers that
+    ``numpy.savez`` writes. The reader also requires sizes in the local ZIP headers and arrays in C order.
 
     Raises:
         OSError: If the file cannot be written.

@@ -1,8 +1,9 @@
 """A reader for ``torch.save`` files that does not require PyTorch and calls only functions defined in this module.
 
-Such a file is a ZIP archive. The member ``data.pkl`` is a pickle, and other members contain the tensor data. Before
-PyTorch 1.6, a file consisted of five consecutive pickles followed by the tensor data. Each pickle is read twice: the
-first pass checks that the pickle contains only allowed opcodes, and the second pass builds the objects.
+Since PyTorch 1.6, ``torch.save`` writes a ZIP archive. The member ``data.pkl`` is a pickle, and other members contain
+the tensor data. Earlier versions wrote five consecutive pickles followed by the tensor data. The reader reads each
+pickle twice. The first pass checks that the pickle contains only allowed opcodes, and the second pass builds the
+objects.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from numpy import ndarray
 MOST_PICKLED = 32 * 2**20  # maximum size of a pickle in bytes, excluding the tensor data
 MOST_MEMBERS = 100_000
 DEEPEST = 100  # maximum nesting depth of tuples
-MOST_IN_TUPLES = 10**7  # maximum number of values in tuples; hashing a tuple visits shared values once per reference
-REPEATS = 8  # maximum ratio of the total tensor size to the file size; tensors may share storage
+# Maximum total number of values in tuples. If a tuple refers to the same value twice, the value is counted twice,
+# because hashing the tuple visits the value twice.
+MOST_IN_TUPLES = 10**7
+REPEATS = 8  # maximum ratio of the total tensor size to the file size; exceeds 1 if tensors share storage
 LEGACY_START = pickle.dumps(0x1950A86A20F9469CFC6C, 2)
 LEGACY_VERSION = 1001
-NAMESPACE = {"argparse.Namespace": SimpleNamespace}  # for files that include command-line options
+NAMESPACE = {"argparse.Namespace": SimpleNamespace}  # allows files that contain parsed command-line options
 
 DTYPES: dict[str, Any] = {
     "Double": np.float64,
@@ -116,7 +119,8 @@ def read(path: Path, also: Names | None = None) -> Any:
 
     Args:
         path: File that was written by ``torch.save``.
-        also: Additional names that a pickle may refer to, with a replacement for each, such as ``NAMESPACE``.
+        also: Names of additional classes and functions that a pickle may refer to, each with the object that replaces
+            the class or function. An example is ``NAMESPACE``.
 
     Raises:
         OSError: If the file cannot be read.
@@ -138,13 +142,16 @@ def read_tensors(path: Path) -> dict[str, ndarray]:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If ``read`` raises this error or the file does not contain a state dict.
+        ValueError: If the file is damaged, was not written by ``torch.save``, refers to a class or function that is not
+            allowed, or does not contain a state dict.
     """
     return arrays(read(path), path.name)
 
 
 def arrays(state: Any, what: str) -> dict[str, ndarray]:
-    """Read the tensors in a state dict. ``Tensor`` objects that are equal become the same array object.
+    """Read the tensors in a state dict, and return them as arrays by name.
+
+    If two names refer to the same part of a storage with the same shape and strides, they map to the same array object.
 
     Args:
         state: State dict with ``Tensor`` values.
@@ -152,7 +159,8 @@ def arrays(state: Any, what: str) -> dict[str, ndarray]:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If ``state`` is not a state dict or its tensors share storage too often.
+        ValueError: If ``state`` is not a state dict, or if the total size of its tensors exceeds ``REPEATS`` times the
+            file size because too many tensors share storage.
     """
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise ValueError(f"{what} must be a state dict: got {type(state).__name__}")
@@ -168,10 +176,10 @@ def arrays(state: Any, what: str) -> dict[str, ndarray]:
 
 
 def plain(settings: Mapping[Any, Any]) -> dict[str, Any]:
-    """Replace each list or other object in settings with its abbreviated ``repr``.
+    """Return settings in which lists and other objects are replaced by their abbreviated ``repr``.
 
-    The ``repr`` must be abbreviated because a short pickle can nest lists in such a way that the full text has
-    exponential length.
+    Booleans, numbers, strings, and empty values are unchanged. The ``repr`` must be abbreviated because a short pickle
+    can contain nested lists whose full ``repr`` has exponential length.
     """
     values = {key if isinstance(key, str) else reprlib.repr(key): value for key, value in settings.items()}
     return {
@@ -233,7 +241,7 @@ def _start(file: BinaryIO, member: zipfile.ZipInfo, path: Path) -> int:
 
 
 def _read_legacy(path: Path, file: BinaryIO, also: Names) -> Any:
-    """Read a file written before PyTorch 1.6.
+    """Read a file that was written by a PyTorch version before 1.6.
 
     The file contains five pickles (magic number, version, machine, object, and keys) followed by the storages. Each
     storage starts with its length.
@@ -269,18 +277,18 @@ def _read_legacy(path: Path, file: BinaryIO, also: Names) -> Any:
 
 
 def _end(content: bytes, path: Path) -> int:
-    """Return the length in bytes of the first pickle in ``content``, and check that it builds only values and tensors.
+    """Check that the first pickle in ``content`` builds only values and tensors, and return its length in bytes.
 
-    The function limits the nesting depth of tuples because CPython hashes tuples recursively without a depth limit. It
-    also limits the number of values in tuples because a short pickle can nest tuples in such a way that they have
-    exponential size.
+    The function limits the nesting depth of tuples because CPython hashes tuples recursively without a depth limit. The
+    function also limits the number of values in tuples because a short pickle can build nested tuples of exponential
+    size.
 
     Raises:
         ValueError: If the pickle is damaged, contains an opcode that is not allowed, or exceeds a limit.
     """
     puts = spent = 0
     marks: list[int] = []
-    stack: list[tuple[int, int]] = []  # tuple nesting depth and number of values of each object
+    stack: list[tuple[int, int]] = []  # nesting depth and number of tuple values of each object on the pickle's stack
     memo: dict[int, tuple[int, int]] = {}
     try:
         for instruction, argument, at in pickletools.genops(content):
@@ -324,7 +332,7 @@ def _end(content: bytes, path: Path) -> int:
 
 
 def _unpickled(content: bytes, path: Path, numbers: Numbers, also: Names) -> Any:
-    """Return the object that a pickle builds. The pickle must have been checked with ``_end``."""
+    """Return the object that a pickle builds. The caller must check the pickle with ``_end`` first."""
 
     def tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
         sizes = (offset, *shape, *strides)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors looks up by name
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy because safetensors looks up dtypes by name
 import numpy as np
 from numpy import ndarray
 from safetensors import SafetensorError, safe_open
@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformer_parity.apps.containers.directory import MIB, member, read_json
 from transformer_spec.files import save_tensors
 
-MOST_HEADER = 4 * MIB  # enough for the names, dtypes, and shapes of about 40,000 tensors
+MOST_HEADER = 4 * MIB  # maximum header size in bytes, enough for about 40,000 tensors
 
 
 def read(path: Path) -> dict[str, ndarray]:
@@ -39,12 +39,12 @@ def read_shards(index: Path, read_one: Callable[[Path], dict[str, ndarray]] = re
 
     Args:
         index: JSON file whose ``weight_map`` maps each tensor name to the name of a file in the same directory.
-        read_one: Function that reads one of these files.
+        read_one: Function that reads one of the listed files and returns its tensors by name.
 
     Raises:
         OSError: If a file is missing or cannot be read.
-        ValueError: If the index refers to a file outside its directory, or if a file's tensors differ from those that
-            the index lists for that file.
+        ValueError: If the index has no valid ``weight_map`` or refers to a file outside its directory, or if the names
+            of the tensors in a file differ from the names that the index lists for the file.
     """
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
@@ -63,12 +63,12 @@ def read_shards(index: Path, read_one: Callable[[Path], dict[str, ndarray]] = re
 
 
 def shards(index: Path) -> list[Path]:
-    """Return the files that an index lists. The index must have been checked by ``read_shards``."""
+    """Return the paths of the files that an index lists. The caller must check the index with ``read_shards`` first."""
     return [member(index.parent, place) for place in sorted(set(read_json(index)["weight_map"].values()))]
 
 
 def write(path: Path, tensors: dict[str, ndarray]) -> None:
-    """Write a safetensors file with the same metadata as PyTorch files.
+    """Write a safetensors file with the metadata that marks it as a PyTorch file.
 
     Raises:
         OSError: If the file cannot be written.
@@ -81,7 +81,8 @@ def write(path: Path, tensors: dict[str, ndarray]) -> None:
 
 @contextmanager
 def _open(path: Path) -> Iterator[safe_open]:
-    with path.open("rb") as start:  # safetensors would report an unreadable file as missing
+    # If the file is unreadable, Path.open raises the actual error, whereas safetensors reports the file as missing.
+    with path.open("rb") as start:
         size = int.from_bytes(start.read(8), "little")
     if MOST_HEADER < size <= path.stat().st_size:
         raise ValueError(

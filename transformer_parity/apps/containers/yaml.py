@@ -7,14 +7,15 @@ from typing import Any
 
 import yaml
 
-LARGEST = 2**18  # maximum size in bytes; settings take a few kilobytes, and PyYAML reads about 100 KB/s
+# Maximum size in bytes. Settings files have a few kilobytes, and PyYAML parses only about 100 KB/s.
+LARGEST = 2**18
 
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 LONGEST_NUMBER = 100  # maximum length of a number in characters
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader without support for aliases, because aliases let a short text expand to exponential size."""
+    """A safe loader that rejects aliases, because nested aliases let a short text expand to exponential size."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -30,7 +31,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read(text: str | bytes, what: str) -> dict[str, Any]:
-    """Return the content of a YAML text. The content must be a mapping.
+    """Parse a YAML text, and return its content, which must be a mapping.
 
     Args:
         text: Text to parse.

@@ -43,7 +43,7 @@ TAPS = {
     "decoder": "decoder.layers.{}.self_attention.weights",
     "cross": "decoder.layers.{}.cross_attention.weights",
 }
-# Sizes of the random model. The preset defines the model's conventions.
+# Sizes of the random model. The preset specifies all other fields of the config, except the vocabulary sizes.
 SMALL = {"d_model": 48, "num_heads": 4, "d_k": 12, "d_v": 12, "d_ff": 96, **dict.fromkeys(DEPTHS, 2)}
 SOURCE, TARGET = "The shoes are under the bed.", "Die Schuhe stehen unter dem Bett."  # from the included text
 DATE = "Freitag, 3. Mai 2024", "2024-05-03"
@@ -54,7 +54,7 @@ class Asked:
     """The attention weights to draw.
 
     Attributes:
-        backends: Backends to compare. Each backend has its own rows of heads in the figure.
+        backends: Backends to compare. The figure has separate rows of heads for each backend.
         source: Source sentence. If None, an example that suits the model is used.
         target: Target sentence. If None, the model's translation of ``source`` is used, or the example's translation if
             ``source`` is also None.
@@ -76,12 +76,12 @@ class Asked:
 
 
 def draw_attention(asked: Asked) -> Figure:
-    """Draw the heads of each backend and, below them, the differences from the first backend.
+    """Draw the attention weights of each backend's heads and, below them, the differences from the first backend.
 
     Raises:
         MissingFrameworkError: If the framework of a backend is not installed.
         OSError: If a file cannot be read.
-        UsageError: If the model does not have this layer.
+        UsageError: If the layer does not exist or has no self-attention.
         ValueError: If a file is damaged or a sentence does not fit the model.
     """
     from matplotlib.figure import Figure
@@ -140,7 +140,7 @@ def draw_attention(asked: Asked) -> Figure:
 def attention_weights(
     config: TransformerConfig, weights: Arrays, inputs: Arrays, tap: str, ports: Sequence[PackagePort], dtype: str
 ) -> dict[str, ndarray]:
-    """Return each backend's attention weights [H, L, M] in one block for one sentence pair.
+    """Return each backend's attention weights [H, L, M] at one tap, for one sentence pair.
 
     Raises:
         MissingFrameworkError: If the framework of a backend is not installed.
@@ -157,14 +157,17 @@ def attention_weights(
 
 
 def differences(seen: Arrays) -> dict[str, ndarray]:
-    """Return each backend's difference from the first backend, omitting backends that are bitwise identical to it."""
+    """Return the difference of each backend from the first backend.
+
+    Backends whose weights are bitwise identical to the first backend's weights are omitted.
+    """
     first, *others = seen
     apart = {f"{name} − {first}": seen[name] - seen[first] for name in others}  # noqa: RUF001  a minus sign
     return {name: heads for name, heads in apart.items() if heads.any()}
 
 
 def _scales(seen: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the color scale for the weights and the color scale for the differences, which all rows share."""
+    """Return one color scale for all rows of weights, and one color scale for all rows of differences."""
     from matplotlib.colors import LinearSegmentedColormap
 
     largest = max(heads.max() for heads in seen.values())
@@ -187,10 +190,10 @@ def agreement(seen: Arrays) -> str:
 
 
 def _completed(asked: Asked) -> tuple[Asked, tuple[str, str]]:
-    """Fill in the defaults of a request.
+    """Replace unspecified options by their defaults.
 
     Returns:
-        The request with its weight file, and the sentence pair. For the included model, the default is a date.
+        The request with its weight file, and the sentence pair. For the included model, the default pair is a date.
     """
     ships = asked.weights is None and asked.preset is None
     source, target = DATE if ships else (SOURCE, TARGET)

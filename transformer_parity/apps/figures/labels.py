@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 def label(axes: Axes, queries: Sequence[str], keys: Sequence[str]) -> None:
     """Label the axes with tokens.
 
-    SentencePiece's word marker is shown as an underscore, and dollar signs are escaped because they start formulas.
+    SentencePiece's word marker is shown as an underscore. Dollar signs are escaped because Matplotlib would interpret
+    them as the start of a formula.
     """
     shown = {token: token.replace("\u2581", "_").replace("$", r"\$") for token in (*queries, *keys)}
     along: dict[str, Any] = {"rotation": 90, "rotation_mode": "anchor", "ha": "right", "va": "center_baseline"}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def draw_positions(presets: Sequence[str], length: int, d_model: int) -> Figure:
-    """Draw the positional encodings of several presets, one below another, with aligned channels.
+    """Draw the positional encodings of multiple presets, one below the other, with aligned channels.
 
     Raises:
         UsageError: If the length is less than 1 or a preset uses learned positions.
@@ -62,7 +62,7 @@ def position_formula(config: TransformerConfig) -> str:
 
 
 def draw_masks() -> Figure:
-    """Draw the four masks of a padded sentence pair, using the mask functions of the model."""
+    """Draw the four masks of a padded sentence pair, using the mask functions of the reference."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

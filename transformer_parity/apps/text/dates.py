@@ -1,10 +1,11 @@
 """A small generated translation task: convert human-readable dates to ISO 8601.
 
-Every string has exactly one correct answer. The following rules resolve ambiguous formats:
+Every date string has exactly one correct translation. The following rules resolve ambiguous formats:
 
 - If a date starts with a four-digit year, the month comes next and the day comes last, regardless of the separators.
 - Otherwise, the day comes first if the separators are dots or hyphens, and the month comes first if they are slashes.
-- A two-digit year is always last and stands for a year from 1970 to 2069. It is used only for days in these years.
+- A two-digit year is always last and stands for a year from 1970 to 2069. Only days in these years are written with
+  two-digit years.
 
 Days range from 1900 to 2099. Ten percent of the days are held out, so they do not occur in the training data in any
 format.
@@ -29,7 +30,7 @@ SHIPPED = Path(str(files("transformer_parity") / "data" / "dates.safetensors"))
 
 FIRST, LAST = date(1900, 1, 1), date(2099, 12, 31)
 TWO_DIGIT_YEARS = range(1970, 2070)
-HELD_OUT = 10  # one in this many days is held out
+HELD_OUT = 10  # on average, one day in ten is held out
 SPACED = 0.1  # fraction of dates with an extra space next to a word or separator
 
 _NUMBERS = tuple(str(n) for n in range(1, 32))
@@ -37,7 +38,7 @@ _NUMBERS = tuple(str(n) for n in range(1, 32))
 
 @dataclass(frozen=True)
 class Language:
-    """A language's words for months, weekdays, and days. By default, numbers are used instead.
+    """A language's words for months, weekdays, and days of the month. The default values are numbers.
 
     Attributes:
         months: Names of the months, starting with January.
@@ -71,7 +72,7 @@ def _english_ordinal(n: int) -> str:
 
 
 def _english_year(year: int) -> str:
-    """Return a year in words: nineteen oh five, nineteen eighty-four, two thousand and four, twenty ten."""
+    """Return a year in words, such as nineteen oh five, nineteen eighty-four, two thousand and four, or twenty ten."""
     hundreds, rest = divmod(year, 100)
     if hundreds == 20 and rest < 10:
         return f"two thousand and {_BELOW_100[rest]}" if rest else "two thousand"
@@ -203,7 +204,8 @@ def _title(line: str) -> str:
     return " ".join(word[:1].upper() + word[1:] for word in line.split(" "))
 
 
-CASES: tuple[Callable[[str], str], ...] = (str, str, str, str.lower, str.upper, _title)  # half are unchanged
+# Half of the dates keep their case.
+CASES: tuple[Callable[[str], str], ...] = (str, str, str, str.lower, str.upper, _title)
 
 
 def is_held_out(day: date) -> bool:
@@ -217,14 +219,15 @@ def date_pairs(count: int, seed: int, *, held_out: bool) -> list[tuple[str, str]
     Args:
         count: Number of pairs.
         seed: Random seed. The same seed generates the same pairs on every machine.
-        held_out: Whether to use only the held-out days instead of only the other days.
+        held_out: If True, only held-out days are used. If False, only days that are not held out are used.
     """
     check_integer("count", count, minimum=1)
     check_integer("seed", seed, minimum=0)
     days = [day for day in _every_day() if is_held_out(day) == held_out]
     recent = [day for day in days if day.year in TWO_DIGIT_YEARS]
     formats = _all_formats()
-    # Use only random(), because Python guarantees that future versions return the same sequence only for this method.
+    # Use only random(), because Python doesn't guarantee for any other method that future versions return the same
+    # sequence.
     draw = random.Random(f"{seed} {held_out}").random
 
     pairs = []

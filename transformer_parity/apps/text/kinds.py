@@ -44,7 +44,7 @@ class Directory:
     optional: tuple[str, ...] = (SETTINGS,)
 
 
-# Files for each tokenizer class. The class name is given without ``Tokenizer`` and ``Fast``.
+# Files of each tokenizer class. The keys are class names without the suffixes ``Tokenizer`` and ``TokenizerFast``.
 SENTENCEPIECE = ((TOKENIZER,), (MODEL,))
 CLASSES = {
     "Marian": Directory(MARIAN, (("source.spm", "target.spm", "vocab.json"),), ("target_vocab.json", SETTINGS)),
@@ -93,8 +93,8 @@ def read_vocabulary_directory(directory: Path, family: str, fields: Mapping[str,
 
     Args:
         directory: Directory to read. No files outside the directory are read.
-        family: ``model_type`` in its config.json.
-        fields: Content of its config.json.
+        family: Value of ``model_type`` in the directory's config.json.
+        fields: Content of the directory's config.json.
 
     Raises:
         OSError: If a file cannot be read.
@@ -123,7 +123,7 @@ def read_vocabulary_directory(directory: Path, family: str, fields: Mapping[str,
 
 
 def _built(kind: str, files: Mapping[str, bytes]) -> Vocabulary:
-    """Build a vocabulary. Raise an error if a file is missing or is not text."""
+    """Build a vocabulary from its files. Raise a ``ValueError`` if a file is missing or is not UTF-8 text."""
     try:
         return KINDS[kind](files)
     except KeyError as error:

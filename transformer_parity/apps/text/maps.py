@@ -10,7 +10,7 @@ from typing import Any
 
 from transformer_parity.apps.containers.directory import member
 
-MOST_BYTES = 2**26  # maximum file size in bytes; the largest published files have 33 million
+MOST_BYTES = 2**26  # maximum file size in bytes; the largest published files have 33 million bytes
 
 ESCAPES = {"0": "\0", "a": "\a", "b": "\b", "t": "\t", "n": "\n", "v": "\v", "f": "\f", "r": "\r", "e": "\x1b"}
 ESCAPES |= {"N": "\x85", "_": "\xa0", "L": "\u2028", "P": "\u2029"}
@@ -69,11 +69,11 @@ def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def read_map(files: Mapping[str, bytes], name: str) -> dict[str, int]:
-    """Return the ID of each piece, read from a ``.json`` file or a ``.yml`` file in Marian's format.
+    """Return the ID of each piece in a vocabulary file, which is a ``.json`` file or a ``.yml`` file.
 
     Raises:
         KeyError: If the file does not exist.
-        ValueError: If the file is invalid or the IDs are not 0, 1, 2, ..., each exactly once.
+        ValueError: If the file is invalid, or if the IDs are not 0, 1, 2, and so on, each exactly once.
     """
     content = files[name]
     found = read_json({name: content}, name) if name.endswith(".json") else read_yaml_map(content, name)
@@ -81,10 +81,10 @@ def read_map(files: Mapping[str, bytes], name: str) -> dict[str, int]:
 
 
 def checked_ids(found: Mapping[str, Any], name: str) -> dict[str, int]:
-    """Check that the IDs of a vocabulary are 0, 1, 2, ..., each exactly once, and return them by piece.
+    """Check that the IDs of a vocabulary are 0, 1, 2, and so on, each exactly once, and return the ID of each piece.
 
     Raises:
-        ValueError: If the check fails.
+        ValueError: If an ID is missing, occurs more than once, or is not an integer.
     """
     pieces: list[str | None] = [None] * len(found)
     for piece, number in found.items():

@@ -14,20 +14,20 @@ from transformer_parity.transformer.sentences.vocabulary import Vocabulary, tidi
 
 END, PADDING = "</s>", "<pad>"
 SETTINGS = "tokenizer_config.json"
-TABLES = ("vocab.json", "vocab.yml")  # for the source and, unless there is a separate target table, for the target
+TABLES = ("vocab.json", "vocab.yml")  # ID tables for the source, and for the target if there is no separate table
 TARGET_TABLES = ("target_vocab.json", "target_vocab.yml")
 
 
 class MarianVocabulary(Vocabulary):
-    """A vocabulary with two SentencePiece models (source and target) and IDs from a table or from these models.
+    """A vocabulary with SentencePiece models for the source and the target, and IDs from a table or from the models.
 
     A line may start with a token that specifies the target language, such as ``>>deu<<``. ``between`` adds this token.
 
     Args:
-        files: Content of each file, by name. ``source.spm`` and ``target.spm`` are the SentencePiece models. If they
-            are missing, lines are split at spaces. ``vocab.json`` or ``vocab.yml`` is the ID table. If it is missing,
-            the IDs in the SentencePiece models are used. ``target_vocab.json`` or ``target_vocab.yml`` is a separate
-            table for the target. ``tokenizer_config.json`` contains Hugging Face's settings.
+        files: Content of each file, by name. ``source.spm`` and ``target.spm`` are the SentencePiece models. Without
+            these models, lines are split at spaces. ``vocab.json`` or ``vocab.yml`` is the ID table. Without an ID
+            table, the IDs in the SentencePiece models are used. ``target_vocab.json`` or ``target_vocab.yml`` is a
+            separate ID table for the target. ``tokenizer_config.json`` contains Hugging Face's settings.
 
     Raises:
         ValueError: If a file is missing or invalid.
@@ -110,8 +110,8 @@ def read_marian_vocabulary(paths: list[Path]) -> MarianVocabulary:
 
     Args:
         paths: SentencePiece models (``.spm``, ``.model``), ID tables (``.yml``, ``.json``), or both. If there are two
-            files of the same type, the first is for the source and the second is for the target. A single file is used
-            for both.
+            files of the same type, the first is for the source and the second is for the target. If there is only one
+            file of a type, it is used for both the source and the target.
 
     Raises:
         OSError: If a file cannot be read.

@@ -38,8 +38,8 @@ class MosesVocabulary(Vocabulary):
         files: Content of each file, by name. For FSMT, the files are ``vocab-src.json``, ``vocab-tgt.json``,
             ``merges.txt``, and ``tokenizer_config.json``, which specifies the languages. For fairseq, the files are
             ``dict.src.txt``, ``dict.tgt.txt``, and, optionally, ``bpecodes`` or ``sentencepiece.bpe.model``. If there
-            is a SentencePiece model, it splits the lines instead of Moses. If there are neither byte-pair encoding
-            merges nor a SentencePiece model, lines are split at spaces.
+            is a SentencePiece model, this model splits the lines instead of Moses. If there are neither byte-pair
+            encoding merges nor a SentencePiece model, lines are split at spaces.
 
     Raises:
         UsageError: If ``sacremoses`` is required but not installed.
@@ -181,10 +181,10 @@ class Moses:
 
 
 def read_dictionary(content: bytes, name: str) -> dict[str, int]:
-    """Return the IDs of the symbols in fairseq's ``dict.txt``.
+    """Return the ID of each symbol in fairseq's ``dict.txt``.
 
-    The four special symbols have the first four IDs, followed by the symbols in the file. The file also includes the
-    symbols that fairseq adds to pad the vocabulary to a multiple of 8.
+    The four special symbols have IDs 0 to 3. The symbols in the file have the subsequent IDs, in the order of the file.
+    The file also includes the symbols that fairseq adds to pad the vocabulary to a multiple of 8.
 
     Raises:
         ValueError: If a line is not of the form ``symbol count`` or a symbol occurs more than once.

@@ -1,4 +1,4 @@
-"""Vocabularies for other Hugging Face models, which add language codes or use a custom template."""
+"""Vocabularies for Hugging Face models that add language codes to sentences or use a custom tokenizer template."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Form:
         languages: Key of the family's list of languages in ``data/languages.json``.
         token: Format string that converts a language code to its token.
         code_first: Whether the source starts with the language token. If False, the token follows EOS.
-        is_start: Whether the target's language token is the decoder's BOS token. If False, it is the first token that
-            the decoder generates.
+        is_start: Whether the target's language token is the decoder's BOS token. If False, the decoder generates the
+            language token as the first token.
         tidies: Whether decoding removes spaces before punctuation. A vocabulary's settings can override this value.
     """
 
@@ -60,12 +60,12 @@ FORMS = {
 class MultilingualVocabulary(Vocabulary):
     """A vocabulary that consists of SentencePiece pieces and one token per language.
 
-    If there is a ``tokenizer.json``, it splits the lines instead of the SentencePiece model. The two differ only in how
-    they treat leading spaces, trailing spaces, and unknown characters.
+    If there is a ``tokenizer.json``, the tokenizer in this file splits the lines instead of the SentencePiece model.
+    The two tokenizers differ only in how they treat leading spaces, trailing spaces, and unknown characters.
 
     Args:
-        files: Content of each file, by name. Must include ``tokenizer.json``, or ``sentencepiece.bpe.model`` and, for
-            M2M100, ``vocab.json``. May include ``tokenizer_config.json`` with Hugging Face's settings.
+        files: Content of each file, by name. The files must include ``tokenizer.json``, or ``sentencepiece.bpe.model``
+            and, for M2M100, ``vocab.json``. They may include ``tokenizer_config.json`` with Hugging Face's settings.
         kind: Model family, a key of ``FORMS``.
 
     Raises:
@@ -133,13 +133,16 @@ class MultilingualVocabulary(Vocabulary):
 
 @cache
 def _languages(name: str, usual: str) -> list[str]:
-    """Return the language codes in the list that the settings specify, or in the family's default list."""
+    """Return the list of language codes that the settings specify, or the family's default list."""
     tables = json.loads((resources("transformer_parity") / "data" / "languages.json").read_text("utf-8"))
     return " ".join(tables.get(f"{usual.split('_')[0]}_{name}", tables[usual])).split()
 
 
 def _pieces(files: Mapping[str, bytes], tokens: list[str]) -> Pieces:
-    """Return a SentencePiece model's pieces, with IDs in fairseq's order or from a table, followed by ``tokens``."""
+    """Return a tokenizer with the pieces of a SentencePiece model, followed by the language tokens in ``tokens``.
+
+    If there is an ID table, the IDs of the pieces are read from the table. Otherwise, the IDs follow fairseq's order.
+    """
     processor = read_model(files[MODEL], MODEL)
     special = dict.fromkeys((START, PADDING, END, UNKNOWN, *tokens), False) | {MASK: True}
     if TABLE in files:
@@ -154,16 +157,18 @@ def _pieces(files: Mapping[str, bytes], tokens: list[str]) -> Pieces:
 
 
 def _behind(table: dict[str, int], tokens: list[str]) -> dict[str, int]:
-    """Append the tokens that are missing from a table."""
+    """Return an ID table to which the missing tokens have been appended."""
     return table | {token: len(table) + number for number, token in enumerate(tokens) if token not in table}
 
 
 class TokenizerVocabulary(Vocabulary):
-    """A vocabulary built from a ``tokenizer.json`` with its own template, or from byte-level BPE with BART's template.
+    """A vocabulary that uses either a ``tokenizer.json`` with its template, or byte-level BPE with BART's template.
+
+    The template specifies the special tokens that are added to each line.
 
     Args:
-        files: Content of each file, by name. Must include ``tokenizer.json``, or ``vocab.json`` and ``merges.txt``.
-            May include ``tokenizer_config.json``.
+        files: Content of each file, by name. The files must include ``tokenizer.json``, or ``vocab.json`` and
+            ``merges.txt``. They may include ``tokenizer_config.json``.
 
     Raises:
         UsageError: If ``tokenizers`` is not installed.

@@ -49,7 +49,7 @@ class TrainingBatch:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """All pairs that share a shape, followed by a row of padding that is used to fill up incomplete batches."""
+    """All pairs whose batches have the same shape, followed by a row of padding for filling up incomplete batches."""
 
     source_ids: ndarray  # [pairs + 1, source_width]
     labels: ndarray  # [pairs + 1, target_width]
@@ -77,9 +77,10 @@ class Batches:
         pairs: Source and target IDs. All sentences end with ``eos_id``, and none start with ``bos_id``.
         config: Config of the model, which defines the special IDs and the maximum length.
         tokens_per_batch: Maximum number of positions per batch, including padding, in the source or the target,
-            whichever is longer. A batch has at least ``multiple`` rows, even if their positions exceed this maximum.
+            whichever is longer. A batch has at least ``multiple`` rows, even if it then exceeds this maximum.
         seed: Random seed for the order.
-        multiple: Number that divides the row count of every batch, for gradient accumulation.
+        multiple: Number by which the number of rows of every batch must be divisible. For gradient accumulation, this
+            is the number of micro-batches.
         max_length: Maximum length of the source and the target in tokens. Longer pairs are dropped. If None, the
             model's maximum length is used.
 
@@ -148,7 +149,7 @@ class Batches:
         return self._epoch, self._index
 
     def seek(self, position: Sequence[int]) -> None:
-        """Continue from a value that ``position`` returned.
+        """Continue from a position that the property ``position`` returned.
 
         Raises:
             TypeError: If the position does not consist of two integers.
@@ -243,12 +244,12 @@ def _rows(width: ndarray, tokens_per_batch: int, multiple: int) -> ndarray:
 def _choose_bounds(lengths: ndarray, tokens_per_batch: int, multiple: int) -> ndarray:
     """Choose the buckets that minimize the computation per epoch, and return their maximum sentence lengths, sorted.
 
-    An incomplete batch has the same cost as a full batch, which avoids buckets with very few sentences.
+    Because an incomplete batch costs as much as a full batch, the result rarely has buckets with very few sentences.
 
     Args:
         lengths: Source and target lengths, [pairs, 2].
         tokens_per_batch: Maximum number of positions per batch in the source or the target, whichever is longer.
-        multiple: Number that divides the row count of every batch.
+        multiple: Number by which the number of rows of every batch must be divisible.
     """
     longest = lengths.max(axis=1)
     bounds = np.unique(longest)
@@ -258,7 +259,7 @@ def _choose_bounds(lengths: ndarray, tokens_per_batch: int, multiple: int) -> nd
     np.maximum.at(widths, group, lengths)
     counts = np.bincount(group)
 
-    cost = np.full((len(bounds), len(bounds)), np.inf)  # cost of a bucket by its first and last bound
+    cost = np.full((len(bounds), len(bounds)), np.inf)  # [first bound, last bound]: cost of a bucket in this range
     for first in range(len(bounds)):
         width = np.maximum.accumulate(widths[first:])
         rows = _rows(width.max(axis=1), tokens_per_batch, multiple)

@@ -1,4 +1,4 @@
-"""Training data, either generated dates or two text files, with a recipe of suitable settings for each."""
+"""Training data, which is either generated dates or text from two files, and default settings for both tasks."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def text(
     Args:
         files: Source file and target file.
         held_out: Source file and target file for validation. If None, 2% of the distinct pairs (at most 1,000) are held
-            out. A hash of the source sentence determines which pairs.
+            out. A hash of the source sentence determines which pairs are held out.
         vocab_size: Number of subwords to learn.
         vocabulary: Existing subwords to use, or None to learn new subwords.
 
@@ -182,7 +182,8 @@ def rebuild(origin: Any, vocabulary: Subwords, moved: Mapping[str, Sequence[Path
     Args:
         origin: ``Corpus.origin``, as stored in the checkpoint.
         vocabulary: Subwords stored in the checkpoint.
-        moved: New paths of the text files, by their key in ``origin``. If None, the path in ``origin`` is used.
+        moved: New paths of the text files, with the keys ``files`` and ``held_out``. For a value of None, the paths in
+            ``origin`` are used.
 
     Raises:
         KeyError: If an entry is missing from ``origin``.
@@ -209,7 +210,10 @@ def rebuild(origin: Any, vocabulary: Subwords, moved: Mapping[str, Sequence[Path
 
 
 def _recorded(files: Any) -> list[str]:
-    """Return the paths in a checkpoint. Check that the files are regular files, not pipes, without opening them."""
+    """Return the paths of the text files in a checkpoint, after checking that the files are regular files, not pipes.
+
+    The function does not open the files.
+    """
     if not isinstance(files, list) or [type(file) for file in files] != [str, str]:
         raise ValueError(f"its text must consist of two files: got {files}")
     for file in files:

@@ -15,7 +15,7 @@ class Group:
     """The processes of a run.
 
     Attributes:
-        rank: Rank of this process. Only rank 0 writes files and messages.
+        rank: Rank of this process. Only the process with rank 0 writes files and prints messages.
         size: Number of processes.
     """
 
@@ -50,8 +50,8 @@ def found(backend: str, environment: Mapping[str, str]) -> Group | None:
 def taken_from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that PyTorch requires, based on Slurm's environment variables.
 
-    The result is empty if this process was not started by ``srun``, if it is the only process, or if PyTorch's
-    variables are already set.
+    The result is empty if this process was not started by ``srun`` or is the only process, or if PyTorch's variables
+    are already set.
 
     Raises:
         ValueError: If no variable specifies the address of the first process.
@@ -76,7 +76,9 @@ def _of_tf_config(config: Mapping[str, Mapping[str, object]]) -> Group:
 
 
 def of_this_process(backend: str) -> Group | None:
-    """Return this process's group, or None if there is no launcher. With ``srun``, set PyTorch's variables.
+    """Return this process's group, or None if there is no launcher.
+
+    If ``srun`` started this process, the function also sets the environment variables that PyTorch requires.
 
     Raises:
         ValueError: If the environment variables are incomplete or invalid.

@@ -27,7 +27,7 @@ from transformer_spec.search import Search
 from transformer_spec.training_config import StepResult, TrainingConfig
 
 GREEDY = Search()
-JOINING = 60  # seconds to wait for the other processes of a run
+JOINING = 60  # seconds to wait for the other processes of a run to join
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Where:
 def _ended_if_alone() -> Iterator[None]:
     """End this process if the run's other processes do not join within ``JOINING`` seconds.
 
-    TensorFlow waits without a timeout and blocks signal handlers. Therefore, use ``faulthandler``, whose thread can end
-    the process without the interpreter.
+    TensorFlow waits without a timeout and prevents signal handlers from running. Therefore, this function uses
+    ``faulthandler``, whose watchdog thread can end the process even if no Python code can run.
     """
     faulthandler.dump_traceback_later(JOINING, exit=True, file=2)  # 2 is standard error
     try:

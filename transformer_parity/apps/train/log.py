@@ -1,4 +1,4 @@
-"""The directory of a training run, with its lock, its log, and its checkpoints."""
+"""The directory of a training run, which contains a log and checkpoints and is locked during the run."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ SHOWN = 60  # maximum number of bytes of an invalid line to show in an error mes
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Lock a directory for one run. Create it if necessary, and delete temporary files of killed processes.
+    """Lock the directory of a run. Create the directory if necessary, and delete temporary files of killed processes.
 
-    The log file holds the lock, so the operating system releases it whenever the process ends, for any reason. If the
+    The process locks the log file. When the process ends for any reason, the operating system releases the lock. If the
     run writes no files, the directory is removed at the end.
 
     Raises:
@@ -138,7 +138,7 @@ def read_log(directory: Path) -> list[dict[str, Any]]:
             event = json.loads(line.decode())
         except UnicodeDecodeError as error:
             raise UsageError(f"line {number} of {directory / LOG} must be UTF-8: got {shown}") from error
-        except (ValueError, RecursionError):  # incomplete line written by a process that was killed
+        except (ValueError, RecursionError):  # incomplete line of a process that was killed
             continue
         if not _is_event(event):
             raise UsageError(f"line {number} of {directory / LOG} must be an event of a run: got {shown}")
@@ -150,7 +150,7 @@ def read_log(directory: Path) -> list[dict[str, Any]]:
 
 
 def _is_event(event: Any) -> bool:
-    """Return whether a line has all fields that its kind of event requires."""
+    """Return whether a JSON value is an event that has all required fields."""
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return False
     needed = {"step": int, **FIELDS.get(event["event"], {})}

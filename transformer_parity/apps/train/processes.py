@@ -1,6 +1,7 @@
 """Train one model in multiple processes on this machine.
 
-The parent process starts the others and reports the messages of the first one. If one ends early, the parent ends all.
+The parent process starts the training processes and reports the messages of the first training process. If a training
+process ends early, the parent terminates all of them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ WORK = f"{__name__}:work"
 # Seconds to wait for the other processes after the first one has joined. This value is shorter than the frameworks'
 # timeouts because the frameworks' errors do not identify the missing process.
 JOINING = 45.0
-PATIENCE = 60.0  # seconds to wait for the other processes to end after the first one has ended
+PATIENCE = 60.0  # seconds to wait for the processes to exit after all of them have finished training
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class TrainingJob:
         setup: Initial state of the run.
         backend: Name of the backend.
         directory: Output directory.
-        where: Devices and processes.
+        where: Placement, parallelism plan, and process group.
         stop_at: Step at which to stop, or None to train until the last step.
     """
 
@@ -64,7 +65,7 @@ class Finishing:
 
 @dataclass(frozen=True)
 class Ended:
-    """A message that a process sends when its part of the run has ended.
+    """The last message of a process, which reports the result of the run.
 
     Attributes:
         step: Number of steps that have been taken.
@@ -78,7 +79,7 @@ class Ended:
 
 
 def train(job: TrainingJob, processes: int, observer: Observer, stop: Stop) -> Ended:
-    """Train in the given number of processes. They end when this process ends, if not earlier.
+    """Train in the given number of processes, which never run longer than this process.
 
     Raises:
         UsageError: If the run cannot start or continue, or if a process has failed or was killed.
@@ -136,7 +137,7 @@ def _heed(parent: Parent, stop: Stop) -> None:
 
 
 def _listen(team: Team, observer: Observer, stop: Stop) -> Ended:
-    """Report the first process's messages, and return its last message."""
+    """Pass the messages of the first process to the observer, and return the last message of the first process."""
     told, interruptible = False, True
     awaited, since = list(range(len(team))), math.inf
     ended: dict[int, Ended] = {}

@@ -1,4 +1,7 @@
-"""A training run with one backend or with multiple backends in lockstep. It writes checkpoints, a log, and a curve."""
+"""A training run, either with one backend or with multiple backends in lockstep.
+
+A run writes a log. With one backend, the run also writes checkpoints and the final weights.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +80,8 @@ class Observer:
     """Callbacks of a run.
 
     Attributes:
-        status: Called with the status after each read of the losses from the device.
-        say: Called with each message, which is one line.
+        status: Function that is called with the status each time the losses have been read from the devices.
+        say: Function that is called with each message to show to the user.
     """
 
     status: Callable[[Status], None]
@@ -298,7 +301,7 @@ class TrainingRun:
         return found
 
     def _save(self) -> None:
-        """Write a checkpoint and delete old ones. Do nothing in lockstep, because such runs save no checkpoints."""
+        """Write a checkpoint, and delete old checkpoints. Do nothing in lockstep, because such runs are not saved."""
         if len(self.learners) > 1:
             return
         self._read_losses()
@@ -310,7 +313,7 @@ class TrainingRun:
             "seconds": self.seconds,
         }
         path = self.directory / f"checkpoint-{self.step:07}.safetensors"
-        # All processes must call this method because it collects their shards.
+        # All processes must call ``checkpoint``, because it gathers the shards of all processes.
         checkpoint = self.learners[0].checkpoint(progress, self.corpus.vocabulary.model)
         self._saved = self.step
         if self.group.rank != 0:

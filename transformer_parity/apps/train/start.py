@@ -57,7 +57,9 @@ class Setup:
         return next(iter(self.weights.values())).dtype.name
 
     def start(self, backends: Sequence[str], directory: Path, observer: Observer, where: Where) -> TrainingRun:
-        """Build the batches and the learners. Multiple backends run in lockstep and without dropout.
+        """Build the batches and one learner per backend, and return the run.
+
+        Multiple backends train in lockstep and without dropout.
 
         Raises:
             TypeError: If the position in the data is invalid.
@@ -149,10 +151,10 @@ def resume(
     Args:
         path: Checkpoint to load, or directory of a run, whose last checkpoint is loaded.
         directory: Output directory of the resumed run.
-        steps: New total number of steps, or None to keep it.
+        steps: New total number of steps, or None to use the number in the checkpoint.
         plan: Changed fields of ``RunPlan``. All other fields are taken from the checkpoint.
-        moved: New paths of the run's text, with the keys ``files`` and ``held_out``. If None, the path in the
-            checkpoint is used.
+        moved: New paths of the run's text, with the keys ``files`` and ``held_out``. For a value of None, the paths in
+            the checkpoint are used.
 
     Raises:
         OSError: If the checkpoint does not exist or the run's text cannot be read.
@@ -223,5 +225,6 @@ def _model_config(recipe: Recipe, vocabulary: Subwords, changes: Changes) -> Tra
     config = TransformerConfig.preset(changes.preset, **fields)
     if isinstance(rate, Mapping):
         return config.replace(dropout=rate)
-    sites = {site: rate if used else 0.0 for site, used in vars(config.dropout).items()}  # if the preset uses it
+    # Set the rate only for the dropout layers that the preset uses.
+    sites = {site: rate if used else 0.0 for site, used in vars(config.dropout).items()}
     return config.replace(dropout=ref.DropoutRates(**sites))

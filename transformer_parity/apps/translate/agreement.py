@@ -26,7 +26,8 @@ class TranslationComparison:
         line: Line that was translated.
         said: Each backend's best hypothesis. Empty if all translations are identical or if the line is blank or too
             long.
-        doubts: Each backend's decisions that differ from the reference's. Empty in the same cases as ``said``.
+        doubts: Decisions of each backend's search that differ from the reference's decisions. Empty in the same cases
+            as ``said``.
     """
 
     line: Line

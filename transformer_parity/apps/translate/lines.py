@@ -34,7 +34,7 @@ class Line:
     @property
     def can_be_translated(self) -> bool:
         """Whether the line is neither blank nor too long."""
-        # Also check the text, because some vocabularies represent a space by byte pieces.
+        # Also check the text, because some vocabularies represent a space as byte pieces.
         is_blank = len(self.ids) < self.least or not self.text.strip()
         return not is_blank and not self.is_too_long
 
@@ -58,7 +58,7 @@ class TranslatedLine:
 
 @dataclass(frozen=True)
 class Translation:
-    """The hypotheses for a line, best first. Empty if the line is blank or too long."""
+    """The hypotheses for a line, best first. There are none if the line is blank or too long."""
 
     line: Line
     hypotheses: Sequence[TranslatedLine]

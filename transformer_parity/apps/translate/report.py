@@ -63,8 +63,8 @@ class Tally:
     Attributes:
         backends: Names of the compared backends.
         dtype: Dtype of the computation.
-        left_empty: Number of lines whose output is empty because they are too long.
-        seconds: Time that the comparison took, in seconds.
+        left_empty: Number of lines whose output is empty because the lines are too long.
+        seconds: Duration of the comparison in seconds.
         counts: Number of lines with each verdict.
     """
 

@@ -28,7 +28,7 @@ class Trained:
         config: Config of the model.
         weights: One array per canonical name.
         vocabulary: Vocabulary that converts text to IDs.
-        search: Search settings in the file. If the file does not specify any, the search is greedy.
+        search: Search settings in the file. If the file contains no search settings, the search is greedy.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class Trained:
         return replace(self, vocabulary=vocabulary, search=search)
 
     def translation(self, source: str) -> list[int]:
-        """Translate a sentence with the NumPy reference, and return the translation's IDs."""
+        """Translate a sentence with the NumPy reference, and return the token IDs of the translation."""
         model = PORTS["numpy"].load(self.config, self.weights, Placement("float32"))
         found = model.search(pad([self.vocabulary.ids(source)], self.config), self.search).nbest_ids[0, 0]
         return [int(token) for token in found if token != self.config.pad_id]

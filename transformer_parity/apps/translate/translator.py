@@ -1,4 +1,4 @@
-"""Translate lines of text with one port, or with multiple ports and compare their translations."""
+"""Translate lines of text with one port, or compare the translations of multiple ports."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from transformer_parity.transformer.sentences.vocabulary import Vocabulary, most
 from transformer_spec.config import TransformerConfig
 from transformer_spec.search import Search
 
-WINDOW = 512  # number of lines to sort by length at once
+WINDOW = 512  # number of lines to read and sort by length at a time
 MOST_SENTENCES = 64  # maximum number of sentences per batch
-MOST_POSITIONS = 4096  # maximum number of source positions per batch, multiplied by the beam size
+MOST_POSITIONS = 4096  # maximum product of the beam size and the number of source positions per batch
 
 
 Found = TypeVar("Found")
@@ -103,7 +103,10 @@ class Translator:
     def _in_order(
         self, lines: Iterable[str], search: Callable[[ndarray], Sequence[Found]]
     ) -> Iterator[tuple[Line, Found | None]]:
-        """Search the batches, and yield the results in line order. Yield None for lines that cannot be translated."""
+        """Run the search on batches of lines, and yield the results in line order.
+
+        For lines that cannot be translated, yield None as the result.
+        """
         least = len(self.vocabulary.ids("")) + 1
         numbered = (
             Line(number, text, self.vocabulary.ids(text), most_tokens(self.config), least)
@@ -114,7 +117,7 @@ class Translator:
             batches = iter(self._batches([line for line in window if line.can_be_translated]))
             for line in window:
                 if line.can_be_translated and line.number not in found:
-                    batch = next(batches)  # includes this line, which is the first one without a result
+                    batch = next(batches)  # includes this line, which is the first line without a result
                     results = search(pad([member.ids for member in batch], self.config))
                     found |= zip((member.number for member in batch), results, strict=True)
                 yield line, found.pop(line.number, None)

@@ -1,8 +1,8 @@
 """Unquantized CTranslate2 directories, which consist of ``model.bin``, ``config.json``, and JSON vocabularies.
 
-``model.bin`` contains the position tables and a flag for every convention. CTranslate2 has no padding token, so the
-import appends a row of zeros for padding unless the vocabulary already includes a padding token. If the decoder starts
-from a zero vector, the same row also serves as the BOS token.
+``model.bin`` contains the position tables and flags for conventions such as the order of the norms. CTranslate2 has no
+padding token, so the import appends a padding token with a zero embedding unless the vocabulary already includes a
+padding token. If the decoder starts from a zero vector, the appended token also serves as the BOS token.
 
 Source: OpenNMT/CTranslate2, python/ctranslate2/specs/ and src/layers/transformer.cc.
 """
@@ -184,7 +184,7 @@ def _depth(tensors: Mapping[str, ndarray], stack: str) -> int:
 
 
 def _is_scaled(tensors: Mapping[str, ndarray], stack: str, d_model: int) -> bool:
-    """Return whether a stack multiplies its embeddings by sqrt(d_model). The file stores this as a flag or a scale."""
+    """Return whether a stack multiplies its embeddings by sqrt(d_model). The file stores either a flag or the scale."""
     scale = tensors.get(f"{stack}/scale_embeddings", tensors.get(f"{stack}/embeddings/multiply_by_sqrt_depth"))
     if scale is None or scale.dtype == np.int8:
         return scale is None or bool(scale)
@@ -194,7 +194,7 @@ def _is_scaled(tensors: Mapping[str, ndarray], stack: str, d_model: int) -> bool
 
 
 def _positions(tensors: Mapping[str, ndarray], d_model: int) -> dict[str, Any]:
-    """Return the config fields for positions. Tables that match no sinusoids are treated as learned positions."""
+    """Return the config fields for the positional encoding, which is learned if the tables do not match sinusoids."""
     names = [POSITIONS.format(stack=stack) for stack in STACKS]
     held = [name for name in names if name in tensors]
     if not held:  # without tables, CTranslate2 computes the same sinusoids as OpenNMT-tf
@@ -225,7 +225,18 @@ def _vocabulary_files(path: Path) -> tuple[str, ...]:
 def _with_ids(
     path: Path, config: TransformerConfig, weights: dict[str, ndarray], settings: Mapping[str, Any], zeros: bool
 ) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Set the special IDs from the vocabularies. If the vocabularies have no padding token, append one."""
+    """Set the special IDs from the vocabularies, and append a padding token if one is needed.
+
+    Args:
+        path: Directory of the model.
+        config: Config with placeholders for the special IDs.
+        weights: Weights of the model.
+        settings: Content of config.json.
+        zeros: Whether the decoder starts from a zero vector, in which case the padding token is always appended.
+
+    Returns:
+        The config and the weights.
+    """
     files, sizes = _vocabulary_files(path), (config.source_vocab_size, config.target_vocab_size)
     vocabularies = [
         _read_tokens(member(path, name), size) for name, size in zip((files[0], files[-1]), sizes, strict=True)

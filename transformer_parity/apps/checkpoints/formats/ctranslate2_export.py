@@ -1,4 +1,4 @@
-"""Export models to CTranslate2, which is the inverse of the ``ctranslate2`` module."""
+"""Export models to CTranslate2 directories. The ``ctranslate2`` module implements the import."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ EXPRESSIBLE: dict[str, tuple[object, ...]] = {
 def write(model: Imported, directory: Path) -> tuple[str, ...]:
     """Write a directory that ``ctranslate2.Translator`` can load.
 
-    If the model has no vocabulary, each token is the ID written as text.
+    If the model has no vocabulary, the IDs are written as text and used as tokens.
 
     Returns:
-        A warning if the padding token is part of the vocabulary, in which case CTranslate2 may generate it. Otherwise
-        empty.
+        A tuple that contains a warning if the padding token is part of the vocabulary, because CTranslate2 may then
+        generate the padding token. Otherwise, an empty tuple.
 
     Raises:
         OSError: If a file cannot be written.
@@ -53,7 +53,7 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
     check_expressible(model.config, EXPRESSIBLE, "CTranslate2")
     zeros = not target_table(model.weights)[model.config.bos_id].any()
     config, weights = strip_padding(model.config, model.weights)
-    if zeros and config == model.config:  # no row was appended, so BOS is an ordinary vocabulary token
+    if zeros and config == model.config:  # no token was appended, so BOS is an ordinary vocabulary token
         zeros = False
     learned = config.position_encoding == "learned"
     rows = [row for row in NAMES if learned or "_position." not in row.name]
@@ -98,7 +98,7 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
 
 
 def _fused(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
-    """Fuse the projections. This is the inverse of ``ctranslate2._split``."""
+    """Concatenate the projections that CTranslate2 fuses. This is the inverse of ``ctranslate2._split``."""
     found = dict(tensors)
     for name in tensors:
         path, _, kind = name.rpartition("/")
@@ -112,7 +112,7 @@ def _fused(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
 
 
 def _positions_of(config: TransformerConfig, tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
-    """Return the position tables of both stacks. Row 0 of a table is for the first position that the model uses."""
+    """Return the position tables of both stacks. Row 0 of each table belongs to the first position of a sentence."""
     names = [POSITIONS.format(stack=stack) for stack in STACKS]
     if config.position_encoding == "learned":
         return {name: np.ascontiguousarray(tensors[name][config.position_offset :]) for name in names}

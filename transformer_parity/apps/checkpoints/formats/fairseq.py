@@ -117,7 +117,9 @@ def read(path: Path, options: ReadOptions) -> Imported:
 
 
 def read_settings(content: Any) -> dict[str, Any]:
-    """Return a model's options as a flat dict. fairseq stores them in ``args`` up to 0.9 and in ``cfg`` since 0.10.
+    """Return a model's options as a flat dict.
+
+    fairseq stores the options in ``args`` up to version 0.9 and in ``cfg`` since version 0.10.
 
     Raises:
         ValueError: If there are no options or an option enables an unsupported feature. The message identifies the
@@ -155,7 +157,7 @@ def read_settings(content: Any) -> dict[str, Any]:
 
 
 def upgraded(tensors: Mapping[str, ndarray]) -> dict[str, ndarray]:
-    """Rename tensors from older versions, which fused projections and numbered the norms, to the current names.
+    """Convert the tensors of older fairseq versions, which fuse projections and number the norms, to the current names.
 
     Raises:
         ValueError: If a fused projection cannot be split into three.

@@ -1,7 +1,8 @@
 """Hugging Face directories with config.json, generation_config.json, and weights in safetensors or PyTorch files.
 
-A model's class, not its files, determines its conventions, which ``huggingface_families`` lists. The tensors determine
-which embeddings are tied, because the flags in some published checkpoints contradict the tensors.
+The class of a model, not its config.json, determines conventions such as the order of the norms.
+``huggingface_families`` lists the conventions of each class. The tensors determine which embeddings are tied, because
+the flags in some published checkpoints contradict the tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from transformer_spec.names import FLOAT_DTYPES
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 ADAPTER = "adapter_config.json"
-WEIGHTS: dict[str, Callable[[Path], dict[str, ndarray]]] = {  # in the order in which transformers searches for them
+# The reader of each weight file, in the order in which transformers searches for the files.
+WEIGHTS: dict[str, Callable[[Path], dict[str, ndarray]]] = {
     "model.safetensors": tensors.read,
     "model.safetensors.index.json": tensors.read_shards,
     "pytorch_model.bin": pickles.read_tensors,
@@ -80,7 +82,7 @@ IGNORED = ("model.encoder.version", "model.decoder.version", "model.*.embed_posi
 
 
 def output_name(family: str) -> str:
-    """Return the name of a family's output projection."""
+    """Return the name of the output projection's weight in models of a family."""
     return "model.decoder.output_projection.weight" if family == "fsmt" else "lm_head.weight"
 
 
@@ -111,7 +113,7 @@ def read(path: Path, options: ReadOptions) -> Imported:
     family = family_of(given)
     fields = filled_in(family, given)
     files, found = _read_weights(path)
-    if not any(name.startswith("model.") for name in found):  # saved from the class that has no output projection
+    if not any(name.startswith("model.") for name in found):  # saved from the base class, without an output projection
         found = {
             name if name == BIAS or name.startswith("lm_head.") else f"model.{name}": one for name, one in found.items()
         }
@@ -168,8 +170,8 @@ def settle_tables(
     """Determine from the tensors which embeddings are tied, and report flags that contradict the tensors.
 
     Returns:
-        The value of ``tie_embeddings``, the tensors, and the notes. The tensors include the matrices that this value
-        requires, under the names of the encoder embedding, the decoder embedding, and the output projection.
+        The value of ``tie_embeddings``, the tensors, and the notes. If two or three matrices are tied, the tensors
+        contain only one of them: the encoder embedding if it is tied, and otherwise the decoder embedding.
 
     Raises:
         ValueError: If there is no embedding matrix.
@@ -204,7 +206,7 @@ def settle_tables(
 
 
 def _flag_notes(family: str, given: Mapping[str, Any]) -> list[str]:
-    """Return one sentence for each flag from an older release that contradicts the current class."""
+    """Return one sentence for each flag that an older release wrote and that contradicts the current class."""
     return [
         f"{name} is {given[name]} in {CONFIG}, but {family} models ignore this flag and always use {value}"
         for name, value in FAMILIES[family].flags.items()
@@ -213,7 +215,7 @@ def _flag_notes(family: str, given: Mapping[str, Any]) -> list[str]:
 
 
 def _without_positions(found: Mapping[str, ndarray], config: TransformerConfig) -> dict[str, ndarray]:
-    """Remove the sinusoidal position tables, which the model computes from its config.
+    """Return the tensors without the sinusoidal position tables, which this project computes from the config.
 
     Raises:
         ValueError: If a table differs from the config's sinusoids by more than the rounding error of its values and
@@ -240,7 +242,7 @@ def _without_positions(found: Mapping[str, ndarray], config: TransformerConfig) 
 
 
 def _license(path: Path) -> str | None:
-    """Return the license that the front matter of README.md specifies, or None if it specifies none."""
+    """Return the license in the front matter of README.md, or None if the front matter does not specify a license."""
     if not has(path, "README.md"):
         return None
     text = read_bytes(member(path, "README.md"), 2**22).decode("utf-8", "replace")
@@ -256,8 +258,8 @@ def family_for(config: TransformerConfig) -> str:
     """Return the first family that supports a config.
 
     Raises:
-        ValueError: If no family supports the config. The message lists the unsupported fields for the most similar
-            family.
+        ValueError: If no family supports the config. The message lists the fields that the most similar family does
+            not support.
     """
     problems = {}
     for family in FAMILIES:
@@ -296,7 +298,7 @@ def check_family(config: TransformerConfig, family: str) -> None:
 
 
 def write(model: Imported, directory: Path) -> tuple[str, ...]:
-    """Write a directory that ``from_pretrained`` can load, using the model's dtype.
+    """Write a directory that ``from_pretrained`` can load. The weights keep their dtypes.
 
     Args:
         model: Model to write. A model that was imported from Hugging Face keeps its family.
@@ -316,7 +318,7 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
     found = give(table_of(family), model.weights, config)
     fields = fields_of(config, family)
     output = output_name(family)
-    if not fields["tie_word_embeddings"]:  # transformers then ties nothing, so write a copy of each tied parameter
+    if not fields["tie_word_embeddings"]:  # transformers ties no parameters, so write a copy of each tied parameter
         found.setdefault(DECODER, found[ENCODER])
         found.setdefault(output, found[DECODER])
         if family not in ("marian", "fsmt"):
@@ -337,7 +339,7 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
     for name, content in ((CONFIG, fields), (GENERATION, generation)):
         (directory / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
     vocabulary = model.vocabulary
-    if isinstance(vocabulary, JointVocabulary):  # built by `parity train`
+    if isinstance(vocabulary, JointVocabulary):  # a vocabulary that `parity train` built
         vocabulary = as_marian(vocabulary) if family == "marian" else None
         if vocabulary is None:
             notes.append(f"no vocabulary: {family} tokenizers do not support vocabularies of `parity train`")
@@ -347,7 +349,7 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
 
 
 def _positions(config: TransformerConfig) -> ndarray:
-    """Return the sinusoidal position table that a class loads."""
+    """Return the sinusoidal position table for classes that load the table from the weight file."""
     rows = config.max_length + config.position_offset
     table = sinusoidal_encoding(rows, config.d_model, config.position_layout, config.position_timescale)
     if config.position_offset:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from transformer_spec.config import TransformerConfig
 
-# Default values for fields that config.json omits. Each family below overrides some of them.
+# Default values for fields that config.json omits. Each family in ``FAMILIES`` overrides some of these values.
 DEFAULTS: dict[str, Any] = {
     **{"d_model": 1024, "max_position_embeddings": 1024, "activation_function": "gelu", "scale_embedding": False},
     **{"encoder_layers": 12, "encoder_attention_heads": 16, "encoder_ffn_dim": 4096},
@@ -23,13 +23,13 @@ IN_FAIRSEQ = {"bos_token_id": 0, "decoder_start_token_id": 2}
 
 
 class Family(NamedTuple):
-    """A model family, with the conventions that config.json cannot change and the defaults for config.json.
+    """A model family, with the corresponding preset of this project and the default values for config.json.
 
     Attributes:
         preset: Name of the preset in this project.
         title: Prefix of the family's class names.
-        defaults: Defaults that differ from ``DEFAULTS``.
-        flags: Flags that older releases wrote to config.json but the current classes ignore, with the values that match
+        defaults: Default values that differ from ``DEFAULTS``.
+        flags: Flags that older releases wrote to config.json and that the current classes ignore. The values describe
             the current classes.
         behind_padding: Whether the position IDs start after the padding ID.
     """
@@ -42,13 +42,13 @@ class Family(NamedTuple):
 
     @property
     def classes(self) -> list[str]:
-        """Names of the class with an output projection and of the base class, which some checkpoints use."""
+        """Names of the classes from which a checkpoint may be saved, with and without an output projection."""
         kind = "MTModel" if self.title == "Marian" else "ForConditionalGeneration"
         return [self.title + kind, f"{self.title}Model"]
 
 
 def _flags(before: bool, embedding: bool, final: bool, static: bool) -> dict[str, bool]:
-    """Return the flags used by releases before version 4."""
+    """Return the flags that releases before version 4 wrote to config.json."""
     names = ("normalize_before", "normalize_embedding", "add_final_layer_norm", "static_position_embeddings")
     return dict(zip(names, (before, embedding, final, static), strict=True))
 

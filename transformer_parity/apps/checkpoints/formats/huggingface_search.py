@@ -12,7 +12,7 @@ from transformer_spec.search import Search
 from transformer_spec.search_rules import SearchRules
 
 NEW_TOKENS = 20  # maximum number of new tokens if no maximum length is specified (transformers 5)
-# Settings without an equivalent in this project, and the values that disable them.
+# Settings without an equivalent in this project, and the values that disable each setting.
 UNKNOWN: Mapping[str, tuple[Any, ...]] = {
     "do_sample": (None, False),
     "num_beam_groups": (None, 1),
@@ -28,7 +28,8 @@ UNKNOWN: Mapping[str, tuple[Any, ...]] = {
     "remove_invalid_values": (None, False),
 }
 INTEGERS = ("num_beams", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "no_repeat_ngram_size")
-STOPS = {None: "current", False: "current", True: "first", "never": "attainable"}  # stop rule by early_stopping
+# Stop rule for each value of early_stopping.
+STOPS = {None: "current", False: "current", True: "first", "never": "attainable"}
 LONGEST = 512  # max_length to write if the search limits the length relative to the source; includes the BOS token
 
 
@@ -71,9 +72,10 @@ def read_search(fields: Mapping[str, Any], config: TransformerConfig) -> tuple[S
 def generation_search(fields: Mapping[str, Any], config: TransformerConfig) -> Search:
     """Convert the fields of a ``generation_config.json``, or of an old ``config.json``, to a search.
 
-    Hugging Face's ``max_length`` includes the BOS token, so a ``max_length`` of 512 becomes 511. ``min_length`` needs
-    no such conversion: transformers counts BOS but not EOS, and this project counts EOS but not BOS. The length penalty
-    needs none either, because both count the EOS token and a forced first token.
+    Hugging Face's ``max_length`` includes the BOS token, so a ``max_length`` of 512 becomes 511. ``min_length`` is not
+    changed, because transformers counts the BOS token but not the EOS token, whereas this project counts the EOS token
+    but not the BOS token. The length penalty is not changed, because transformers and this project both count the EOS
+    token and a forced first token.
 
     Args:
         fields: Content of the file. Fields that do not affect the search are ignored.
@@ -129,7 +131,7 @@ def _ids(value: Any) -> list[Any]:
 
 
 def _banned(fields: Mapping[str, Any], config: TransformerConfig) -> list[Any]:
-    """Return the IDs that must not be generated. Padding is omitted because the search never generates it."""
+    """Return the IDs that must not be generated. ``pad_id`` is omitted because the search never generates padding."""
     words = [_ids(word) for word in fields.get("bad_words_ids") or []]
     if long := [word for word in words if len(word) != 1]:
         raise ValueError(f"bad_words_ids must be single tokens: got {long[0]}")
@@ -144,13 +146,13 @@ def _max_length(fields: Mapping[str, Any], config: TransformerConfig) -> int:
 
 
 def _min_length(fields: Mapping[str, Any]) -> int:
-    """Return the minimum number of tokens. The number includes EOS, which ``min_new_tokens`` excludes."""
+    """Return the minimum number of tokens, including the EOS token. ``min_new_tokens`` excludes the EOS token."""
     new = fields.get("min_new_tokens")
     return max(fields.get("min_length") or 1, 1) if new is None else new + 1
 
 
 def write_search(search: Search, config: TransformerConfig) -> tuple[dict[str, Any], list[str]]:
-    """Return the content of a generation_config.json, and one sentence for each setting that it cannot store."""
+    """Return the content of a generation_config.json, and one sentence for each setting that this file cannot store."""
     rules, notes = search.rules, []
     beams = search.beam_size or 1
     if beams > 1 and (search.length_penalty_kind != "power" or rules.pool != "beam"):

@@ -62,7 +62,7 @@ TIED = {
 
 
 def recognizes(path: Path) -> bool:
-    """Return whether the path has a checkpoint's extension and its directory contains the settings."""
+    """Return whether a file has the extension of a checkpoint and is in the same directory as the settings."""
     return path.is_file() and path.suffix == ".ckpt" and has(path.parent, SETTINGS)
 
 
@@ -107,7 +107,7 @@ def config_of(tensors: Mapping[str, ndarray], settings: Mapping[str, Any]) -> Tr
     order = _agreed("layer_norm", [stack.get("layer_norm") for stack in stacks])
     final = "encoder.layer_norm.weight" in tensors
     if order is None and final:
-        order = "pre"  # JoeyNMT 1 supports only this order and has no setting for it
+        order = "pre"  # JoeyNMT 1 supports only this order and does not store it in the settings
     if order not in ("pre", "post"):
         raise ValueError(f"layer_norm in {SETTINGS} must be 'pre' or 'post' in both stacks: got {order!r}")
     activation = _agreed("activation", [stack.get("activation", "relu") for stack in stacks])

@@ -1,7 +1,8 @@
 """Keras models with keras_hub layers, saved as ``.weights.h5`` or ``.keras``. Requires h5py.
 
 Keras numbers the layers of each class in the order of ``model.layers``. In a functional model, the source embedding
-precedes the target embedding because it is farther from the output. The attention kernels have a separate head axis.
+precedes the target embedding because the source embedding is farther from the output. The attention kernels have a
+separate head axis.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def read(path: Path, options: ReadOptions) -> Imported:
     Raises:
         OSError: If a file cannot be read.
         TypeError: If a field that the user specified has the wrong type.
-        ValueError: If the file is damaged, if the model is not supported, or if a value is neither in the file nor
-            specified by the user.
+        ValueError: If the file is damaged, if the model is not supported, or if a required config field is neither
+            stored in the file nor specified by the user.
     """
     from transformer_parity.apps.containers import hdf5
 
@@ -114,10 +115,10 @@ def _open(path: Path) -> tuple[Any, bytes]:
 
 
 def fields_of(content: Any) -> dict[str, Any]:
-    """Return the config fields in a model's description.
+    """Return the config fields that the model description in a ``.keras`` file specifies.
 
     Raises:
-        ValueError: If the model contains unsupported layers or settings. The message lists them.
+        ValueError: If the model contains unsupported layers or settings. The message lists the unsupported layers.
     """
     layers = content.get("config", {}).get("layers", []) if isinstance(content, dict) else []
     found: dict[str, list[dict[str, Any]]] = {}
@@ -159,7 +160,7 @@ def fields_of(content: Any) -> dict[str, Any]:
 
 
 def rows(config: TransformerConfig) -> list[Row]:
-    """Return the table of names. The name of the first layer in a stack has no number."""
+    """Return the table of names. In Keras, the name of the first layer in each stack does not contain a number."""
     depths = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
     return NAMES + [
         Row(f"{stack}.layers.{i}.{ours}.{kind}", f"layers/transformer_{stack}{f'_{i}' * (i > 0)}/{theirs}/vars/{j}")

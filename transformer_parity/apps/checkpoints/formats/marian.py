@@ -1,8 +1,8 @@
 """Marian ``.npz`` files, which follow the conventions of the ``marian_cpp`` preset. Requires PyYAML.
 
-All matrices have shape [in, out], and all vectors have shape [1, n]. The settings are stored in the file as YAML in a
-byte array. Marian has no padding token, and its decoder starts from a zero vector. The import therefore appends a row
-of zeros, which serves as both the padding token and the BOS token.
+All matrices have shape [in, out], and all vectors have shape [1, n]. A byte array in the file contains the model's
+options as YAML. Marian has no padding token, and its decoder starts from a zero vector. The import therefore appends a
+token with a zero embedding, which serves as both the padding token and the BOS token.
 
 Source: marian-nmt/marian-dev at c9f287db, src/models/transformer.h, src/layers/output.cpp, and embedding.cpp.
 """
@@ -129,7 +129,8 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
     """Write the files that ``marian-decoder`` reads: ``model.npz``, ``model.npz.decoder.yml``, and the vocabularies.
 
     Returns:
-        One sentence if the vocabulary was not written because Marian does not support its kind. Otherwise empty.
+        A tuple that contains one sentence if the vocabulary was not written because Marian does not support this kind
+        of vocabulary. Otherwise, an empty tuple.
 
     Raises:
         OSError: If a file cannot be written.
@@ -170,7 +171,7 @@ def write(model: Imported, directory: Path) -> tuple[str, ...]:
 def _write_vocabulary(model: Imported, directory: Path) -> list[str]:
     """Write the vocabulary files, and return the names of the files that Marian loads for the source and the target.
 
-    If Marian does not support the kind of vocabulary, no files are written and the list is empty.
+    If Marian does not support this kind of vocabulary, no files are written and the list is empty.
     """
     if not isinstance(model.vocabulary, MarianVocabulary):
         return []

@@ -15,10 +15,10 @@ from transformer_spec.search import Search
 from transformer_spec.search_rules import SearchRules
 
 SETTINGS = "special:model.yml"
-EOS_ID, UNK_ID = 0, 1  # Word::DEFAULT_EOS_ID and DEFAULT_UNK_ID
+EOS_ID, UNK_ID = 0, 1  # Marian's constants Word::DEFAULT_EOS_ID and Word::DEFAULT_UNK_ID
 
-# Supported values of each option, and the reason for the restriction. If an old file lacks an option, the model does
-# not use the feature.
+# Supported values of each option, and the reason for the restriction. Old files may lack some of these options, because
+# their models do not use the corresponding features.
 NEEDED: dict[str, tuple[tuple[object, ...], str]] = {
     "type": (("transformer",), "only Transformers are supported"),
     "transformer-decoder-autoreg": (("self-attention",), "SSRU (rnn) and average attention are not supported"),
@@ -112,7 +112,9 @@ def _norm_order(settings: Mapping[str, Any]) -> str:
 
 
 def config_of(settings: Mapping[str, Any], tensors: Mapping[str, ndarray]) -> TransformerConfig:
-    """Return the config without the appended padding. The tensors determine the sizes and which embeddings are tied.
+    """Return the config of a model to which no padding token has been appended yet.
+
+    The tensors determine the sizes and which embeddings are tied.
 
     Raises:
         ValueError: If a tensor that determines a size is missing or the options are invalid.
@@ -211,7 +213,7 @@ def settings_of(config: TransformerConfig, shared: bool) -> dict[str, object]:
         "transformer-postprocess": "da" if pre else "dan",
         "transformer-postprocess-emb": "nd" if config.embedding_norm else "d",
         "transformer-postprocess-top": "n" if config.final_norm else "",
-        # The command line sets the first name, but src/models/transformer.h reads the second.
+        # Marian's command line sets the first option, but src/models/transformer.h reads the second one.
         "transformer-train-position-embeddings": config.position_encoding == "learned",
         "transformer-train-positions": config.position_encoding == "learned",
     }

@@ -29,7 +29,7 @@ NEEDED: dict[str, tuple[object, ...]] = {
     **{"num_kv": OFF, "multiquery": OFF, "lora_layers": OFF, "lora_embedding": OFF, "quant_layers": OFF},
     **{"aan_useffn": OFF, "n_src_feats": OFF, "num_experts": OFF},
 }
-ACTIVATIONS = ("relu", "gelu")  # OpenNMT-py's silu is gated
+ACTIVATIONS = ("relu", "gelu")  # silu is not supported because it is gated in OpenNMT-py
 POSITIONS = {
     "SinusoidalInterleaved": {"position_layout": "interleaved", "position_timescale": "m"},
     "SinusoidalConcat": {"position_layout": "split", "position_timescale": "m_minus_1"},

@@ -142,8 +142,8 @@ def config_of(tensors: Mapping[str, ndarray], said: UserNames) -> TransformerCon
 
     Raises:
         TypeError: If a field has the wrong type.
-        ValueError: If a tensor that determines a size is missing, if its name is not specified, or if the config is
-            invalid.
+        ValueError: If a tensor that determines a size is missing, if the user has not specified the name of a required
+            tensor, or if the config is invalid.
     """
     names, p = said.names, said.prefix
     if missing := [name for name in ("source_embedding.table", "target_embedding.table") if name not in names]:
@@ -174,7 +174,7 @@ def config_of(tensors: Mapping[str, ndarray], said: UserNames) -> TransformerCon
 
 
 def _copies(said: UserNames, config: TransformerConfig) -> list[str]:
-    """Return the user's names of tensors that are copies of a tied parameter."""
+    """Return the names of the user's tensors that are copies of a tied parameter."""
     tied = {
         "all": ("target_embedding.table", "output_proj.kernel"),
         "target_output": ("output_proj.kernel",),
@@ -199,7 +199,9 @@ def _split(tensors: Mapping[str, ndarray], prefix: str) -> dict[str, ndarray]:
 
 
 def write(model: Imported, directory: Path) -> None:
-    """Write ``model.safetensors``, in which torch.nn.Transformer has the prefix ``transformer``, and ``names.toml``.
+    """Write ``model.safetensors`` and ``names.toml``.
+
+    The names of the tensors that belong to torch.nn.Transformer start with ``transformer.``.
 
     Raises:
         OSError: If a file cannot be written.
