@@ -124,7 +124,7 @@ class IdsOverwritten(Sound):
 
 @attack(REFUSED, stages=(ACTIVATIONS, GRADIENTS))
 class MemoryOverwritten(Sound):
-    """The port replaces padding with a token in the memory that it shares with parity and in its own gradients."""
+    """The port replaces padding with a token in the IDs that it shares with parity, and also in its gradients."""
 
     def forward(self, source_ids, target_ids, tap):
         logits = super().forward(source_ids, target_ids, tap)
@@ -161,7 +161,7 @@ class WeightsOverwritten(Sound):
 
 @attack(FAILS, stages=STAGES)
 class PreviousResult(Sound):
-    """Every call returns the result of the previous call if the shapes match."""
+    """Every call returns the result of the previous call or, if the shapes differ, zeros."""
 
     previous: Any = None
 
@@ -201,7 +201,7 @@ class MasksByShape(Sound):
 
 @attack(FAILS, stages=STAGES)
 class FirstWeightsForEver(Sound):
-    """The port uses the first weights of each config for all later models in the process."""
+    """The port uses the weights of the first model with a config for all later models with the same config."""
 
     first: Any = {}
 

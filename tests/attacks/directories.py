@@ -108,7 +108,7 @@ on_both(
 )
 vectors(
     "NegatedBaseline",
-    "The float32 tensors in A have the wrong sign, which would allow a relative error of 8 in B.",
+    "The float32 tensors in A have the wrong sign, so the tolerance for B would be a relative error of 8.",
     lambda a, b: (a.alter(np.negative, dtype="float32"), b.alter(np.zeros_like, dtype="float32")),
 )
 on_both(
@@ -148,7 +148,7 @@ on_both(
 )
 on_both(
     "NoSentence",
-    "The batches in A and B are empty.",
+    "The batches in A and B contain no sentences.",
     lambda side: (
         side.keep(PADDED),
         side.inputs(PADDED).update({name: ids[:0] for name, ids in side.inputs(PADDED).items()}),
@@ -174,7 +174,7 @@ on_both(
 on_both("NoCase", "A and B contain no cases.", set_all({"cases": []}), expected=INCOMPLETE)
 vectors(
     "TruthWithoutFloat32",
-    "A contains no float32 tensors, but B does. The reference computes the expected values.",
+    "B contains float32 tensors, but A doesn't. The reference computes the expected values.",
     lambda a, b: _drop_dtype(a, "float32"),
     expected=TOLERATED,
 )

@@ -116,7 +116,7 @@ class TapsOnce(Sound):
 
 @attack(FAILS, **ONE_CASE)
 class TapsOfAnotherModel(Sound):
-    """The intermediate values are correct, but the logits are wrong."""
+    """The tapped values are correct, but the logits are wrong."""
 
     def forward(self, source_ids, target_ids, tap):
         return super().forward(source_ids, target_ids, tap)[..., ::-1]
@@ -138,7 +138,7 @@ class Word(str):
 
 @attack(TOLERATED, stages=STAGES, alone=True)
 class WordsOfItsOwn(Sound):
-    """The names of weights and taps and the reason for an omitted case are instances of a str subclass."""
+    """The names of weights and taps, and the reason for an omitted case, are instances of a subclass of str."""
 
     name = Word("WordsOfItsOwn")
     left_out = {EASIEST: Word("it needs two tokens")}
@@ -200,7 +200,7 @@ lacks(
 lacks("NoSteps", "The port doesn't define train_step().", "start_training", "train_step")
 lacks(
     "NoExport",
-    "The port doesn't define export_weights(). Everything requested is still compared.",
+    "The port doesn't define export_weights(). All requested results are still compared.",
     "export_weights",
     stages=STAGES,
     expected=TOLERATED,
@@ -300,7 +300,7 @@ blind(
 )
 blind(
     "FarPositions",
-    "Positions start at 1e18, where neighboring positions are equal in float64.",
+    "Positions start at 1e18, so adjacent positions are the same number in float64.",
     no_mask,
     position_offset=10**18,
 )
@@ -311,7 +311,12 @@ blind(
     max_length=4,
     **LEARNED,
 )
-blind("NoLabels", "Label smoothing leaves a weight of 1e-13 for the correct label.", no_mask, label_smoothing=1 - 1e-13)
+blind(
+    "NoLabels",
+    "With label smoothing, the target probability of the correct label is only 1e-13.",
+    no_mask,
+    label_smoothing=1 - 1e-13,
+)
 lacks(
     "FourTokens",
     "The vocabulary has four tokens, including the special tokens, which is enough for a comparison.",

@@ -149,7 +149,7 @@ TestsOfNone: pytest runs the tests for a port that can only export its weights.
     fails or incomplete: --parity-port={OFFERS}:WeightsOnly
 TestsOfFloat32: pytest runs the tests for a port that declares only float32.
     fails or incomplete: --parity-port={OFFERS}:Float32Only
-ReferenceAlone: Only the fast NumPy code is compared with the formulas.
+ReferenceAlone: Only the optimized NumPy code is compared with the NumPy reference.
     agrees: --backends numpy --stage activations --dtype float64 --sentences 0
 StepsOfAPreset: Activations and optimizer steps are requested for a preset, but presets have no optimizer steps.
     incomplete: --backends torch --preset marian --stage activations,steps --dtype float64 --sentences 0
@@ -173,7 +173,7 @@ StaleAfterDivergence: A wrong port is compared, and the output file contains the
     fails: --port {SELF}:WrongNamesake --stage activations --json {RESULT}
 
 # Selection and names of ports.
-UnknownPort: One of two ports can't be imported. The other port is correct.
+UnknownPort: One of two ports can't be imported, and the other port is correct.
     incomplete: --port {SOUND} --port transformer_parity.absent:Port --stage activations
 UnknownInterpreter: The Python interpreter specified for a port doesn't exist.
     incomplete: --port {SOUND} --isolate {SOUND}=/absent/python

@@ -104,7 +104,7 @@ here(
     lambda: raises(WordlessError()),
 )
 here("RaisesStopIteration", "The forward pass raises StopIteration, which ends a generator.", lambda: next(iter(())))
-here("RaisesRecursionError", "The forward pass never stops calling itself.", recurse)
+here("RaisesRecursionError", "The forward pass calls itself recursively without end.", recurse)
 before_a_sentence(
     "RaisesKeyboardInterrupt",
     "The forward pass raises KeyboardInterrupt, which isn't a subclass of Exception.",
@@ -116,7 +116,7 @@ before_a_sentence("Crashes", "The forward pass reads from an invalid address.", 
 before_a_sentence("Hangs", "The forward pass never returns.", lambda: time.sleep(10.0 * HANGS), timeout=HANGS)
 before_a_sentence(
     "ForksAndDies",
-    "The port's process ends, but a child process keeps its pipes open. parity must notice this immediately.",
+    "The port's process ends, but its child process keeps the pipes open. parity must detect this immediately.",
     fork_and_die,
     timeout=2.0 * HANGS,
     says="exit code 0",
@@ -176,7 +176,7 @@ at_load("PrintsPickles", "The port prints pickled objects to standard output.", 
 at_load("ClosesStandardStreams", "The port closes standard input, output, and error.", close_streams)
 at_load(
     "ClosesEveryFile",
-    "The port closes every open file, as a daemon does.",
+    "The port closes every open file descriptor, as a daemon does.",
     lambda: os.closerange(3, 256),
     expected=INCOMPLETE,
 )
@@ -234,7 +234,7 @@ at_load(
 
 @alone(REFUSED)
 class DistanceReplaced(Sound):
-    """The port replaces NumPy's functions for norms and finiteness. Its logits are doubled and contain a NaN."""
+    """The port replaces NumPy's functions norm and isfinite. Its logits are doubled and contain a NaN."""
 
     def forward(self, source_ids, target_ids, tap):
         logits = 2.0 * super().forward(source_ids, target_ids, tap)
@@ -268,7 +268,7 @@ at_load(
 )
 at_load(
     "RoundsUpwards",
-    "The port changes the processor's rounding mode to upward for everything that the process computes.",
+    "The port sets the processor's rounding mode to upward, which affects all computations in the process.",
     lambda: ctypes.CDLL(None).fesetround(0x800),
     expected=REFUSED,
 )

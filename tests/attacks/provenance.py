@@ -292,8 +292,12 @@ add(
     "old/reference_numpy is a different reference_numpy from",
 )
 for mode, name, what in (
-    (py_compile.PycInvalidationMode.TIMESTAMP, "OldBytecode", "with the size and modification time of the source"),
-    (py_compile.PycInvalidationMode.UNCHECKED_HASH, "UncheckedBytecode", "which Python never checks"),
+    (py_compile.PycInvalidationMode.TIMESTAMP, "OldBytecode", "and the recorded size and time match the source"),
+    (
+        py_compile.PycInvalidationMode.UNCHECKED_HASH,
+        "UncheckedBytecode",
+        "and Python doesn't compare it with the source",
+    ),
 ):
     add(
         name,

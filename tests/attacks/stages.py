@@ -217,7 +217,7 @@ def padding_inside(ids: ndarray, config: Any, limit: int) -> ndarray:
 
 hypotheses(
     "PaddingInside",
-    "A token follows padding, as in a search that forgets which sequences have ended.",
+    "A hypothesis contains a token after padding, as if the search didn't keep track of finished hypotheses.",
     padding_inside,
     says="token 2: a hypothesis contains padding",
 )

@@ -79,7 +79,7 @@ vectors(
 )
 vectors(
     "EmbeddingsLikeA",
-    "B's embeddings are bitwise identical to A's, as in every program that multiplies once and adds once.",
+    "B's embeddings are bitwise identical to A's. One multiplication and one addition round the same everywhere.",
     lambda a, b: [
         mine.update({name: theirs[name] for name in theirs if name.endswith("_embedding.output") and name[:3] != "at "})
         for theirs, mine in zip(a.outputs(), b.outputs(), strict=True)
@@ -140,7 +140,7 @@ nothing_shows(
 )
 nothing_shows(
     "NoPadding",
-    "No sentence in A and B is padded, so no mask is needed.",
+    "No sentence in A and B is padded, so a padding mask has no effect.",
     change=with_ids(lambda ids, pad: np.where(ids == pad, 3, ids)),
 )
 nothing_shows(

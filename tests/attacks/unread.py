@@ -40,7 +40,13 @@ at_padding(
     0.0,
 )
 at_padding("NanAtPadding", "The logits at target padding are NaN.", TOLERATED, 0, np.nan)
-at_padding("ZeroAtTheLastToken", "The logits at the last token of shorter targets are zero.", FAILS, -1, 0.0)
+at_padding(
+    "ZeroAtTheLastToken",
+    "The logits at the last token of each target and at the padding that follows are zero.",
+    FAILS,
+    -1,
+    0.0,
+)
 
 
 def shown(name: str, what: str, expected: str, alter: Callable[[str, ndarray, ndarray], Any]) -> None:
@@ -91,7 +97,7 @@ shown(
 
 @attack(TOLERATED, **FORWARD)
 class CausalMaskAlone(Sound):
-    """The target isn't masked at padding, which changes only the results at target padding."""
+    """The port doesn't mask target padding, which changes only the results at target padding."""
 
     def forward(self, source_ids, target_ids, tap):
         return self.model(source_ids, target_ids, None, np.ones(target_ids.shape, bool), tap=tap)
@@ -99,7 +105,7 @@ class CausalMaskAlone(Sound):
 
 @attack(FAILS, **FORWARD)
 class WeightsAtPaddedKeys(Sound):
-    """An attention weight tap receives 1e-9 for masked keys, although these weights multiply the values."""
+    """An attention weight tap receives 1e-9 instead of zero for keys that the causal mask excludes."""
 
     def forward(self, source_ids, target_ids, tap):
         def show(tap, name, value):

@@ -100,7 +100,7 @@ taps(
 
 @attack(TOLERATED, **ONE_CASE)
 class NanForAnEmptySentence(Sound):
-    """The logits of a sentence with only padding are NaN. No case for ports has one, so it is listed as NOT TESTED."""
+    """The logits of a sentence with only padding are NaN. No case tests this, so it is listed as NOT TESTED."""
 
     def forward(self, source_ids, target_ids, tap):
         found = super().forward(source_ids, target_ids, tap)
@@ -128,12 +128,12 @@ def overflowing(config: TransformerConfig) -> list[Case]:
 
 @attack(REFUSED, stages=(ACTIVATIONS,), cases=overflowing, says="finite")
 class InfiniteBaseline(Sound):
-    """The weights also overflow float32 in the reference, so there is neither a float32 baseline nor a tolerance."""
+    """Even the reference overflows in float32, so there is neither a float32 baseline nor a tolerance."""
 
 
 @attack(REFUSED, stages=(ACTIVATIONS,), cases=overflowing)
 class GarbageBesideInfinity(Sound):
-    """If the reference overflows in float32, the port returns three small integers."""
+    """If the reference overflows in float32, the port returns an array of three small integers instead of logits."""
 
     taps = ()
 
