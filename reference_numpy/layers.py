@@ -65,7 +65,7 @@ class LayerNorm:
     ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
 
     Args:
-        config: Model configuration, which defines the size, epsilon, and the kind of divisor.
+        config: Model configuration, which defines the size, epsilon, and the type of divisor.
         dtype: Dtype of the parameters, ``float32`` or ``float64``.
     """
 

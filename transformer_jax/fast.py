@@ -1,4 +1,4 @@
-"""Optimized versions of the formulas. A model without this module computes the same results, up to rounding.
+"""Optimized functions and layers. A model with ``fast=False`` computes the same results without them, up to rounding.
 
 ``accelerate`` makes attention process long inputs block by block, and makes layers compute their gradients as plain
 matmuls. Searches select the best extensions block by block.
@@ -60,7 +60,7 @@ def same_keys() -> nnx.Rngs:
 
 
 def accelerate(model: nnx.Module) -> None:
-    """Replace parts of a newly constructed model with faster parts that compute the same results."""
+    """Replace layers and functions of a newly constructed model with faster ones that compute the same results."""
     for _, module in nnx.iter_modules(model):
         if type(module) in FAST:  # bypass NNX, which would treat the class as a submodule
             object.__setattr__(module, "__class__", FAST[type(module)])
@@ -128,7 +128,7 @@ def top_by_blocks(values: Float[Array, "B N"], count: int) -> tuple[Float[Array,
     blocks with the largest maxima. Among blocks with equal maxima, the first ones are used.
     """
     rows, size = values.shape
-    values = jnp.where(jnp.isnan(values), inf, values)  # put NaN first, so that it is detected
+    values = jnp.where(jnp.isnan(values), inf, values)  # rank NaN first, so that the search raises an error
     if size <= BLOCK * count:
         best, index = jax.lax.top_k(values, count)  # top_k returns a list
         return best, index

@@ -63,7 +63,7 @@ class LayerNorm(nnx.LayerNorm):
     ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
 
     Args:
-        config: Model configuration, which defines the size, epsilon, and the kind of divisor.
+        config: Model configuration, which defines the size, epsilon, and the type of divisor.
         dtype: Name of the dtype of the parameters, such as ``float32``.
         rngs: Flax random state, which the base class requires.
     """

@@ -82,7 +82,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
     """Return the shards of each parameter on the devices of this process, by canonical name.
 
     Args:
-        trainer: Trainer whose model is divided. Without a mesh, each parameter is one shard.
+        trainer: Trainer whose parameters are returned. If the trainer has no mesh, each parameter is one shard.
     """
     numbers, held = _numbers(trainer.mesh), {}
     for name in parameter_shapes(trainer.model.config):

@@ -134,14 +134,14 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> I
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int]) -> Bool[Array, "B L"]:
-    """Check a padding mask that a caller passed against the shape of its IDs, and return it."""
+    """Check that a padding mask is boolean and has the same shape as the IDs, and return it."""
     mask = as_array(name, mask)
     check_mask(name, mask.shape, mask.dtype.name, shape)
     return jnp.array(mask)  # copy, so that the caller's array is never aliased
 
 
 def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[Array, "B S d_model"]:
-    """Check an encoder memory that a caller passed against the expected shape and dtype, and return it."""
+    """Check that an encoder memory has the expected shape and dtype, and return it."""
     memory = as_array("memory", memory)
     check_memory(memory.shape, memory.dtype.name, shape, dtype)
     return jnp.array(memory)  # copy, so that the caller's array is never aliased

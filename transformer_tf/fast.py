@@ -1,4 +1,4 @@
-"""Optimized versions of the formulas. A model without this module computes the same results, up to rounding.
+"""Optimized functions and layers. A model with ``fast=False`` computes the same results without them, up to rounding.
 
 ``accelerate`` makes attention process long inputs block by block. Searches select the best extensions block by block,
 and a trainer updates its parameters using TensorFlow's kernel.
@@ -100,7 +100,7 @@ def top_by_blocks(
     blocks.
     """
     rows, size = keras.ops.shape(values)
-    values = tf.where(~tf.math.is_nan(values), values, inf)  # put NaN first, so that it is detected
+    values = tf.where(~tf.math.is_nan(values), values, inf)  # rank NaN first, so that the search raises an error
     blocks, rest = size // BLOCK, size % BLOCK
     maxima = tf.reduce_max(tf.reshape(values[:, : size - rest], [rows, blocks, BLOCK]), -1)
     _, block = tf.math.top_k(maxima, tf.minimum(count, blocks))

@@ -97,7 +97,7 @@ class LayerNorm(Configured, keras.layers.LayerNormalization):
     ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
 
     Args:
-        config: Model configuration, which defines the size, epsilon, and the kind of divisor.
+        config: Model configuration, which defines the size, epsilon, and the type of divisor.
         dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """

@@ -69,7 +69,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
     """Return the shards of each parameter on the devices of this process, by canonical name.
 
     Args:
-        trainer: Trainer whose model is divided. Without a mesh, each parameter is one shard.
+        trainer: Trainer whose parameters are returned. If the trainer has no mesh, each parameter is one shard.
     """
     mesh, held = trainer.mesh, {}
     devices = (0,)

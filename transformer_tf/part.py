@@ -43,8 +43,8 @@ class Part(Configured, keras.Model):
     Args:
         config: Model configuration.
         dtype: Dtype policy, by name or as an object. None uses the global Keras policy.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
         kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Attributes:
@@ -99,15 +99,15 @@ class Part(Configured, keras.Model):
 
         Args:
             config: Configuration of the model to which the weights belong.
-            weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
-                ignores the parameters of the other part.
+            weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` ignores decoder
+                parameters, and a ``Decoder`` ignores encoder parameters.
             dtype: Dtype policy: ``float64``, ``float32``, ``bfloat16`` or ``mixed_bfloat16``, by name or as an object.
             device: ``cpu``, ``gpu``, or a TensorFlow device name, such as ``/GPU:1``. None uses the caller's
                 ``tf.device`` scope.
             precision: ``highest`` or ``fast`` sets the precision of float32 matmuls for the whole process (see
                 ``set_precision``). None doesn't change it.
-            fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False
-                computes the formulas without optimizations.
+            fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
+                False uses the unoptimized code.
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` is not a ``TransformerConfig``.
@@ -156,8 +156,8 @@ class Part(Configured, keras.Model):
                 ``tf.device`` scope.
             precision: ``highest`` or ``fast`` sets the precision of float32 matmuls for the whole process (see
                 ``set_precision``). None doesn't change it.
-            fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False
-                computes the formulas without optimizations.
+            fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
+                False uses the unoptimized code.
 
         Raises:
             OSError: If the file can't be read.
@@ -201,7 +201,7 @@ class Part(Configured, keras.Model):
         return get_weights(self)
 
     def _take(self, side, ids, mask):
-        """Check and return the IDs and the mask of ``source`` or ``target``. Derive a missing mask from the IDs."""
+        """Check and return the IDs and the mask of ``source`` or ``target``. If no mask is given, compute it."""
         config = self.config
         ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions)
         if mask is not None:
@@ -218,7 +218,7 @@ class Part(Configured, keras.Model):
         shape = (*mask.shape, self.config.d_model)
         return to_memory(memory, shape, self.compute_dtype), mask
 
-    _take_memory_for_cache = _take_memory  # Transformer overrides this to compute the memory
+    _take_memory_for_cache = _take_memory  # Transformer overrides this method to compute the memory
 
     def _take_both(self, source_ids=..., target_ids=..., source_mask=None, target_mask=None, **options):
         """Check and return the arguments of a call of the full model, by name."""

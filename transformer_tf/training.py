@@ -54,8 +54,8 @@ def cross_entropy(
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
     """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and the number of target tokens.
 
-    Label smoothing (section 5.4) moves the probability ``label_smoothing`` from the correct token to all tokens
-    (``uniform``), all incorrect tokens (``off_target``), or all incorrect tokens except padding
+    Label smoothing (section 5.4) takes the probability ``label_smoothing`` from the correct token and distributes it
+    equally over all tokens (``uniform``), all incorrect tokens (``off_target``), or all incorrect tokens except padding
     (``off_target_and_pad``).
 
     Args:
@@ -171,10 +171,10 @@ class Trainer:
     Args:
         model: Model in float32 or float64.
         settings: Optimizer, learning rate schedule, clipping, gradient accumulation, and mixed precision.
-        seed: Seed for dropout. The dropout in a step depends only on the seed and the step number.
+        seed: Seed for dropout. The dropout masks of a step depend only on the seed and the step number.
         mesh: Strategy from ``make_mesh`` that divides the full batch. None uses only the model's device.
-        dropout: ``global`` draws random numbers for the full batch, so that the result doesn't depend on the number of
-            devices. ``local`` draws them separately for the rows of each device, which is faster.
+        dropout: ``global`` samples the dropout masks of the full batch, so that the result doesn't depend on the number
+            of devices. ``local`` samples the masks separately on each device, which is faster.
         compile: True lets XLA compile each step once per shape of a batch, which takes as long as dozens of steps. It
             can't be combined with a mesh, and changes the random numbers of dropout.
 
@@ -256,7 +256,7 @@ class Trainer:
         return StepResult(*result)
 
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-        """Return the loss per target token of a batch and the gradient that a step would use, before clipping.
+        """Return the loss per target token of a batch and the gradient that ``train_step`` would use, before clipping.
 
         Arguments, dropout, micro-batches, devices, and errors are the same as in ``train_step``. Nothing is updated.
         """

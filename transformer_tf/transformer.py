@@ -30,8 +30,8 @@ class Encoder(Part):
     Args:
         config: Model configuration.
         dtype: Dtype policy, by name or as an object. None uses the global Keras policy.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
         kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Taps:
@@ -56,7 +56,7 @@ class Encoder(Part):
             source_mask: True for source positions that contain a token, False for padding. None derives the mask from
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
             training: True enables dropout. None uses the mode of the enclosing Keras layer.
 
         Raises:
@@ -97,8 +97,8 @@ class Decoder(Part):
     Args:
         config: Model configuration.
         dtype: Dtype policy, by name or as an object. None uses the global Keras policy.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
         kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Taps:
@@ -134,7 +134,7 @@ class Decoder(Part):
             source_mask: True for source positions that contain a token, False for padding. None derives the mask from
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
             training: True enables dropout. None uses the mode of the enclosing Keras layer.
 
         Raises:
@@ -182,7 +182,7 @@ class Decoder(Part):
             beam_size: Number of hypotheses per source sequence.
             source_mask: True for source positions that contain a token, False for padding. None derives the mask from
                 ``source_ids``.
-            memory: Encoder memory, as returned by ``encode``. Without a memory, a ``Transformer`` computes it from
+            memory: Encoder memory, as returned by ``encode``. If None, a ``Transformer`` computes the memory from
                 ``source_ids``, and a ``Decoder`` raises an error.
 
         Raises:
@@ -211,7 +211,7 @@ class Decoder(Part):
                 as a prefix. Hypotheses of the same sequence are in adjacent rows.
             cache: Cache from ``init_cache`` or from the previous step. It is not modified.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
 
         Returns:
             The logits, [R, V] or [R, L, V], and the updated cache, for the next step.
@@ -245,8 +245,8 @@ class Transformer(Encoder, Decoder):
     Args:
         config: Model configuration.
         dtype: Dtype policy, by name or as an object. None uses the global Keras policy.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
         kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Taps:
@@ -278,7 +278,7 @@ class Transformer(Encoder, Decoder):
             target_mask: True for target positions that contain a token, False for padding. None derives the mask from
                 ``target_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
             training: True enables dropout. None uses the mode of the enclosing Keras layer.
 
         Raises:
@@ -293,7 +293,7 @@ class Transformer(Encoder, Decoder):
         return self._decode(target_ids, memory, target_mask, source_mask, tap, training)
 
     def _take_memory_for_cache(self, memory, ids, mask):
-        """Check and return the encoder memory and the source mask. Compute a missing memory first."""
+        """Check and return the encoder memory and the source mask. If no memory is given, compute it."""
         if memory is None:
             memory = self.encode(ids, mask, training=False)
         return self._take_memory(memory, ids, mask)

@@ -1,4 +1,4 @@
-"""Optimized versions of the formulas. A model without this module computes the same results, up to rounding.
+"""Optimized functions and layers. A model with ``fast=False`` computes the same results without them, up to rounding.
 
 ``accelerate`` makes a model use PyTorch's fused attention kernel and store its sinusoids. Searches use a twin of the
 model, whose weights have a layout that is fast for few rows, and select the best extensions block by block.
@@ -38,7 +38,7 @@ MEMORY_PROJECTIONS = ("cross_attention.key_proj", "cross_attention.value_proj")
 
 
 def accelerate(model: nn.Module) -> None:
-    """Replace parts of a newly constructed model with faster parts that compute the same results."""
+    """Replace layers and functions of a newly constructed model with faster ones that compute the same results."""
     dtype = next(model.parameters()).dtype
     for name, module in [*model.named_modules()]:
         if isinstance(module, MultiHeadAttention):
@@ -195,7 +195,7 @@ def top_by_blocks(values: Float[Tensor, "B N"], count: int) -> tuple[Float[Tenso
     largest maxima. Among blocks with equal maxima, the first ones are used.
     """
     if values.shape[1] <= BLOCK * count:
-        best, index = values.sort(dim=-1, descending=True, stable=True)  # puts NaN first, so that it is detected
+        best, index = values.sort(dim=-1, descending=True, stable=True)  # NaN first, so that the search raises an error
         return best[:, :count].nan_to_num(inf, inf, -inf), index[:, :count]
     short = -values.shape[1] % BLOCK
     padded = F.pad(values, (0, short), value=-inf) if short else values  # F.pad always copies

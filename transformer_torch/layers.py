@@ -121,7 +121,7 @@ class LayerNorm(nn.LayerNorm):
     ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
 
     Args:
-        config: Model configuration, which defines the size, epsilon, and the kind of divisor.
+        config: Model configuration, which defines the size, epsilon, and the type of divisor.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
     """
 

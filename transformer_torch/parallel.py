@@ -80,7 +80,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
     """Return the shards of each parameter on the devices of this process, by canonical name.
 
     Args:
-        trainer: Trainer whose model is divided. Without a mesh, each parameter is one shard.
+        trainer: Trainer whose parameters are returned. If the trainer has no mesh, each parameter is one shard.
     """
     number = trainer.shard.number
     held = {}

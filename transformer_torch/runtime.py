@@ -87,7 +87,7 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, devi
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int], device: torch.device) -> Bool[Tensor, "B L"]:
-    """Check a padding mask that a caller passed against the shape of its IDs, and return it."""
+    """Check that a padding mask is boolean and has the same shape as the IDs, and return it."""
     mask = mask if isinstance(mask, Tensor) else to_array(name, mask)
     check_mask(name, mask.shape, dtype_name(mask), shape)
     return _put(mask, torch.bool, device)
@@ -96,7 +96,7 @@ def to_mask(name: str, mask: Any, shape: tuple[int, int], device: torch.device) 
 def to_memory(
     memory: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "B S d_model"]:
-    """Check an encoder memory that a caller passed against the expected shape and dtype, and return it."""
+    """Check that an encoder memory has the expected shape and dtype, and return it."""
     memory = memory if isinstance(memory, Tensor) else np.asarray(memory)
     check_memory(memory.shape, dtype_name(memory), shape, str(dtype).removeprefix("torch."))
     return _put(memory, dtype, device)
