@@ -311,7 +311,7 @@ def reuse(model: Any, gradient: Mapping[str, ndarray]) -> None:
 
 
 def top(values: Float[ndarray, "B N"], count: int) -> tuple[Float[ndarray, "B K"], Int[ndarray, "B K"]]:
-    """Return the largest values of each row and their indices. Unlike ``search.top``, it doesn't sort all values."""
+    """Return the largest values of each row and their indices. Unlike ``search.top``, this doesn't sort all values."""
     values = np.where(np.isnan(values), inf, values)
     if values.shape[1] > 8 * count:
         large = [np.flatnonzero(row >= np.partition(row, -count)[-count]) for row in values]

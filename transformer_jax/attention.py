@@ -131,8 +131,8 @@ class KeyValueCache:
             The buffers, which contain zeros after the last stored position. The caller must mask out these zeros.
 
         Raises:
-            ValueError: If the new positions exceed the capacity. Under ``jax.jit``, where the length is unknown, they
-                overwrite the last positions instead.
+            ValueError: If the new positions exceed the capacity. Under ``jax.jit``, where the length is unknown, the
+                new positions overwrite the last positions instead.
         """
         length = None if isinstance(self.length, jax.core.Tracer) else int(self.length)
         check_capacity(length, key.shape[2], self.key.shape[2])

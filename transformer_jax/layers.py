@@ -73,7 +73,7 @@ class LayerNorm(nnx.LayerNorm):
             config.d_model,
             epsilon=config.layer_norm_epsilon,
             param_dtype=dtype,
-            use_fast_variance=False,  # E[x^2] - E[x]^2 cancels if the mean is large
+            use_fast_variance=False,  # E[x^2] - E[x]^2 loses precision if the mean is large
             rngs=rngs,
         )
         self.kind = config.layer_norm_kind

@@ -2,8 +2,8 @@
 
 The trainer shards the arrays of the model, which you can still call. If the arrays belong to several processes, call
 the model under ``nnx.jit``, because operations that are dispatched one by one can deadlock on CPUs. Dropout is always
-``global`` at no cost: random bits depend only on their position in the mask (``jax_threefry_partitionable``, the
-default), so each device draws only its own part. ``local`` has the same effect.
+``global``, which takes no extra time. By default (``jax_threefry_partitionable``), random bits depend only on their
+position in the mask, so each device generates only the bits for its part. ``local`` has the same effect.
 
 Axes: B batch, L length.
 """
@@ -65,7 +65,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> Mesh:
 
 
 def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
-    """Return the plan of a mesh from ``make_mesh`` or from the user. Without a mesh, return a plan for one device.
+    """Return the plan of a mesh, even if the user created the mesh. Without a mesh, return a plan for one device.
 
     Raises:
         TypeError: If the mesh is not a ``jax.sharding.Mesh``.

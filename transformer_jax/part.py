@@ -53,7 +53,7 @@ class Part(nnx.Module):
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         tied = config.tie_embeddings == "all"
         self.config = config
-        self.precision: str | None = None  # precision of matmuls; None uses the process's
+        self.precision: str | None = None  # precision of matmuls; None uses the process's setting
         if self.part != "decoder" or tied:
             self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype, rngs=rngs)
         if self.part != "decoder":
@@ -99,8 +99,8 @@ class Part(nnx.Module):
                 setting of the process.
             fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
                 False uses the unoptimized code.
-            rngs: Random state of dropout, as an ``nnx.Rngs``, a key, or a seed. None doesn't allow train mode, in which
-                Flax would raise an error. A ``Trainer`` uses its own seed instead.
+            rngs: Random state of dropout, as an ``nnx.Rngs``, a key, or a seed. With None, Flax raises an error if you
+                call the model in train mode. A ``Trainer`` uses its own seed instead.
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` or ``rngs`` has the wrong type.
@@ -147,8 +147,8 @@ class Part(nnx.Module):
                 setting of the process.
             fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
                 False uses the unoptimized code.
-            rngs: Random state of dropout, as an ``nnx.Rngs``, a key, or a seed. None doesn't allow train mode, in which
-                Flax would raise an error. A ``Trainer`` uses its own seed instead.
+            rngs: Random state of dropout, as an ``nnx.Rngs``, a key, or a seed. With None, Flax raises an error if you
+                call the model in train mode. A ``Trainer`` uses its own seed instead.
 
         Raises:
             OSError: If the file can't be read.

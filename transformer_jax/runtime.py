@@ -35,8 +35,8 @@ def set_precision(precision: str) -> None:
     """Set the precision of float32 matmuls for the whole process.
 
     Args:
-        precision: ``highest`` computes in full float32, for agreement. ``fast`` allows fewer mantissa bits (TF32 on a
-            GPU), for speed. Most CPUs compute in full float32 either way.
+        precision: ``highest`` computes in full float32, for comparisons. ``fast`` allows fewer mantissa bits (TF32 on a
+            GPU), which is faster. Most CPUs compute in full float32 either way.
 
     Raises:
         ValueError: If the precision is unknown.
@@ -89,7 +89,7 @@ def to_device(device: Any) -> jax.Device | None:
 
 
 def to_rngs(rngs: Any) -> nnx.Rngs:
-    """Return an ``nnx.Rngs``, given one, a key, or a seed.
+    """Return an ``nnx.Rngs``, given an ``nnx.Rngs``, a key, or a seed.
 
     Raises:
         TypeError: If the argument has a different type.
@@ -156,8 +156,9 @@ def to_numpy(array: Array) -> np.ndarray:
 def quick_compilation() -> Iterator[None]:
     """Compile with few optimizations within this context, for tests and short programs.
 
-    A search and ``gradients`` use the context in which they are called, and a ``Trainer`` uses the context in which it
-    was created. Compilation takes 80% less time, but the compiled code is slower. Results agree up to rounding.
+    The context affects searches and ``gradients`` if they are called within the context, and a ``Trainer`` if it is
+    created within the context. Compilation takes 80% less time, but the compiled code is slower. Results agree up to
+    rounding.
     """
     token = _COMPILES_QUICKLY.set(True)
     try:

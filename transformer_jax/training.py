@@ -72,7 +72,7 @@ def cross_entropy(
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))  # [B, T, V]
     log_totals = jax.nn.logsumexp(wide, -1)
     right = jnp.take_along_axis(wide, labels[..., None], -1)[..., 0] - log_totals  # [B, T]
-    # On a GPU and in traced code, labels haven't been checked. Return NaN instead of the loss of a different label.
+    # On a GPU and in traced code, labels haven't been checked. If a label is outside the vocabulary, return NaN.
     right = jnp.where((labels >= 0) & (labels < config.target_vocab_size), right, jnp.nan)
     smoothing = config.label_smoothing
     spread = wide.sum(-1) - wide.shape[-1] * log_totals  # [B, T]
@@ -122,8 +122,8 @@ class Trainer:
     """Trainer that updates a model in place, one batch per step (section 5).
 
     Each step computes the gradient of the loss per target token, clips it, and updates the parameters using Adam and
-    the learning rate of equation (3). Between steps, the model is in inference mode. Each step is compiled once per
-    shape of a batch.
+    the learning rate of equation (3). Between steps, the model is in inference mode. JAX compiles the step once per
+    batch shape.
 
     Args:
         model: Model in float32 or float64.
@@ -278,7 +278,7 @@ class Trainer:
         self.step, self.seed = state.step, state.seed
 
     def _take(self, source_ids, target_ids, labels):
-        """Check and return a batch, divided over the devices, and the random bits of its dropout."""
+        """Check and return a batch, divided over the devices, and the random bits for its dropout."""
         micro_batches = self.settings.accumulation_steps
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(micro_batches, len(batch[0]))
@@ -310,7 +310,7 @@ def _evaluate(structure, parameters, batch):
 
 
 def _gradients(structure, parameters, batch):
-    """Return the loss per target token and its gradients at parameters and taps, where zeros are added."""
+    """Return the loss per target token and its gradients at parameters and taps. Zeros are added at each tap."""
 
     def loss(parameters, zeros):
         model = structure.build(parameters)
@@ -324,7 +324,7 @@ def _gradients(structure, parameters, batch):
 
 
 def _step(structure, settings, parameters, optimizer, batch, numbers):
-    """Return the optimizer, the parameters, and the reported values after a step."""
+    """Take a step, and return the new optimizer, the new parameters, and the values to report."""
     total, tokens, gradient = _gradient(structure, settings, parameters, batch, numbers["random_bits"])
     count = jnp.maximum(tokens, 1).astype(total.dtype)
     norm = global_norm(gradient) / count
@@ -360,7 +360,7 @@ def _loss_with_dropout(structure, settings, parameters, batch, key):
     model.train()
     for stack in (model.encoder, model.decoder):
         stack.activation_checkpointing = settings.activation_checkpointing
-    stream = nnx.RngStream(key, tag="dropout")  # shared, so each dropout draws the next key
+    stream = nnx.RngStream(key, tag="dropout")  # shared, so that each dropout layer uses the next key
     for _, module in nnx.iter_modules(model):
         if isinstance(module, nnx.Dropout):
             module.rngs = stream

@@ -22,8 +22,8 @@ from transformer_spec.taps import Tap, checked, no_tap, within
 class Encoder(Part):
     """The encoder of a Transformer, including the source embedding (left half of Figure 1).
 
-    It maps source tokens to the encoder memory: one vector per source position. The constructor draws initial values.
-    Use ``from_weights`` to create a model with given weights.
+    It maps source tokens to the encoder memory: one vector per source position. The constructor initializes the
+    parameters randomly. Use ``from_weights`` to create a model with given weights.
 
     Args:
         config: Model configuration.
@@ -80,7 +80,7 @@ class Decoder(Part):
     """The decoder of a Transformer, including target embedding and output projection (right half of Figure 1).
 
     It maps the encoder memory and the target tokens so far to the logits of the next token at every target position.
-    The constructor draws initial values. Use ``from_weights`` to create a model with given weights.
+    The constructor initializes the parameters randomly. Use ``from_weights`` to create a model with given weights.
 
     Args:
         config: Model configuration.
@@ -224,7 +224,7 @@ class Transformer(Encoder, Decoder):
     """The full Transformer: encoder, decoder, and output projection (Figure 1).
 
     It maps source tokens and the target tokens so far to the logits of the next token at every target position. The
-    constructor draws initial values. Use ``from_weights`` to create a model with given weights.
+    constructor initializes the parameters randomly. Use ``from_weights`` to create a model with given weights.
 
     Args:
         config: Model configuration.

@@ -103,7 +103,7 @@ class KeyValues(NamedTuple):
 
 
 class Nested:
-    """A dataclass that TensorFlow flattens into its tensors, so that it can pass through loops and functions."""
+    """Base class of dataclasses that TensorFlow can flatten into tensors, and therefore pass to loops and functions."""
 
     def __tf_flatten__(self) -> tuple[Any, Any]:
         """Return the static metadata (none) and the fields."""
@@ -143,8 +143,8 @@ class KeyValueCache(Nested):
             The buffers, which contain zeros after the last stored position. The caller must mask out these zeros.
 
         Raises:
-            ValueError: If the new positions exceed the capacity. In a ``tf.function``, where the length is unknown,
-                they overwrite the last positions instead.
+            ValueError: If the new positions exceed the capacity. In a ``tf.function``, where the length is unknown, the
+                new positions overwrite the last positions instead.
         """
         check_capacity(tf.get_static_value(self.length), key.shape[2], self.key.shape[2])
         start = [0, 0, self.length, 0]

@@ -61,7 +61,7 @@ class Part(Configured, keras.Model):
         norm = LayerNorm if config.embedding_norm else lambda *_, **__: None
         tied = config.tie_embeddings == "all"
         self.config = config
-        self.device: str | None = None  # device of the calls; None uses the caller's scope
+        self.device: str | None = None  # device on which calls run; None uses the caller's scope
         if self.part != "decoder" or tied:
             self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype, name="source_embedding")
         if self.part != "decoder":
@@ -126,7 +126,7 @@ class Part(Configured, keras.Model):
 
     @as_placed
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call the model. IDs may be lists, and Keras may pass all inputs in one structure."""
+        """Call the model. IDs may be lists, and Keras may pass all inputs in one list, tuple, or dict."""
         options = {name: value for name, value in options.items() if value is not None}
         if self.part is None and len(args) == 1 and _is_structure(args[0]) and "target_ids" not in options:
             inputs = args[0]
@@ -134,7 +134,7 @@ class Part(Configured, keras.Model):
         if self.part is not None:
             args = tuple(np.asarray(x) if isinstance(x, list | tuple) and not _is_structure(x) else x for x in args)
         elif not any(map(keras.backend.is_keras_tensor, (*args, *options.values()))):
-            args, options = (), self._take_both(*args, **options)  # `call` would extend error messages
+            args, options = (), self._take_both(*args, **options)  # Keras extends messages of errors in `call`
         return super().__call__(*args, **options)
 
     @classmethod
@@ -169,7 +169,7 @@ class Part(Configured, keras.Model):
 
     @property
     def _default_save_signature(self):
-        """Return the function that ``tf.saved_model.save`` exports, which takes the IDs. None for a decoder."""
+        """Return the function that ``tf.saved_model.save`` exports, which takes the IDs, or None for a decoder."""
         names = {None: ["source_ids", "target_ids"], "encoder": ["source_ids"], "decoder": []}[self.part]
         signature = [tf.TensorSpec([None, None], tf.int32, name) for name in names]
         return tf.function(lambda *ids: self(*ids), signature, autograph=False) if names else None
@@ -181,7 +181,7 @@ class Part(Configured, keras.Model):
             store: Contents of the file, as Keras passes them.
 
         Raises:
-            ValueError: If the file has more layers than the model, which Keras would silently skip.
+            ValueError: If the file has more layers than the model. Keras would silently skip the additional layers.
         """
         super().load_own_variables(store)
         for stack in (layer for layer in self.layers if isinstance(layer, EncoderStack | DecoderStack)):
@@ -247,7 +247,7 @@ class Part(Configured, keras.Model):
 
 
 def _is_structure(inputs):
-    """Return whether the inputs of a call are passed in one structure, rather than as rows of source IDs."""
+    """Return whether one argument contains all inputs of a call, instead of rows of source IDs."""
     if isinstance(inputs, tuple | list):
         return any(len(np.shape(x)) == 2 for x in inputs)
     return isinstance(inputs, Mapping)

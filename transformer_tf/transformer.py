@@ -24,8 +24,8 @@ from transformer_tf.runtime import as_placed
 class Encoder(Part):
     """The encoder of a Transformer, including the source embedding (left half of Figure 1).
 
-    It maps source tokens to the encoder memory: one vector per source position. The constructor draws initial values.
-    Use ``from_weights`` to create a model with given weights.
+    It maps source tokens to the encoder memory: one vector per source position. The constructor initializes the
+    parameters randomly. Use ``from_weights`` to create a model with given weights.
 
     Args:
         config: Model configuration.
@@ -79,7 +79,7 @@ class Encoder(Part):
         return self.encoder(x, mask=source_mask, tap=within(tap, "encoder"), training=training)
 
     def compute_mask(self, source_ids: Int[Tensor, "B S"], previous_mask: Any = None) -> Bool[Tensor, "B S"] | None:
-        """Return a mask that is True for tokens. Keras attaches it to the memory, so that later layers ignore padding.
+        """Return a mask that is True for tokens. Keras attaches the mask to the memory, so later layers ignore padding.
 
         Args:
             source_ids: Token IDs of the source sequences, padded with ``config.pad_id``.
@@ -92,7 +92,7 @@ class Decoder(Part):
     """The decoder of a Transformer, including target embedding and output projection (right half of Figure 1).
 
     It maps the encoder memory and the target tokens so far to the logits of the next token at every target position.
-    The constructor draws initial values. Use ``from_weights`` to create a model with given weights.
+    The constructor initializes the parameters randomly. Use ``from_weights`` to create a model with given weights.
 
     Args:
         config: Model configuration.
@@ -191,7 +191,7 @@ class Decoder(Part):
             ValueError: If the IDs, the mask, or the memory have the wrong shape, an ID is outside the vocabulary,
                 ``capacity`` exceeds ``config.max_positions``, or a required argument is missing.
         """
-        if not tf.is_tensor(capacity):  # a function that is traced once for all sizes passes a tensor
+        if not tf.is_tensor(capacity):  # in a function that is traced for all sizes, it is a tensor
             capacity = check_positions("capacity", capacity, self.config.max_positions)
             beam_size = check_integer("beam_size", beam_size, minimum=1)
         memory, source_mask = self._take_memory_for_cache(memory, source_ids, source_mask)
@@ -240,7 +240,7 @@ class Transformer(Encoder, Decoder):
     """The full Transformer: encoder, decoder, and output projection (Figure 1).
 
     It maps source tokens and the target tokens so far to the logits of the next token at every target position. The
-    constructor draws initial values. Use ``from_weights`` to create a model with given weights.
+    constructor initializes the parameters randomly. Use ``from_weights`` to create a model with given weights.
 
     Args:
         config: Model configuration.
@@ -286,7 +286,7 @@ class Transformer(Encoder, Decoder):
             ValueError: If the IDs or the masks have the wrong shape, an ID is outside the vocabulary, or there are more
                 positions than ``config.max_positions``.
         """
-        if source_mask is None or target_mask is None:  # without `__call__`, in a functional Keras model
+        if source_mask is None or target_mask is None:  # a functional Keras model bypasses `__call__`
             taken = self._take_both(source_ids, target_ids, source_mask, target_mask)
             return self.call(**taken, tap=tap, training=training)
         memory = self._encode(source_ids, source_mask, tap, training)

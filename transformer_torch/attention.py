@@ -211,7 +211,7 @@ class MultiHeadAttention(nn.Module):
         return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
 
     def extra_repr(self) -> str:
-        """Return the settings that the projections don't show when PyTorch prints the module."""
+        """Return the extra representation of the module, which omits settings that the projections show."""
         return f"num_heads={self.num_heads}"
 
     def project(self, memory: Float[Tensor, "B M d_model"]) -> KeyValues:

@@ -61,10 +61,10 @@ class TokenEmbedding(nn.Embedding):
     def __init__(self, vocab_size: int, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
         super().__init__(vocab_size, config.d_model, dtype=to_dtype(dtype))
         self.multiplier = math.sqrt(config.d_model) if config.scale_embedding else 1.0
-        self.embed_scale = self.multiplier  # the attribute name by which peft finds the multiplier
+        self.embed_scale = self.multiplier  # peft looks up the multiplier under this attribute name
 
     def reset_parameters(self) -> None:
-        """Draw the embeddings from a normal distribution with standard deviation 1 / sqrt(d_model)."""
+        """Initialize the embeddings from a normal distribution with standard deviation 1 / sqrt(d_model)."""
         _draw_table(self.weight)
 
     def forward(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L d_model"]:
@@ -76,7 +76,7 @@ class TokenEmbedding(nn.Embedding):
         return F.embedding(ids, self.weight) * self.multiplier
 
     def extra_repr(self) -> str:
-        """Return the sizes, which PyTorch prints."""
+        """Return the extra representation of the module."""
         return f"{super().extra_repr()}, multiplier={self.multiplier:g}"
 
 
@@ -109,7 +109,7 @@ class SinusoidalPosition(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Return the settings of the encoding, which PyTorch prints."""
+        """Return the extra representation of the module."""
         config = self.config
         conventions = config.position_layout, config.position_timescale
         return f"{config.d_model}, {', '.join(map(repr, conventions))}, offset={config.position_offset}"
@@ -128,7 +128,7 @@ class LearnedPosition(nn.Embedding):
         self.offset = config.position_offset
 
     def reset_parameters(self) -> None:
-        """Draw the vectors from a normal distribution with standard deviation 1 / sqrt(d_model)."""
+        """Initialize the vectors from a normal distribution with standard deviation 1 / sqrt(d_model)."""
         _draw_table(self.weight)
 
     def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
@@ -144,7 +144,7 @@ class LearnedPosition(nn.Embedding):
         return self.weight[self.offset : self.offset + length]
 
     def extra_repr(self) -> str:
-        """Return the sizes, which PyTorch prints."""
+        """Return the extra representation of the module."""
         return f"{super().extra_repr()}, offset={self.offset}"
 
 
@@ -169,9 +169,9 @@ def OutputProjection(  # noqa: N802  the name of a layer
 class TiedProjection(nn.Module):
     """Multiplication by a transposed embedding matrix, plus an optional bias.
 
-    The matrix is registered as a parameter of the embedding only, so the two stay tied if the matrix's values, dtype,
-    or device change. This class is not a subclass of ``nn.Linear`` because a tool that replaces or merges linear layers
-    would change the embedding too.
+    The matrix is registered as a parameter of the embedding only, so the projection and the embedding stay tied if the
+    matrix's values, dtype, or device change. This class is not a subclass of ``nn.Linear`` because a tool that replaces
+    or merges linear layers would change the embedding too.
 
     Args:
         embedding: Embedding whose matrix the layer uses.
@@ -204,11 +204,11 @@ class TiedProjection(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """Return the sizes, which PyTorch prints."""
+        """Return the extra representation of the module."""
         out_features, in_features = self.weight.shape
         return f"in_features={in_features}, out_features={out_features}, bias={self.bias is not None}, tied"
 
 
 def _draw_table(weight: Tensor) -> None:
-    if not weight.is_meta:  # on the meta device, drawing would only import SymPy
+    if not weight.is_meta:  # on the meta device, the initialization would only import SymPy
         nn.init.normal_(weight, std=weight.shape[1] ** -0.5)

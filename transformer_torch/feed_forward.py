@@ -48,5 +48,5 @@ class PositionwiseFeedForward(nn.Module):
         return tap("output", self.output_proj(self.dropout(inner)))
 
     def extra_repr(self) -> str:
-        """Return the settings that the layers don't show when PyTorch prints the module."""
+        """Return the extra representation of the module, which omits settings that the layers show."""
         return f"activation={self.activation!r}"

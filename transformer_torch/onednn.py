@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
-SHORT = 2**14  # number of scores per head up to which separate matmuls are faster
-LARGE_WEIGHT = 2**20  # number of weights from which oneDNN's layout is faster for few rows
-LARGE_PRODUCT = 2**19  # number of multiplications from which oneDNN's layout is faster if oneDNN is on
+SHORT = 2**14  # maximum number of scores per head for which separate matmuls are faster
+LARGE_WEIGHT = 2**20  # minimum number of weights for which oneDNN's layout is faster with few rows
+LARGE_PRODUCT = 2**19  # minimum number of multiplications for which oneDNN's layout is faster if oneDNN is on
 
 
 def is_on() -> bool:

@@ -77,7 +77,7 @@ class Adam(torch.optim.Adam):
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors by the mesh that shards them, if any, because a fused kernel accepts only one mesh."""
+    """Group tensors by the mesh that shards them, if any, because a fused kernel accepts tensors of only one mesh."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)

@@ -118,7 +118,7 @@ class Part(nn.Module):
         place = to_device(device)
         if precision is not None:
             set_precision(precision)
-        with torch.device("meta"):  # don't spend time on initial values
+        with torch.device("meta"):  # skip the initialization
             model = cls(config, dtype, fast=fast)
         model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=place))  # to_empty would import SymPy
         set_weights(model, weights)
@@ -163,7 +163,7 @@ class Part(nn.Module):
         return get_weights(self)
 
     def reset_parameters(self) -> None:
-        """Draw new initial values for all parameters, as the constructor does."""
+        """Reinitialize all parameters, as the constructor does."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 initialize(module)

@@ -22,7 +22,8 @@ def set_precision(precision: str) -> None:
     """Set the precision of float32 matmuls for the whole process.
 
     Args:
-        precision: ``highest`` computes in full float32, for agreement. ``fast`` allows TF32 on a GPU, for speed.
+        precision: ``highest`` computes in full float32, for comparisons. ``fast`` allows TF32 on a GPU, which is
+            faster.
 
     Raises:
         ValueError: If the precision is unknown.
@@ -142,7 +143,7 @@ def _put(x: Tensor | np.ndarray, dtype: torch.dtype, device: torch.device) -> Te
     """Return a tensor on a device. It doesn't alias the caller's NumPy array, whose strides may be negative."""
     if isinstance(x, Tensor):
         return x.to(device, dtype)
-    if dtype == torch.bfloat16:  # PyTorch can't read bfloat16 from NumPy, only its bits
+    if dtype == torch.bfloat16:  # PyTorch can't read NumPy's bfloat16, so copy the bits
         return _put(x.view(np.int16), torch.int16, device).view(dtype)
     tensor = torch.from_numpy(np.array(x, str(dtype).removeprefix("torch.")))
     if device.type == "cuda" and type(tensor) is Tensor:  # pinned memory is copied asynchronously
