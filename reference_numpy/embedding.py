@@ -115,7 +115,7 @@ class LearnedPosition:
     """Learned positional embedding, which is added to each vector (Table 3, row E).
 
     Args:
-        config: Model configuration, which defines the number of positions and the index of the first one.
+        config: Model configuration, which defines the number of positions and the index of the first position.
         dtype: Dtype of the parameters, ``float32`` or ``float64``.
     """
 
@@ -155,7 +155,7 @@ class OutputProjection:
 
     Args:
         config: Model configuration.
-        embedding: Target embedding, whose matrix a tied projection uses.
+        embedding: Target embedding. If the projection is tied, it uses the matrix of this embedding.
         dtype: Dtype of the parameters, ``float32`` or ``float64``.
     """
 

@@ -96,7 +96,7 @@ class LayerNorm:
 
 
 class Dropout:
-    """Dropout: sets random elements to zero and scales the others by 1 / (1 - rate), in training only (section 5.4).
+    """Dropout: sets random elements to zero and scales the rest by 1 / (1 - rate), in training only (section 5.4).
 
     Args:
         rate: Probability of dropping an element.

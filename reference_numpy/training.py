@@ -302,7 +302,7 @@ def _parameters(model):
 
 
 def _check_model(model):
-    """Raise a TypeError unless the model is a full Transformer, whose class may come from a copy of this package."""
+    """Raise a TypeError unless the model is a full Transformer, from this package or from a copy of this package."""
     if getattr(model, "part", "") is not None:
         raise TypeError(f"model must be a Transformer: got {type(model).__name__}")
 

@@ -89,7 +89,7 @@ class Structure:
     def of(cls, model: Transformer, mesh: Mesh | None = None) -> Structure:
         """Return the structure of a model."""
         graph, state = nnx.split(model)
-        # This gives the same result as jax.eval_shape, which takes as long as nnx.split.
+        # This gives the same result as jax.eval_shape, which would take as long as nnx.split.
         shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), state)
         return cls(graph, shapes, model.config, mesh)
 
@@ -137,7 +137,8 @@ def _compile(function, constants, options):
 def _compile_step(function, structure, settings, options):
     kept: Any = shardings(structure.config, structure.mesh)  # same shardings as the arguments, to compile only once
     results = None if kept is None else (Adam(kept, kept, settings), kept, None)
-    # Donate the old moments, which only the trainer uses. Don't donate the parameters, which a clone may share.
+    # Donate the old moments, which only the trainer uses. Don't donate the parameters, which a clone of the model may
+    # share.
     return jax.jit(
         partial(function, structure, settings),
         donate_argnames="optimizer",

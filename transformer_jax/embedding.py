@@ -62,7 +62,7 @@ class TokenEmbedding(nnx.Embed):
     def __init__(self, vocab_size: int, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
         normal = nnx.initializers.normal(config.d_model**-0.5)
         super().__init__(vocab_size, config.d_model, param_dtype=dtype, embedding_init=normal, rngs=rngs)
-        self.dtype = None  # compute in the dtype of the matrix, the default of Flax's other layers
+        self.dtype = None  # compute in the dtype of the matrix, as Flax's other layers do by default
         self.multiplier = math.sqrt(config.d_model) if config.scale_embedding else 1.0
 
     def __call__(self, ids: Int[Array, "B L"]) -> Float[Array, "B L d_model"]:  # type: ignore[override]
@@ -107,7 +107,7 @@ class LearnedPosition(nnx.Embed):
     """Learned positional embedding, which is added to each vector (Table 3, row E).
 
     Args:
-        config: Model configuration, which defines the number of positions and the index of the first one.
+        config: Model configuration, which defines the number of positions and the index of the first position.
         dtype: Name of the dtype of the parameters, such as ``float32``.
         rngs: Flax random state for the initial values and dropout.
     """
@@ -140,7 +140,7 @@ def OutputProjection(  # noqa: N802  the name of a layer
 
     Args:
         config: Model configuration.
-        embedding: Target embedding, whose matrix a tied projection uses.
+        embedding: Target embedding. If the projection is tied, it uses the matrix of this embedding.
         dtype: Name of the dtype of the parameters, such as ``float32``.
         rngs: Flax random state for the initial values.
     """

@@ -35,8 +35,8 @@ def set_precision(precision: str) -> None:
     """Set the precision of float32 matmuls for the whole process.
 
     Args:
-        precision: ``highest`` computes in full float32, for comparisons. ``fast`` allows fewer mantissa bits (TF32 on a
-            GPU), which is faster. Most CPUs compute in full float32 either way.
+        precision: ``highest`` computes in full float32, so that results agree across frameworks. ``fast`` allows fewer
+            mantissa bits (TF32 on a GPU), which is faster. Most CPUs compute in full float32 either way.
 
     Raises:
         ValueError: If the precision is unknown.

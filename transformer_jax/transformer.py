@@ -208,7 +208,7 @@ class Decoder(Part):
         """
         tap, is_one = checked(tap), np.ndim(target_ids) < 2
         ids = self._take_next(target_ids, cache)  # [R, L]
-        cache = jax.tree.map(lambda x: x, cache)  # copy the cache, so that the caller's stays unchanged
+        cache = jax.tree.map(lambda x: x, cache)  # copy the cache, so that the caller's cache stays unchanged
         n = cache.length + jnp.arange(ids.shape[1])
         holds_token = ((ids != self.config.pad_id) | (n == 0))[:, None, None]  # same as target_padding_mask
         cache.self_mask = jax.lax.dynamic_update_slice_in_dim(cache.self_mask, holds_token, cache.length, 3)

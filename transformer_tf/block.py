@@ -108,7 +108,7 @@ class Configured:
         """Create a layer from the result of ``get_config``.
 
         Args:
-            config: Arguments of the constructor, serialized.
+            config: Serialized arguments of the constructor.
             custom_objects: Additional classes that Keras may need, by name, or None.
         """
         given = {name: keras.saving.deserialize_keras_object(value, custom_objects) for name, value in config.items()}

@@ -24,7 +24,8 @@ from transformer_tf.layers import own_rows
 from transformer_tf.runtime import compiles_quickly, placed
 from transformer_tf.transformer import Transformer
 
-# Traced functions of each model, for its lifetime. They aren't attributes, because Keras saves and copies attributes.
+# Traced functions of each model, for the lifetime of the model. The functions aren't stored in attributes of the model,
+# because Keras saves and copies attributes.
 _TRACED: WeakKeyDictionary[Transformer, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
 
 
@@ -66,8 +67,8 @@ def call_traced(
         if compiles_quickly() or not model.fast:
             return function(model, *args, **constants)
         traced = _TRACED.setdefault(model, {})
-        # The key contains the variables' identities, because Keras replaces some when it adds others (for LoRA, for
-        # example). The types distinguish greedy search, sampling, and beam search.
+        # The key contains the variables' identities, because Keras replaces some variables when it adds others, for
+        # example for LoRA. The types distinguish greedy search, sampling, and beam search.
         key = function, *constants.values(), *map(type, args), len(tf.nest.flatten(args)), *map(id, model.variables)
         if key not in traced:
             of_model = partial(function, proxy(model), **constants)  # a proxy doesn't keep the model alive
@@ -84,8 +85,8 @@ def call_on_devices(trainer: Any, function: Callable[..., Any], part: Any, *numb
     Args:
         trainer: Trainer.
         function: Method of the trainer.
-        part: First arguments of the function. On a mesh, their first axis is the device.
-        numbers: Other arguments. They and the result are the same on all devices.
+        part: First arguments of the function. On a mesh, the first axis of each argument is the device.
+        numbers: Other arguments. These arguments and the result are the same on all devices.
         by_xla: True compiles the function using XLA, once per shape.
     """
     if trainer.mesh is None and (compiles_quickly() or not (trainer.model.fast or by_xla)):

@@ -112,7 +112,7 @@ class LearnedPosition(Block):
     """Learned positional embedding, which is added to each vector (Table 3, row E).
 
     Args:
-        config: Model configuration, which defines the number of positions and the index of the first one.
+        config: Model configuration, which defines the number of positions and the index of the first position.
         dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
@@ -143,7 +143,7 @@ class OutputProjection(Block):
 
     Args:
         config: Model configuration.
-        embedding: Target embedding, whose matrix a tied projection uses.
+        embedding: Target embedding. If the projection is tied, it uses the matrix of this embedding.
         dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """

@@ -119,7 +119,7 @@ class LayerNorm(Configured, keras.layers.LayerNormalization):
 
 
 class Dropout(Configured, keras.layers.Dropout):
-    """Dropout: sets random elements to zero and scales the others by 1 / (1 - rate), in training only (section 5.4).
+    """Dropout: sets random elements to zero and scales the rest by 1 / (1 - rate), in training only (section 5.4).
 
     The constructor takes the same arguments as ``keras.layers.Dropout``.
     """

@@ -178,7 +178,7 @@ class Part(Configured, keras.Model):
         """Load variables from a Keras file.
 
         Args:
-            store: Contents of the file, as Keras passes them.
+            store: Store from which Keras loads the variables.
 
         Raises:
             ValueError: If the file has more layers than the model. Keras would silently skip the additional layers.

@@ -248,7 +248,7 @@ class Trainer:
         learning_rate = settings.learning_rate(self.step + 1, config.d_model)
         numbers = learning_rate, settings.bias_corrections(self.step + 1)
         self.start(_trained(self._variables))
-        self.optimizer.settings = settings  # a caller may have replaced them
+        self.optimizer.settings = settings  # a caller may have replaced the settings
         with placed(self.model.device):
             numbers = tf.nest.map_structure(lambda number: tf.constant(number, self.model.variable_dtype), numbers)
             result = call_on_devices(self, self._step, self._part(batch), numbers, by_xla=self._compile)

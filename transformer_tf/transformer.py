@@ -223,7 +223,7 @@ class Decoder(Part):
         """
         is_one = len(np.shape(target_ids)) == 1
         ids = self._take_next(target_ids, cache)  # [R, L]
-        cache = tf.nest.map_structure(lambda x: x, cache)  # copy the cache, so that the caller's stays unchanged
+        cache = tf.nest.map_structure(lambda x: x, cache)  # copy the cache, so that the caller's cache stays unchanged
         tap, n = checked(tap), cache.length + tf.range(tf.shape(ids)[1])
         holds_token = (ids != self.config.pad_id) | (n == 0)  # the same rule as in target_padding_mask
         new = [0, 0, 0, cache.length]

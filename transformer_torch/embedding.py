@@ -119,7 +119,7 @@ class LearnedPosition(nn.Embedding):
     """Learned positional embedding, which is added to each vector (Table 3, row E).
 
     Args:
-        config: Model configuration, which defines the number of positions and the index of the first one.
+        config: Model configuration, which defines the number of positions and the index of the first position.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
     """
 
@@ -158,7 +158,7 @@ def OutputProjection(  # noqa: N802  the name of a layer
 
     Args:
         config: Model configuration.
-        embedding: Target embedding, whose matrix a tied projection uses.
+        embedding: Target embedding. If the projection is tied, it uses the matrix of this embedding.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
     """
     if config.tie_embeddings == "none":

@@ -50,7 +50,7 @@ class Adam(torch.optim.Adam):
             parameter: Parameter of the optimizer.
             steps: Number of steps taken so far, used if the state is new.
         """
-        if parameter not in self.state:  # otherwise, the base class would create them in its first step
+        if parameter not in self.state:  # otherwise, the base class would create the moments in its first step
             self.state[parameter] = {
                 "step": torch.full((), float(steps), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),

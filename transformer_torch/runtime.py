@@ -22,8 +22,8 @@ def set_precision(precision: str) -> None:
     """Set the precision of float32 matmuls for the whole process.
 
     Args:
-        precision: ``highest`` computes in full float32, for comparisons. ``fast`` allows TF32 on a GPU, which is
-            faster.
+        precision: ``highest`` computes in full float32, so that results agree across frameworks. ``fast`` allows TF32
+            on a GPU, which is faster.
 
     Raises:
         ValueError: If the precision is unknown.

@@ -131,11 +131,11 @@ class Trainer:
     Each step seeds PyTorch's default generator for dropout, and restores its state afterwards. If another thread uses
     this generator during a step, the thread gets different random numbers.
 
-    A mesh divides the model in place, and all processes must call each method together. Between steps, a process can
-    call the model. It can also search with the model, unless the mesh shards its parameters. If ``dropout`` is
-    ``global``, attention with dropout doesn't use the fused kernel, because each process would sample masks for only
-    its own rows. On a GPU, the kernel also samples different masks. To check that results don't depend on the number of
-    devices, compare with a mesh of one device, not with a trainer without a mesh.
+    With a mesh, the trainer divides the model in place, and all processes must call each method of the trainer
+    together. Between steps, a process can call the model. It can also search with the model, unless the mesh shards the
+    parameters. If ``dropout`` is ``global``, attention with dropout doesn't use the fused kernel, because each process
+    would sample masks for only its own rows. On a GPU, the kernel also samples different masks. To check that results
+    don't depend on the number of devices, compare with a mesh of one device, not with a trainer without a mesh.
 
     Args:
         model: Model, or a module that wraps it, in float32 or float64.
