@@ -204,7 +204,7 @@ def draw_keep(shape: tuple[int, ...], rate: float, rng: np.random.Generator) -> 
 
 
 def dropout(x: Float[ndarray, "*axes"], keep: Bool[ndarray, "*axes"], rate: float) -> Float[ndarray, "*axes"]:
-    """Set dropped elements to zero and scale the others by ``1 / (1 - rate)``, which preserves the mean (section 5.4).
+    """Set dropped elements to zero and scale the rest by ``1 / (1 - rate)``, which preserves the mean (section 5.4).
 
     The function is linear in ``x``, so it is also its own backward pass.
     """

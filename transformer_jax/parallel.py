@@ -97,7 +97,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
 def divide(trainer: Any, batch: Sequence[Array], micro_batches: int) -> Sequence[Array]:
     """Return a batch whose rows are divided over the devices of a mesh.
 
-    The shape is [rows, L], or [micro_batches, rows, L] if there are several micro-batches.
+    The shape is [rows, L], or [micro_batches, rows, L] if there are multiple micro-batches.
 
     Raises:
         ValueError: If the first batches or the settings of the processes differ.

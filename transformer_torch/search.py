@@ -41,7 +41,7 @@ def greedy_search(
     sequences in the batch.
 
     Args:
-        model: Model, or a module that wraps it. If it comes from ``torch.compile(model)``, the search uses compiled
+        model: Model, or a module that wraps a model. If you pass ``torch.compile(model)``, the search uses compiled
             code.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
         max_length: Maximum number of tokens, including EOS. By default, ``rules`` limits it to the source length + 50.
@@ -99,7 +99,7 @@ def beam_search(
     Padding is never generated.
 
     Args:
-        model: Model, or a module that wraps it. If it comes from ``torch.compile(model)``, the search uses compiled
+        model: Model, or a module that wraps a model. If you pass ``torch.compile(model)``, the search uses compiled
             code.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
         beam_size: Number of unfinished hypotheses to keep per sequence. It may exceed the vocabulary size.
@@ -162,7 +162,7 @@ def sample(
     The random numbers of a sample depend only on the seed, the index of the sample, and the row of its sequence.
 
     Args:
-        model: Model, or a module that wraps it. If it comes from ``torch.compile(model)``, the search uses compiled
+        model: Model, or a module that wraps a model. If you pass ``torch.compile(model)``, the search uses compiled
             code.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
         num_samples: Number of samples per sequence.
@@ -213,7 +213,7 @@ def score(
     To score each token of the hypotheses of a search, pass ``nbest_ids`` of the search result. Dropout is off.
 
     Args:
-        model: Model, or a module that wraps it.
+        model: Model, or a module that wraps a model.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
         target_ids: One translation per sequence [B, T], or N of them [B, N, T], without BOS but including EOS, padded
             with ``config.pad_id``.

@@ -87,7 +87,7 @@ def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -
     no gradient. The field ``frozen`` of the result lists their names.
 
     Args:
-        model: Model, or a module that wraps it. Neither is modified.
+        model: Model, or a module that wraps a model. Neither is modified.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
         target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
         labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
