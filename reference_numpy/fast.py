@@ -258,7 +258,7 @@ def by_sentence(
     labels: Int[ndarray, "B T"],
     config: TransformerConfig,
 ) -> tuple[tuple[Any, Any], Float[ndarray, "B T V"]]:
-    """Return the summed loss, the token count, and the gradient with respect to the logits, which overwrites them.
+    """Return the summed loss, the number of tokens, and the gradient with respect to the logits, stored in ``logits``.
 
     The function processes one sequence at a time to save memory, because the arrays that have a vocabulary axis are the
     largest.
