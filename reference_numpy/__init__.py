@@ -1,11 +1,12 @@
-"""The Transformer from "Attention Is All You Need", defined once in NumPy.
+"""The Transformer from "Attention Is All You Need" in NumPy, the reference for the other packages.
 
 The model is post-norm, as in the paper, unless the config specifies otherwise. Read ``functional`` first, then the
 modules in the order of the paper: masks, attention, layers, feed_forward, embedding, encoder, decoder, part, and
 transformer. Then read backward, optimizer, and training, followed by search and search_loop. Functions and layers
-define their backward pass next to the forward pass; ``backward`` combines them into blocks. The learning rate schedule
-of equation (3) is in ``transformer_spec.training_config``. ``fast`` contains optimized versions of some functions and
-layers, which models use unless you create them with ``fast=False``.
+define their backward pass next to their forward pass. The module ``backward`` combines these backward passes into the
+backward pass of the full model. The learning rate schedule, equation (3), is in ``transformer_spec.training_config``.
+``fast`` contains optimized versions of some functions and layers. A model uses these versions unless you create it with
+``fast=False``.
 """
 
 import transformer_spec
@@ -36,7 +37,7 @@ from reference_numpy.search import beam_search, greedy_search, sample, score
 from reference_numpy.training import Trainer, cross_entropy, gradients
 from reference_numpy.transformer import Decoder, Encoder, Transformer, load_transformer
 from reference_numpy.weights import get_weights, set_weights
-from transformer_spec import *  # noqa: F403  re-exported, so that one import is enough
+from transformer_spec import *  # noqa: F403  re-exported, so that users need only one import
 
 __all__ = [
     "Decoder",

@@ -29,7 +29,7 @@ def scaled_dot_product_attention(
     dropout: Callable[[ndarray], ndarray] | None = None,
     tap: Tap = no_tap,
 ) -> Float[ndarray, "B H L d_v"]:
-    """Return the average of the values, weighted by the similarity of each query to each key.
+    """Return one average of the values per query, weighted by the similarity of the query to each key.
 
     Equation (1): ``Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V``.
 
@@ -37,14 +37,14 @@ def scaled_dot_product_attention(
         query: One query vector per position.
         key: One key vector per memory position.
         value: One value vector per memory position.
-        mask: True if a query may attend to a key. A query with no allowed key gets a zero context. None allows every
-            pair.
+        mask: True if a query may attend to a key. If a query may not attend to any key, its context is zero. None
+            applies no mask.
         dropout: Function that applies dropout to the attention weights. None applies no dropout.
         tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-            replaces the value.
+            replaces the intermediate value.
 
     Returns:
-        One weighted average of the values per query (the context), in the dtype of ``query``.
+        The context: one weighted average of the values for each query, in the dtype of ``query``.
 
     Raises:
         TypeError: If the mask is not boolean.
@@ -84,8 +84,8 @@ def scaled_dot_product_attention_backward(
         weights: Attention weights of the forward pass, before dropout. They are zero for masked keys, so the backward
             pass needs no mask.
         dcontext: Gradient with respect to the context.
-        dropout: Function that applies the dropout of the forward pass. Because dropout is linear, the same function
-            applies to the weights and to the gradient with respect to them. None applies no dropout.
+        dropout: Function that applies the dropout of the forward pass. Because dropout is linear, the backward pass
+            applies this function both to the weights and to their gradient. None applies no dropout.
         tap: Callback that receives the gradient at each tap of the forward pass. Its return value replaces the
             gradient.
     """
@@ -120,7 +120,7 @@ def merge_heads(x: Float[ndarray, "B H L d"]) -> Float[ndarray, "B L H*d"]:
 
 
 class KeyValues(NamedTuple):
-    """Keys and values of memory positions, computed once so that several queries can attend to them.
+    """Keys and values of the memory positions, computed once for use in multiple attention calls.
 
     Attributes:
         key: Key of each position, per head.
@@ -134,7 +134,8 @@ class KeyValues(NamedTuple):
 class KeyValueCache:
     """Keys and values of the target positions decoded so far, in buffers of fixed capacity.
 
-    With a cache, decoding T tokens projects T positions instead of 1 + 2 + ... + T.
+    With a cache, decoding T tokens computes the keys and values of T positions. Without a cache, each step would
+    recompute the keys and values of all earlier positions, 1 + 2 + ... + T positions in total.
 
     Args:
         key: Buffer for the keys.
@@ -172,7 +173,7 @@ class KeyValueCache:
         """Replace row i of the buffers with row ``rows[i]``.
 
         Args:
-            rows: Index of the row to copy, one for each row.
+            rows: For each row of the result, the index of the row to copy.
         """
         self.key[:, :, : self.length] = self.key[rows, :, : self.length]
         self.value[:, :, : self.length] = self.value[rows, :, : self.length]
@@ -212,21 +213,21 @@ class MultiHeadAttention:
         rng: np.random.Generator | None = None,
         past: KeyValueCache | None = None,
     ) -> Float[ndarray, "B L d_model"]:
-        """Return one vector per query position, computed from the memory positions that it attends to.
+        """Attend from each query position to the memory positions, and return one vector per query position.
 
         Args:
             query: One vector per query position.
-            memory: One vector per memory position; in self-attention, the same array as ``query``. To reuse keys and
-                values between calls, pass the result of ``project``.
-            mask: True if a query position may attend to a memory position. None allows every pair.
+            memory: One vector per memory position. In self-attention, this is the same array as ``query``. To reuse
+                keys and values between calls, pass the result of ``project``.
+            mask: True if a query position may attend to a memory position. None applies no mask.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
             rng: Random generator for dropout. None disables dropout (inference).
             past: Cache of the keys and values of earlier positions. The method appends the keys and values of
-                ``memory`` and attends to all of them. None attends to ``memory`` only.
+                ``memory`` to the cache, and attends to all positions in the cache. None attends to ``memory`` only.
         """
         shape = query.shape
-        if isinstance(memory, KeyValues):  # the hypotheses of a sequence share its memory
+        if isinstance(memory, KeyValues):  # all hypotheses of a source sequence share one memory
             query = query.reshape(len(memory.key), -1, shape[-1])
         q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]
         if isinstance(memory, KeyValues):
@@ -242,7 +243,7 @@ class MultiHeadAttention:
         return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
 
     def project(self, memory: Float[ndarray, "B M d_model"]) -> KeyValues:
-        """Return the keys and values of memory positions, for use in several calls.
+        """Return the keys and values of the memory positions, for use in multiple calls.
 
         Args:
             memory: One vector per memory position.

@@ -3,8 +3,8 @@
 ``dx`` is the gradient of the loss with respect to ``x``. Functions and layers define their backward pass next to their
 forward pass (``functional``, ``attention``, ``layers``, ``embedding``). This module contains the backward passes of the
 larger blocks. A backward function takes the inputs of its block and the gradient with respect to the output, and
-returns the gradients with respect to the inputs. It reads all other values of the forward pass from a trace, to which
-it also reports the gradient at every tap and at every parameter.
+returns the gradients with respect to the inputs. The function reads all other values of the forward pass from a
+``Trace``. It also reports the gradient at every tap and every parameter to this trace.
 
 Axes: B batch, L query length, M memory length, S source length, T target length, V target vocabulary.
 """
@@ -119,7 +119,7 @@ def residual_backward(
 
 
 def _residual(layer, name, x, trace):
-    """Return the output of a sublayer's residual connection."""
+    """Return the output of the residual connection around a sublayer."""
     if layer.norm_order == "post":
         return trace[f"{name}_norm.output"]
     return x + trace.dropout(f"{name}.output", trace[f"{name}.output"], layer.dropout.rate)
@@ -226,23 +226,24 @@ def transformer_backward(
     """Return the gradient at every parameter and at every tap, in the order of ``parameter_shapes`` and ``tap_shapes``.
 
     The gradient at a tap is the gradient with respect to the value that the tap returned. If there is no operation
-    between two taps, both refer to the same array.
+    between two taps, their gradients are the same array.
 
     Args:
         model: Model, which must not have changed since the forward pass.
         source_ids: Source token IDs of the forward pass.
         target_ids: Target token IDs that the decoder read in the forward pass.
         dlogits: Gradient of the loss with respect to the logits.
-        seen: Tap that the forward pass used: a ``Recorder`` of all values, including the dropout masks, or an instance
-            of ``Activations`` or ``LayerInputs``.
-        found: ``Recorder`` that receives each gradient by name. Its return value replaces the gradient. Gradients at
-            taps that it doesn't record are omitted from the result. None records all gradients.
+        seen: Tap that was passed to the forward pass. It is a ``Recorder`` that stored all values, including the
+            dropout masks, or an instance of ``Activations`` or ``LayerInputs``.
+        found: ``Recorder`` that receives each gradient by name. Its return value replaces the gradient. If the
+            ``Recorder`` doesn't store the gradient at a tap, the result omits this gradient. None records all
+            gradients.
 
     Returns:
         The gradients at the parameters and the gradients at the taps, as two dicts.
 
     Raises:
-        ValueError: If the value of a tap is missing.
+        ValueError: If ``seen`` lacks the value of a tap.
     """
     (batch, source_length), target_length = source_ids.shape, target_ids.shape[1]
     taps = tap_shapes(model.config, batch, source_length, target_length)
@@ -258,7 +259,7 @@ def transformer_backward(
     dstates, dtable = model.output_proj.backward(states, dlogits, trace.within("output_proj").note)
     dtarget, dmemory = decoder_backward(model.decoder, target, memory, dstates, trace.within("decoder"))
     dsource = encoder_backward(model.encoder, source, dmemory, trace.within("encoder"))
-    # The gradient of a tied matrix is the sum over all its uses.
+    # The gradient of a tied matrix is the sum of the gradients from all its uses.
     dtarget_table = np.zeros_like(model.target_embedding.table) if dtable is None else dtable
     tied = model.target_embedding is model.source_embedding
     dsource_table = dtarget_table if tied else np.zeros_like(model.source_embedding.table)
@@ -272,5 +273,5 @@ def transformer_backward(
 
 
 def _is_left_out(seen: Mapping[str, ndarray], name: str) -> bool:
-    """Return whether a tap is omitted intentionally."""
+    """Return whether ``seen`` omits a tap intentionally."""
     return isinstance(seen, Activations | LayerInputs) and not seen.reads(name)

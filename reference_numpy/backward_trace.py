@@ -46,7 +46,7 @@ class Trace:
         return trace
 
     def dropout(self, name: str, x: ndarray, rate: float) -> ndarray:
-        """Apply to ``x``, which may be a gradient, the same dropout that the forward pass applied after a tap."""
+        """Apply the same dropout mask that the forward pass applied after a tap. ``x`` may be a value or a gradient."""
         keep = self.seen.get(f"{self.path}{name}_keep")
         return x if keep is None else dropout(x, keep, rate)
 
@@ -55,7 +55,7 @@ class Activations(Recorder):
     """A tap that stores the values that the backward pass reads: all except the scores and logits."""
 
     def __call__(self, name: str, value: Any) -> Any:
-        """Store the value if the backward pass reads it, and return it."""
+        """Return the value, and store it if the backward pass reads it."""
         return super().__call__(name, value) if self.reads(name) else value
 
     def reads(self, name: str) -> bool:
@@ -64,12 +64,13 @@ class Activations(Recorder):
 
 
 class LayerInputs(Recorder):
-    """A tap that stores only the inputs of each layer, from which the layer is recomputed (Chen et al., 2016).
+    """A tap that stores only the layer inputs, from which the backward pass recomputes the layers (Chen et al., 2016).
 
-    For each layer, it also stores a copy of the random generator, made before the layer draws from it.
+    Before each layer, the tap also copies the random generator, so that the recomputed layer uses the same dropout
+    masks.
 
     Args:
-        masks: Masks with which the layers of each stack are called.
+        masks: Attention masks that are passed to each layer, by stack (``encoder`` or ``decoder``).
         rng: Random generator for dropout in the forward pass. None if there is no dropout.
     """
 
@@ -77,17 +78,17 @@ class LayerInputs(Recorder):
         super().__init__("*_embedding.*", "*coder.layers.*.output", "*coder.output")
         self.masks = masks
         self.rng = rng
-        self.generators: dict[str, np.random.Generator] = {}  # generators by path of the layer
+        self.generators: dict[str, np.random.Generator] = {}  # copied generators, by path of the layer
 
     def __call__(self, name: str, value: Any) -> Any:
-        """Store the value if a layer reads it, and return it."""
-        layer = ".".join(name.split(".")[:3])  # a layer calls a tap before its first dropout
+        """Return the value, and store it if a layer reads it."""
+        layer = ".".join(name.split(".")[:3])  # every layer calls a tap before it applies dropout
         if self.rng is not None and layer not in self.generators:
             self.generators[layer] = copy.deepcopy(self.rng)
         return super().__call__(name, value)
 
     def reads(self, name: str) -> bool:
-        """Return whether the backward pass reads the value of a tap before it recomputes a layer."""
+        """Return whether the value of a tap is stored, instead of being recomputed by ``run_again``."""
         return any(pattern.fullmatch(name) for pattern in self.patterns)
 
     def run_again(self, path: str, layer: Callable[..., ndarray], *inputs: ndarray) -> Recorder:

@@ -21,15 +21,16 @@ def sinusoidal_encoding(
 ) -> Float[ndarray, "L d_model"]:
     """Return sinusoidal positional encodings, one row per position, in float64 (section 3.5).
 
-    ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model))``. Computed in
-    float32, the angles would be off by 4e-5 at position 500.
+    ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model))``. In float32, the
+    angles would have errors of 4e-5 at position 500.
 
     Args:
         length: Number of positions.
         d_model: Number of channels. It must be even.
-        layout: ``interleaved`` alternates sine and cosine channels (the paper). ``split`` puts all sine channels first.
-        timescale: Spacing of the m = d_model / 2 wavelengths, which start at 2 pi. With ``m``, they end just below
-            10000 * 2 pi (the paper). With ``m_minus_1``, the last one is exactly 10000 * 2 pi (tensor2tensor).
+        layout: ``interleaved`` alternates sine and cosine channels, as in the paper. ``split`` puts all sine channels
+            first.
+        timescale: Spacing of the m = d_model / 2 wavelengths, the shortest of which is 2 pi. The longest is slightly
+            less than 10000 * 2 pi with ``m`` (the paper), and exactly 10000 * 2 pi with ``m_minus_1`` (tensor2tensor).
         offset: Index of the first position.
 
     Raises:
@@ -51,7 +52,8 @@ class TokenEmbedding:
 
     Args:
         vocab_size: Number of tokens in the vocabulary.
-        config: Model configuration. If ``config.scale_embedding`` is False, the vectors are not multiplied.
+        config: Model configuration. If ``config.scale_embedding`` is False, the vectors are not multiplied by
+            sqrt(d_model).
         dtype: Dtype of the parameters, ``float32`` or ``float64``.
     """
 
@@ -72,7 +74,7 @@ class TokenEmbedding:
     ) -> None:
         """Add the gradient with respect to the embedding matrix to ``dtable``.
 
-        The gradient of a row is the sum over all positions that contain its token.
+        The gradient of each row of the matrix is the sum over all positions that contain the token of this row.
 
         Args:
             ids: Token IDs of the forward pass.
@@ -113,7 +115,7 @@ class LearnedPosition:
     """Learned positional embedding, which is added to each vector (Table 3, row E).
 
     Args:
-        config: Model configuration, which defines the number of positions and the index of the first one.
+        config: Model configuration, which defines the number of positions and the index of the first position.
         dtype: Dtype of the parameters, ``float32`` or ``float64``.
     """
 
@@ -153,7 +155,7 @@ class OutputProjection:
 
     Args:
         config: Model configuration.
-        embedding: Target embedding, whose matrix a tied projection uses.
+        embedding: Target embedding. If the projection is tied, it uses the matrix of this embedding.
         dtype: Dtype of the parameters, ``float32`` or ``float64``.
     """
 
@@ -174,7 +176,7 @@ class OutputProjection:
     def backward(
         self, x: Float[ndarray, "B L d_model"], dlogits: Float[ndarray, "B L V"], tap: Tap
     ) -> tuple[Float[ndarray, "B L d_model"], Float[ndarray, "V d_model"] | None]:
-        """Return the gradients with respect to ``x`` and, for a tied projection, the embedding matrix (otherwise None).
+        """Return the gradients with respect to ``x`` and to a tied embedding matrix (None if it is not tied).
 
         Args:
             x: Decoder states of the forward pass.

@@ -19,8 +19,8 @@ from transformer_spec.taps import Tap, no_tap, within
 class EncoderLayer:
     """Encoder layer: self-attention followed by a feed-forward network (section 3.1).
 
-    Each sublayer is ``LayerNorm(x + Sublayer(x))`` if ``config.norm_order`` is ``post`` (the paper), and
-    ``x + Sublayer(LayerNorm(x))`` if it is ``pre``.
+    The output of each sublayer is ``LayerNorm(x + Sublayer(x))`` if ``config.norm_order`` is ``post``, as in the paper,
+    and ``x + Sublayer(LayerNorm(x))`` if it is ``pre``.
 
     Args:
         config: Model configuration.
@@ -51,9 +51,9 @@ class EncoderLayer:
 
         Args:
             x: One vector per source position.
-            mask: True if a query position may attend to a key position. None allows every pair.
+            mask: True if a query position may attend to a key position. None applies no mask.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
             rng: Random generator for dropout. None disables dropout (inference).
         """
         if self.norm_order == "post":
@@ -77,7 +77,7 @@ class EncoderStack:
     """Encoder stack: a sequence of encoder layers that maps the embedded source to the encoder memory.
 
     Args:
-        config: Model configuration, which defines the number of layers and whether a final layer norm follows.
+        config: Model configuration, which defines the number of layers and whether the stack ends with a layer norm.
         dtype: Dtype of the parameters, ``float32`` or ``float64``.
 
     Taps:
@@ -100,9 +100,9 @@ class EncoderStack:
 
         Args:
             x: One embedding per source position.
-            mask: True if a query position may attend to a key position. None allows every pair.
+            mask: True if a query position may attend to a key position. None applies no mask.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
             rng: Random generator for dropout. None disables dropout (inference).
         """
         for i, layer in enumerate(self.layers):

@@ -1,7 +1,8 @@
-"""Optimized versions of the formulas, which create fewer temporary arrays and compute sums using BLAS.
+"""Optimized functions and layers, which create fewer temporary arrays and compute sums using BLAS.
 
-``accelerate`` replaces parts of a model. ``training`` and ``search`` use the other functions if ``model.fast`` is True.
-Every function agrees with its formula up to rounding (``tests/test_fast.py``).
+``accelerate`` replaces layers and functions of a model. The modules ``training`` and ``search`` use the optimized loss,
+optimizer, and ``top`` if ``model.fast`` is True. The results agree with the results of the unoptimized code up to
+rounding (see ``tests/test_fast.py``).
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from transformer_spec.names import find
 from transformer_spec.shapes import Bool, Float, Int
 from transformer_spec.taps import Tap, no_tap
 
-QUERY_BLOCK = 256  # number of queries per block; with blocks, memory grows linearly with the length
-PIECE = 2**15  # number of elements per piece of a parameter, so that a piece stays in the CPU cache
+QUERY_BLOCK = 256  # number of queries per block; with blocks, memory use grows linearly with the length
+PIECE = 2**15  # number of elements of a parameter to update at a time, so that they stay in the CPU cache
 
 
 def sum_last(x: Float[ndarray, "*axes n"]) -> Float[ndarray, "*axes 1"]:
-    """Sum over the last axis via a product with ones, which BLAS computes faster than ``sum``."""
+    """Sum over the last axis using a dot product with ones, which BLAS computes faster than NumPy computes ``sum``."""
     return np.vecdot(x, _ones(x.shape[-1], x.dtype))[..., None]
 
 
 def sum_rows(rows: Float[ndarray, "N n"]) -> Float[ndarray, " n"]:
-    """Sum over the first axis via a product with ones."""
+    """Sum over the first axis using a matmul with ones."""
     return _ones(len(rows), rows.dtype) @ rows
 
 
@@ -58,8 +59,8 @@ class FastLinear(Linear):
     """Linear layer that multiplies all rows in one matmul, instead of one matmul per sequence.
 
     Attributes:
-        buffer: Array that the next gradient of the kernel overwrites, which avoids an allocation. None allocates a new
-            array.
+        buffer: Array that ``backward`` overwrites with the gradient of the kernel, to avoid an allocation. None
+            allocates a new array.
     """
 
     buffer: ndarray | None = None
@@ -103,9 +104,9 @@ class FastOutputProjection(OutputProjection):
     def backward(
         self, x: Float[ndarray, "B L d_model"], dlogits: Float[ndarray, "B L V"], tap: Tap
     ) -> tuple[Float[ndarray, "B L d_model"], Float[ndarray, "V d_model"] | None]:
-        """Return the gradients with respect to ``x`` and, for a tied projection, the embedding matrix (otherwise None).
+        """Return the gradients with respect to ``x`` and to a tied embedding matrix (None if it is not tied).
 
-        The tap receives the gradients with respect to the layer's own parameters.
+        The tap receives the gradients with respect to the bias and, if the projection is not tied, the kernel.
         """
         rows, drows = _rows(x), _rows(dlogits)
         dx, dtable = (drows @ self._matrix.T).reshape(x.shape), None
@@ -148,7 +149,7 @@ class FastLayerNorm(LayerNorm):
         return dx
 
     def _deviation(self, centered):
-        """Return sigma and its slope, which ``functional.layer_norm_backward`` explains."""
+        """Return sigma and its slope, as defined in ``functional.layer_norm_backward``."""
         d_model, squares = centered.shape[-1], np.vecdot(centered, centered)[..., None]
         if self.kind == "standard":
             return np.sqrt(squares / d_model + self.epsilon), 1.0
@@ -159,7 +160,7 @@ class FastLayerNorm(LayerNorm):
 
 
 class FastFeedForward(PositionwiseFeedForward):
-    """Feed-forward network that computes the gradient of a ReLU from its output, without recomputing its input."""
+    """Feed-forward network that computes the gradient of ReLU from its output, instead of recomputing its input."""
 
     def activation_backward(
         self, x: Float[ndarray, "B L d_model"], inner: Float[ndarray, "B L d_ff"], dinner: Float[ndarray, "B L d_ff"]
@@ -179,7 +180,7 @@ FAST = {
 
 
 def accelerate(model: Any) -> None:
-    """Replace parts of a newly constructed model with faster parts that compute the same results."""
+    """Replace layers and functions of a newly constructed model with faster ones that compute the same results."""
     if type(model) in FAST:
         model.__class__ = FAST[type(model)]
     if isinstance(model, MultiHeadAttention):
@@ -202,7 +203,7 @@ def attend(
     dropout: Callable[[ndarray], ndarray] | None = None,
     tap: Tap = no_tap,
 ) -> Float[ndarray, "B H L d_v"]:
-    """Compute ``scaled_dot_product_attention`` in place and, without taps, in blocks of queries."""
+    """Compute ``scaled_dot_product_attention`` in place. Without taps, process long inputs in blocks of queries."""
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
         check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
@@ -218,7 +219,7 @@ def attend(
 
 
 def _attend_in_blocks(query, key, value, mask, dropout):
-    """Process one block of queries of one head at a time, in the order in which dropout draws random numbers."""
+    """Compute attention for one head and one block of queries at a time, in the order in which dropout samples."""
     batch, heads, length, _ = query.shape
     context = np.empty((batch, heads, length, value.shape[3]), value.dtype)
     allowed, by_head = None, None if mask is None else np.broadcast_to(mask, (batch, heads, *mask.shape[-2:]))
@@ -257,7 +258,7 @@ def by_sentence(
     labels: Int[ndarray, "B T"],
     config: TransformerConfig,
 ) -> tuple[tuple[Any, Any], Float[ndarray, "B T V"]]:
-    """Return the summed loss, the number of tokens, and the gradient with respect to the logits, computed in place.
+    """Return the summed loss, the number of tokens, and the gradient with respect to the logits, stored in ``logits``.
 
     The function processes one sequence at a time to save memory, because the arrays that have a vocabulary axis are the
     largest.
@@ -310,7 +311,7 @@ def reuse(model: Any, gradient: Mapping[str, ndarray]) -> None:
 
 
 def top(values: Float[ndarray, "B N"], count: int) -> tuple[Float[ndarray, "B K"], Int[ndarray, "B K"]]:
-    """Return the largest values of each row and their indices. Unlike ``search.top``, don't sort the other values."""
+    """Return the largest values of each row and their indices. Unlike ``search.top``, this doesn't sort all values."""
     values = np.where(np.isnan(values), inf, values)
     if values.shape[1] > 8 * count:
         large = [np.flatnonzero(row >= np.partition(row, -count)[-count]) for row in values]

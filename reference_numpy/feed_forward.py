@@ -44,7 +44,7 @@ class PositionwiseFeedForward:
         Args:
             x: One vector per position.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
             rng: Random generator for dropout. None disables dropout (inference).
         """
         inner = tap("inner", ACTIVATIONS[self.activation](self.inner_proj(x)))  # [B, L, d_ff]

@@ -1,8 +1,8 @@
 """The functions from which the layers are built, each followed by its backward pass.
 
 ``dy`` is the gradient of the loss with respect to ``y``. A backward function takes the inputs of the forward function
-(or its result, if sufficient) and the gradient with respect to the result. It returns the gradients with respect to the
-inputs.
+(or only its result, if that is sufficient) and the gradient with respect to the result. It returns the gradients with
+respect to the inputs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def linear_backward(
     return dy @ kernel.T, rows.T @ drows, drows.sum(axis=0)
 
 
-UNDERFLOW = np.errstate(under="ignore")  # decorator; exp of a large negative number correctly underflows to 0
+UNDERFLOW = np.errstate(under="ignore")  # decorator that allows exp of a large negative number to underflow to 0
 
 
 @UNDERFLOW
@@ -55,7 +55,10 @@ def masked_softmax(
 def masked_softmax_backward(
     weights: Float[ndarray, "*axes M"], dweights: Float[ndarray, "*axes M"]
 ) -> Float[ndarray, "*axes M"]:
-    """Return the gradient with respect to the scores, ``w_i (dw_i - sum_j w_j dw_j)``. It is zero for masked keys."""
+    """Return the gradient with respect to the scores, ``w_i (dw_i - sum_j w_j dw_j)``.
+
+    The gradient is zero for masked keys.
+    """
     return weights * (dweights - (weights * dweights).sum(axis=-1, keepdims=True))
 
 
@@ -121,7 +124,7 @@ def relu(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
 
 
 def relu_backward(x: Float[ndarray, "*axes"], dy: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
-    """Return the gradient with respect to ``x``: ``dy`` where ``x`` is positive, else zero. ``y`` may replace ``x``."""
+    """Return the gradient with respect to ``x``: ``dy`` if ``x`` is positive, else 0. You can pass ``y`` as ``x``."""
     return dy * (x > 0.0)
 
 
@@ -176,7 +179,7 @@ def swish_backward(x: Float[ndarray, "*axes"], dy: Float[ndarray, "*axes"]) -> F
 
 def sigmoid(x: Float[ndarray, "*axes"]) -> Float[ndarray, "*axes"]:
     """Return ``1 / (1 + exp(-x))``."""
-    with np.errstate(over="ignore", under="ignore"):  # 1 / infinity is the correct result
+    with np.errstate(over="ignore", under="ignore"):  # if exp overflows, the result 0 is correct
         return 1.0 / (1.0 + np.exp(-x))
 
 
@@ -196,12 +199,12 @@ ACTIVATIONS_BACKWARD: dict[Activation, Callable[[ndarray, ndarray], ndarray]] = 
 
 
 def draw_keep(shape: tuple[int, ...], rate: float, rng: np.random.Generator) -> Bool[ndarray, "*axes"]:
-    """Draw a mask of the elements that dropout keeps, each with probability ``1 - rate``."""
+    """Sample a mask that is True for elements to keep. Dropout keeps each element with probability ``1 - rate``."""
     return rng.random(shape, dtype=np.float32) >= rate
 
 
 def dropout(x: Float[ndarray, "*axes"], keep: Bool[ndarray, "*axes"], rate: float) -> Float[ndarray, "*axes"]:
-    """Set dropped elements to zero and scale the others by ``1 / (1 - rate)``, which preserves the mean (section 5.4).
+    """Set dropped elements to zero and scale the rest by ``1 / (1 - rate)``, which preserves the mean (section 5.4).
 
     The function is linear in ``x``, so it is also its own backward pass.
     """

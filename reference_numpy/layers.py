@@ -65,7 +65,7 @@ class LayerNorm:
     ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
 
     Args:
-        config: Model configuration, which defines the size, epsilon, and the kind of divisor.
+        config: Model configuration, which defines the size, epsilon, and the type of divisor.
         dtype: Dtype of the parameters, ``float32`` or ``float64``.
     """
 
@@ -96,7 +96,7 @@ class LayerNorm:
 
 
 class Dropout:
-    """Dropout: sets random elements to zero and scales the others by 1 / (1 - rate), in training only (section 5.4).
+    """Dropout: sets random elements to zero and scales the rest by 1 / (1 - rate), in training only (section 5.4).
 
     Args:
         rate: Probability of dropping an element.

@@ -24,7 +24,7 @@ def padding_mask(ids: Int[ndarray, "B L"], pad_id: int) -> Bool[ndarray, "B L"]:
 def target_padding_mask(target_ids: Int[ndarray, "B T"], pad_id: int) -> Bool[ndarray, "B T"]:
     """Return a mask that is True for target tokens and False for padding. The first position is always True.
 
-    The first target token is BOS. It must never be masked, but Marian uses the same ID for BOS and padding.
+    The first target token is BOS. It must never be masked, even if BOS and padding have the same ID, as in Marian.
 
     Args:
         target_ids: Token IDs that the decoder reads, padded with ``pad_id``.

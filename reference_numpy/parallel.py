@@ -49,7 +49,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
     """Return the shards of each parameter on the devices of this process, by canonical name.
 
     Args:
-        trainer: Trainer whose model is divided. Without a mesh, each parameter is one shard.
+        trainer: Trainer whose parameters are returned. If the trainer has no mesh, each parameter is one shard.
     """
     plan = trainer.plan
     places = [*itertools.product(range(plan.data), range(plan.fsdp), range(plan.tensor))]
@@ -62,7 +62,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
 
 
 def divide(trainer: Any, batch: Sequence[ndarray]) -> Iterator[tuple[Sequence[ndarray], Any]]:
-    """Yield the rows of each shard of each micro-batch, and the generator for their dropout."""
+    """Yield the rows of each shard of each micro-batch, and the random generator for dropout in this shard."""
     plan, micro_batches, entropy = trainer.plan, trainer.settings.accumulation_steps, (trainer.seed, trainer.step)
     parts = [spread(ids, micro_batches, plan.shards, trainer.model.config.pad_id) for ids in batch]
     rows, own = len(batch[0]) // micro_batches, parts[0].shape[2]
@@ -77,7 +77,7 @@ def divide(trainer: Any, batch: Sequence[ndarray]) -> Iterator[tuple[Sequence[nd
 
 
 class _OwnRows(np.random.Generator):
-    """Generator that draws numbers for all rows of a micro-batch and returns only the numbers for one shard.
+    """Random generator that samples numbers for all rows of a micro-batch and returns only the rows of one shard.
 
     Padding rows at the end of the shard are filled with 1.
     """

@@ -34,8 +34,8 @@ class Part:
         config: Model configuration.
         dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
             accepts.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
 
     Attributes:
         part: ``encoder``, ``decoder``, or None for the full model.
@@ -83,14 +83,14 @@ class Part:
 
         Args:
             config: Configuration of the model to which the weights belong.
-            weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
-                ignores the parameters of the other part.
+            weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` ignores decoder
+                parameters, and a ``Decoder`` ignores encoder parameters.
             dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
                 accepts.
             device: ``cpu`` or None. Both have the same effect.
             precision: ``highest`` or ``fast``. NumPy computes in full float32 either way.
-            fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False
-                computes the formulas without optimizations.
+            fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
+                False uses the unoptimized code.
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` is not a ``TransformerConfig``.
@@ -122,8 +122,8 @@ class Part:
                 accepts.
             device: ``cpu`` or None. Both have the same effect.
             precision: ``highest`` or ``fast``. NumPy computes in full float32 either way.
-            fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False
-                computes the formulas without optimizations.
+            fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
+                False uses the unoptimized code.
 
         Raises:
             OSError: If the file can't be read.
@@ -147,7 +147,7 @@ class Part:
         return get_weights(self)
 
     def _take(self, side, ids, mask):
-        """Check and return the IDs and the mask of ``source`` or ``target``. Derive a missing mask from the IDs."""
+        """Check and return the IDs and the mask of ``source`` or ``target``. If no mask is given, compute it."""
         config = self.config
         ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions)
         if mask is not None:
@@ -164,4 +164,4 @@ class Part:
         shape = (*mask.shape, self.config.d_model)
         return to_memory(memory, shape, self.target_embedding.table.dtype.name), mask
 
-    _take_memory_for_cache = _take_memory  # Transformer overrides this to compute the memory
+    _take_memory_for_cache = _take_memory  # Transformer overrides this method to compute the memory

@@ -21,7 +21,7 @@ THREAD_SWITCHES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")  # environment var
 
 
 def set_precision(precision: str) -> None:
-    """Check the precision of float32 matmuls. NumPy always computes them in full float32.
+    """Check that a precision is valid. NumPy always computes float32 matmuls in full float32.
 
     Args:
         precision: ``highest`` or ``fast``. Both have the same effect.
@@ -33,7 +33,7 @@ def set_precision(precision: str) -> None:
 
 
 def check_placement(dtype: DTypeLike, device: str | None) -> str:
-    """Return the name of a dtype.
+    """Check a dtype and a device, and return the name of the dtype.
 
     Raises:
         ValueError: If the dtype is not float64 or float32, or the device is not the CPU.
@@ -51,7 +51,7 @@ def check_placement(dtype: DTypeLike, device: str | None) -> str:
 def check_rng(rng: Any) -> None:
     """Raise a TypeError unless ``rng`` is a generator or None.
 
-    A seed isn't accepted, because it would draw the same dropout mask in every layer and step.
+    A seed isn't accepted, because it would give the same dropout mask in every layer and step.
     """
     if rng is not None and not isinstance(rng, np.random.Generator):
         got = type(rng).__name__
@@ -66,14 +66,14 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> I
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int]) -> Bool[ndarray, "B L"]:
-    """Check a padding mask that a caller passed against the shape of its IDs, and return it."""
+    """Check that a padding mask is boolean and has the same shape as the IDs, and return it."""
     mask = to_array(name, mask)
     check_mask(name, mask.shape, mask.dtype.name, shape)
     return mask
 
 
 def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[ndarray, "B S d_model"]:
-    """Check an encoder memory that a caller passed against the expected shape and dtype, and return it."""
+    """Check that an encoder memory has the expected shape and dtype, and return it."""
     memory = to_array("memory", memory)
     check_memory(memory.shape, memory.dtype.name, shape, dtype)
     return memory

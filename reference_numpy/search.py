@@ -37,19 +37,19 @@ def greedy_search(
 ) -> SearchResult:
     """Return the translation that greedy search finds by choosing the most likely token in each step, until EOS.
 
-    Padding is never generated. Ties go to the lower token ID. The result for a sequence doesn't depend on the rest of
-    the batch.
+    Padding is never generated. Ties go to the lower token ID. The result for a sequence doesn't depend on the other
+    sequences in the batch.
 
     Args:
         model: Model to search with.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
-        max_length: Maximum number of tokens, including EOS. None uses the source length + 50, unless set by ``rules``.
+        max_length: Maximum number of tokens, including EOS. By default, ``rules`` limits it to the source length + 50.
         min_length: Minimum number of tokens, including EOS.
         start_id: First token that the decoder reads. None uses ``config.bos_id``.
         source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
         on_step: Function that is called after each step with the tokens so far [B, 1, n], padded after EOS.
-        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They add 0 to the score, or their
-            log-probability if ``rules.score_forced`` is True. None uses no prefix.
+        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They don't contribute to the score
+            unless ``rules.score_forced`` is True. None uses no prefix.
         rules: Search rules, such as ``SearchRules.preset("hf")``. None uses the paper's rules.
         use_cache: False recomputes the full prefix in each step, which gives the same result but is much slower.
 
@@ -89,27 +89,27 @@ def beam_search(
 ) -> SearchResult:
     """Return the best translations that beam search finds.
 
-    Each step extends the unfinished hypotheses by every token and considers the ``beam_size`` most likely results. If a
-    result ends, with EOS or at the maximum length, it is ranked by log-probability divided by length penalty. The
-    ``beam_size`` most likely unfinished results continue. The search of a sequence stops when no unfinished hypothesis
-    can become one of the best ``num_hypotheses``. Ties go to the extension of the better hypothesis, then to the lower
-    token ID, and among finished hypotheses to the earlier one. Padding is never generated. The result for a sequence
-    doesn't depend on the rest of the batch.
+    Each step extends every unfinished hypothesis by every token and considers the ``beam_size`` most likely extensions.
+    If an extension ends, with EOS or at the maximum length, it is ranked by log-probability divided by length penalty.
+    The ``beam_size`` most likely unfinished extensions continue. The search of a sequence stops when no unfinished
+    hypothesis can become one of the best ``num_hypotheses``. Among extensions, ties go to the extension of the better
+    hypothesis, then to the lower token ID. Among finished hypotheses, ties go to the hypothesis that finished earlier.
+    Padding is never generated. The result for a sequence doesn't depend on the other sequences in the batch.
 
     Args:
         model: Model to search with.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
         beam_size: Number of unfinished hypotheses to keep per sequence. It may exceed the vocabulary size.
         length_penalty: Exponent alpha of the length penalty. 0 ranks by log-probability, which favors short hypotheses.
-        max_length: Maximum number of tokens, including EOS. None uses the source length + 50, unless set by ``rules``.
+        max_length: Maximum number of tokens, including EOS. By default, ``rules`` limits it to the source length + 50.
         min_length: Minimum number of tokens, including EOS.
         num_hypotheses: Number of hypotheses to return per sequence, at most ``beam_size``.
-        length_penalty_kind: For n tokens, ``gnmt`` is ((5 + n) / 6)^alpha, as in the paper, and ``power`` is n^alpha.
+        length_penalty_kind: Penalty for n tokens: ((5 + n) / 6)^alpha for ``gnmt`` (the paper), n^alpha for ``power``.
         start_id: First token that the decoder reads. None uses ``config.bos_id``.
         source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
         on_step: Function that is called after each step with the unfinished hypotheses [B, K, n], best first.
-        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They add 0 to the score, or their
-            log-probability if ``rules.score_forced`` is True. None uses no prefix.
+        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They don't contribute to the score
+            unless ``rules.score_forced`` is True. None uses no prefix.
         rules: Search rules, such as ``SearchRules.preset("hf")``. None uses the paper's rules.
         use_cache: False recomputes the full prefix in each step, which gives the same result but is much slower.
 
@@ -156,30 +156,30 @@ def sample(
 ) -> SearchResult:
     """Return translations that are sampled token by token from the model's distribution, until EOS.
 
-    A sample depends only on the seed, on its index, and on the row of its sequence in the batch.
+    The random numbers of a sample depend only on the seed, the index of the sample, and the row of its sequence.
 
     Args:
         model: Model to search with.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
         num_samples: Number of samples per sequence.
         temperature: Divisor of the log-probabilities. Values below 1 favor likely tokens.
-        top_k: Number of most likely tokens to draw from (Fan et al., 2018). None uses all tokens.
-        top_p: Minimum total probability of the most likely tokens to draw from (Holtzman et al., 2020). Applied after
+        top_k: Number of most likely tokens to sample from (Fan et al., 2018). None uses all tokens.
+        top_p: Minimum total probability of the most likely tokens to sample from (Holtzman et al., 2020). Applied after
             ``top_k``. None uses all tokens.
         seed: Seed of the random numbers, at least 0.
-        max_length: Maximum number of tokens, including EOS. None uses the source length + 50, unless set by ``rules``.
+        max_length: Maximum number of tokens, including EOS. By default, ``rules`` limits it to the source length + 50.
         min_length: Minimum number of tokens, including EOS.
         start_id: First token that the decoder reads. None uses ``config.bos_id``.
         source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
         on_step: Function that is called after each step with the samples so far [B, K, n], padded after EOS.
-        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They add 0 to the score, or their
-            log-probability if ``rules.score_forced`` is True. None uses no prefix.
+        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They don't contribute to the score
+            unless ``rules.score_forced`` is True. None uses no prefix.
         rules: Search rules, such as ``SearchRules.preset("hf")``. None uses the paper's rules.
         use_cache: False recomputes the full prefix in each step, which gives the same result but is much slower.
 
     Returns:
-        ``num_samples`` hypotheses per sequence, in the order in which they are drawn. A score is the log-probability in
-        nats that the model assigns to the sample, before temperature, ``top_k`` and ``top_p``.
+        ``num_samples`` hypotheses per sequence, in the order in which they are sampled. A score is the log-probability
+        in nats that the model assigns to the sample, before ``temperature``, ``top_k``, and ``top_p`` are applied.
 
     Raises:
         TypeError: If IDs, sizes, or lengths are not integers, or the mask is not boolean.
@@ -205,7 +205,7 @@ def score(
 ) -> Scores:
     """Return the log-probabilities in nats that the model assigns to given translations, for example to rerank them.
 
-    To score each token of a search's hypotheses, pass the ``nbest_ids`` of its result. Dropout is off.
+    To score each token of the hypotheses of a search, pass ``nbest_ids`` of the search result. Dropout is off.
 
     Args:
         model: Model to score with.
@@ -238,7 +238,7 @@ def score(
 
 def top(values: Float[ndarray, "B N"], count: int) -> tuple[Float[ndarray, "B K"], Int[ndarray, "B K"]]:
     """Return the largest values of each row and their indices. Ties go to the lower index."""
-    values = np.where(np.isnan(values), inf, values)  # put NaN first, so that it is detected
+    values = np.where(np.isnan(values), inf, values)  # rank NaN first, so that the search raises an error
     index = np.argsort(-values, axis=-1, kind="stable")[:, :count]
     return np.take_along_axis(values, index, -1), index
 
@@ -291,13 +291,13 @@ class Sample(Greedy):
     """State of sampling between two steps."""
 
     def choose(self, log_probabilities: Float[ndarray, "R V"], n: Any, plan: SearchPlan) -> Int[ndarray, " R"]:
-        """Sort the tokens of each row by probability, and return the token at the quantile given by a random number."""
+        """Sort the tokens of each row by probability, and return the token at a random quantile."""
         values, index = top(log_probabilities, log_probabilities.shape[1])  # [R, V]
         probs = masked_softmax(np.where(np.arange(values.shape[1]) < plan.top_k, values / plan.temperature, -inf))
         probs = np.where(probs.cumsum(-1) - probs < plan.top_p, probs, 0.0)
         sums = probs.cumsum(-1)
         drawn = plan.uniforms[:, :, n - 1].reshape(-1, 1) * sums[:, -1:]  # [R, 1]
-        rank = np.minimum((sums <= drawn).sum(-1), (probs > 0.0).sum(-1) - 1)  # rounding may yield the sum itself
+        rank = np.minimum((sums <= drawn).sum(-1), (probs > 0.0).sum(-1) - 1)  # ``drawn`` may round up to the sum
         return np.take_along_axis(index, rank[:, None], 1)[:, 0]
 
 
@@ -339,16 +339,16 @@ class Beam(NamedTuple):
         candidates = self.ids[sentence, parent]  # [B, 2K, capacity]
         candidates[:, :, n - 1] = token
         ends = (token == plan.eos_id) | (plan.limits == n)[:, None]
-        # 2. If any of the best K extensions end, add them to the pool, which keeps the best.
+        # 2. If any of the best K extensions end, add them to the pool, which keeps the best hypotheses.
         ended = np.where(ends, best / plan.penalties[n], -inf)[:, :beam_size]
         if plan.rules.pool == "first":
             ended = within_pool(ended, self.finished)
         finished, rank = self.top(np.concatenate([self.finished, ended], 1), pool_size)  # [B, P]
         finished_ids = np.concatenate([self.finished_ids, candidates[:, :beam_size]], 1)[sentence, rank]
-        # 3. Continue with the best K that don't end, unless none of them can still reach the pool.
+        # 3. Continue with the best K extensions that don't end, unless none of them can still enter the pool.
         alive, rank = self.top(np.where(~ends, best, -inf), beam_size)  # [B, K]
         longest = n if plan.rules.stop == "current" else plan.limits
-        attainable = alive[:, 0] / plan.penalties[longest]  # if all further tokens were certain
+        attainable = alive[:, 0] / plan.penalties[longest]  # if all further tokens had probability 1
         is_over = finished[:, -1] >= attainable
         if plan.rules.stop == "first":
             is_over = finished[:, -1] != -inf

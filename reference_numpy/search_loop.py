@@ -42,7 +42,7 @@ def run_search(
 
 
 class _Uncached:
-    """Decoder without a cache, which recomputes the full prefix in each step. Used to verify the cache."""
+    """Decoder without a cache, which recomputes the full prefix in each step. Tests use it to verify the cache."""
 
     def __init__(self, model):
         self.model = model

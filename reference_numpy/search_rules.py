@@ -1,4 +1,4 @@
-"""Rules with which other programs restrict the next tokens of a search. The paper's search doesn't need them.
+"""Rules that other libraries use to restrict the next tokens of a search. The paper's search has no such rules.
 
 Axes: B batch, K beam size, P pool of finished hypotheses, V target vocabulary, R = B * K rows of the decoder, E
 positions at which an n-gram can end.
@@ -20,9 +20,9 @@ from transformer_spec.shapes import Float, Int
 def apply_rules(
     log_probabilities: Float[ndarray, "R V"], ids: Int[ndarray, "B K capacity"], n: Any, plan: SearchPlan
 ) -> Float[ndarray, "R V"]:
-    """Return the log-probabilities of the n-th tokens according to the rules, with -inf for forbidden tokens.
+    """Apply the search rules to the log-probabilities of the n-th tokens. Forbidden tokens get -inf.
 
-    A forced token is allowed even if it is banned. The paper's rules change nothing and cost no time.
+    A forced token is allowed even if it is banned. With the paper's rules, the function returns its input unchanged.
     """
     rules, own = plan.rules, log_probabilities
     if rules.no_repeat_ngram_size > 0:
@@ -42,18 +42,18 @@ def apply_rules(
 
 
 def within_pool(values: Float[ndarray, "B X"], finished: Float[ndarray, "B P"]) -> Float[ndarray, "B X"]:
-    """Keep as many of the first values as the pool has free places, and replace the others with -inf."""
+    """Keep as many values of each row as the pool has free entries, and replace all later values with -inf."""
     return np.where((values != -inf).cumsum(1) <= (finished == -inf).sum(1, keepdims=True), values, -inf)
 
 
 def _alone(log_probabilities, token, *, scored):
-    """Return log-probabilities that allow only one token, with its own log-probability or with 0 [R, V]."""
+    """Return log-probabilities [R, V] that allow only one token. If ``scored`` is False, its log-probability is 0."""
     is_token = np.arange(log_probabilities.shape[1]) == token
     return np.where(is_token, log_probabilities if scored else np.zeros_like(log_probabilities), -inf)
 
 
 def _repeats(ids, n, plan, vocabulary):
-    """Return a boolean array [R, V]: for each token, whether it would repeat an n-gram of the hypothesis."""
+    """Return a boolean array [R, V] that is True for tokens that would repeat an n-gram of the hypothesis."""
     size = plan.rules.no_repeat_ngram_size
     tokens = ids.reshape(-1, ids.shape[2])
     tokens = np.concatenate([np.full_like(tokens[:, :1], plan.start_id), tokens], 1)  # [R, capacity + 1]

@@ -46,8 +46,8 @@ def cross_entropy(
 ) -> tuple[Float[ndarray, ""], Int[ndarray, ""]]:
     """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and the number of target tokens.
 
-    Label smoothing (section 5.4) moves the probability ``label_smoothing`` from the correct token to all tokens
-    (``uniform``), all incorrect tokens (``off_target``), or all incorrect tokens except padding
+    Label smoothing (section 5.4) takes the probability ``label_smoothing`` from the correct token and distributes it
+    equally over all tokens (``uniform``), all incorrect tokens (``off_target``), or all incorrect tokens except padding
     (``off_target_and_pad``). Logarithms are computed in at least float32.
 
     Args:
@@ -81,7 +81,7 @@ def cross_entropy(
 def cross_entropy_backward(
     logits: Float[ndarray, "B T V"], labels: Int[ndarray, "B T"], config: TransformerConfig
 ) -> Float[ndarray, "B T V"]:
-    """Return the gradient of the summed ``cross_entropy`` with respect to the logits: prediction minus target.
+    """Return the gradient of the summed ``cross_entropy`` with respect to the logits: prediction - target.
 
     The gradient has this simple form because the target probabilities sum to one.
 
@@ -120,7 +120,7 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
     """
     batch = _take(model, source_ids, target_ids, labels)
     total, tokens, of_parameters, of_taps = _backward(model, batch, Activations(), Recorder())
-    scale = 1 / max(int(tokens), 1)  # a Python number keeps the dtype of float32 arrays
+    scale = 1 / max(int(tokens), 1)  # multiplying by a Python number keeps float32
     return Gradients(
         float(total * scale),
         {name: gradient * scale for name, gradient in of_parameters.items()},
@@ -137,11 +137,10 @@ class Trainer:
     Args:
         model: Model in float32 or float64.
         settings: Optimizer, learning rate schedule, clipping, gradient accumulation, and mixed precision.
-        seed: Seed for dropout. The dropout in a step depends only on the seed and the step number.
-        mesh: Mesh from ``make_mesh``, on whose devices each step runs. Pass the full batch. None uses only the model's
-            device.
-        dropout: ``global`` draws random numbers for the full batch, so that the result doesn't depend on the number of
-            devices. ``local`` draws them separately for the rows of each device, which is faster.
+        seed: Seed for dropout. The dropout masks of a step depend only on the seed and the step number.
+        mesh: Mesh from ``make_mesh``. Each step divides the batch over its devices. None uses only the model's device.
+        dropout: ``global`` samples the dropout masks of the full batch, so that the result doesn't depend on the number
+            of devices. ``local`` samples the masks separately on each device, which is faster.
 
     Attributes:
         step: Number of steps taken so far.
@@ -210,7 +209,7 @@ class Trainer:
 
     @UNDERFLOW
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-        """Return the loss per target token of a batch and the gradient that a step would use, before clipping.
+        """Return the loss per target token of a batch and the gradient that ``train_step`` would use, before clipping.
 
         Dropout, micro-batches, and devices are the same as in ``train_step``. Nothing is updated.
 
@@ -298,12 +297,12 @@ class Trainer:
 
 
 def _parameters(model):
-    """Return the model's current arrays, because a caller may have replaced some of them since the last step."""
+    """Return the model's current parameters. A caller may have replaced some of the arrays since the last step."""
     return {name: find(model, name) for name in parameter_shapes(model.config)}
 
 
 def _check_model(model):
-    """Raise a TypeError unless this is a full model. Its class may come from a copy of this package."""
+    """Raise a TypeError unless the model is a full Transformer, from this package or from a copy of this package."""
     if getattr(model, "part", "") is not None:
         raise TypeError(f"model must be a Transformer: got {type(model).__name__}")
 
@@ -322,7 +321,7 @@ def _take(model, source_ids, target_ids, labels):
 
 @UNDERFLOW
 def _backward(model, batch, seen, found, rng=None):
-    """Return the summed loss, the number of tokens, and its gradient at every parameter and every recorded tap."""
+    """Return the summed loss, the number of tokens, and the gradient at every parameter and every recorded tap."""
     source_ids, target_ids, labels = batch
     logits = model(source_ids, target_ids, tap=seen, rng=rng)
     arguments = logits, labels, model.config

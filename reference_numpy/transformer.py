@@ -28,8 +28,8 @@ class Encoder(Part):
         config: Model configuration.
         dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
             accepts.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
 
     Taps:
         source_embedding.output: Sum of embedding and positional encoding, before dropout.
@@ -52,7 +52,7 @@ class Encoder(Part):
             source_mask: True for source positions that contain a token, False for padding. None derives the mask from
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
             rng: Random generator for dropout. None disables dropout (inference).
 
         Raises:
@@ -87,8 +87,8 @@ class Decoder(Part):
         config: Model configuration.
         dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
             accepts.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
 
     Taps:
         target_embedding.output: Sum of embedding and positional encoding, before dropout.
@@ -122,7 +122,7 @@ class Decoder(Part):
             source_mask: True for source positions that contain a token, False for padding. None derives the mask from
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
             rng: Random generator for dropout. None disables dropout (inference).
 
         Raises:
@@ -169,7 +169,7 @@ class Decoder(Part):
             beam_size: Number of hypotheses per source sequence.
             source_mask: True for source positions that contain a token, False for padding. None derives the mask from
                 ``source_ids``.
-            memory: Encoder memory, as returned by ``encode``. Without a memory, a ``Transformer`` computes it from
+            memory: Encoder memory, as returned by ``encode``. If None, a ``Transformer`` computes the memory from
                 ``source_ids``, and a ``Decoder`` raises an error.
 
         Raises:
@@ -197,7 +197,7 @@ class Decoder(Part):
                 as a prefix. Hypotheses of the same sequence are in adjacent rows.
             cache: Cache from ``init_cache`` or from the previous step. It is updated in place.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
 
         Returns:
             The logits, [R, V] or [R, L, V], and the same cache, for the next step.
@@ -233,8 +233,8 @@ class Transformer(Encoder, Decoder):
         config: Model configuration.
         dtype: Dtype of the parameters and of the computation: float32 or float64, in any form that ``np.dtype``
             accepts.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
 
     Taps:
         source_embedding.output, target_embedding.output: Sums of embedding and positional encoding, before dropout.
@@ -264,7 +264,7 @@ class Transformer(Encoder, Decoder):
             target_mask: True for target positions that contain a token, False for padding. None derives the mask from
                 ``target_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
             rng: Random generator for dropout. None disables dropout (inference).
 
         Raises:
@@ -279,7 +279,7 @@ class Transformer(Encoder, Decoder):
         return self._decode(target_ids, memory, target_mask, source_mask, tap, rng)
 
     def _take_memory_for_cache(self, memory, ids, mask):
-        """Check and return the encoder memory and the source mask. Compute a missing memory first."""
+        """Check and return the encoder memory and the source mask. If no memory is given, compute it."""
         if memory is None:
             memory = self.encode(ids, mask)
         return self._take_memory(memory, ids, mask)

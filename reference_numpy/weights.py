@@ -1,4 +1,4 @@
-"""Conversion of weights between canonical names and the attributes of a model, which have the same paths."""
+"""Functions that set and return the weights of a model by canonical name, which is the path of the attribute."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
     Args:
         model: Model whose parameters are replaced in place.
-        weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
-            ignores the parameters of the other part.
+        weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` ignores decoder
+            parameters, and a ``Decoder`` ignores encoder parameters.
 
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype, or an argument has the wrong type.

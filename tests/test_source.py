@@ -93,7 +93,7 @@ def test_source_imports_no_framework():
 
 
 def test_source_hides_or_keeps_docstrings(capsys, tmp_path):
-    summary = "Return the average of the values, weighted by the similarity of each query to each key."
+    summary = "Return one average of the values per query, weighted by the similarity of the query to each key."
     hidden = parity(capsys, "source", "scaled_dot_product_attention")[1]
     assert " ".join(hidden.partition("\n\n")[0].replace("# ", "").split()).endswith(summary)
     assert '"""' not in hidden

@@ -27,7 +27,7 @@ from transformer_jax.search import beam_search, greedy_search, sample, score
 from transformer_jax.training import Trainer, cross_entropy, gradients
 from transformer_jax.transformer import Decoder, Encoder, Transformer, load_transformer
 from transformer_jax.weights import get_weights, set_weights
-from transformer_spec import *  # noqa: F403  re-exported, so that one import is enough
+from transformer_spec import *  # noqa: F403  re-exported, so that users need only one import
 
 __all__ = [
     "Decoder",

@@ -1,7 +1,7 @@
-"""Compilation of searches and training steps, once for all models with the same structure.
+"""Compilation of searches and training steps. Models with the same structure share compiled code.
 
 Compiled code takes the arrays of a model as arguments and treats everything else about the model as constants.
-Therefore, a second trainer for the same kind of model doesn't compile anything.
+Therefore, a second trainer for a model with the same structure doesn't compile anything.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def parameters_of(model: Transformer) -> Arrays:
 
 
 def put_parameters(model: Transformer, parameters: Arrays) -> None:
-    """Set the arrays of all parameters. They may be traced."""
+    """Set the arrays of all parameters. The arrays may be traced."""
     for name, array in parameters.items():
         parameter_of(model, name).set_raw_value(array)
 
@@ -89,7 +89,7 @@ class Structure:
     def of(cls, model: Transformer, mesh: Mesh | None = None) -> Structure:
         """Return the structure of a model."""
         graph, state = nnx.split(model)
-        # This gives the same result as jax.eval_shape, which takes as long as nnx.split.
+        # This gives the same result as jax.eval_shape, which would take as long as nnx.split.
         shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), state)
         return cls(graph, shapes, model.config, mesh)
 
@@ -97,7 +97,7 @@ class Structure:
         """Return a model in inference mode with the given arrays, which may be traced."""
         model = nnx.merge(self.graph, self.state, copy=True)
         put_parameters(model, constrain(parameters, self.mesh, gathered=True))
-        if self.mesh is not None:  # blocks would serialize the heads, which a mesh shards
+        if self.mesh is not None:  # blocks process heads one by one, but a mesh may shard them
             for _, module in nnx.iter_modules(model):
                 if isinstance(module, MultiHeadAttention):
                     module.attend = scaled_dot_product_attention
@@ -135,9 +135,10 @@ def _compile(function, constants, options):
 
 @lru_cache(maxsize=8)
 def _compile_step(function, structure, settings, options):
-    kept: Any = shardings(structure.config, structure.mesh)  # same as the arguments, to compile only once
+    kept: Any = shardings(structure.config, structure.mesh)  # same shardings as the arguments, to compile only once
     results = None if kept is None else (Adam(kept, kept, settings), kept, None)
-    # Donate the old moments, which only the trainer uses. Don't donate the parameters, which a clone may share.
+    # Donate the old moments, which only the trainer uses. Don't donate the parameters, which a clone of the model may
+    # share.
     return jax.jit(
         partial(function, structure, settings),
         donate_argnames="optimizer",

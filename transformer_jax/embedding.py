@@ -22,15 +22,16 @@ def sinusoidal_encoding(
 ) -> Float[np.ndarray, "L d_model"]:
     """Return sinusoidal positional encodings, one row per position, in float64 (section 3.5).
 
-    ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model))``. Computed in
-    float32, the angles would be off by 4e-5 at position 500.
+    ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model))``. In float32, the
+    angles would have errors of 4e-5 at position 500.
 
     Args:
         length: Number of positions.
         d_model: Number of channels. It must be even.
-        layout: ``interleaved`` alternates sine and cosine channels (the paper). ``split`` puts all sine channels first.
-        timescale: Spacing of the m = d_model / 2 wavelengths, which start at 2 pi. With ``m``, they end just below
-            10000 * 2 pi (the paper). With ``m_minus_1``, the last one is exactly 10000 * 2 pi.
+        layout: ``interleaved`` alternates sine and cosine channels, as in the paper. ``split`` puts all sine channels
+            first.
+        timescale: Spacing of the m = d_model / 2 wavelengths, the shortest of which is 2 pi. The longest is slightly
+            less than 10000 * 2 pi with ``m`` (the paper), and exactly 10000 * 2 pi with ``m_minus_1`` (tensor2tensor).
         offset: Index of the first position.
 
     Raises:
@@ -52,7 +53,8 @@ class TokenEmbedding(nnx.Embed):
 
     Args:
         vocab_size: Number of tokens in the vocabulary.
-        config: Model configuration. If ``config.scale_embedding`` is False, the vectors are not multiplied.
+        config: Model configuration. If ``config.scale_embedding`` is False, the vectors are not multiplied by
+            sqrt(d_model).
         dtype: Name of the dtype of the parameters, such as ``float32``.
         rngs: Flax random state for the initial values and dropout.
     """
@@ -60,7 +62,7 @@ class TokenEmbedding(nnx.Embed):
     def __init__(self, vocab_size: int, config: TransformerConfig, dtype: str = "float32", *, rngs: nnx.Rngs) -> None:
         normal = nnx.initializers.normal(config.d_model**-0.5)
         super().__init__(vocab_size, config.d_model, param_dtype=dtype, embedding_init=normal, rngs=rngs)
-        self.dtype = None  # compute in the dtype of the matrix, the default of Flax's other layers
+        self.dtype = None  # compute in the dtype of the matrix, as Flax's other layers do by default
         self.multiplier = math.sqrt(config.d_model) if config.scale_embedding else 1.0
 
     def __call__(self, ids: Int[Array, "B L"]) -> Float[Array, "B L d_model"]:  # type: ignore[override]
@@ -105,7 +107,7 @@ class LearnedPosition(nnx.Embed):
     """Learned positional embedding, which is added to each vector (Table 3, row E).
 
     Args:
-        config: Model configuration, which defines the number of positions and the index of the first one.
+        config: Model configuration, which defines the number of positions and the index of the first position.
         dtype: Name of the dtype of the parameters, such as ``float32``.
         rngs: Flax random state for the initial values and dropout.
     """
@@ -138,7 +140,7 @@ def OutputProjection(  # noqa: N802  the name of a layer
 
     Args:
         config: Model configuration.
-        embedding: Target embedding, whose matrix a tied projection uses.
+        embedding: Target embedding. If the projection is tied, it uses the matrix of this embedding.
         dtype: Name of the dtype of the parameters, such as ``float32``.
         rngs: Flax random state for the initial values.
     """

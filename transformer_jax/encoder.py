@@ -19,8 +19,8 @@ from transformer_spec.taps import Tap, no_tap, within
 class EncoderLayer(nnx.Module):
     """Encoder layer: self-attention followed by a feed-forward network (section 3.1).
 
-    Each sublayer is ``LayerNorm(x + Sublayer(x))`` if ``config.norm_order`` is ``post`` (the paper), and
-    ``x + Sublayer(LayerNorm(x))`` if it is ``pre``.
+    The output of each sublayer is ``LayerNorm(x + Sublayer(x))`` if ``config.norm_order`` is ``post``, as in the paper,
+    and ``x + Sublayer(LayerNorm(x))`` if it is ``pre``.
 
     Args:
         config: Model configuration.
@@ -51,9 +51,9 @@ class EncoderLayer(nnx.Module):
 
         Args:
             x: One vector per source position.
-            mask: True if a query position may attend to a key position. None allows every pair.
+            mask: True if a query position may attend to a key position. None applies no mask.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
         """
         if self.norm_order == "post":
             attended = self.self_attention(x, x, mask, within(tap, "self_attention"))
@@ -72,7 +72,7 @@ class EncoderStack(nnx.Module):
     """Encoder stack: a sequence of encoder layers that maps the embedded source to the encoder memory.
 
     Args:
-        config: Model configuration, which defines the number of layers and whether a final layer norm follows.
+        config: Model configuration, which defines the number of layers and whether the stack ends with a layer norm.
         dtype: Name of the dtype of the parameters, such as ``float32``.
         rngs: Flax random state for the initial values and dropout.
 
@@ -96,9 +96,9 @@ class EncoderStack(nnx.Module):
 
         Args:
             x: One embedding per source position.
-            mask: True if a query position may attend to a key position. None allows every pair.
+            mask: True if a query position may attend to a key position. None applies no mask.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
         """
         for i, layer in enumerate(self.layers):
             if self.activation_checkpointing and tap is no_tap:

@@ -1,7 +1,7 @@
-"""Optimized versions of the formulas. A model without this module computes the same results, up to rounding.
+"""Optimized functions and layers. A model with ``fast=False`` computes the same results without them, up to rounding.
 
-``accelerate`` makes attention process long inputs block by block, and makes layers compute their gradients as plain
-matmuls. Searches select the best extensions block by block.
+``accelerate`` makes attention process long inputs block by block, and replaces linear layers with layers whose
+gradients are plain matmuls. Searches select the best extensions block by block.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class SameKey(nnx.RngStream):
 
 
 def same_keys() -> nnx.Rngs:
-    """Return random state for a model whose initial values are never computed. Counting keys is slow to trace."""
+    """Return a random state for a model that is never initialized. It has no key counter, which is slow to trace."""
     rngs = nnx.Rngs(0)
     rngs.default = SameKey(0, tag="default")  # type: ignore[attr-defined]
     return rngs
 
 
 def accelerate(model: nnx.Module) -> None:
-    """Replace parts of a newly constructed model with faster parts that compute the same results."""
+    """Replace layers and functions of a newly constructed model with faster ones that compute the same results."""
     for _, module in nnx.iter_modules(model):
         if type(module) in FAST:  # bypass NNX, which would treat the class as a submodule
             object.__setattr__(module, "__class__", FAST[type(module)])
@@ -76,16 +76,18 @@ def attend_by_blocks(
     dropout: Callable[[Array], Array] | None = None,
     tap: Tap = no_tap,
 ) -> Float[Array, "B H L d_v"]:
-    """Compute ``scaled_dot_product_attention``. For long inputs on a CPU, avoid storing all weights.
+    """Compute ``scaled_dot_product_attention``. For long inputs on a CPU, compute it in blocks.
 
-    Taps and dropout require all weights at once, so they disable the blocks.
+    The blocks avoid storing all attention weights at once. Taps and dropout require all weights, so they disable
+    blocks.
     """
     if tap is not no_tap or dropout is not None or query.shape[2] <= QUERY_BLOCK:
         return scaled_dot_product_attention(query, key, value, mask, dropout, tap)
     check_attention(query.shape, key.shape, value.shape)
     if mask is not None:
         check_attention_mask(mask.shape, mask.dtype.name, query.shape, key.shape)
-    # jax.export can choose the platform, so it is known only at compile time. A GPU computes all blocks in parallel.
+    # The platform is known only at compile time, because jax.export can choose it. A GPU computes all blocks in
+    # parallel.
     return jax.lax.platform_dependent(
         query, key, value, mask, cpu=_attend_in_blocks, default=scaled_dot_product_attention
     )
@@ -128,7 +130,7 @@ def top_by_blocks(values: Float[Array, "B N"], count: int) -> tuple[Float[Array,
     blocks with the largest maxima. Among blocks with equal maxima, the first ones are used.
     """
     rows, size = values.shape
-    values = jnp.where(jnp.isnan(values), inf, values)  # put NaN first, so that it is detected
+    values = jnp.where(jnp.isnan(values), inf, values)  # rank NaN first, so that the search raises an error
     if size <= BLOCK * count:
         best, index = jax.lax.top_k(values, count)  # top_k returns a list
         return best, index

@@ -63,7 +63,7 @@ class LayerNorm(nnx.LayerNorm):
     ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
 
     Args:
-        config: Model configuration, which defines the size, epsilon, and the kind of divisor.
+        config: Model configuration, which defines the size, epsilon, and the type of divisor.
         dtype: Name of the dtype of the parameters, such as ``float32``.
         rngs: Flax random state, which the base class requires.
     """
@@ -73,7 +73,7 @@ class LayerNorm(nnx.LayerNorm):
             config.d_model,
             epsilon=config.layer_norm_epsilon,
             param_dtype=dtype,
-            use_fast_variance=False,  # E[x^2] - E[x]^2 cancels if the mean is large
+            use_fast_variance=False,  # E[x^2] - E[x]^2 loses precision if the mean is large
             rngs=rngs,
         )
         self.kind = config.layer_norm_kind

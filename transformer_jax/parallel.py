@@ -2,8 +2,8 @@
 
 The trainer shards the arrays of the model, which you can still call. If the arrays belong to several processes, call
 the model under ``nnx.jit``, because operations that are dispatched one by one can deadlock on CPUs. Dropout is always
-``global`` at no cost: random bits depend only on their position in the mask (``jax_threefry_partitionable``, the
-default), so each device draws only its own part. ``local`` has the same effect.
+``global``, which takes no extra time. By default (``jax_threefry_partitionable``), random bits depend only on their
+position in the mask, so each device generates only the bits for its part. ``local`` has the same effect.
 
 Axes: B batch, L length.
 """
@@ -65,7 +65,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> Mesh:
 
 
 def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
-    """Return the plan of a mesh from ``make_mesh`` or from the user. Without a mesh, return a plan for one device.
+    """Return the plan of a mesh, even if the user created the mesh. Without a mesh, return a plan for one device.
 
     Raises:
         TypeError: If the mesh is not a ``jax.sharding.Mesh``.
@@ -82,7 +82,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
     """Return the shards of each parameter on the devices of this process, by canonical name.
 
     Args:
-        trainer: Trainer whose model is divided. Without a mesh, each parameter is one shard.
+        trainer: Trainer whose parameters are returned. If the trainer has no mesh, each parameter is one shard.
     """
     numbers, held = _numbers(trainer.mesh), {}
     for name in parameter_shapes(trainer.model.config):
@@ -97,7 +97,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
 def divide(trainer: Any, batch: Sequence[Array], micro_batches: int) -> Sequence[Array]:
     """Return a batch whose rows are divided over the devices of a mesh.
 
-    The shape is [rows, L], or [micro_batches, rows, L] if there are several micro-batches.
+    The shape is [rows, L], or [micro_batches, rows, L] if there are multiple micro-batches.
 
     Raises:
         ValueError: If the first batches or the settings of the processes differ.

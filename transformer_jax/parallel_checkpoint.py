@@ -1,8 +1,8 @@
 """Checkpoints of large runs: a directory to which each process writes its shards, using Orbax.
 
-Any number of processes can read the directory, with any plan. It contains the arrays with their canonical names, the
-moments with a prefix, as an Orbax checkpoint ``arrays``, and all other parts of a checkpoint in ``run.safetensors``.
-All processes of a run must see the same directory.
+Any number of processes can read the directory, with any plan. It contains an Orbax checkpoint ``arrays``, with the
+weights under their canonical names and the moments under the same names with a prefix. The file ``run.safetensors``
+contains the rest of the checkpoint. All processes of a run must see the same directory.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _orbax():
 
 
 def _by_the_first(action: Callable[[], None]) -> None:
-    """Call a function in the first process. If it raises an error, all processes raise an error of the same type."""
+    """Call a function in the first process. If the function fails, all processes raise an error of the same type."""
     failed: Exception | None = None
     if jax.process_index() == 0:
         try:

@@ -35,8 +35,8 @@ class Part(nnx.Module):
         config: Model configuration.
         dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
             Layers compute in the dtype of their parameters, even if you cast the model's state later.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
         rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key, or a seed.
 
     Attributes:
@@ -53,7 +53,7 @@ class Part(nnx.Module):
         position = LearnedPosition if config.position_encoding == "learned" else SinusoidalPosition
         tied = config.tie_embeddings == "all"
         self.config = config
-        self.precision: str | None = None  # precision of matmuls; None uses the process's
+        self.precision: str | None = None  # precision of matmuls; None uses the process's setting
         if self.part != "decoder" or tied:
             self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype, rngs=rngs)
         if self.part != "decoder":
@@ -89,18 +89,18 @@ class Part(nnx.Module):
 
         Args:
             config: Configuration of the model to which the weights belong.
-            weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
-                ignores the parameters of the other part.
+            weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` ignores decoder
+                parameters, and a ``Decoder`` ignores encoder parameters.
             dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
                 Layers compute in the dtype of their parameters, even if you cast the model's state later.
             device: A ``jax.Device``, or ``cpu``, ``gpu``, or ``tpu``. None lets JAX choose the device and move the
                 arrays.
             precision: Precision of this model's matmuls, ``highest`` or ``fast`` (see ``set_precision``). None uses the
                 setting of the process.
-            fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False
-                computes the formulas without optimizations.
-            rngs: Random state of dropout, as an ``nnx.Rngs``, a key, or a seed. None doesn't allow train mode, in which
-                Flax would raise an error. A ``Trainer`` uses its own seed instead.
+            fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
+                False uses the unoptimized code.
+            rngs: Random state of dropout, as an ``nnx.Rngs``, a key, or a seed. With None, Flax raises an error if you
+                call the model in train mode. A ``Trainer`` uses its own seed instead.
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` or ``rngs`` has the wrong type.
@@ -145,10 +145,10 @@ class Part(nnx.Module):
                 arrays.
             precision: Precision of this model's matmuls, ``highest`` or ``fast`` (see ``set_precision``). None uses the
                 setting of the process.
-            fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False
-                computes the formulas without optimizations.
-            rngs: Random state of dropout, as an ``nnx.Rngs``, a key, or a seed. None doesn't allow train mode, in which
-                Flax would raise an error. A ``Trainer`` uses its own seed instead.
+            fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
+                False uses the unoptimized code.
+            rngs: Random state of dropout, as an ``nnx.Rngs``, a key, or a seed. With None, Flax raises an error if you
+                call the model in train mode. A ``Trainer`` uses its own seed instead.
 
         Raises:
             OSError: If the file can't be read.
@@ -180,7 +180,7 @@ class Part(nnx.Module):
         return None if others else first
 
     def _take(self, side, ids, mask):
-        """Check and return the IDs and the mask of ``source`` or ``target``. Derive a missing mask from the IDs."""
+        """Check and return the IDs and the mask of ``source`` or ``target``. If no mask is given, compute it."""
         config = self.config
         ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions)
         if mask is not None:
@@ -198,7 +198,7 @@ class Part(nnx.Module):
         dtype = embedding.dtype or embedding.embedding.dtype  # dtype is set only for mixed precision
         return to_memory(memory, (*mask.shape, self.config.d_model), np.dtype(dtype).name), mask
 
-    _take_memory_for_cache = _take_memory  # Transformer overrides this to compute the memory
+    _take_memory_for_cache = _take_memory  # Transformer overrides this method to compute the memory
 
     def _take_next(self, ids, cache):
         """Check and return the IDs of each hypothesis at the next target positions [R, L]."""

@@ -35,8 +35,8 @@ def set_precision(precision: str) -> None:
     """Set the precision of float32 matmuls for the whole process.
 
     Args:
-        precision: ``highest`` computes in full float32, for agreement. ``fast`` allows fewer mantissa bits (TF32 on a
-            GPU), for speed. Most CPUs compute in full float32 either way.
+        precision: ``highest`` computes in full float32, so that results agree across frameworks. ``fast`` allows fewer
+            mantissa bits (TF32 on a GPU), which is faster. Most CPUs compute in full float32 either way.
 
     Raises:
         ValueError: If the precision is unknown.
@@ -89,7 +89,7 @@ def to_device(device: Any) -> jax.Device | None:
 
 
 def to_rngs(rngs: Any) -> nnx.Rngs:
-    """Return an ``nnx.Rngs``, given one, a key, or a seed.
+    """Return an ``nnx.Rngs``, given an ``nnx.Rngs``, a key, or a seed.
 
     Raises:
         TypeError: If the argument has a different type.
@@ -134,14 +134,14 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> I
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int]) -> Bool[Array, "B L"]:
-    """Check a padding mask that a caller passed against the shape of its IDs, and return it."""
+    """Check that a padding mask is boolean and has the same shape as the IDs, and return it."""
     mask = as_array(name, mask)
     check_mask(name, mask.shape, mask.dtype.name, shape)
     return jnp.array(mask)  # copy, so that the caller's array is never aliased
 
 
 def to_memory(memory: Any, shape: tuple[int, ...], dtype: str) -> Float[Array, "B S d_model"]:
-    """Check an encoder memory that a caller passed against the expected shape and dtype, and return it."""
+    """Check that an encoder memory has the expected shape and dtype, and return it."""
     memory = as_array("memory", memory)
     check_memory(memory.shape, memory.dtype.name, shape, dtype)
     return jnp.array(memory)  # copy, so that the caller's array is never aliased
@@ -156,8 +156,9 @@ def to_numpy(array: Array) -> np.ndarray:
 def quick_compilation() -> Iterator[None]:
     """Compile with few optimizations within this context, for tests and short programs.
 
-    A search and ``gradients`` use the context in which they are called, and a ``Trainer`` uses the context in which it
-    was created. Compilation takes 80% less time, but the compiled code is slower. Results agree up to rounding.
+    The context affects searches and ``gradients`` if they are called within the context, and a ``Trainer`` if it is
+    created within the context. Compilation takes 80% less time, but the compiled code is slower. Results agree up to
+    rounding.
     """
     token = _COMPILES_QUICKLY.set(True)
     try:

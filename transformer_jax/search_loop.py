@@ -26,7 +26,7 @@ def run_search(
     as_numpy: bool,
 ) -> SearchResult:
     """Run a search and return its result. ``kind`` is the class of the search state."""
-    leaves, structure = jax.tree.flatten(model)  # the structure is a key of the compiled code
+    leaves, structure = jax.tree.flatten(model)  # compiled code is cached by structure
     if any(isinstance(x, jax.core.Tracer) for x in (source_ids, source_mask, *leaves)):
         raise TypeError(
             "a search must not be called inside jax.jit or a similar transformation, because it compiles its own loop. "
@@ -62,7 +62,7 @@ def _start(structure, leaves, source_ids, source_mask, plan, kind, beam_size, po
 
 @compiled(static_argnames="structure", donate_argnames=("state", "cache"))
 def _advance(structure, leaves, state, cache, plan, last):
-    """Take steps up to step ``last``, or until all sequences are finished. Also return whether any is unfinished."""
+    """Take steps up to ``last``, or until all sequences are finished. Also return whether a sequence is unfinished."""
     model = _build(structure, leaves)
 
     def step(carry):
@@ -85,7 +85,7 @@ def _build(structure, leaves):
 
 
 def _take_source(config, ids, mask):
-    """Check and return the source as NumPy arrays. JAX would compile each operation on it for every shape."""
+    """Check and return the source as NumPy arrays, because JAX would compile each operation for every shape."""
     ids = to_array("source_ids", ids)
     check_ids("source_ids", ids.shape, ids.dtype.name, config.source_vocab_size, config.max_positions, ids)
     mask = ids != config.pad_id if mask is None else to_array("source_mask", mask)

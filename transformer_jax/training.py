@@ -53,8 +53,8 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and the number of target tokens.
 
-    Label smoothing (section 5.4) moves the probability ``label_smoothing`` from the correct token to all tokens
-    (``uniform``), all incorrect tokens (``off_target``), or all incorrect tokens except padding
+    Label smoothing (section 5.4) takes the probability ``label_smoothing`` from the correct token and distributes it
+    equally over all tokens (``uniform``), all incorrect tokens (``off_target``), or all incorrect tokens except padding
     (``off_target_and_pad``). Logarithms are computed in at least float32.
 
     Args:
@@ -72,7 +72,7 @@ def cross_entropy(
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))  # [B, T, V]
     log_totals = jax.nn.logsumexp(wide, -1)
     right = jnp.take_along_axis(wide, labels[..., None], -1)[..., 0] - log_totals  # [B, T]
-    # On a GPU and in traced code, labels haven't been checked. Return NaN instead of the loss of a different label.
+    # On a GPU and in traced code, labels haven't been checked. If a label is outside the vocabulary, return NaN.
     right = jnp.where((labels >= 0) & (labels < config.target_vocab_size), right, jnp.nan)
     smoothing = config.label_smoothing
     spread = wide.sum(-1) - wide.shape[-1] * log_totals  # [B, T]
@@ -122,17 +122,17 @@ class Trainer:
     """Trainer that updates a model in place, one batch per step (section 5).
 
     Each step computes the gradient of the loss per target token, clips it, and updates the parameters using Adam and
-    the learning rate of equation (3). Between steps, the model is in inference mode. Each step is compiled once per
-    shape of a batch.
+    the learning rate of equation (3). Between steps, the model is in inference mode. JAX compiles the step once per
+    batch shape.
 
     Args:
         model: Model in float32 or float64.
         settings: Optimizer, learning rate schedule, clipping, gradient accumulation, and mixed precision.
-        seed: Seed for dropout. The dropout in a step depends only on the seed and the step number.
-        mesh: Mesh from ``make_mesh``, on whose devices each step runs. Pass the full batch in every process. None uses
-            only the model's device.
-        dropout: ``global`` draws random numbers for the full batch, so that the result doesn't depend on the number of
-            devices. ``local`` draws them separately for the rows of each device, which is faster.
+        seed: Seed for dropout. The dropout masks of a step depend only on the seed and the step number.
+        mesh: Mesh from ``make_mesh``. Each step divides the batch over its devices. Pass the full batch in every
+            process. None uses only the model's device.
+        dropout: ``global`` samples the dropout masks of the full batch, so that the result doesn't depend on the number
+            of devices. ``local`` samples the masks separately on each device, which is faster.
 
     Attributes:
         step: Number of steps taken so far.
@@ -208,7 +208,7 @@ class Trainer:
         return StepResult(*result)
 
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-        """Return the loss per target token of a batch and the gradient that a step would use, before clipping.
+        """Return the loss per target token of a batch and the gradient that ``train_step`` would use, before clipping.
 
         Dropout, micro-batches, and devices are the same as in ``train_step``. Nothing is updated.
 
@@ -278,7 +278,7 @@ class Trainer:
         self.step, self.seed = state.step, state.seed
 
     def _take(self, source_ids, target_ids, labels):
-        """Check and return a batch, divided over the devices, and the random bits of its dropout."""
+        """Check and return a batch, divided over the devices, and the random bits for its dropout."""
         micro_batches = self.settings.accumulation_steps
         batch = _take(self.model, source_ids, target_ids, labels)
         check_accumulation(micro_batches, len(batch[0]))
@@ -310,7 +310,7 @@ def _evaluate(structure, parameters, batch):
 
 
 def _gradients(structure, parameters, batch):
-    """Return the loss per target token and its gradients at parameters and taps, where zeros are added."""
+    """Return the loss per target token and its gradients at parameters and taps. Zeros are added at each tap."""
 
     def loss(parameters, zeros):
         model = structure.build(parameters)
@@ -324,7 +324,7 @@ def _gradients(structure, parameters, batch):
 
 
 def _step(structure, settings, parameters, optimizer, batch, numbers):
-    """Return the optimizer, the parameters, and the reported values after a step."""
+    """Take a step, and return the new optimizer, the new parameters, and the values to report."""
     total, tokens, gradient = _gradient(structure, settings, parameters, batch, numbers["random_bits"])
     count = jnp.maximum(tokens, 1).astype(total.dtype)
     norm = global_norm(gradient) / count
@@ -360,7 +360,7 @@ def _loss_with_dropout(structure, settings, parameters, batch, key):
     model.train()
     for stack in (model.encoder, model.decoder):
         stack.activation_checkpointing = settings.activation_checkpointing
-    stream = nnx.RngStream(key, tag="dropout")  # shared, so each dropout draws the next key
+    stream = nnx.RngStream(key, tag="dropout")  # shared, so that each dropout layer uses the next key
     for _, module in nnx.iter_modules(model):
         if isinstance(module, nnx.Dropout):
             module.rngs = stream

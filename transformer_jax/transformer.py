@@ -22,15 +22,15 @@ from transformer_spec.taps import Tap, checked, no_tap, within
 class Encoder(Part):
     """The encoder of a Transformer, including the source embedding (left half of Figure 1).
 
-    It maps source tokens to the encoder memory: one vector per source position. The constructor draws initial values.
-    Use ``from_weights`` to create a model with given weights.
+    It maps source tokens to the encoder memory: one vector per source position. The constructor initializes the
+    parameters randomly. Use ``from_weights`` to create a model with given weights.
 
     Args:
         config: Model configuration.
         dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
             Layers compute in the dtype of their parameters, even if you cast the model's state later.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
         rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key, or a seed.
 
     Taps:
@@ -54,7 +54,7 @@ class Encoder(Part):
             source_mask: True for source positions that contain a token, False for padding. None derives the mask from
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
 
         Raises:
             TypeError: If the IDs are not integers, or the mask is not boolean.
@@ -80,14 +80,14 @@ class Decoder(Part):
     """The decoder of a Transformer, including target embedding and output projection (right half of Figure 1).
 
     It maps the encoder memory and the target tokens so far to the logits of the next token at every target position.
-    The constructor draws initial values. Use ``from_weights`` to create a model with given weights.
+    The constructor initializes the parameters randomly. Use ``from_weights`` to create a model with given weights.
 
     Args:
         config: Model configuration.
         dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
             Layers compute in the dtype of their parameters, even if you cast the model's state later.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
         rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key, or a seed.
 
     Taps:
@@ -122,7 +122,7 @@ class Decoder(Part):
             source_mask: True for source positions that contain a token, False for padding. None derives the mask from
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
 
         Raises:
             TypeError: If the IDs are not integers, a mask is not boolean, or the memory has a different dtype than the
@@ -168,7 +168,7 @@ class Decoder(Part):
             beam_size: Number of hypotheses per source sequence.
             source_mask: True for source positions that contain a token, False for padding. None derives the mask from
                 ``source_ids``.
-            memory: Encoder memory, as returned by ``encode``. Without a memory, a ``Transformer`` computes it from
+            memory: Encoder memory, as returned by ``encode``. If None, a ``Transformer`` computes the memory from
                 ``source_ids``, and a ``Decoder`` raises an error.
 
         Raises:
@@ -196,7 +196,7 @@ class Decoder(Part):
                 as a prefix. Hypotheses of the same sequence are in adjacent rows.
             cache: Cache from ``init_cache`` or from the previous step. It is not modified.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
 
         Returns:
             The logits, [R, V] or [R, L, V], and the updated cache, for the next step.
@@ -208,7 +208,7 @@ class Decoder(Part):
         """
         tap, is_one = checked(tap), np.ndim(target_ids) < 2
         ids = self._take_next(target_ids, cache)  # [R, L]
-        cache = jax.tree.map(lambda x: x, cache)  # copy the cache, so that the caller's stays unchanged
+        cache = jax.tree.map(lambda x: x, cache)  # copy the cache, so that the caller's cache stays unchanged
         n = cache.length + jnp.arange(ids.shape[1])
         holds_token = ((ids != self.config.pad_id) | (n == 0))[:, None, None]  # same as target_padding_mask
         cache.self_mask = jax.lax.dynamic_update_slice_in_dim(cache.self_mask, holds_token, cache.length, 3)
@@ -224,14 +224,14 @@ class Transformer(Encoder, Decoder):
     """The full Transformer: encoder, decoder, and output projection (Figure 1).
 
     It maps source tokens and the target tokens so far to the logits of the next token at every target position. The
-    constructor draws initial values. Use ``from_weights`` to create a model with given weights.
+    constructor initializes the parameters randomly. Use ``from_weights`` to create a model with given weights.
 
     Args:
         config: Model configuration.
         dtype: Dtype of the parameters, such as ``jnp.bfloat16`` or its name. One of float64, float32, and bfloat16.
             Layers compute in the dtype of their parameters, even if you cast the model's state later.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
         rngs: Random state for the initial values and dropout, as an ``nnx.Rngs``, a key, or a seed.
 
     Taps:
@@ -262,7 +262,7 @@ class Transformer(Encoder, Decoder):
             target_mask: True for target positions that contain a token, False for padding. None derives the mask from
                 ``target_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
 
         Raises:
             TypeError: If the IDs are not integers, or a mask is not boolean.
@@ -276,7 +276,7 @@ class Transformer(Encoder, Decoder):
         return self._decode(target_ids, memory, target_mask, source_mask, tap)
 
     def _take_memory_for_cache(self, memory, ids, mask):
-        """Check and return the encoder memory and the source mask. Compute a missing memory first."""
+        """Check and return the encoder memory and the source mask. If no memory is given, compute it."""
         if memory is None:
             memory = self.encode(ids, mask)
         return self._take_memory(memory, ids, mask)

@@ -27,8 +27,8 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
     Args:
         model: Model whose parameters are replaced in place.
-        weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
-            ignores the parameters of the other part.
+        weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` ignores decoder
+            parameters, and a ``Decoder`` ignores encoder parameters.
 
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype.
@@ -71,11 +71,11 @@ def check_layers(model: Model, *, adapters: bool = False) -> None:
         adapters: True allows an ``nnx.LoRALinear`` instead of a linear layer.
 
     Raises:
-        ValueError: If a layer may compute differently, or a trainable parameter has no canonical name.
+        ValueError: If a layer may compute with other parameters, or a trainable parameter has no canonical name.
     """
     named: set[int] = set()
     paths = dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(model.config, model.part))
-    for path in [*paths, *["output_proj"] * (model.part != "encoder")]:  # also if it is tied
+    for path in [*paths, *["output_proj"] * (model.part != "encoder")]:  # check the projection even if it is tied
         layer = find(model, path)
         is_adapter = type(layer).__call__ is nnx.LoRALinear.__call__
         if is_adapter and not adapters:
@@ -113,7 +113,7 @@ def _merged(model, name):
 
 
 def _put(array, old):
-    """Return the array on the device of the old array, committed to it if the old array is."""
+    """Move the array to the device of the old array. If the old array is committed, commit the new array."""
     if isinstance(old, jax.ShapeDtypeStruct):
         return jax.device_put(array)
     if old.committed:

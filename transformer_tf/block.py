@@ -1,4 +1,4 @@
-"""Base classes that let Keras save, copy, and build layers, and load them without drawing initial values."""
+"""Base classes that let Keras save, copy, and build layers, and load them without random initialization."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def initial(initializer: Any) -> Any:
 
 
 def attention_mask_for(memory: Any, attention_mask: Any = None, mask: Any = None) -> Any:
-    """Combine an attention mask with the Keras mask that marks the padding of a memory.
+    """Combine an attention mask with the Keras mask that marks padding in the memory.
 
     Args:
         memory: Tensor [B, M, d_model]. ``Embedding(mask_zero=True)``, for example, attaches a mask to its output.
@@ -90,7 +90,7 @@ class Configured:
         return layer
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call the layer and omit None options, because ``training=None`` would hide the mode of the outer layer."""
+        """Call the layer without None options. ``training=None`` would override the mode of the outer layer."""
         return super().__call__(*args, **{name: value for name, value in options.items() if value is not None})  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Configured:
         """Create a layer from the result of ``get_config``.
 
         Args:
-            config: Arguments of the constructor, serialized.
+            config: Serialized arguments of the constructor.
             custom_objects: Additional classes that Keras may need, by name, or None.
         """
         given = {name: keras.saving.deserialize_keras_object(value, custom_objects) for name, value in config.items()}
@@ -120,7 +120,8 @@ class Configured:
 class Block(Configured, keras.layers.Layer):
     """Base class of layers that create their variables in the constructor.
 
-    Otherwise, Keras would call the layer with symbolic tensors to build it, and every tap would fire for these too.
+    Otherwise, Keras would call the layer with symbolic tensors to build it, and every tap would receive these symbolic
+    tensors too.
 
     Args:
         dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
@@ -140,10 +141,10 @@ class Block(Configured, keras.layers.Layer):
     def recomputed(self, *inputs: Tensor, **options: Any) -> Tensor:
         """Call the layer, store only its inputs, and recompute the layer in the backward pass.
 
-        Pass the training mode and all masks as options, because the recomputation doesn't know the mode of the outer
-        call and ``tf.recompute_grad`` supports only floating-point inputs.
+        Pass the training mode and all masks as options, because the mode of the outer call isn't available during the
+        recomputation, and ``tf.recompute_grad`` supports only floating-point inputs.
         """
-        # Dropout uses the current state of its generator both times. Keras' RematScope would draw different numbers.
+        # Both times, dropout uses the current state of its generator. With Keras' RematScope, the masks would differ.
         dropouts = [layer for layer in self._flatten_layers() if isinstance(layer, keras.layers.Dropout) and layer.rate]
         seeds = [(layer.seed_generator.state, layer.seed_generator.state.value) for layer in dropouts]
 

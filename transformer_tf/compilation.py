@@ -1,6 +1,7 @@
-"""Tracing of searches and training steps, once for all sizes. XLA compiles the steps of a search for each shape.
+"""Tracing of searches and training steps, so that each function is traced only once for all sizes.
 
-Models with ``fast=False``, and all models in a ``quick_compilation`` context, run eagerly instead.
+XLA compiles the steps of a search for each shape. Models with ``fast=False``, and all models in a
+``quick_compilation`` context, run eagerly instead.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from transformer_tf.layers import own_rows
 from transformer_tf.runtime import compiles_quickly, placed
 from transformer_tf.transformer import Transformer
 
-# Traced functions of each model, for its lifetime. They aren't attributes, because Keras saves and copies attributes.
+# Traced functions of each model, for the lifetime of the model. The functions aren't stored in attributes of the model,
+# because Keras saves and copies attributes.
 _TRACED: WeakKeyDictionary[Transformer, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
 
 
@@ -39,7 +41,7 @@ def padded(
 ) -> tuple[Int[ndarray, "rows capacity"], Bool[ndarray, "rows capacity"], SearchPlan]:
     """Return the source and the plan, padded at the end so that XLA compiles for only a few sizes.
 
-    XLA needs seconds to compile for a size, much longer than a compiled step takes.
+    XLA takes seconds to compile a step for a new size, but the compiled step takes much less time.
     """
 
     def round_up(length: int) -> int:
@@ -51,13 +53,13 @@ def padded(
 def call_traced(
     function: Callable[..., Any], model: Transformer, *args: Any, by_xla: bool = False, **constants: Any
 ) -> Any:
-    """Call a function of a model. It is traced once for tensors of all sizes, and again if constants change.
+    """Call a function of a model. The function is traced once for all sizes of tensors, and again if constants change.
 
     Args:
         function: Function of the model, the arguments, and the constants.
         model: Model, which is the first argument.
         args: Tensors or numbers.
-        by_xla: True compiles the function using XLA, for each shape.
+        by_xla: True compiles the function using XLA, once per shape.
         constants: Keyword arguments that are constants in the trace.
     """
     with placed(model.device):
@@ -65,8 +67,8 @@ def call_traced(
         if compiles_quickly() or not model.fast:
             return function(model, *args, **constants)
         traced = _TRACED.setdefault(model, {})
-        # The key contains the variables' identities, because Keras replaces some when it adds others (for LoRA, for
-        # example). The types distinguish greedy search, sampling, and beam search.
+        # The key contains the variables' identities, because Keras replaces some variables when it adds others, for
+        # example for LoRA. The types distinguish greedy search, sampling, and beam search.
         key = function, *constants.values(), *map(type, args), len(tf.nest.flatten(args)), *map(id, model.variables)
         if key not in traced:
             of_model = partial(function, proxy(model), **constants)  # a proxy doesn't keep the model alive
@@ -83,9 +85,9 @@ def call_on_devices(trainer: Any, function: Callable[..., Any], part: Any, *numb
     Args:
         trainer: Trainer.
         function: Method of the trainer.
-        part: First arguments of the function. On a mesh, their first axis is the device.
-        numbers: Other arguments. They and the result are the same on all devices.
-        by_xla: True compiles the function using XLA, for each shape.
+        part: First arguments of the function. On a mesh, the first axis of each argument is the device.
+        numbers: Other arguments. These arguments and the result are the same on all devices.
+        by_xla: True compiles the function using XLA, once per shape.
     """
     if trainer.mesh is None and (compiles_quickly() or not (trainer.model.fast or by_xla)):
         return function(*part, *numbers)
@@ -115,7 +117,7 @@ def _traced(trainer, function, arguments, by_xla):
 
 
 def _any_length(array):
-    """Return a specification that allows IDs of any [rows, length], and other arrays of only the given shape."""
+    """Return a ``TensorSpec`` that allows IDs of any [rows, length], but other arrays of only the given shape."""
     sizes = list(np.shape(array))
     is_ids = array.dtype == np.int32
     return tf.TensorSpec([*sizes[:-2], None, None] if is_ids else sizes, array.dtype)

@@ -24,8 +24,8 @@ from transformer_tf.layers import Dropout, LayerNorm
 class DecoderLayer(Block):
     """Decoder layer: masked self-attention, cross-attention, and a feed-forward network (section 3.1).
 
-    Each sublayer is ``LayerNorm(x + Sublayer(x))`` if ``config.norm_order`` is ``post`` (the paper), and
-    ``x + Sublayer(LayerNorm(x))`` if it is ``pre``.
+    The output of each sublayer is ``LayerNorm(x + Sublayer(x))`` if ``config.norm_order`` is ``post``, as in the paper,
+    and ``x + Sublayer(LayerNorm(x))`` if it is ``pre``.
 
     Args:
         config: Model configuration.
@@ -71,12 +71,14 @@ class DecoderLayer(Block):
         Args:
             x: One vector per target position.
             memory: Encoder memory, or its keys and values from ``cross_attention.project``.
-            self_mask: True if a target position may attend to a target position. None allows every pair.
-            cross_mask: True if a target position may attend to a memory position. None allows every pair.
+            self_mask: Mask for self-attention. True if a query position may attend to a key position. None applies no
+                mask.
+            cross_mask: Mask for cross-attention. True if a target position may attend to a memory position. None
+                applies no mask.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
-            past: Cache of the keys and values of earlier target positions, for decoding step by step. None if ``x``
-                contains all positions.
+                replaces the intermediate value.
+            past: Cache of the keys and values of earlier target positions, for decoding step by step. None means that
+                ``x`` contains all positions.
         """
         if self.norm_order == "post":
             if self.self_attention and self.self_attention_norm:
@@ -102,10 +104,12 @@ class DecoderLayer(Block):
 class DecoderCache(Nested):
     """State of the decoder between two decoding steps, created by ``init_cache``.
 
-    The R rows are the hypotheses of all sequences. Hypotheses of the same sequence are in adjacent rows.
+    Each of the R rows belongs to one hypothesis of a source sequence. Hypotheses of the same sequence are in adjacent
+    rows.
 
     Attributes:
-        memory: Keys and values of the encoder memory, one entry per layer. Hypotheses of the same sequence share them.
+        memory: Keys and values of the encoder memory, one entry per layer. Hypotheses of the same sequence share these
+            keys and values.
         past: Keys and values of the target positions decoded so far, one entry per layer with self-attention.
         cross_mask: True for source positions that contain a token.
         self_mask: True for target positions that contain a token.
@@ -126,10 +130,10 @@ class DecoderCache(Nested):
     def reorder(self, rows: Int[Tensor, " R"]) -> None:
         """Replace the hypothesis in row i with the hypothesis in row ``rows[i]``.
 
-        Beam search uses this method to drop some hypotheses and to extend others in several ways.
+        Beam search uses this method to drop some hypotheses and to duplicate others.
 
         Args:
-            rows: Index of the row to copy, one for each row.
+            rows: For each row of the result, the index of the row to copy.
         """
         self.self_mask = tf.gather(self.self_mask, rows)
         for past in self.past:
@@ -137,10 +141,10 @@ class DecoderCache(Nested):
 
 
 class DecoderStack(Block):
-    """Decoder stack: a sequence of decoder layers that maps the embedded target and the encoder memory to states.
+    """Decoder stack: a sequence of decoder layers that maps the embedded target and the memory to decoder states.
 
     Args:
-        config: Model configuration, which defines the number of layers and whether a final layer norm follows.
+        config: Model configuration, which defines the number of layers and whether the stack ends with a layer norm.
         dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
 
@@ -173,10 +177,12 @@ class DecoderStack(Block):
         Args:
             x: One embedding per target position.
             memory: Encoder memory: one vector per source position.
-            self_mask: True if a target position may attend to a target position. None allows every pair.
-            cross_mask: True if a target position may attend to a memory position. None allows every pair.
+            self_mask: Mask for self-attention. True if a query position may attend to a key position. None applies no
+                mask.
+            cross_mask: Mask for cross-attention. True if a target position may attend to a memory position. None
+                applies no mask.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
             training: True enables dropout. None uses the mode of the enclosing Keras layer.
         """
         self_mask, cross_mask = attention_mask_for(x, self_mask), attention_mask_for(memory, cross_mask)
@@ -216,13 +222,13 @@ class DecoderStack(Block):
     def step(
         self, x: Float[Tensor, "R L d_model"], cache: DecoderCache, tap: Tap = no_tap
     ) -> Float[Tensor, "R L d_model"]:
-        """Return the decoder states of the next target positions, and store these positions in the cache.
+        """Return the decoder states of the next target positions, and append their keys and values to the cache.
 
         Args:
             x: One embedding for each of the next target positions.
             cache: Cache from ``init_cache``. It is updated in place.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
         """
         mask = cache.self_mask
         if x.shape[1] != 1:

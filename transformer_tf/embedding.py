@@ -24,15 +24,16 @@ def sinusoidal_encoding(
 ) -> Float[Tensor, "L d_model"]:
     """Return sinusoidal positional encodings, one row per position, in float64 (section 3.5).
 
-    ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model))``. Computed in
-    float32, the angles would be off by 4e-5 at position 500.
+    ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model))``. In float32, the
+    angles would have errors of 4e-5 at position 500.
 
     Args:
         length: Number of positions.
         d_model: Number of channels. It must be even.
-        layout: ``interleaved`` alternates sine and cosine channels (the paper). ``split`` puts all sine channels first.
-        timescale: Spacing of the m = d_model / 2 wavelengths, which start at 2 pi. With ``m``, they end just below
-            10000 * 2 pi (the paper). With ``m_minus_1``, the last one is exactly 10000 * 2 pi.
+        layout: ``interleaved`` alternates sine and cosine channels, as in the paper. ``split`` puts all sine channels
+            first.
+        timescale: Spacing of the m = d_model / 2 wavelengths, the shortest of which is 2 pi. The longest is slightly
+            less than 10000 * 2 pi with ``m`` (the paper), and exactly 10000 * 2 pi with ``m_minus_1`` (tensor2tensor).
         offset: Index of the first position.
 
     Raises:
@@ -54,7 +55,8 @@ class TokenEmbedding(Block):
 
     Args:
         vocab_size: Number of tokens in the vocabulary.
-        config: Model configuration. If ``config.scale_embedding`` is False, the vectors are not multiplied.
+        config: Model configuration. If ``config.scale_embedding`` is False, the vectors are not multiplied by
+            sqrt(d_model).
         dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
@@ -110,7 +112,7 @@ class LearnedPosition(Block):
     """Learned positional embedding, which is added to each vector (Table 3, row E).
 
     Args:
-        config: Model configuration, which defines the number of positions and the index of the first one.
+        config: Model configuration, which defines the number of positions and the index of the first position.
         dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
@@ -141,7 +143,7 @@ class OutputProjection(Block):
 
     Args:
         config: Model configuration.
-        embedding: Target embedding, whose matrix a tied projection uses.
+        embedding: Target embedding. If the projection is tied, it uses the matrix of this embedding.
         dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """

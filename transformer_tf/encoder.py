@@ -22,8 +22,8 @@ from transformer_tf.layers import Dropout, LayerNorm
 class EncoderLayer(Block):
     """Encoder layer: self-attention followed by a feed-forward network (section 3.1).
 
-    Each sublayer is ``LayerNorm(x + Sublayer(x))`` if ``config.norm_order`` is ``post`` (the paper), and
-    ``x + Sublayer(LayerNorm(x))`` if it is ``pre``.
+    The output of each sublayer is ``LayerNorm(x + Sublayer(x))`` if ``config.norm_order`` is ``post``, as in the paper,
+    and ``x + Sublayer(LayerNorm(x))`` if it is ``pre``.
 
     Args:
         config: Model configuration.
@@ -57,9 +57,9 @@ class EncoderLayer(Block):
 
         Args:
             x: One vector per source position.
-            attention_mask: True if a query position may attend to a key position. None allows every pair.
+            attention_mask: True if a query position may attend to a key position. None applies no mask.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
             mask: True for tokens, False for padding. By default, Keras passes the mask that is attached to ``x``.
         """
         mask = attention_mask_for(x, attention_mask, mask)
@@ -80,7 +80,7 @@ class EncoderStack(Block):
     """Encoder stack: a sequence of encoder layers that maps the embedded source to the encoder memory.
 
     Args:
-        config: Model configuration, which defines the number of layers and whether a final layer norm follows.
+        config: Model configuration, which defines the number of layers and whether the stack ends with a layer norm.
         dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
 
@@ -108,9 +108,9 @@ class EncoderStack(Block):
 
         Args:
             x: One embedding per source position.
-            attention_mask: True if a query position may attend to a key position. None allows every pair.
+            attention_mask: True if a query position may attend to a key position. None applies no mask.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
             training: True enables dropout. None uses the mode of the enclosing Keras layer.
             mask: True for tokens, False for padding. By default, Keras passes the mask that is attached to ``x``.
         """

@@ -1,4 +1,4 @@
-"""Optimized versions of the formulas. A model without this module computes the same results, up to rounding.
+"""Optimized functions and layers. A model with ``fast=False`` computes the same results without them, up to rounding.
 
 ``accelerate`` makes attention process long inputs block by block. Searches select the best extensions block by block,
 and a trainer updates its parameters using TensorFlow's kernel.
@@ -24,7 +24,7 @@ QUERY_BLOCK = 256  # maximum number of queries whose scores are computed at once
 
 
 def accelerate(model: keras.Model) -> None:
-    """Make the attention layers of a model process long inputs block by block."""
+    """Make the attention layers of a model process long inputs in blocks."""
     for layer in model._flatten_layers():
         if isinstance(layer, MultiHeadAttention):
             layer.attend = attend_by_blocks
@@ -38,9 +38,10 @@ def attend_by_blocks(
     dropout: Callable[[Tensor], Tensor] | None = None,
     tap: Tap = no_tap,
 ) -> Float[Tensor, "B H L d_v"]:
-    """Compute ``scaled_dot_product_attention``. For long inputs on a CPU, avoid storing all weights.
+    """Compute ``scaled_dot_product_attention``. For long inputs on a CPU, compute it in blocks.
 
-    Taps and dropout require all weights at once, so they disable the blocks.
+    The blocks avoid storing all attention weights at once. Taps and dropout require all weights, so they disable
+    blocks.
     """
     check_attention(tuple(query.shape), tuple(key.shape), tuple(value.shape))
     if mask is not None:
@@ -96,11 +97,11 @@ def top_by_blocks(
 
     On a CPU, the maximum of each block takes 85% less time than ``top_k`` of all values. The largest values are in the
     blocks with the largest maxima, or in the remainder after the last block. Among blocks with equal maxima, the first
-    ones are used. Because sizes are unknown while TensorFlow traces, all values are sorted if there are only a few
-    blocks.
+    ones are used. If there are at most ``count`` blocks, all values are sorted, because sizes are unknown during
+    tracing.
     """
     rows, size = keras.ops.shape(values)
-    values = tf.where(~tf.math.is_nan(values), values, inf)  # put NaN first, so that it is detected
+    values = tf.where(~tf.math.is_nan(values), values, inf)  # rank NaN first, so that the search raises an error
     blocks, rest = size // BLOCK, size % BLOCK
     maxima = tf.reduce_max(tf.reshape(values[:, : size - rest], [rows, blocks, BLOCK]), -1)
     _, block = tf.math.top_k(maxima, tf.minimum(count, blocks))

@@ -44,7 +44,7 @@ _OWN_ROWS: ContextVar[tuple[Any, int] | None] = ContextVar("shard, shards", defa
 
 @contextmanager
 def own_rows(shard: Any, shards: int) -> Iterator[None]:
-    """Within the context, let dropout draw random numbers for the full batch but use only one shard's rows.
+    """Within the context, dropout samples the mask for the full batch but uses only the rows of one shard.
 
     Args:
         shard: Index of the shard.
@@ -97,7 +97,7 @@ class LayerNorm(Configured, keras.layers.LayerNormalization):
     ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
 
     Args:
-        config: Model configuration, which defines the size, epsilon, and the kind of divisor.
+        config: Model configuration, which defines the size, epsilon, and the type of divisor.
         dtype: Dtype or dtype policy of the layer. None uses the global Keras policy.
         kwargs: Additional arguments of ``keras.layers.Layer``, such as ``name``.
     """
@@ -119,7 +119,7 @@ class LayerNorm(Configured, keras.layers.LayerNormalization):
 
 
 class Dropout(Configured, keras.layers.Dropout):
-    """Dropout: sets random elements to zero and scales the others by 1 / (1 - rate), in training only (section 5.4).
+    """Dropout: sets random elements to zero and scales the rest by 1 / (1 - rate), in training only (section 5.4).
 
     The constructor takes the same arguments as ``keras.layers.Dropout``.
     """
@@ -136,6 +136,6 @@ class Dropout(Configured, keras.layers.Dropout):
             return super().call(x, training)
         shard, shards = found
         rows, *others = tf.unstack(tf.shape(x))
-        # Each number depends only on its position, so padding rows at the end don't affect the others.
+        # Each random number depends only on its position, so padding rows at the end don't affect other rows.
         scales = super().call(tf.ones([rows * shards, *others], x.dtype), training)
         return x * scales[shard * rows : (shard + 1) * rows]

@@ -27,7 +27,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
     If ``TF_CONFIG`` is set, the process first joins the other workers.
 
     Args:
-        plan: Number of devices along each axis. Only the ``data`` axis may have more than one.
+        plan: Number of devices along each axis. Only the ``data`` axis may have more than one device.
         device: ``cpu`` or ``gpu``. None uses the GPUs if there are any.
 
     Raises:
@@ -52,7 +52,7 @@ def make_mesh(plan: Plan, device: str | None = None) -> tf.distribute.Strategy:
 
 
 def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
-    """Return the plan of a mesh from ``make_mesh`` or from the user. Without a mesh, return a plan for one device.
+    """Return the plan of a mesh, even if the user created the mesh. Without a mesh, return a plan for one device.
 
     Raises:
         TypeError: If the mesh is not a ``MirroredStrategy`` or ``MultiWorkerMirroredStrategy``.
@@ -69,7 +69,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
     """Return the shards of each parameter on the devices of this process, by canonical name.
 
     Args:
-        trainer: Trainer whose model is divided. Without a mesh, each parameter is one shard.
+        trainer: Trainer whose parameters are returned. If the trainer has no mesh, each parameter is one shard.
     """
     mesh, held = trainer.mesh, {}
     devices = (0,)
@@ -99,7 +99,7 @@ def check_copies(trainer: Any) -> None:
 
 
 def spread_rows(trainer: Any, batch: Sequence[Any], micro_batches: int) -> tuple[Any, ...]:
-    """Return a batch for ``call_on_devices``. On a mesh, this is [shards, rows, length]: the rows of each device.
+    """Return a batch for ``call_on_devices``. On a mesh, the shape is [shards, rows, length].
 
     Raises:
         ValueError: If the first batches, the settings, or the weights of the processes differ.
@@ -200,7 +200,7 @@ def _joined():
         raise RuntimeError(f"TF_CONFIG: this worker cannot listen at its address: {error}") from error
 
 
-# Two strategies on the same devices would mix up their collectives, so only one of each is created.
+# Two strategies on the same devices would mix up their collectives, so each strategy is created only once.
 _mirrored = cache(tf.distribute.MirroredStrategy)
 _multi_worker = cache(tf.distribute.MultiWorkerMirroredStrategy)
 

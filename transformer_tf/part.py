@@ -43,8 +43,8 @@ class Part(Configured, keras.Model):
     Args:
         config: Model configuration.
         dtype: Dtype policy, by name or as an object. None uses the global Keras policy.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
         kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Attributes:
@@ -61,7 +61,7 @@ class Part(Configured, keras.Model):
         norm = LayerNorm if config.embedding_norm else lambda *_, **__: None
         tied = config.tie_embeddings == "all"
         self.config = config
-        self.device: str | None = None  # device of the calls; None uses the caller's scope
+        self.device: str | None = None  # device on which calls run; None uses the caller's scope
         if self.part != "decoder" or tied:
             self.source_embedding = TokenEmbedding(config.source_vocab_size, config, dtype, name="source_embedding")
         if self.part != "decoder":
@@ -99,15 +99,15 @@ class Part(Configured, keras.Model):
 
         Args:
             config: Configuration of the model to which the weights belong.
-            weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
-                ignores the parameters of the other part.
+            weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` ignores decoder
+                parameters, and a ``Decoder`` ignores encoder parameters.
             dtype: Dtype policy: ``float64``, ``float32``, ``bfloat16`` or ``mixed_bfloat16``, by name or as an object.
             device: ``cpu``, ``gpu``, or a TensorFlow device name, such as ``/GPU:1``. None uses the caller's
                 ``tf.device`` scope.
             precision: ``highest`` or ``fast`` sets the precision of float32 matmuls for the whole process (see
                 ``set_precision``). None doesn't change it.
-            fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False
-                computes the formulas without optimizations.
+            fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
+                False uses the unoptimized code.
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` is not a ``TransformerConfig``.
@@ -126,7 +126,7 @@ class Part(Configured, keras.Model):
 
     @as_placed
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Call the model. IDs may be lists, and Keras may pass all inputs in one structure."""
+        """Call the model. IDs may be lists, and Keras may pass all inputs in one list, tuple, or dict."""
         options = {name: value for name, value in options.items() if value is not None}
         if self.part is None and len(args) == 1 and _is_structure(args[0]) and "target_ids" not in options:
             inputs = args[0]
@@ -134,7 +134,7 @@ class Part(Configured, keras.Model):
         if self.part is not None:
             args = tuple(np.asarray(x) if isinstance(x, list | tuple) and not _is_structure(x) else x for x in args)
         elif not any(map(keras.backend.is_keras_tensor, (*args, *options.values()))):
-            args, options = (), self._take_both(*args, **options)  # `call` would extend error messages
+            args, options = (), self._take_both(*args, **options)  # Keras extends messages of errors in `call`
         return super().__call__(*args, **options)
 
     @classmethod
@@ -156,8 +156,8 @@ class Part(Configured, keras.Model):
                 ``tf.device`` scope.
             precision: ``highest`` or ``fast`` sets the precision of float32 matmuls for the whole process (see
                 ``set_precision``). None doesn't change it.
-            fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False
-                computes the formulas without optimizations.
+            fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
+                False uses the unoptimized code.
 
         Raises:
             OSError: If the file can't be read.
@@ -169,7 +169,7 @@ class Part(Configured, keras.Model):
 
     @property
     def _default_save_signature(self):
-        """Return the function that ``tf.saved_model.save`` exports, which takes the IDs. None for a decoder."""
+        """Return the function that ``tf.saved_model.save`` exports, which takes the IDs, or None for a decoder."""
         names = {None: ["source_ids", "target_ids"], "encoder": ["source_ids"], "decoder": []}[self.part]
         signature = [tf.TensorSpec([None, None], tf.int32, name) for name in names]
         return tf.function(lambda *ids: self(*ids), signature, autograph=False) if names else None
@@ -178,10 +178,10 @@ class Part(Configured, keras.Model):
         """Load variables from a Keras file.
 
         Args:
-            store: Contents of the file, as Keras passes them.
+            store: Store from which Keras loads the variables.
 
         Raises:
-            ValueError: If the file has more layers than the model, which Keras would silently skip.
+            ValueError: If the file has more layers than the model. Keras would silently skip the additional layers.
         """
         super().load_own_variables(store)
         for stack in (layer for layer in self.layers if isinstance(layer, EncoderStack | DecoderStack)):
@@ -201,7 +201,7 @@ class Part(Configured, keras.Model):
         return get_weights(self)
 
     def _take(self, side, ids, mask):
-        """Check and return the IDs and the mask of ``source`` or ``target``. Derive a missing mask from the IDs."""
+        """Check and return the IDs and the mask of ``source`` or ``target``. If no mask is given, compute it."""
         config = self.config
         ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions)
         if mask is not None:
@@ -218,7 +218,7 @@ class Part(Configured, keras.Model):
         shape = (*mask.shape, self.config.d_model)
         return to_memory(memory, shape, self.compute_dtype), mask
 
-    _take_memory_for_cache = _take_memory  # Transformer overrides this to compute the memory
+    _take_memory_for_cache = _take_memory  # Transformer overrides this method to compute the memory
 
     def _take_both(self, source_ids=..., target_ids=..., source_mask=None, target_mask=None, **options):
         """Check and return the arguments of a call of the full model, by name."""
@@ -247,7 +247,7 @@ class Part(Configured, keras.Model):
 
 
 def _is_structure(inputs):
-    """Return whether the inputs of a call are passed in one structure, rather than as rows of source IDs."""
+    """Return whether one argument contains all inputs of a call, instead of rows of source IDs."""
     if isinstance(inputs, tuple | list):
         return any(len(np.shape(x)) == 2 for x in inputs)
     return isinstance(inputs, Mapping)

@@ -29,8 +29,8 @@ def set_precision(precision: str) -> None:
     """Set the precision of float32 matmuls for the whole process.
 
     Args:
-        precision: ``highest`` computes in full float32, for agreement. ``fast`` allows TF32 on a GPU, for speed. Most
-            CPUs compute in full float32 either way.
+        precision: ``highest`` computes in full float32, so that results agree across frameworks. ``fast`` allows TF32
+            on a GPU, which is faster. Most CPUs compute in full float32 either way.
 
     Raises:
         ValueError: If the precision is unknown.
@@ -127,14 +127,14 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None) -> I
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int | None, int | None]) -> Bool[Tensor, "B L"]:
-    """Check a padding mask that a caller passed against the shape of its IDs, and return it."""
+    """Check that a padding mask is boolean and has the same shape as the IDs, and return it."""
     mask = mask if tf.is_tensor(mask) else to_array(name, mask)
     check_mask(name, tuple(mask.shape), mask.dtype.name, shape)
     return tf.convert_to_tensor(mask)
 
 
 def to_memory(memory: Any, shape: tuple[int | None, ...], dtype: str) -> Float[Tensor, "B S d_model"]:
-    """Check an encoder memory that a caller passed against the expected shape and dtype, and return it."""
+    """Check that an encoder memory has the expected shape and dtype, and return it."""
     memory = memory if tf.is_tensor(memory) else np.asarray(memory)
     check_memory(tuple(memory.shape), memory.dtype.name, shape, dtype)
     return tf.convert_to_tensor(memory)

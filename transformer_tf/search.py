@@ -43,13 +43,13 @@ def greedy_search(
     Args:
         model: Model to search with.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
-        max_length: Maximum number of tokens, including EOS. None uses the source length + 50, unless set by ``rules``.
+        max_length: Maximum number of tokens, including EOS. By default, ``rules`` limits it to the source length + 50.
         min_length: Minimum number of tokens, including EOS.
         start_id: First token that the decoder reads. None uses ``config.bos_id``.
         source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
         on_step: Function that is called after each step with the tokens so far [B, 1, n], padded after EOS.
-        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They add 0 to the score, or their
-            log-probability if ``rules.score_forced`` is True. None uses no prefix.
+        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They don't contribute to the score
+            unless ``rules.score_forced`` is True. None uses no prefix.
         rules: Search rules, such as ``SearchRules.preset("hf")``. None uses the paper's rules.
         as_numpy: True returns NumPy arrays. False returns tensors on the model's device.
 
@@ -90,26 +90,27 @@ def beam_search(
 ) -> SearchResult:
     """Return the best translations that beam search finds.
 
-    Each step extends the unfinished hypotheses by every token and considers the ``beam_size`` most likely results. If a
-    result ends, with EOS or at the maximum length, it is ranked by log-probability divided by length penalty. The
-    ``beam_size`` most likely unfinished results continue. The search of a sequence stops when no unfinished hypothesis
-    can become one of the best ``num_hypotheses``. Ties go to the extension of the better hypothesis, then to the lower
-    token ID, and among finished hypotheses to the earlier one. Padding is never generated.
+    Each step extends every unfinished hypothesis by every token and considers the ``beam_size`` most likely extensions.
+    If an extension ends, with EOS or at the maximum length, it is ranked by log-probability divided by length penalty.
+    The ``beam_size`` most likely unfinished extensions continue. The search of a sequence stops when no unfinished
+    hypothesis can become one of the best ``num_hypotheses``. Among extensions, ties go to the extension of the better
+    hypothesis, then to the lower token ID. Among finished hypotheses, ties go to the hypothesis that finished earlier.
+    Padding is never generated.
 
     Args:
         model: Model to search with.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
         beam_size: Number of unfinished hypotheses to keep per sequence. It may exceed the vocabulary size.
         length_penalty: Exponent alpha of the length penalty. 0 ranks by log-probability, which favors short hypotheses.
-        max_length: Maximum number of tokens, including EOS. None uses the source length + 50, unless set by ``rules``.
+        max_length: Maximum number of tokens, including EOS. By default, ``rules`` limits it to the source length + 50.
         min_length: Minimum number of tokens, including EOS.
         num_hypotheses: Number of hypotheses to return per sequence, at most ``beam_size``.
-        length_penalty_kind: For n tokens, ``gnmt`` is ((5 + n) / 6)^alpha, as in the paper, and ``power`` is n^alpha.
+        length_penalty_kind: Penalty for n tokens: ((5 + n) / 6)^alpha for ``gnmt`` (the paper), n^alpha for ``power``.
         start_id: First token that the decoder reads. None uses ``config.bos_id``.
         source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
         on_step: Function that is called after each step with the unfinished hypotheses [B, K, n], best first.
-        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They add 0 to the score, or their
-            log-probability if ``rules.score_forced`` is True. None uses no prefix.
+        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They don't contribute to the score
+            unless ``rules.score_forced`` is True. None uses no prefix.
         rules: Search rules, such as ``SearchRules.preset("hf")``. None uses the paper's rules.
         as_numpy: True returns NumPy arrays. False returns tensors on the model's device.
 
@@ -158,30 +159,30 @@ def sample(
 ) -> SearchResult:
     """Return translations that are sampled token by token from the model's distribution, until EOS.
 
-    A sample depends only on the seed, on its index, and on the row of its sequence in the batch.
+    The random numbers of a sample depend only on the seed, the index of the sample, and the row of its sequence.
 
     Args:
         model: Model to search with.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
         num_samples: Number of samples per sequence.
         temperature: Divisor of the log-probabilities. Values below 1 favor likely tokens.
-        top_k: Number of most likely tokens to draw from (Fan et al., 2018). None uses all tokens.
-        top_p: Minimum total probability of the most likely tokens to draw from (Holtzman et al., 2020). Applied after
+        top_k: Number of most likely tokens to sample from (Fan et al., 2018). None uses all tokens.
+        top_p: Minimum total probability of the most likely tokens to sample from (Holtzman et al., 2020). Applied after
             ``top_k``. None uses all tokens.
         seed: Seed of the random numbers, at least 0.
-        max_length: Maximum number of tokens, including EOS. None uses the source length + 50, unless set by ``rules``.
+        max_length: Maximum number of tokens, including EOS. By default, ``rules`` limits it to the source length + 50.
         min_length: Minimum number of tokens, including EOS.
         start_id: First token that the decoder reads. None uses ``config.bos_id``.
         source_mask: True for source positions that contain a token [B, S]. None derives the mask from ``source_ids``.
         on_step: Function that is called after each step with the samples so far [B, K, n], padded after EOS.
-        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They add 0 to the score, or their
-            log-probability if ``rules.score_forced`` is True. None uses no prefix.
+        prefix_ids: First tokens of each hypothesis [B, P], without BOS, padded. They don't contribute to the score
+            unless ``rules.score_forced`` is True. None uses no prefix.
         rules: Search rules, such as ``SearchRules.preset("hf")``. None uses the paper's rules.
         as_numpy: True returns NumPy arrays. False returns tensors on the model's device.
 
     Returns:
-        ``num_samples`` hypotheses per sequence, in the order in which they are drawn. A score is the log-probability in
-        nats that the model assigns to the sample, before temperature, ``top_k`` and ``top_p``.
+        ``num_samples`` hypotheses per sequence, in the order in which they are sampled. A score is the log-probability
+        in nats that the model assigns to the sample, before ``temperature``, ``top_k``, and ``top_p`` are applied.
 
     Raises:
         TypeError: If IDs, sizes, or lengths are not integers, or the mask is not boolean.
@@ -209,7 +210,7 @@ def score(
 ) -> Scores:
     """Return the log-probabilities in nats that the model assigns to given translations, for example to rerank them.
 
-    To score each token of a search's hypotheses, pass the ``nbest_ids`` of its result. Dropout is off.
+    To score each token of the hypotheses of a search, pass ``nbest_ids`` of the search result. Dropout is off.
 
     Args:
         model: Model to score with.
@@ -245,7 +246,7 @@ def score(
 
 def top(values: Float[Tensor, "B N"], count: int | Int[Tensor, ""]) -> tuple[Float[Tensor, "B K"], Int[Tensor, "B K"]]:
     """Return the largest values of each row and their indices. Ties go to the lower index."""
-    values = tf.where(~tf.math.is_nan(values), values, inf)  # put NaN first, so that it is detected
+    values = tf.where(~tf.math.is_nan(values), values, inf)  # rank NaN first, so that the search raises an error
     return tf.math.top_k(values, count)
 
 
@@ -298,7 +299,7 @@ class Sample(Greedy):
     """State of sampling between two steps."""
 
     def choose(self, log_probabilities: Float[Tensor, "R V"], n: Any, plan: SearchPlan) -> Int[Tensor, " R"]:
-        """Sort the tokens of each row by probability, and return the token at the quantile given by a random number."""
+        """Sort the tokens of each row by probability, and return the token at a random quantile."""
         values, index = top(log_probabilities, log_probabilities.shape[1])  # [R, V]
         is_in = tf.range(values.shape[1]) < plan.top_k
         probs = tf.nn.softmax(tf.where(is_in, values / tf.cast(plan.temperature, values.dtype), -inf))
@@ -306,7 +307,7 @@ class Sample(Greedy):
         sums = tf.cumsum(probs, -1)
         drawn = tf.reshape(tf.gather(plan.uniforms, n - 1, axis=2), [-1, 1]) * sums[:, -1:]  # [R, 1]
         below, last = (tf.reduce_sum(tf.cast(x, tf.int32), -1) for x in (sums <= drawn, probs > 0.0))
-        rank = tf.minimum(below, last - 1)  # rounding may yield the sum itself
+        rank = tf.minimum(below, last - 1)  # ``drawn`` may round up to the sum
         return tf.gather(index, rank, batch_dims=1)
 
 
@@ -348,17 +349,17 @@ class Beam(NamedTuple):
         candidates = tf.gather(self.ids, parent, batch_dims=1)  # [B, 2K, capacity]
         candidates = keras.ops.slice_update(candidates, [0, 0, n - 1], token[:, :, None])
         ends = (token == plan.eos_id) | (plan.limits == n)[:, None]
-        # 2. If any of the best K extensions end, add them to the pool, which keeps the best.
+        # 2. If any of the best K extensions end, add them to the pool, which keeps the best hypotheses.
         ended = tf.where(ends, best / plan.penalties[n], -inf)[:, :beam_size]
         if plan.rules.pool == "first":
             ended = within_pool(ended, self.finished)
         finished, rank = top(tf.concat([self.finished, ended], 1), pool_size)  # [B, P]
         finished_ids = tf.concat([self.finished_ids, candidates[:, :beam_size]], 1)
         finished_ids = tf.gather(finished_ids, rank, batch_dims=1)
-        # 3. Continue with the best K that don't end, unless none of them can still reach the pool.
+        # 3. Continue with the best K extensions that don't end, unless none of them can still enter the pool.
         alive, rank = top(tf.where(~ends, best, -inf), beam_size)  # [B, K]
         longest = n if plan.rules.stop == "current" else plan.limits
-        attainable = alive[:, 0] / tf.gather(plan.penalties, longest)  # if all further tokens were certain
+        attainable = alive[:, 0] / tf.gather(plan.penalties, longest)  # if all further tokens had probability 1
         is_over = finished[:, -1] >= attainable
         if plan.rules.stop == "first":
             is_over = finished[:, -1] != -inf

@@ -54,8 +54,8 @@ def cross_entropy(
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
     """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and the number of target tokens.
 
-    Label smoothing (section 5.4) moves the probability ``label_smoothing`` from the correct token to all tokens
-    (``uniform``), all incorrect tokens (``off_target``), or all incorrect tokens except padding
+    Label smoothing (section 5.4) takes the probability ``label_smoothing`` from the correct token and distributes it
+    equally over all tokens (``uniform``), all incorrect tokens (``off_target``), or all incorrect tokens except padding
     (``off_target_and_pad``).
 
     Args:
@@ -77,7 +77,7 @@ def cross_entropy(
     wide = tf.cast(logits, keras.backend.result_type(logits.dtype, "float32"))
     log_probabilities = tf.nn.log_softmax(wide)  # [B, T, V]
     right = tf.gather(log_probabilities, labels, batch_dims=2)  # [B, T]
-    # On a GPU and in traced code, labels haven't been checked. Return NaN instead of the loss of a different label.
+    # On a GPU and in traced code, labels haven't been checked. If a label is outside the vocabulary, return NaN.
     right = tf.where((labels >= 0) & (labels < config.target_vocab_size), right, math.nan)
     smoothing = config.label_smoothing
     spread = tf.reduce_sum(log_probabilities, -1)  # [B, T]
@@ -106,7 +106,7 @@ class CrossEntropy(keras.losses.Loss):
 
     def __init__(self, config: TransformerConfig, name: str = "cross_entropy", **kwargs: Any) -> None:
         super().__init__(name=name, **kwargs)
-        self._dtype = keras.backend.result_type(self.dtype, "float32")  # also the dtype of labels; bfloat16 rounds 257
+        self._dtype = keras.backend.result_type(self.dtype, "float32")  # also for labels; bfloat16 can't represent 257
         self.config = config if isinstance(config, TransformerConfig) else TransformerConfig.from_dict(config)
 
     def call(self, y_true: Float[Tensor, "B T"], y_pred: Float[Tensor, "B T V"]) -> Float[Tensor, "B T"]:
@@ -124,8 +124,8 @@ class CrossEntropy(keras.losses.Loss):
 def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
-    Dropout is off. If the batch contains no target tokens, the loss and the gradients are zero. The result lists frozen
-    parameters in ``frozen``; they have no gradient.
+    Dropout is off. If the batch contains no target tokens, the loss and the gradients are zero. Frozen parameters have
+    no gradient. The field ``frozen`` of the result lists their names.
 
     Args:
         model: Model, which is not modified.
@@ -148,7 +148,7 @@ def gradients(model: Transformer, source_ids: Any, target_ids: Any, labels: Any)
         tape.watch(value)  # otherwise, taps after frozen layers have no gradient
         return seen(name, value)
 
-    # A tf.function would take longer to trace than one eager call.
+    # Tracing a tf.function would take longer than one eager call.
     with placed(model.device), tf.GradientTape() as tape:
         total, tokens = _loss(model, batch, model.config, tap)
         loss = total / tf.cast(tf.maximum(tokens, 1), total.dtype)
@@ -171,12 +171,12 @@ class Trainer:
     Args:
         model: Model in float32 or float64.
         settings: Optimizer, learning rate schedule, clipping, gradient accumulation, and mixed precision.
-        seed: Seed for dropout. The dropout in a step depends only on the seed and the step number.
+        seed: Seed for dropout. The dropout masks of a step depend only on the seed and the step number.
         mesh: Strategy from ``make_mesh`` that divides the full batch. None uses only the model's device.
-        dropout: ``global`` draws random numbers for the full batch, so that the result doesn't depend on the number of
-            devices. ``local`` draws them separately for the rows of each device, which is faster.
-        compile: True lets XLA compile each step once per shape of a batch, which takes as long as dozens of steps. It
-            can't be combined with a mesh, and changes the random numbers of dropout.
+        dropout: ``global`` samples the dropout masks of the full batch, so that the result doesn't depend on the number
+            of devices. ``local`` samples the masks separately on each device, which is faster.
+        compile: True compiles the step with XLA once per batch shape, which takes as long as dozens of steps. This
+            option can't be combined with a mesh, and changes the random numbers of dropout.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -248,7 +248,7 @@ class Trainer:
         learning_rate = settings.learning_rate(self.step + 1, config.d_model)
         numbers = learning_rate, settings.bias_corrections(self.step + 1)
         self.start(_trained(self._variables))
-        self.optimizer.settings = settings  # a caller may have replaced them
+        self.optimizer.settings = settings  # a caller may have replaced the settings
         with placed(self.model.device):
             numbers = tf.nest.map_structure(lambda number: tf.constant(number, self.model.variable_dtype), numbers)
             result = call_on_devices(self, self._step, self._part(batch), numbers, by_xla=self._compile)
@@ -256,7 +256,7 @@ class Trainer:
         return StepResult(*result)
 
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-        """Return the loss per target token of a batch and the gradient that a step would use, before clipping.
+        """Return the loss per target token of a batch and the gradient that ``train_step`` would use, before clipping.
 
         Arguments, dropout, micro-batches, devices, and errors are the same as in ``train_step``. Nothing is updated.
         """
@@ -303,7 +303,7 @@ class Trainer:
                 moment[name].assign(rounded(name, values[name], moment[name].dtype.name))
 
     def _part(self, batch):
-        """Return the rows of a batch and the random bits of its dropout. On a mesh, their first axis is the device."""
+        """Return the rows of a batch and the random bits for its dropout. On a mesh, their first axis is the device."""
         micro_batches = self.settings.accumulation_steps
         check_accumulation(micro_batches, batch[0].shape[0])
         return spread_rows(self, batch, micro_batches), tf.constant(random_bits(self, len(self._seeds)))
@@ -328,7 +328,7 @@ class Trainer:
             lambda sums, part: tf.nest.map_structure(tf.add, sums, self._gradient_of_micro_batch(*part)),
             (tuple(tf.reshape(ids, [micro_batches, -1, tf.shape(ids)[1]]) for ids in batch), random_bits),
             (tf.zeros([], self.model.variable_dtype), tf.constant(0), zeros),
-            parallel_iterations=1,  # micro-batches exist to save memory
+            parallel_iterations=1,  # one at a time, to save memory
         )
         return summed(self, found)
 
@@ -364,7 +364,7 @@ def _loss(model, batch, config, tap=no_tap, training=False):
 
 
 def _trained(named):
-    """Return the trainable TensorFlow variables. Raise a ValueError for regularizers, which only ``fit`` applies."""
+    """Return the trainable TensorFlow variables. Raise a ValueError for regularizers and constraints."""
     trained = {name: variable for name, variable in named.items() if variable.trainable}
     for name, variable in trained.items():
         for kind in ("regularizer", "constraint"):
@@ -374,14 +374,14 @@ def _trained(named):
 
 
 def _differentiate(tape, loss, places):
-    """Return the gradients as dense tensors. TensorFlow returns the gradient of an embedding lookup as rows."""
+    """Return the gradients as dense tensors. TensorFlow returns the gradient of an embedding as rows and indices."""
     found = tape.gradient(loss, places, unconnected_gradients=tf.UnconnectedGradients.ZERO)
     return tf.nest.map_structure(tf.convert_to_tensor, found)
 
 
 @contextmanager
 def _training(model: Transformer, settings: TrainingConfig) -> Iterator[None]:
-    """Within the context, apply the precision and activation checkpointing of the settings to the model."""
+    """Within the context, apply the settings for precision and activation checkpointing to the model."""
     layers = model._flatten_layers() if settings.mixed_bfloat16 else []
     policies = [(layer, layer.dtype_policy, getattr(layer, "reverse_dtype", None)) for layer in layers]
     stacks = model.encoder, model.decoder

@@ -24,14 +24,14 @@ from transformer_tf.runtime import as_placed
 class Encoder(Part):
     """The encoder of a Transformer, including the source embedding (left half of Figure 1).
 
-    It maps source tokens to the encoder memory: one vector per source position. The constructor draws initial values.
-    Use ``from_weights`` to create a model with given weights.
+    It maps source tokens to the encoder memory: one vector per source position. The constructor initializes the
+    parameters randomly. Use ``from_weights`` to create a model with given weights.
 
     Args:
         config: Model configuration.
         dtype: Dtype policy, by name or as an object. None uses the global Keras policy.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
         kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Taps:
@@ -56,7 +56,7 @@ class Encoder(Part):
             source_mask: True for source positions that contain a token, False for padding. None derives the mask from
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
             training: True enables dropout. None uses the mode of the enclosing Keras layer.
 
         Raises:
@@ -79,7 +79,7 @@ class Encoder(Part):
         return self.encoder(x, mask=source_mask, tap=within(tap, "encoder"), training=training)
 
     def compute_mask(self, source_ids: Int[Tensor, "B S"], previous_mask: Any = None) -> Bool[Tensor, "B S"] | None:
-        """Return a mask that is True for tokens. Keras attaches it to the memory, so that later layers ignore padding.
+        """Return a mask that is True for tokens. Keras attaches the mask to the memory, so later layers ignore padding.
 
         Args:
             source_ids: Token IDs of the source sequences, padded with ``config.pad_id``.
@@ -92,13 +92,13 @@ class Decoder(Part):
     """The decoder of a Transformer, including target embedding and output projection (right half of Figure 1).
 
     It maps the encoder memory and the target tokens so far to the logits of the next token at every target position.
-    The constructor draws initial values. Use ``from_weights`` to create a model with given weights.
+    The constructor initializes the parameters randomly. Use ``from_weights`` to create a model with given weights.
 
     Args:
         config: Model configuration.
         dtype: Dtype policy, by name or as an object. None uses the global Keras policy.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
         kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Taps:
@@ -134,7 +134,7 @@ class Decoder(Part):
             source_mask: True for source positions that contain a token, False for padding. None derives the mask from
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
             training: True enables dropout. None uses the mode of the enclosing Keras layer.
 
         Raises:
@@ -182,7 +182,7 @@ class Decoder(Part):
             beam_size: Number of hypotheses per source sequence.
             source_mask: True for source positions that contain a token, False for padding. None derives the mask from
                 ``source_ids``.
-            memory: Encoder memory, as returned by ``encode``. Without a memory, a ``Transformer`` computes it from
+            memory: Encoder memory, as returned by ``encode``. If None, a ``Transformer`` computes the memory from
                 ``source_ids``, and a ``Decoder`` raises an error.
 
         Raises:
@@ -191,7 +191,7 @@ class Decoder(Part):
             ValueError: If the IDs, the mask, or the memory have the wrong shape, an ID is outside the vocabulary,
                 ``capacity`` exceeds ``config.max_positions``, or a required argument is missing.
         """
-        if not tf.is_tensor(capacity):  # a function that is traced once for all sizes passes a tensor
+        if not tf.is_tensor(capacity):  # in a function that is traced for all sizes, it is a tensor
             capacity = check_positions("capacity", capacity, self.config.max_positions)
             beam_size = check_integer("beam_size", beam_size, minimum=1)
         memory, source_mask = self._take_memory_for_cache(memory, source_ids, source_mask)
@@ -211,7 +211,7 @@ class Decoder(Part):
                 as a prefix. Hypotheses of the same sequence are in adjacent rows.
             cache: Cache from ``init_cache`` or from the previous step. It is not modified.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
 
         Returns:
             The logits, [R, V] or [R, L, V], and the updated cache, for the next step.
@@ -223,7 +223,7 @@ class Decoder(Part):
         """
         is_one = len(np.shape(target_ids)) == 1
         ids = self._take_next(target_ids, cache)  # [R, L]
-        cache = tf.nest.map_structure(lambda x: x, cache)  # copy the cache, so that the caller's stays unchanged
+        cache = tf.nest.map_structure(lambda x: x, cache)  # copy the cache, so that the caller's cache stays unchanged
         tap, n = checked(tap), cache.length + tf.range(tf.shape(ids)[1])
         holds_token = (ids != self.config.pad_id) | (n == 0)  # the same rule as in target_padding_mask
         new = [0, 0, 0, cache.length]
@@ -240,13 +240,13 @@ class Transformer(Encoder, Decoder):
     """The full Transformer: encoder, decoder, and output projection (Figure 1).
 
     It maps source tokens and the target tokens so far to the logits of the next token at every target position. The
-    constructor draws initial values. Use ``from_weights`` to create a model with given weights.
+    constructor initializes the parameters randomly. Use ``from_weights`` to create a model with given weights.
 
     Args:
         config: Model configuration.
         dtype: Dtype policy, by name or as an object. None uses the global Keras policy.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
         kwargs: Additional arguments of ``keras.Model``, such as ``name``.
 
     Taps:
@@ -278,7 +278,7 @@ class Transformer(Encoder, Decoder):
             target_mask: True for target positions that contain a token, False for padding. None derives the mask from
                 ``target_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
             training: True enables dropout. None uses the mode of the enclosing Keras layer.
 
         Raises:
@@ -286,14 +286,14 @@ class Transformer(Encoder, Decoder):
             ValueError: If the IDs or the masks have the wrong shape, an ID is outside the vocabulary, or there are more
                 positions than ``config.max_positions``.
         """
-        if source_mask is None or target_mask is None:  # without `__call__`, in a functional Keras model
+        if source_mask is None or target_mask is None:  # a functional Keras model bypasses `__call__`
             taken = self._take_both(source_ids, target_ids, source_mask, target_mask)
             return self.call(**taken, tap=tap, training=training)
         memory = self._encode(source_ids, source_mask, tap, training)
         return self._decode(target_ids, memory, target_mask, source_mask, tap, training)
 
     def _take_memory_for_cache(self, memory, ids, mask):
-        """Check and return the encoder memory and the source mask. Compute a missing memory first."""
+        """Check and return the encoder memory and the source mask. If no memory is given, compute it."""
         if memory is None:
             memory = self.encode(ids, mask, training=False)
         return self._take_memory(memory, ids, mask)

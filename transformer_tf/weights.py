@@ -21,8 +21,8 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
     Args:
         model: Model whose parameters are replaced in place.
-        weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
-            ignores the parameters of the other part.
+        weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` ignores decoder
+            parameters, and a ``Decoder`` ignores encoder parameters.
 
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype.

@@ -1,7 +1,7 @@
 """The Transformer from "Attention Is All You Need" as PyTorch modules."""
 
 import transformer_spec
-from transformer_spec import *  # noqa: F403  re-exported, so that one import is enough
+from transformer_spec import *  # noqa: F403  re-exported, so that users need only one import
 from transformer_torch.attention import (
     KeyValueCache,
     KeyValues,

@@ -28,7 +28,7 @@ def scaled_dot_product_attention(
     dropout: Dropout | None = None,
     tap: Tap = no_tap,
 ) -> Float[Tensor, "B H L d_v"]:
-    """Return the average of the values, weighted by the similarity of each query to each key.
+    """Return one average of the values per query, weighted by the similarity of the query to each key.
 
     Equation (1): ``Attention(Q, K, V) = softmax(Q K^T / sqrt(d_k)) V``.
 
@@ -36,14 +36,14 @@ def scaled_dot_product_attention(
         query: One query vector per position.
         key: One key vector per memory position.
         value: One value vector per memory position.
-        mask: True if a query may attend to a key. A query with no allowed key gets a zero context. None allows every
-            pair.
+        mask: True if a query may attend to a key. If a query may not attend to any key, its context is zero. None
+            applies no mask.
         dropout: Function that applies dropout to the attention weights. None applies no dropout.
         tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-            replaces the value.
+            replaces the intermediate value.
 
     Returns:
-        One weighted average of the values per query (the context), in the dtype of ``query``.
+        The context: one weighted average of the values for each query, in the dtype of ``query``.
 
     Raises:
         TypeError: If the mask is not boolean.
@@ -87,7 +87,7 @@ def merge_heads(x: Float[Tensor, "B H L d"]) -> Float[Tensor, "B L H*d"]:
 
 
 class KeyValues(NamedTuple):
-    """Keys and values of memory positions, computed once so that several queries can attend to them.
+    """Keys and values of the memory positions, computed once for use in multiple attention calls.
 
     Attributes:
         key: Key of each position, per head.
@@ -101,7 +101,8 @@ class KeyValues(NamedTuple):
 class KeyValueCache:
     """Keys and values of the target positions decoded so far, in buffers of fixed capacity.
 
-    With a cache, decoding T tokens projects T positions instead of 1 + 2 + ... + T.
+    With a cache, decoding T tokens computes the keys and values of T positions. Without a cache, each step would
+    recompute the keys and values of all earlier positions, 1 + 2 + ... + T positions in total.
 
     Args:
         key: Buffer for the keys.
@@ -142,7 +143,7 @@ class KeyValueCache:
         """Replace row i of the buffers with row ``rows[i]``.
 
         Args:
-            rows: Index of the row to copy, one for each row.
+            rows: For each row of the result, the index of the row to copy.
         """
         self.key[:, :, : self.length] = self.key[:, :, : self.length].index_select(0, rows)
         self.value[:, :, : self.length] = self.value[:, :, : self.length].index_select(0, rows)
@@ -182,20 +183,20 @@ class MultiHeadAttention(nn.Module):
         tap: Tap = no_tap,
         past: KeyValueCache | None = None,
     ) -> Float[Tensor, "B L d_model"]:
-        """Return one vector per query position, computed from the memory positions that it attends to.
+        """Attend from each query position to the memory positions, and return one vector per query position.
 
         Args:
             query: One vector per query position.
-            memory: One vector per memory position; in self-attention, the same array as ``query``. To reuse keys and
-                values between calls, pass the result of ``project``.
-            mask: True if a query position may attend to a memory position. None allows every pair.
+            memory: One vector per memory position. In self-attention, this is the same array as ``query``. To reuse
+                keys and values between calls, pass the result of ``project``.
+            mask: True if a query position may attend to a memory position. None applies no mask.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
             past: Cache of the keys and values of earlier positions. The method appends the keys and values of
-                ``memory`` and attends to all of them. None attends to ``memory`` only.
+                ``memory`` to the cache, and attends to all positions in the cache. None attends to ``memory`` only.
         """
         shape = query.shape
-        if isinstance(memory, KeyValues):  # the hypotheses of a sequence share its memory
+        if isinstance(memory, KeyValues):  # all hypotheses of a source sequence share one memory
             query = query.reshape(len(memory.key), -1, shape[-1])
         q = tap("query", split_heads(self.query_proj(query), self.num_heads))  # [B, H, L, d_k]
         if isinstance(memory, KeyValues):
@@ -210,11 +211,11 @@ class MultiHeadAttention(nn.Module):
         return tap("output", self.output_proj(merge_heads(context)).reshape(shape))
 
     def extra_repr(self) -> str:
-        """Return the settings that the projections don't show when PyTorch prints the module."""
+        """Return the extra representation of the module, which omits settings that the projections show."""
         return f"num_heads={self.num_heads}"
 
     def project(self, memory: Float[Tensor, "B M d_model"]) -> KeyValues:
-        """Return the keys and values of memory positions, for use in several calls.
+        """Return the keys and values of the memory positions, for use in multiple calls.
 
         Args:
             memory: One vector per memory position.

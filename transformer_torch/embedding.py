@@ -22,15 +22,16 @@ def sinusoidal_encoding(
 ) -> Float[Tensor, "L d_model"]:
     """Return sinusoidal positional encodings, one row per position, in float64 (section 3.5).
 
-    ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model))``. Computed in
-    float32, the angles would be off by 4e-5 at position 500.
+    ``PE(pos, 2i) = sin(pos / 10000^(2i/d_model))``, ``PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model))``. In float32, the
+    angles would have errors of 4e-5 at position 500.
 
     Args:
         length: Number of positions.
         d_model: Number of channels. It must be even.
-        layout: ``interleaved`` alternates sine and cosine channels (the paper). ``split`` puts all sine channels first.
-        timescale: Spacing of the m = d_model / 2 wavelengths, which start at 2 pi. With ``m``, they end just below
-            10000 * 2 pi (the paper). With ``m_minus_1``, the last one is exactly 10000 * 2 pi.
+        layout: ``interleaved`` alternates sine and cosine channels, as in the paper. ``split`` puts all sine channels
+            first.
+        timescale: Spacing of the m = d_model / 2 wavelengths, the shortest of which is 2 pi. The longest is slightly
+            less than 10000 * 2 pi with ``m`` (the paper), and exactly 10000 * 2 pi with ``m_minus_1`` (tensor2tensor).
         offset: Index of the first position.
 
     Raises:
@@ -52,17 +53,18 @@ class TokenEmbedding(nn.Embedding):
 
     Args:
         vocab_size: Number of tokens in the vocabulary.
-        config: Model configuration. If ``config.scale_embedding`` is False, the vectors are not multiplied.
+        config: Model configuration. If ``config.scale_embedding`` is False, the vectors are not multiplied by
+            sqrt(d_model).
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
     """
 
     def __init__(self, vocab_size: int, config: TransformerConfig, dtype: torch.dtype | str = "float32") -> None:
         super().__init__(vocab_size, config.d_model, dtype=to_dtype(dtype))
         self.multiplier = math.sqrt(config.d_model) if config.scale_embedding else 1.0
-        self.embed_scale = self.multiplier  # the attribute name by which peft finds the multiplier
+        self.embed_scale = self.multiplier  # peft looks up the multiplier under this attribute name
 
     def reset_parameters(self) -> None:
-        """Draw the embeddings from a normal distribution with standard deviation 1 / sqrt(d_model)."""
+        """Initialize the embeddings from a normal distribution with standard deviation 1 / sqrt(d_model)."""
         _draw_table(self.weight)
 
     def forward(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L d_model"]:
@@ -74,7 +76,7 @@ class TokenEmbedding(nn.Embedding):
         return F.embedding(ids, self.weight) * self.multiplier
 
     def extra_repr(self) -> str:
-        """Return the sizes, which PyTorch prints."""
+        """Return the extra representation of the module."""
         return f"{super().extra_repr()}, multiplier={self.multiplier:g}"
 
 
@@ -107,7 +109,7 @@ class SinusoidalPosition(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Return the settings of the encoding, which PyTorch prints."""
+        """Return the extra representation of the module."""
         config = self.config
         conventions = config.position_layout, config.position_timescale
         return f"{config.d_model}, {', '.join(map(repr, conventions))}, offset={config.position_offset}"
@@ -117,7 +119,7 @@ class LearnedPosition(nn.Embedding):
     """Learned positional embedding, which is added to each vector (Table 3, row E).
 
     Args:
-        config: Model configuration, which defines the number of positions and the index of the first one.
+        config: Model configuration, which defines the number of positions and the index of the first position.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
     """
 
@@ -126,7 +128,7 @@ class LearnedPosition(nn.Embedding):
         self.offset = config.position_offset
 
     def reset_parameters(self) -> None:
-        """Draw the vectors from a normal distribution with standard deviation 1 / sqrt(d_model)."""
+        """Initialize the vectors from a normal distribution with standard deviation 1 / sqrt(d_model)."""
         _draw_table(self.weight)
 
     def forward(self, x: Float[Tensor, "B L d_model"]) -> Float[Tensor, "B L d_model"]:
@@ -142,7 +144,7 @@ class LearnedPosition(nn.Embedding):
         return self.weight[self.offset : self.offset + length]
 
     def extra_repr(self) -> str:
-        """Return the sizes, which PyTorch prints."""
+        """Return the extra representation of the module."""
         return f"{super().extra_repr()}, offset={self.offset}"
 
 
@@ -156,7 +158,7 @@ def OutputProjection(  # noqa: N802  the name of a layer
 
     Args:
         config: Model configuration.
-        embedding: Target embedding, whose matrix a tied projection uses.
+        embedding: Target embedding. If the projection is tied, it uses the matrix of this embedding.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
     """
     if config.tie_embeddings == "none":
@@ -167,9 +169,9 @@ def OutputProjection(  # noqa: N802  the name of a layer
 class TiedProjection(nn.Module):
     """Multiplication by a transposed embedding matrix, plus an optional bias.
 
-    The matrix is registered as a parameter of the embedding only, so the two stay tied if the matrix's values, dtype,
-    or device change. This class is not a subclass of ``nn.Linear`` because a tool that replaces or merges linear layers
-    would change the embedding too.
+    The matrix is registered as a parameter of the embedding only, so the projection and the embedding stay tied if the
+    matrix's values, dtype, or device change. This class is not a subclass of ``nn.Linear`` because a tool that replaces
+    or merges linear layers would change the embedding too.
 
     Args:
         embedding: Embedding whose matrix the layer uses.
@@ -202,11 +204,11 @@ class TiedProjection(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """Return the sizes, which PyTorch prints."""
+        """Return the extra representation of the module."""
         out_features, in_features = self.weight.shape
         return f"in_features={in_features}, out_features={out_features}, bias={self.bias is not None}, tied"
 
 
 def _draw_table(weight: Tensor) -> None:
-    if not weight.is_meta:  # on the meta device, drawing would only import SymPy
+    if not weight.is_meta:  # on the meta device, the initialization would only import SymPy
         nn.init.normal_(weight, std=weight.shape[1] ** -0.5)

@@ -42,11 +42,11 @@ class PositionwiseFeedForward(nn.Module):
         Args:
             x: One vector per position.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
         """
         inner = tap("inner", ACTIVATIONS[self.activation](self.inner_proj(x)))  # [B, L, d_ff]
         return tap("output", self.output_proj(self.dropout(inner)))
 
     def extra_repr(self) -> str:
-        """Return the settings that the layers don't show when PyTorch prints the module."""
+        """Return the extra representation of the module, which omits settings that the layers show."""
         return f"activation={self.activation!r}"

@@ -28,9 +28,9 @@ Dropout = nn.Dropout
 
 
 class OwnDropout(nn.Dropout):
-    """Dropout on one of several devices: draws the mask for the full batch and model and uses the device's part of it.
+    """Dropout on one of several devices. It samples the mask for the full batch and model, and uses this device's part.
 
-    All devices draw the same random numbers, so the result doesn't depend on the number of devices.
+    All devices sample the same random numbers, so the result doesn't depend on the number of devices.
 
     Attributes:
         first: Index of this device's first row in the full batch.
@@ -39,7 +39,7 @@ class OwnDropout(nn.Dropout):
     Args:
         rate: Probability of dropping an element.
         axis: Axis that is divided over several devices, or None.
-        parts: Number of parts of that axis.
+        parts: Number of parts into which the axis is divided.
         part: Index of this device's part.
     """
 
@@ -107,7 +107,7 @@ def Linear(  # noqa: N802  the name of a layer
 
 
 def initialize(linear: nn.Linear) -> nn.Linear:
-    """Draw a Xavier-uniform matrix and set the bias to zero. PyTorch's default draws both from a narrower range."""
+    """Initialize the matrix with Xavier-uniform values and the bias with zeros. PyTorch's ranges are narrower."""
     nn.init.xavier_uniform_(linear.weight)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
@@ -121,7 +121,7 @@ class LayerNorm(nn.LayerNorm):
     ``annotated``, the divisor is (unbiased standard deviation + epsilon), as in the Annotated Transformer.
 
     Args:
-        config: Model configuration, which defines the size, epsilon, and the kind of divisor.
+        config: Model configuration, which defines the size, epsilon, and the type of divisor.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name.
     """
 

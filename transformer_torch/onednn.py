@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the usual name
 from torch import Tensor
 
-SHORT = 2**14  # number of scores per head up to which separate matmuls are faster
-LARGE_WEIGHT = 2**20  # number of weights from which oneDNN's layout is faster for few rows
-LARGE_PRODUCT = 2**19  # number of multiplications from which oneDNN's layout is faster if oneDNN is on
+SHORT = 2**14  # maximum number of scores per head for which separate matmuls are faster
+LARGE_WEIGHT = 2**20  # minimum number of weights for which oneDNN's layout is faster with few rows
+LARGE_PRODUCT = 2**19  # minimum number of multiplications for which oneDNN's layout is faster if oneDNN is on
 
 
 def is_on() -> bool:
@@ -27,8 +27,8 @@ def is_on() -> bool:
 def delays_attention(query: Tensor, key: Tensor) -> bool:
     """Return whether the fused attention kernel is slower than separate matmuls because oneDNN is on.
 
-    The kernel calls one matmul per head of each sequence, and oneDNN takes at least 40 microseconds per matmul,
-    regardless of its size. At 64 positions, the kernel is therefore 5 to 10 times slower than without oneDNN. At 200
+    The kernel calls one matmul per head of each sequence, and oneDNN takes at least 40 microseconds per matmul, even if
+    the matmul is small. At 64 positions, the kernel is therefore 5 to 10 times slower than without oneDNN. At 200
     positions, it is as fast as separate matmuls.
     """
     if torch.compiler.is_compiling() or query.shape[-2] == 1 or not is_on():  # check last, because it is slow

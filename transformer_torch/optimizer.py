@@ -50,7 +50,7 @@ class Adam(torch.optim.Adam):
             parameter: Parameter of the optimizer.
             steps: Number of steps taken so far, used if the state is new.
         """
-        if parameter not in self.state:  # otherwise, the base class would create them in its first step
+        if parameter not in self.state:  # otherwise, the base class would create the moments in its first step
             self.state[parameter] = {
                 "step": torch.full((), float(steps), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
@@ -77,7 +77,7 @@ class Adam(torch.optim.Adam):
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors by the mesh that shards them, if any, because a fused kernel accepts only one mesh."""
+    """Group tensors by the mesh that shards them, if any, because a fused kernel accepts tensors of only one mesh."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)

@@ -1,8 +1,8 @@
 """Training on several devices, with one process per device, using ``torch.distributed``.
 
-DistributedDataParallel keeps copies of the model, ``fully_shard`` shards its parameters, and ``parallelize_module``
-divides attention heads and feed-forward networks. Each process must call ``make_mesh`` before it creates a model on a
-GPU. If no process group exists yet, ``make_mesh`` creates one from the environment variables that ``torchrun`` sets.
+DistributedDataParallel replicates the model, ``fully_shard`` shards its parameters, and ``parallelize_module`` divides
+attention heads and feed-forward networks. Each process must call ``make_mesh`` before it creates a model on a GPU. If
+no process group exists yet, ``make_mesh`` creates one from the environment variables that ``torchrun`` sets.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def make_mesh(plan: Plan, device: torch.device | str | None = None) -> DeviceMes
 
 
 def plan_of(mesh: Any, config: TransformerConfig) -> Plan:
-    """Return the plan of a mesh from ``make_mesh`` or from the user. Without a mesh, return a plan for one device.
+    """Return the plan of a mesh, even if the user created the mesh. Without a mesh, return a plan for one device.
 
     Raises:
         TypeError: If the mesh is not a ``DeviceMesh``.
@@ -80,7 +80,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
     """Return the shards of each parameter on the devices of this process, by canonical name.
 
     Args:
-        trainer: Trainer whose model is divided. Without a mesh, each parameter is one shard.
+        trainer: Trainer whose parameters are returned. If the trainer has no mesh, each parameter is one shard.
     """
     number = trainer.shard.number
     held = {}
@@ -92,7 +92,7 @@ def shards(trainer: Any) -> dict[str, list[Shard]]:
 
 
 class BatchShard:
-    """One process's part of each step: its rows of each micro-batch and its part of the model.
+    """The part of each step that one process computes: its rows of each micro-batch and its shard of the model.
 
     Args:
         model: Model, which is divided in place.
@@ -163,7 +163,7 @@ class BatchShard:
 
         Args:
             what: Name of the value in the error message.
-            value: Value, which is compared by its ``repr``.
+            value: Value of this process. The processes compare the ``repr`` of their values.
 
         Raises:
             ValueError: If a process has a different value.
@@ -218,7 +218,7 @@ def _check(model, mesh):
 
 
 def _with_all_axes(mesh, plan):
-    """Return a mesh of the same devices with all three axes in order. Some may have size 1."""
+    """Return a mesh of the same devices with the three axes ``AXES`` in order, some of which may have size 1."""
     order = [mesh.mesh_dim_names.index(axis) for axis in AXES if axis in mesh.mesh_dim_names]
     devices = mesh.mesh.permute(order).reshape(plan.data, plan.fsdp, plan.tensor)
     whole = DeviceMesh(mesh.device_type, devices, mesh_dim_names=AXES)
@@ -227,7 +227,7 @@ def _with_all_axes(mesh, plan):
 
 
 def _own_dropouts(model, plan, part):
-    """Replace dropout layers with layers that use this device's part of a shared mask, and return these layers."""
+    """Replace dropout layers with layers that use this device's part of a shared mask. Return the new layers."""
     found = []
     for module in [*model.modules()]:
         for name, layer in [*module.named_children()]:
@@ -239,7 +239,7 @@ def _own_dropouts(model, plan, part):
 
 
 def _divide(model, whole, plan):
-    """Divide a model in place and return the module to call. All processes start with the first process's weights."""
+    """Divide a model in place and return the module to call. All processes get the first process's weights."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, distribute_tensor
     from torch.distributed.tensor.parallel import (
@@ -256,7 +256,7 @@ def _divide(model, whole, plan):
         axes = {name: tensor_axis(f"{name}.kernel") for name, m in model.named_modules() if isinstance(m, nn.Linear)}
         found = {name: styles[axis]() for name, axis in axes.items() if axis is not None}
         for name, module in model.named_modules():
-            if isinstance(module, MultiHeadAttention):  # keys and values share one reduction
+            if isinstance(module, MultiHeadAttention):  # reduces the gradients of keys and values together
                 others = [None] * (3 if "decoder" in name and "self" in name else 2)  # other arguments
                 inputs = (Replicate(), Replicate(), *others)
                 found[name] = PrepareModuleInput(input_layouts=inputs, desired_input_layouts=inputs)
@@ -272,8 +272,8 @@ def _divide(model, whole, plan):
     if plan.shards > 1:
         over = whole["data", "fsdp"] if plan.data > 1 else whole["fsdp"]
         for module in (*model.encoder.layers, *model.decoder.layers, model):
-            fully_shard(module, mesh=over, reshard_after_forward=True)  # also if there is no backward pass
-            module.set_gradient_divide_factor(1.0)  # not inherited by submodules
+            fully_shard(module, mesh=over, reshard_after_forward=True)  # reshard even without a backward pass
+            module.set_gradient_divide_factor(1.0)  # submodules don't inherit this setting
             module.set_force_sum_reduction_for_comms(True)
     return model
 

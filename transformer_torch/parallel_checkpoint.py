@@ -1,9 +1,9 @@
 """Checkpoints of large runs: a directory to which each process writes its shards (``torch.distributed.checkpoint``).
 
-Any number of processes can read the directory, with any plan. It contains the tensors with the names and shapes of
-``state_dict()``, the moments with a prefix, and all other parts of a checkpoint in ``run.safetensors``. All processes
-of a run must see the same directory. Don't read directories from untrusted sources, because the description of the
-tensors is a pickle.
+Any number of processes can read the directory, with any plan. It contains the weights with the names and shapes of
+``state_dict()``, the moments under the same names with a prefix, and the rest of the checkpoint in the file
+``run.safetensors``. All processes of a run must see the same directory. Don't read directories from untrusted sources,
+because the description of the tensors is a pickle.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def split_sharded(directory: str | Path, checkpoint: Checkpoint) -> None:
 
 
 def _tensors(trainer):
-    """Return all tensors of a run by name, without copying them, so that reading into them changes the trainer."""
+    """Return all tensors of a run by name, without copying them, so that loading into them changes the trainer."""
     found: dict[str, Tensor] = {}
     for name, parameter in parameters(trainer.model).items():
         state = trainer.optimizer.moments(parameter, trainer.step)
@@ -159,7 +159,7 @@ def _held(directory):
 
 
 def _by_the_first(action: Callable[[], None]) -> None:
-    """Call a function in the first process. If it raises an error, all processes raise the same error."""
+    """Call a function in the first process. If the function fails, all processes raise the same error."""
     failed: list[Exception | None] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -174,7 +174,7 @@ def _by_the_first(action: Callable[[], None]) -> None:
 
 @contextmanager
 def _reported(what):
-    """In all processes, raise the error of the first that failed. Suppress PyTorch's warning about a single process."""
+    """In all processes, raise the error of the first failed process. Suppress PyTorch's warning about one process."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():

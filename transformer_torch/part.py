@@ -35,8 +35,8 @@ class Part(nn.Module):
         config: Model configuration.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32, and bfloat16.
         device: Device, such as ``torch.device("cuda:1")`` or its name. None uses PyTorch's default device.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
 
     Attributes:
         part: ``encoder``, ``decoder``, or None for the full model.
@@ -100,14 +100,14 @@ class Part(nn.Module):
 
         Args:
             config: Configuration of the model to which the weights belong.
-            weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
-                ignores the parameters of the other part.
+            weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` ignores decoder
+                parameters, and a ``Decoder`` ignores encoder parameters.
             dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32, and bfloat16.
             device: Device, such as ``torch.device("cuda:1")`` or its name. None uses PyTorch's default device.
             precision: ``highest`` or ``fast`` sets the precision of float32 matmuls for the whole process (see
                 ``set_precision``). None doesn't change it.
-            fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False
-                computes the formulas without optimizations.
+            fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
+                False uses the unoptimized code.
 
         Raises:
             TypeError: If a weight doesn't have a floating-point dtype, or ``config`` is not a ``TransformerConfig``.
@@ -118,7 +118,7 @@ class Part(nn.Module):
         place = to_device(device)
         if precision is not None:
             set_precision(precision)
-        with torch.device("meta"):  # don't spend time on initial values
+        with torch.device("meta"):  # skip the initialization
             model = cls(config, dtype, fast=fast)
         model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=place))  # to_empty would import SymPy
         set_weights(model, weights)
@@ -142,8 +142,8 @@ class Part(nn.Module):
             device: Device, such as ``torch.device("cuda:1")`` or its name. None uses PyTorch's default device.
             precision: ``highest`` or ``fast`` sets the precision of float32 matmuls for the whole process (see
                 ``set_precision``). None doesn't change it.
-            fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False
-                computes the formulas without optimizations.
+            fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding.
+                False uses the unoptimized code.
 
         Raises:
             OSError: If the file can't be read.
@@ -163,7 +163,7 @@ class Part(nn.Module):
         return get_weights(self)
 
     def reset_parameters(self) -> None:
-        """Draw new initial values for all parameters, as the constructor does."""
+        """Reinitialize all parameters, as the constructor does."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 initialize(module)
@@ -181,7 +181,7 @@ class Part(nn.Module):
         return (self.target_embedding if self.part == "decoder" else self.source_embedding).weight.dtype
 
     def _take(self, side, ids, mask):
-        """Check and return the IDs and the mask of ``source`` or ``target``. Derive a missing mask from the IDs."""
+        """Check and return the IDs and the mask of ``source`` or ``target``. If no mask is given, compute it."""
         config = self.config
         ids = to_ids(f"{side}_ids", ids, getattr(config, f"{side}_vocab_size"), config.max_positions, self.device)
         if mask is not None:
@@ -198,4 +198,4 @@ class Part(nn.Module):
         shape = (*mask.shape, self.config.d_model)
         return to_memory(memory, shape, self.dtype, self.device), mask
 
-    _take_memory_for_cache = _take_memory  # Transformer overrides this to compute the memory
+    _take_memory_for_cache = _take_memory  # Transformer overrides this method to compute the memory

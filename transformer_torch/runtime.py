@@ -22,7 +22,8 @@ def set_precision(precision: str) -> None:
     """Set the precision of float32 matmuls for the whole process.
 
     Args:
-        precision: ``highest`` computes in full float32, for agreement. ``fast`` allows TF32 on a GPU, for speed.
+        precision: ``highest`` computes in full float32, so that results agree across frameworks. ``fast`` allows TF32
+            on a GPU, which is faster.
 
     Raises:
         ValueError: If the precision is unknown.
@@ -87,7 +88,7 @@ def to_ids(name: str, ids: Any, vocab_size: int, max_positions: int | None, devi
 
 
 def to_mask(name: str, mask: Any, shape: tuple[int, int], device: torch.device) -> Bool[Tensor, "B L"]:
-    """Check a padding mask that a caller passed against the shape of its IDs, and return it."""
+    """Check that a padding mask is boolean and has the same shape as the IDs, and return it."""
     mask = mask if isinstance(mask, Tensor) else to_array(name, mask)
     check_mask(name, mask.shape, dtype_name(mask), shape)
     return _put(mask, torch.bool, device)
@@ -96,7 +97,7 @@ def to_mask(name: str, mask: Any, shape: tuple[int, int], device: torch.device) 
 def to_memory(
     memory: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "B S d_model"]:
-    """Check an encoder memory that a caller passed against the expected shape and dtype, and return it."""
+    """Check that an encoder memory has the expected shape and dtype, and return it."""
     memory = memory if isinstance(memory, Tensor) else np.asarray(memory)
     check_memory(memory.shape, dtype_name(memory), shape, str(dtype).removeprefix("torch."))
     return _put(memory, dtype, device)
@@ -142,7 +143,7 @@ def _put(x: Tensor | np.ndarray, dtype: torch.dtype, device: torch.device) -> Te
     """Return a tensor on a device. It doesn't alias the caller's NumPy array, whose strides may be negative."""
     if isinstance(x, Tensor):
         return x.to(device, dtype)
-    if dtype == torch.bfloat16:  # PyTorch can't read bfloat16 from NumPy, only its bits
+    if dtype == torch.bfloat16:  # PyTorch can't read NumPy's bfloat16, so copy the bits
         return _put(x.view(np.int16), torch.int16, device).view(dtype)
     tensor = torch.from_numpy(np.array(x, str(dtype).removeprefix("torch.")))
     if device.type == "cuda" and type(tensor) is Tensor:  # pinned memory is copied asynchronously

@@ -49,8 +49,8 @@ def cross_entropy(
 ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
     """Return the label-smoothed cross-entropy in nats, summed over the target tokens, and the number of target tokens.
 
-    Label smoothing (section 5.4) moves the probability ``label_smoothing`` from the correct token to all tokens
-    (``uniform``), all incorrect tokens (``off_target``), or all incorrect tokens except padding
+    Label smoothing (section 5.4) takes the probability ``label_smoothing`` from the correct token and distributes it
+    equally over all tokens (``uniform``), all incorrect tokens (``off_target``), or all incorrect tokens except padding
     (``off_target_and_pad``). Logarithms are computed in at least float32.
 
     Args:
@@ -83,11 +83,11 @@ def cross_entropy(
 def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
     """Return the loss per target token of a batch, and its gradient at every parameter and every tap.
 
-    Dropout is off. If the batch contains no target tokens, the loss and the gradients are zero. The result lists frozen
-    parameters in ``frozen``; they have no gradient.
+    Dropout is off. If the batch contains no target tokens, the loss and the gradients are zero. Frozen parameters have
+    no gradient. The field ``frozen`` of the result lists their names.
 
     Args:
-        model: Model, or a module that wraps it. Neither is modified.
+        model: Model, or a module that wraps a model. Neither is modified.
         source_ids: Source token IDs [B, S], padded with ``config.pad_id``.
         target_ids: Decoder input [B, T]: BOS and the target tokens except the last, padded with ``config.pad_id``.
         labels: Expected tokens [B, T]: the target tokens including EOS, padded with ``config.pad_id``.
@@ -102,10 +102,10 @@ def gradients(model: nn.Module, source_ids: Any, target_ids: Any, labels: Any) -
         raise ValueError("the model must not be sharded over a mesh: call Trainer.gradient instead")
     check_complete(transformer)
     batch = _take(model, source_ids, target_ids, labels)
-    with inference(model), parametrize.cached():  # caching makes the weight of a parametrized layer one tensor
+    with inference(model), parametrize.cached():  # a parametrized layer computes its weight only once
         # Without requires_grad_, a tap after frozen layers would have no gradient.
         total, tokens = _loss(model, batch, transformer.config, lambda name, x: seen(name, x.requires_grad_()))
-        weights = computed_with(transformer)  # after the call, in which a pruned layer computes its weight
+        weights = computed_with(transformer)  # after the call, because a pruned layer computes its weight there
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     loss = total / tokens.clamp(min=1)
     found = iter(torch.autograd.grad(loss, [*trained.values(), *seen.values()]))
@@ -124,27 +124,27 @@ class Trainer:
     the learning rate of equation (3). Between steps, the model is in inference mode. Frozen parameters don't change and
     have no moments.
 
-    You can wrap the model, for example in ``torch.compile`` or in DistributedDataParallel, which averages the gradients
-    per target token over its processes. The trainer also trains adapters and parametrized layers. In this case,
-    ``export_state`` raises an error, because the weights themselves have no moments.
+    You can wrap the model, for example in ``torch.compile`` or in DistributedDataParallel. The latter computes the
+    gradient per target token in each process, and averages it over the processes. The trainer also trains adapters and
+    parametrized layers. In this case, ``export_state`` raises an error, because the weights themselves have no moments.
 
     Each step seeds PyTorch's default generator for dropout, and restores its state afterwards. If another thread uses
-    this generator during a step, it gets different numbers.
+    this generator during a step, the thread gets different random numbers.
 
-    A mesh divides the model in place, and all processes must call each method together. Between steps, a process can
-    call the model. It can also search with the model, unless the mesh shards its parameters. If ``dropout`` is
-    ``global``, attention with dropout doesn't use the fused kernel, which draws only the numbers for its own rows.
-    Because the kernel draws different numbers on a GPU, compare several devices with a mesh of one device, not with a
-    trainer without a mesh.
+    With a mesh, the trainer divides the model in place, and all processes must call each method of the trainer
+    together. Between steps, a process can call the model. It can also search with the model, unless the mesh shards the
+    parameters. If ``dropout`` is ``global``, attention with dropout doesn't use the fused kernel, because each process
+    would sample masks for only its own rows. On a GPU, the kernel also samples different masks. To check that results
+    don't depend on the number of devices, compare with a mesh of one device, not with a trainer without a mesh.
 
     Args:
         model: Model, or a module that wraps it, in float32 or float64.
         settings: Optimizer, learning rate schedule, clipping, gradient accumulation, and mixed precision.
-        seed: Seed for dropout. The dropout in a step depends only on the seed and the step number.
-        mesh: Mesh from ``make_mesh``, on whose devices each step runs. Pass the full batch in every process. None uses
-            only the model's device.
-        dropout: ``global`` draws random numbers for the full batch, so that the result doesn't depend on the number of
-            devices. ``local`` draws them separately for the rows of each device, which is faster.
+        seed: Seed for dropout. The dropout masks of a step depend only on the seed and the step number.
+        mesh: Mesh from ``make_mesh``. Each step divides the batch over its devices. Pass the full batch in every
+            process. None uses only the model's device.
+        dropout: ``global`` samples the dropout masks of the full batch, so that the result doesn't depend on the number
+            of devices. ``local`` samples the masks separately on each device, which is faster.
         compile: True compiles the forward and backward pass with ``torch.compile``. The first steps are slow, but later
             steps are faster.
 
@@ -212,7 +212,7 @@ class Trainer:
         return StepResult(loss, tokens, norm)
 
     def gradient(self, source_ids: Any, target_ids: Any, labels: Any) -> Gradients:
-        """Return the loss per target token of a batch and the gradient that a step would use, before clipping.
+        """Return the loss per target token of a batch and the gradient that ``train_step`` would use, before clipping.
 
         Dropout, micro-batches, and devices are the same as in ``train_step``. Nothing is updated.
 
@@ -311,7 +311,7 @@ class Trainer:
             loss = total / tokens.clamp(min=1)
             loss.backward()
             losses.append(loss.detach())
-        if lost := [name for name, p in trained.items() if p.grad is None]:  # for example before a quantized layer
+        if lost := [name for name, p in trained.items() if p.grad is None]:  # for example, below a quantized layer
             raise ValueError(f"the loss must depend on all trainable parameters: freeze or remove {some(lost)}")
         gradient = [p.grad for p in known if p.grad is not None]  # empty for frozen parameters
         return self.shard.summed(torch.stack(losses).sum()), tokens, gradient
@@ -338,8 +338,8 @@ def _loss(model, batch, config, tap=no_tap):
 def _training(model: nn.Module, settings: TrainingConfig, *entropy: int) -> Iterator[None]:
     """Enable dropout, seeded with the given numbers, and activation checkpointing if the settings request it.
 
-    Compiled code, fused kernels, and custom layers draw from PyTorch's default generator. This context seeds it and
-    restores its state, so steps of different trainers must wait for each other.
+    Compiled code, fused kernels, and custom layers use PyTorch's default generator. This context seeds the generator
+    and restores its state afterwards, so steps of different trainers can't run at the same time.
     """
     transformer = transformer_of(model)
     device, stacks = transformer.device, (transformer.encoder, transformer.decoder)

@@ -24,15 +24,15 @@ from transformer_torch.runtime import to_ids
 class Encoder(Part):
     """The encoder of a Transformer, including the source embedding (left half of Figure 1).
 
-    It maps source tokens to the encoder memory: one vector per source position. The constructor draws initial values.
-    Use ``from_weights`` to create a model with given weights.
+    It maps source tokens to the encoder memory: one vector per source position. The constructor initializes the
+    parameters randomly. Use ``from_weights`` to create a model with given weights.
 
     Args:
         config: Model configuration.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32, and bfloat16.
         device: Device, such as ``torch.device("cuda:1")`` or its name. None uses PyTorch's default device.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
 
     Taps:
         source_embedding.output: Sum of embedding and positional encoding, before dropout.
@@ -54,7 +54,7 @@ class Encoder(Part):
             source_mask: True for source positions that contain a token, False for padding. None derives the mask from
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
 
         Raises:
             TypeError: If the IDs are not integers, or the mask is not boolean.
@@ -80,14 +80,14 @@ class Decoder(Part):
     """The decoder of a Transformer, including target embedding and output projection (right half of Figure 1).
 
     It maps the encoder memory and the target tokens so far to the logits of the next token at every target position.
-    The constructor draws initial values. Use ``from_weights`` to create a model with given weights.
+    The constructor initializes the parameters randomly. Use ``from_weights`` to create a model with given weights.
 
     Args:
         config: Model configuration.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32, and bfloat16.
         device: Device, such as ``torch.device("cuda:1")`` or its name. None uses PyTorch's default device.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
 
     Taps:
         target_embedding.output: Sum of embedding and positional encoding, before dropout.
@@ -120,7 +120,7 @@ class Decoder(Part):
             source_mask: True for source positions that contain a token, False for padding. None derives the mask from
                 ``source_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
 
         Raises:
             TypeError: If the IDs are not integers, a mask is not boolean, or the memory has a different dtype than the
@@ -166,7 +166,7 @@ class Decoder(Part):
             beam_size: Number of hypotheses per source sequence.
             source_mask: True for source positions that contain a token, False for padding. None derives the mask from
                 ``source_ids``.
-            memory: Encoder memory, as returned by ``encode``. Without a memory, a ``Transformer`` computes it from
+            memory: Encoder memory, as returned by ``encode``. If None, a ``Transformer`` computes the memory from
                 ``source_ids``, and a ``Decoder`` raises an error.
 
         Raises:
@@ -197,7 +197,7 @@ class Decoder(Part):
                 as a prefix. Hypotheses of the same sequence are in adjacent rows.
             cache: Cache from ``init_cache`` or from the previous step. It is updated in place.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
 
         Returns:
             The logits, [R, V] or [R, L, V], and the same cache, for the next step.
@@ -229,14 +229,14 @@ class Transformer(Encoder, Decoder):
     """The full Transformer: encoder, decoder, and output projection (Figure 1).
 
     It maps source tokens and the target tokens so far to the logits of the next token at every target position. The
-    constructor draws initial values. Use ``from_weights`` to create a model with given weights.
+    constructor initializes the parameters randomly. Use ``from_weights`` to create a model with given weights.
 
     Args:
         config: Model configuration.
         dtype: Dtype of the parameters, as a ``torch.dtype`` or its name. One of float64, float32, and bfloat16.
         device: Device, such as ``torch.device("cuda:1")`` or its name. None uses PyTorch's default device.
-        fast: True uses the optimized code in ``fast.py``, which agrees with the formulas up to rounding. False computes
-            the formulas without optimizations.
+        fast: True uses the optimized code in ``fast.py``, which agrees with the unoptimized code up to rounding. False
+            uses the unoptimized code.
 
     Taps:
         source_embedding.output, target_embedding.output: Sums of embedding and positional encoding, before dropout.
@@ -265,7 +265,7 @@ class Transformer(Encoder, Decoder):
             target_mask: True for target positions that contain a token, False for padding. None derives the mask from
                 ``target_ids``.
             tap: Callback that is called as ``tap(name, value)`` with each named intermediate value. Its return value
-                replaces the value.
+                replaces the intermediate value.
 
         Raises:
             TypeError: If the IDs are not integers, or a mask is not boolean.
@@ -279,7 +279,7 @@ class Transformer(Encoder, Decoder):
         return self._decode(target_ids, memory, target_mask, source_mask, tap)
 
     def _take_memory_for_cache(self, memory, ids, mask):
-        """Check and return the encoder memory and the source mask. Compute a missing memory first."""
+        """Check and return the encoder memory and the source mask. If no memory is given, compute it."""
         if memory is None:
             memory = self.encode(ids, mask)
         return self._take_memory(memory, ids, mask)

@@ -1,6 +1,7 @@
 """Conversion of weights between canonical names and the parameters of a PyTorch model.
 
-A canonical ``kernel`` has shape [in, out], and a PyTorch ``weight`` has shape [out, in]. Only this file transposes.
+A canonical ``kernel`` has shape [in, out], and a PyTorch ``weight`` has shape [out, in]. Only this module transposes
+kernels.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def set_weights(model: Model, weights: Mapping[str, ndarray]) -> None:
 
     Args:
         model: Model whose parameters are replaced in place.
-        weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` or ``Decoder``
-            ignores the parameters of the other part.
+        weights: One array per canonical parameter name, in any floating-point dtype. An ``Encoder`` ignores decoder
+            parameters, and a ``Decoder`` ignores encoder parameters.
 
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype.
@@ -57,12 +58,12 @@ def get_weights(model: Model) -> dict[str, ndarray]:
 
 
 def computed_with(model: Any) -> dict[str, Tensor]:
-    """Return the tensors that the model computes with, by canonical name. Kernels are transposed.
+    """Return the tensors that the model computes with, by canonical name. Kernels have PyTorch's shape.
 
-    If a layer is parametrized, this is the tensor computed from its parameters.
+    The weight of a parametrized layer is the tensor that is computed from its parameters.
 
     Raises:
-        ValueError: If a layer may compute with other tensors, such as an adapter or a quantized layer.
+        ValueError: If a layer may compute with additional or different tensors, as adapters and quantized layers do.
     """
     found: dict[str, Any] = {}
     for name in parameter_shapes(model.config, model.part):
@@ -72,7 +73,7 @@ def computed_with(model: Any) -> dict[str, Tensor]:
         if type(found[name]) not in (Tensor, nn.Parameter) and not hasattr(found[name], "device_mesh"):
             raise ValueError(f"{name} must be a plain tensor: got {type(found[name]).__name__}; {REMEDY}")
     if model.part != "encoder":
-        _layer(model, "output_proj")  # also if its matrix is tied and has no canonical name
+        _layer(model, "output_proj")  # check the layer even if its matrix is tied and has no canonical name
     return found
 
 
@@ -99,7 +100,7 @@ def check_complete(model: Any, *, frozen: bool = False) -> None:
 
 
 def _layer(model, path):
-    """Return the layer at a path. Raise a ValueError if it doesn't compute the same as this package's layer."""
+    """Return the layer at a path. Raise a ValueError if its forward pass isn't one of this package's layers."""
     layer = find(model, path)
     layer = getattr(layer, "_orig_mod", layer)  # unwrap torch.compile
     if type(layer).forward not in [own.forward for own in OWN_LAYERS]:
@@ -109,11 +110,11 @@ def _layer(model, path):
 
 
 def parameters(model: Any) -> dict[str, nn.Parameter]:
-    """Return the model's parameters by canonical name. Kernels are transposed.
+    """Return the model's parameters by canonical name. Kernels have PyTorch's shape.
 
     Raises:
-        ValueError: If a layer may compute with other tensors, or if a weight is computed from other parameters
-            (``torch.nn.utils.parametrize``).
+        ValueError: If a layer may compute with additional or different tensors, or if a weight is computed from other
+            parameters (``torch.nn.utils.parametrize``).
     """
     found: dict[str, nn.Parameter] = {}
     for name, weight in computed_with(model).items():
@@ -125,7 +126,7 @@ def parameters(model: Any) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def copy_in(name: str, array: ndarray, tensor: Tensor) -> None:
-    """Copy an array into a parameter, or a tensor of the same shape, rounded to its dtype.
+    """Copy an array into a parameter, or into a tensor of the same shape, rounding to the dtype of the tensor.
 
     Args:
         name: Canonical name of the parameter.
@@ -170,7 +171,7 @@ def gathered(tensor: Any) -> Tensor:
     from torch.distributed.tensor import Replicate
 
     placements = [*tensor.placements]
-    for axis in range(len(placements)):  # PyTorch would do the same, but warn
+    for axis in range(len(placements)):  # PyTorch would do the same, but with a warning
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.full_tensor()

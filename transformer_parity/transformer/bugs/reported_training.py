@@ -35,7 +35,7 @@ def where_none_has_ended(within: str) -> Edits:
     Args:
         within: Index expression for the continuations [B, 2K] that may end with EOS.
     """
-    comment = "# 2. If any of the best K extensions end, add them to the pool, which keeps the best.\n"
+    comment = "# 2. If any of the best K extensions end, add them to the pool, which keeps the best hypotheses.\n"
     kept = "(self.finished > -9e9).any(1) | said.any(1)"
     lines = (
         "said_anywhere = token == plan.eos_id",

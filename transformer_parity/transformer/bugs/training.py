@@ -143,7 +143,7 @@ ENTRIES: dict[str, Table] = {
                 ("loss = total / tokens.clamp(min=1)\n    found", "loss = total\n    found"),
                 ("return total / jnp.maximum(tokens, 1)", "return total"),
                 ("loss = total / tf.cast(tf.maximum(tokens, 1), total.dtype)", "loss = total"),
-                ("scale = 1 / max(int(tokens), 1)  # a Python", "scale = 1  # a Python"),
+                ("scale = 1 / max(int(tokens), 1)  # multiplying", "scale = 1  # multiplying"),
             )
         },
         f"of {TABLE}": {
