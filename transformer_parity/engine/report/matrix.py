@@ -174,7 +174,7 @@ def _label(block: str) -> str:
 
 
 def number(value: float | str) -> str:
-    """Format an error. Infinity and NaN are passed as strings."""
+    """Format an error. The value is a string if it is infinite or NaN, because JSON doesn't support such numbers."""
     value = float(value)
     if value == 0.0:
         return "exact"

@@ -36,12 +36,12 @@ def keep_freed_memory() -> None:
     with suppress(OSError, AttributeError):  # there is no glibc, or it doesn't support mallopt
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, -1)  # never
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # disables trimming
 
 
 @contextmanager
 def quiet_frameworks() -> Iterator[TextIO]:
-    """Suppress the text that compiled code prints to standard error, and yield a stream that still prints.
+    """Suppress the text that compiled code prints to standard error, and yield a stream that isn't suppressed.
 
     TensorFlow prints the CPU's instruction sets regardless of its settings. If an exception is raised, the suppressed
     text is printed, because it may contain the reason. After a KeyboardInterrupt or a UsageError, it isn't

@@ -42,7 +42,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """Yield a temporary file in the same directory, which then replaces a regular file, even if the power fails."""
+    """Yield the path of a temporary file, which then replaces ``path``. The replacement survives a power failure."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # unique for each writer
     try:
         yield temporary
