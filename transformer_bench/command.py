@@ -108,7 +108,7 @@ def _work(options: argparse.Namespace) -> Work:
 
 
 def _check(options: argparse.Namespace, setting: Setting, works: Sequence[Work]) -> None:
-    """Raise a UsageError if a workload can't run or a file can't be written. Called before the timing starts."""
+    """Raise a UsageError before the timing starts if a workload can't run or a file can't be written."""
     check_installed(setting.backends)
     for work in works:
         setting.check(work)
@@ -119,7 +119,7 @@ def _check(options: argparse.Namespace, setting: Setting, works: Sequence[Work])
 
 @contextmanager
 def show_rounds(entries: Sequence[Entry], rounds: int) -> Iterator[Tell]:
-    """Show the progress of each implementation as bars on a terminal, or as lines on standard error otherwise."""
+    """Show the progress of each implementation: as bars on a terminal, and otherwise as lines on standard error."""
     names = [entry.name for entry in entries]  # excludes the processes that measure the machine's peak
     # The bars are only redrawn between two measurements, so that drawing doesn't slow down a measurement.
     with Progress(names, STEPS + rounds, is_still=True) as progress:

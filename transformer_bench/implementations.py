@@ -260,7 +260,7 @@ class DecodeMarian(Other):
             length_penalty=work.search.length_penalty,
             early_stopping="never"
             if work.beam_size
-            else False,  # stops as early as possible without changing the result, like this project
+            else False,  # like this project's packages, stop as soon as the result is certain
             decoder_start_token_id=config.bos_id,
             pad_token_id=config.pad_id,
             eos_token_id=config.eos_id,

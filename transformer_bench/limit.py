@@ -30,8 +30,8 @@ class Limit:
 
     Attributes:
         rates: The throughput of a large matmul with each library, in operations per second.
-        bandwidths: The memory bandwidth with each library, in bytes per second. It is measured by reading as many bytes
-            as the weights of the workload occupy, so the data may come from a cache.
+        bandwidths: The memory bandwidth with each library, in bytes per second. The bandwidth is measured by reading as
+            many bytes as the weights of the workload occupy, so the data may come from a cache.
         libraries: A description of each matmul library.
     """
 
@@ -52,9 +52,9 @@ class Limit:
     def seconds(self, work: Work) -> float:
         """Return the minimum time in seconds that a workload takes at this peak, according to a roofline model.
 
-        Each matmul takes as long as its operations or as long as reading its right operand (weights, keys, or values),
-        whichever is longer. In training, Adam also reads the weights, gradients, and two moments in float32, and writes
-        all of them except the gradients.
+        Each matmul takes as long as its arithmetic operations, or as long as reading its right operand (weights, keys,
+        or values), whichever is longer. In training, Adam also reads the weights, gradients, and two moments in
+        float32, and writes all of them except the gradients.
         """
         size = 2 if work.dtype == "bfloat16" else 4
         update = 7 * 4 * ref.count_parameters(work.config) if work.task == "train" else 0

@@ -101,7 +101,7 @@ def ratio(entry: Entry, against: Entry) -> Spread:
 
 
 def fastest(entries: Sequence[Entry]) -> Entry | None:
-    """Return the entry with the lowest median time among those with a result; None if no such entry was timed."""
+    """Return the entry with the lowest median time among entries with a result; None if none was timed."""
     timed = [entry for entry in entries if entry.is_timed and entry.has_result]
     return min(timed, key=lambda entry: median(entry.seconds), default=None)
 

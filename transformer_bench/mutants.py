@@ -61,7 +61,7 @@ PAIRS = (
     *("full empty", "less less_equal", "greater greater_equal", "fmin fmax", "relu gelu", "range arange"),
 )
 TWINS = {first: second for pair in PAIRS for first, second in (pair.split(), pair.split()[::-1])}
-NAMES = 4  # replace only one in this many variables, because most of these mutants only raise an exception
+NAMES = 4  # mutate only one in NAMES uses of variables, because most of these mutants only raise an exception
 TRANSPOSED = ("T", "mT")
 SIMPLE = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)  # expressions that don't need parentheses
 
@@ -119,7 +119,7 @@ def source(package: str, module: str) -> str:
 
 @cache
 def mutants_of(package: str) -> Sequence[Mutant]:
-    """Return all mutants of a package, in the order of its source."""
+    """Return all mutants of a package in source order."""
     found = [mutant for module in MODULES for mutant in mutants_of_text(package, module, source(package, module))]
     return list({mutant.key: mutant for mutant in found}.values())
 
@@ -157,7 +157,7 @@ class _Changes:
         self.tree = tree
         self.lines: tuple[int, int] | None = None  # lines of the statement that contains the last change
         self.function: tuple[int, int] | None = None  # lines of the header of the last outermost function
-        self.outer: tuple[int, int] | None = None  # lines of the header of the enclosing function, in an inner function
+        self.outer: tuple[int, int] | None = None  # in inner functions, lines of the enclosing function's header
 
     def of_module(self) -> Iterator[Change]:
         yield from self._of_body(self.tree.body, "", [])
@@ -319,7 +319,7 @@ def _lines(statement: Any) -> tuple[int, int]:
 
 
 def _names(function: ast.FunctionDef) -> list[str]:
-    """Return the parameters and variables of a function; variables are repeated for each assignment."""
+    """Return the parameters and variables of a function. A variable occurs once for each assignment."""
     arguments = function.args
     found = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     stored = (node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))

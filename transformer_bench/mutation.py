@@ -104,7 +104,7 @@ def summary(by_backend: Mapping[str, Sequence[Mutant]], rows: Sequence[Mapping[s
 
 
 def chosen(backend: str, count: int | None, seed: int) -> Sequence[Mutant]:
-    """Return the mutants of a package, or a sample."""
+    """Return all mutants of a package or, if ``count`` is not None, a random sample of this size."""
     mutants = mutants_of(PORTS[backend].package)
     return mutants if count is None else sample(mutants, count, seed)
 

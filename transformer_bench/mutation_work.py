@@ -148,7 +148,8 @@ class ColumnTrials:
         if self.backend in SLOW:
             wanted, self.conventions = tuple(dtype for dtype in wanted if dtype != "float32"), CONVENTIONS[:2]
         self.dtypes = [dtype for dtype in wanted if dtype in offered]
-        # Only models without fast.py execute the formulas of the reference. The other packages run as users run them.
+        # Only models without fast.py execute the formulas of the reference. The other packages run the way users run
+        # them.
         self.fast = (False, True) if self.backend == "numpy" else (True,)
 
     def ports(self, package: str) -> Iterator[tuple[str, Any, Sequence[Case]]]:
@@ -195,7 +196,7 @@ class ColumnTrials:
                                 yield trials[outputs.case], finding
 
     def running(self, cases: Sequence[Case]) -> AbstractContextManager[None]:
-        """Return a context in which cases run one operation at a time.
+        """Return a context manager in which cases run one operation at a time.
 
         Exception: TensorFlow's optimizer steps run traced, as in ``parity check``.
         """
@@ -282,7 +283,7 @@ class Worker:
 class Heartbeat:
     """A callback that reports the current case to the parent at most once per second.
 
-    If the parent process receives no report for longer than the maximum duration of a case, the case hangs.
+    If the parent process doesn't receive a report for a long time, it concludes that the current case hangs.
     """
 
     def __init__(self, parent: Parent) -> None:

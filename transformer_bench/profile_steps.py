@@ -1,10 +1,10 @@
 """Profile a forward pass, a training step, or a search, and print the percentage of time for each kind of work.
 
-Usage: ``python -m transformer_bench.profile_steps train torch --config base``. The work is the same as in
+Usage: ``python -m transformer_bench.profile_steps train torch --config base``. The workload is the same as in
 ``parity bench``. Two warm-up calls are excluded.
 
-- NumPy is profiled by CPU time, using Python's ``cProfile``. Some functions have a kind (such as ``Linear`` and
-  ``LayerNorm``). The time of any other function is added to its callers.
+- NumPy is profiled by CPU time, using Python's ``cProfile``. Some functions, such as the methods of ``Linear`` and
+  ``LayerNorm``, are assigned to a kind of work. The time of any other function is added to its callers.
 - PyTorch is profiled by operation, using ``torch.profiler``.
 - JAX and TensorFlow are profiled by XLA instruction, using their own profilers, and TensorFlow's training step by graph
   operation. The profiles don't distinguish the matmuls of attention from other matmuls. XLA uses its library YNN for

@@ -43,7 +43,7 @@ class Implementation:
         """Raise a MissingFrameworkError with the install command if a required package isn't installed."""
 
     def environments(self) -> AbstractContextManager[Sequence[Mapping[str, str]]]:
-        """Return a context manager that yields the environment variables of each process. The processes run inside."""
+        """Return a context manager that yields the environment variables of each process. They run inside it."""
         return nullcontext([{}] * self.processes)
 
     def prepare(self) -> dict[str, str]:
@@ -178,7 +178,7 @@ def run_rounds(
     """Load and warm up all implementations, one after another, then run them in interleaved rounds.
 
     Measurements are stored immediately, so an interruption loses only the current measurement. An implementation that
-    fails or returns a wrong result is excluded from later rounds.
+    fails or returns an incorrect result is excluded from later rounds.
 
     Args:
         processes: The implementations, whose ``prepare`` method has been called.

@@ -32,8 +32,8 @@ from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.engine.verdict import WORDS
 from transformer_spec.parallel_plan import AXES, Plan
 
-BUSY = 0.5  # print a note if the load average before the benchmark is higher
-SPARE = 0.1  # print a note if the number of busy cores exceeds the number of requested threads by more
+BUSY = 0.5  # print a note if the load average before the benchmark is higher than this value
+SPARE = 0.1  # print a note if the number of busy cores exceeds the number of requested threads by more than this value
 MEBI = 2**20
 
 Machine = Mapping[str, Any]

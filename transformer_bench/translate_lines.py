@@ -41,7 +41,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM
 
 
 def read(options: argparse.Namespace) -> list[list[int]]:
-    """Return the token IDs of each line: an ID for each word, computed from a checksum, and EOS."""
+    """Return the token IDs of each line: an ID for each word, computed from a checksum of the word, and EOS."""
     config = DecodeWork(options.config).config
     first = max(config.pad_id, config.bos_id, config.eos_id) + 1
     words = config.source_vocab_size - first

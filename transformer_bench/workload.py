@@ -108,7 +108,7 @@ class Work:
         return padded_ids(np.random.default_rng(seed), vocabulary, self.config.pad_id, lengths, longest)
 
     def weights(self) -> dict[str, ndarray]:
-        """Return random weights. Biases are also random, and scales have random signs, so every parameter matters.
+        """Return random weights. Biases and the signs of scales are random, too, so that every parameter has an effect.
 
         With the scales of ``init_weights``, a model with tied embeddings would repeat its last input token. Scales with
         random signs prevent such repetitions.

@@ -39,8 +39,8 @@ class Checkpoint:
         settings: Training settings.
         weights: Weights by canonical name.
         state: Step number, seed, and the optimizer's moments.
-        progress: Values that the training loop needs to resume, such as the position in the data. They must survive a
-            JSON round trip.
+        progress: Values that the training loop needs to resume, such as the position in the data. These values must
+            survive a JSON round trip.
         vocabulary: A sentencepiece model, the files of another type of vocabulary, or None.
     """
 

@@ -35,10 +35,10 @@ def check_integer(name: str, value: Any, minimum: int, maximum: int | None = Non
         name: Name of the value in the error message.
         value: Value to check.
         minimum: Smallest allowed value.
-        maximum: Largest allowed value. None sets no limit.
+        maximum: Largest allowed value. None means no limit.
 
     Raises:
-        TypeError: If the value is not an integer. A bool isn't accepted either.
+        TypeError: If the value is not an integer, or is a bool.
         ValueError: If the value is less than ``minimum`` or greater than ``maximum``.
     """
     try:
@@ -64,7 +64,7 @@ def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bo
         holds: Function that returns True for allowed values.
 
     Raises:
-        TypeError: If the value is not a number. A bool isn't accepted either.
+        TypeError: If the value is not a number, or is a bool.
         ValueError: If the value is not finite, or not allowed.
     """
     value = value.item() if isinstance(value, np.number) else value
@@ -134,8 +134,8 @@ def check_ids(
         name: Name of the IDs in the error message.
         shape: Shape of the IDs, [batch, length].
         dtype: NumPy name of the dtype of the IDs.
-        vocab_size: Size of the vocabulary. All IDs must be below it.
-        max_positions: Maximum length in tokens. None sets no limit.
+        vocab_size: Size of the vocabulary. All IDs must be less than this size.
+        max_positions: Maximum length in tokens. None means no limit.
         values: The IDs, or None if the code is traced and values can't be read.
 
     Raises:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors looks up by name
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, so that safetensors finds the dtype by its name
 import numpy as np
 from numpy import ndarray
 from safetensors import SafetensorError, safe_open
@@ -216,7 +216,7 @@ def _vocabulary_tensors(vocabulary: bytes | VocabularyFiles | None) -> dict[str,
 
 
 def _checked_note(name: str, note: Any) -> dict[str, Any]:
-    """Return a note after a JSON round trip, or raise an error if it is invalid."""
+    """Return a note after a JSON round trip, or raise an error if the note is invalid."""
     check_choice("note", name, NOTES)
     if not isinstance(note, Mapping):
         raise TypeError(f"{name} must be a dict: got {type(note).__name__}")
@@ -228,7 +228,7 @@ def _checked_note(name: str, note: Any) -> dict[str, Any]:
 
 
 def check_plain(name: str, values: Mapping[Any, Any]) -> None:
-    """Check that values survive a JSON round trip. Tuples, NaN, NumPy numbers, and keys that aren't strings don't.
+    """Check that values survive a JSON round trip. Tuples, NaN, NumPy numbers, and non-string keys don't survive it.
 
     Args:
         name: Name of the dict in the error message.
@@ -293,8 +293,8 @@ def _sync(path: Path, mode: int) -> None:
 def open_file(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Any], safe_open]]:
     """Open a file written by ``write_file``, and yield its description and an object that reads its tensors.
 
-    If the body of the ``with`` statement raises a TypeError, for example, a ValueError that contains the path replaces
-    the TypeError. ``kind`` describes the file in error messages, for example ``weight file``.
+    Errors in the body of the ``with`` statement, such as a TypeError, are re-raised as a ValueError that contains the
+    path. ``kind`` describes the type of file in error messages, for example ``weight file``.
 
     Raises:
         OSError: If the file can't be read.

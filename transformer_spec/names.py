@@ -32,7 +32,7 @@ class Model(Protocol):
 
 
 def find(model: Any, path: str) -> Any:
-    """Return the attribute of a model at a dotted path. Raise a ValueError if it doesn't exist."""
+    """Return the attribute of a model at a dotted path. Raise a ValueError if the attribute doesn't exist."""
 
     def step(owner: Any, key: str) -> Any:
         return owner[int(key)] if key.isdecimal() else getattr(owner, key)
@@ -68,7 +68,7 @@ def parameter_shapes(config: TransformerConfig, part: str | None = None) -> dict
 def tap_shapes(
     config: TransformerConfig, batch: int, source_length: int, target_length: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tap of the full model in inference mode, in the order in which they fire.
+    """Return the name and shape of every tap of the full model in inference mode, in the order in which taps fire.
 
     Args:
         config: Model configuration.
@@ -108,8 +108,8 @@ def check_weights(
 
     Raises:
         TypeError: If a tensor doesn't have a floating-point dtype, or an argument has the wrong type.
-        ValueError: If tensors are missing, unexpected, or not finite, or have the wrong shape. The message lists their
-            names.
+        ValueError: If tensors are missing, unexpected, or not finite, or have the wrong shape. The message lists the
+            names of these tensors.
     """
     check_type("config", config, TransformerConfig)
     if not isinstance(weights, Mapping):

@@ -154,7 +154,7 @@ class Shard:
 
 
 def tensor_axis(name: str) -> int | None:
-    """Return the axis of a parameter along which ``tensor`` divides it, or None if ``tensor`` doesn't divide it."""
+    """Return the axis along which ``tensor`` divides a parameter, or None if the parameter isn't divided."""
     if ".layers." not in name:
         return None
     return TENSOR_AXES.get(".".join(name.split(".")[-2:]))

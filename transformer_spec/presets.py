@@ -31,7 +31,7 @@ _BART = {
 }
 _PRE_NORM = {"norm_order": "pre", "final_norm": True}
 
-# Table 3 of the paper, one preset per row. The letter in each comment is the letter of the row.
+# Table 3 of the paper, one preset per row. The letter in each comment is the label of the row in Table 3.
 TABLE_3: dict[str, dict[str, Any]] = {
     "paper_base": {},  # the defaults
     "paper_h1": {"num_heads": 1},  # A
@@ -103,7 +103,8 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "bart": {**_BART, "scale_embedding": False, "dropout": _ALL_SITES},
     # PLBART (Ahmad et al., 2021), a BART for source code with scaled embeddings. Decoding starts with a language token.
     "plbart": {**_BART, "dropout": {"attention": 0.1}, "bos_id": 0},
-    # mBART (Liu et al., 2020), a BART with pre-norm. Decoding starts with a language token, in some models after EOS.
+    # mBART (Liu et al., 2020), a BART with pre-norm. Decoding starts with a language token or, in some models, with EOS
+    # and a language token.
     "mbart": {**_BART, **_PRE_NORM},
     # M2M-100 (Fan et al., 2021) and NLLB-200: fairseq with pre-norm. Decoding starts with EOS and a language token.
     "m2m_100": {**_FAIRSEQ, **_T2T_POSITIONS, **_PRE_NORM, "dropout": {"attention": 0.1}},

@@ -72,7 +72,7 @@ class SearchResult:
 
 
 class SearchPlan(NamedTuple):
-    """The validated settings of a search for a batch, and values derived from them."""
+    """The validated settings of a search for a batch, and values derived from these settings."""
 
     pad_id: int  # never generated
     eos_id: int  # ends a hypothesis
@@ -130,7 +130,8 @@ class Search:
 
     Attributes:
         beam_size: Number of unfinished hypotheses to keep per sequence. None disables beam search.
-        length_penalty: Exponent alpha of the length penalty. 0 ranks by log-probability, which favors short hypotheses.
+        length_penalty: Exponent alpha of the length penalty. With 0, log-probabilities rank the hypotheses, which
+            favors short hypotheses.
         max_length: Maximum number of tokens, including EOS. None uses the limit in ``rules``.
         num_hypotheses: Number of hypotheses or samples to return per sequence, at most ``beam_size``.
         length_penalty_kind: For n tokens, ``gnmt`` is ((5 + n) / 6)^alpha, and ``power`` is n^alpha.
@@ -219,7 +220,7 @@ class Search:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Search:
-        """Create a search from the result of ``to_dict``, for example from a file. Missing fields have their defaults.
+        """Create a search from the result of ``to_dict``, for example from a file. Missing fields get default values.
 
         Args:
             fields: Fields by name.
@@ -373,7 +374,9 @@ def _prefix_rows(rows: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def length_penalty(length: Any, alpha: float, kind: str = "gnmt") -> Any:
-    """Return the length penalty. Dividing log-probabilities by it lets long hypotheses compete with short ones.
+    """Return the length penalty.
+
+    Beam search divides log-probabilities by the length penalty, so that it doesn't favor short hypotheses.
 
     Args:
         length: Number of tokens in the hypothesis, including EOS; a number or an array.

@@ -19,9 +19,9 @@ def pad_search(
     max_positions: int | None,
     round_up: Callable[[int], int],
 ) -> tuple[Int[ndarray, "rows capacity"], Bool[ndarray, "rows capacity"], SearchPlan]:
-    """Return the source IDs, the source mask, and the plan, padded so that only a few different sizes are compiled.
+    """Return the source IDs, the source mask, and the plan, padded at the end to one of a few sizes.
 
-    The padding is at the end. The batch size is rounded up to a power of two by adding sequences with a maximum length
+    The batch size is rounded up to a power of two by adding sequences with a maximum length
     of 0. ``round_up`` rounds up the lengths, which then are limited to ``max_positions``.
 
     Args:

@@ -28,7 +28,7 @@ class SearchRules:
     Marian's ``BeamSearch`` and ``History``.
 
     Attributes:
-        stop: Condition that ends the beam search for a sequence, in addition to having no unfinished hypotheses.
+        stop: Condition that ends the beam search for a sequence. The search also ends if no hypothesis is unfinished.
             ``attainable``: no unfinished hypothesis can enter the pool, even if all its further tokens are certain.
             ``current``: no unfinished hypothesis would enter the pool at its current length (Hugging Face,
             ``early_stopping=False``). ``first``: the pool is full (fairseq; Hugging Face, ``early_stopping=True``).
@@ -130,7 +130,7 @@ class SearchRules:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SearchRules:
-        """Create rules from the result of ``to_dict``. Missing fields have their defaults.
+        """Create rules from the result of ``to_dict``. Missing fields get default values.
 
         Args:
             fields: Fields by name.

@@ -230,7 +230,7 @@ def _greedy(model, source, tokens):
     config, batch = model.config, len(source)
     memory, cross_mask = model.encode(source)
     model.init_cache(batch, tokens)
-    graph, cache, rest = nnx.split(model, nnx.Cache, ...)  # type: ignore[misc]  # the annotation is too narrow
+    graph, cache, rest = nnx.split(model, nnx.Cache, ...)  # type: ignore[misc]  # split accepts an ellipsis
 
     def goes_on(carry):
         n, _, _, _, unfinished, _ = carry

@@ -1,4 +1,4 @@
-"""Findings: the results of comparing one tensor."""
+"""Findings: a finding is the result of comparing one tensor of a port with the reference."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Finding:
 
     @property
     def words(self) -> str:
-        """A description of the failure. If the error is far over the tolerance, the ratio is omitted."""
+        """A description of the failure. If the error is much larger than the tolerance, the ratio is omitted."""
         if self.detail:
             return self.detail
         if self.ratio >= FAR_BEYOND:

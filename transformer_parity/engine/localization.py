@@ -37,7 +37,7 @@ class Mark:
         name: The name of a tap. In the backward pass, the prefix ``at`` denotes the gradient at a tap, and ``of`` the
             gradient of a parameter.
         free: The error in the port's normal run.
-        alone: The error that this block introduces if its inputs are correct; infinite if unknown.
+        alone: The error of the tensor if the inputs of its block are correct; infinite if unknown.
         tolerance: The largest accepted error.
         verdict: ``introduced`` here, ``inherited`` from an earlier tensor, or ``fine``.
     """
@@ -180,7 +180,7 @@ class Replay:
             for name, value in actual.items()
             if name != OUTPUT and name in expected and value.shape == expected[name].shape
         }
-        with np.errstate(all="ignore"):  # wrong values may overflow
+        with np.errstate(all="ignore"):  # incorrect values may overflow
             wanted = self.truth(given)
             baseline = self.baseline(given, {name: wanted[name] for name in expected})
         evidence = Evidence(self.about, actual, expected, actual, wanted)

@@ -1,4 +1,4 @@
-"""A child process: start it, exchange messages with it, and stop it.
+"""Start a child process, exchange messages with it, and stop it.
 
 The process runs a ``module:function`` of this project, in the same Python interpreter as the parent or in a different
 interpreter. The process is the leader of a session, so that all of its descendants can also be stopped.
@@ -26,7 +26,7 @@ GRACE = 0.5  # seconds to wait for the descendants of a process to exit and remo
 # Seconds to wait for more messages after a process has exited. Other processes may keep the pipe of the process open,
 # and reading takes longer on a busy machine.
 READ = 5.0
-MOST_UNREAD = 16  # maximum number of unread messages per child, to limit memory use; a child then waits before it sends
+MOST_UNREAD = 16  # maximum number of unread messages per child, to limit memory use; a child with more messages waits
 PIPE = 2**20  # size of the pipe in bytes: 16 times the default, and the maximum on Linux without privileges
 WAKE = 0.5  # timeout of each wait in seconds; on Windows, Ctrl-C doesn't interrupt a wait without a timeout
 

@@ -1,4 +1,4 @@
-"""Child processes that work together. If one fails, all are stopped, and the error of the first failure is reported."""
+"""Child processes that work together. If one process fails, all are stopped, and the first failure is reported."""
 
 from __future__ import annotations
 

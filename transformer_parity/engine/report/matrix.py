@@ -33,7 +33,7 @@ class Cell:
 
 @dataclass
 class TapRow:
-    """A tap and its cells, one per column; None for columns whose port doesn't have the tap."""
+    """A tap, with one cell per column, or None if the port of the column doesn't have the tap."""
 
     tap: str
     block: str

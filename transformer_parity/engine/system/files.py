@@ -34,7 +34,7 @@ def replacing(path: Path) -> Iterator[Path]:
             with tempfile.TemporaryDirectory(prefix="parity-") as directory:
                 yield (temporary := Path(directory, "content"))
                 _write_into(path, temporary)
-    except OSError as error:  # it contains the path of the temporary file, or no path
+    except OSError as error:  # the error contains the path of the temporary file, or no path
         if error.strerror:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
@@ -136,7 +136,7 @@ def is_same_file(path: str, other: str) -> bool:
 
 
 def delete_result(path: Path) -> None:
-    """Delete the result file of an earlier run, if it is a regular file. A symbolic link to it is kept.
+    """Delete the result file of an earlier run if it is a regular file. Delete only the target of a symbolic link.
 
     Raises:
         UsageError: If the file can't be deleted.
