@@ -1,4 +1,4 @@
-"""``parity bench``: time the packages on the same work, after verifying that their results agree."""
+"""``parity bench``: time the packages on the same workload, and verify their results."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ STEPS = 4  # progress steps before the rounds: import, load, and two calls
 
 
 def add_parser(commands: Any) -> None:
-    """Describe the command and its options."""
+    """Add the ``bench`` command and its options to the parser."""
     add_options(commands).set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Time one task at one size, or at each of multiple sizes, and return the exit code."""
+    """Time one task at one or more sizes, and return the exit code."""
     started = time.monotonic()
     _check_task(options)
     work = _work(options)
@@ -92,7 +92,7 @@ def _check_task(options: argparse.Namespace) -> None:
 
 
 def _work(options: argparse.Namespace) -> Work:
-    """Return the work that the options describe."""
+    """Return the workload that the options specify."""
     given = {name: getattr(options, name) for name in ("batch", "source", "target") if getattr(options, name)}
     given |= {name: getattr(options, name) for name in ("dtype", "device")}
     if options.task == "forward":
@@ -108,7 +108,7 @@ def _work(options: argparse.Namespace) -> Work:
 
 
 def _check(options: argparse.Namespace, setting: Setting, works: Sequence[Work]) -> None:
-    """Raise a UsageError, before anything is timed, if the work can't run or a file can't be written."""
+    """Raise a UsageError before the timing starts if a workload can't run or a file can't be written."""
     check_installed(setting.backends)
     for work in works:
         setting.check(work)
@@ -119,9 +119,9 @@ def _check(options: argparse.Namespace, setting: Setting, works: Sequence[Work])
 
 @contextmanager
 def show_rounds(entries: Sequence[Entry], rounds: int) -> Iterator[Tell]:
-    """Show the progress of each implementation as bars on a terminal, or as lines on standard error otherwise."""
+    """Show the progress of each implementation: as bars on a terminal, and otherwise as lines on standard error."""
     names = [entry.name for entry in entries]  # excludes the processes that measure the machine's peak
-    # The bars are only redrawn between two measurements, so that drawing doesn't disturb them.
+    # The bars are only redrawn between two measurements, so that drawing doesn't slow down a measurement.
     with Progress(names, STEPS + rounds, is_still=True) as progress:
 
         def tell(name: str, doing: str) -> None:
@@ -133,7 +133,7 @@ def show_rounds(entries: Sequence[Entry], rounds: int) -> Iterator[Tell]:
 
 
 def _write(options: argparse.Namespace, document: dict[str, Any], draw: Callable[[], Figure] | None = None) -> None:
-    """Write the JSON file and, with ``draw``, the plot, if they were requested."""
+    """Write the output files that the options request: the JSON file and, if ``draw`` is given, the plot."""
 
     def write_picture(path: Path, _: object) -> None:
         import matplotlib

@@ -1,8 +1,9 @@
-"""Compute, rather than measure, the bytes that each device in a parallelism plan stores and sends per step.
+"""The theoretical costs of a parallelism plan: the number of bytes that each device stores and sends per step.
 
 The computation assumes ring algorithms (Patarasuk and Yuan, 2009), which minimize the bytes that each device sends.
-With W devices, an all-gather or a reduce-scatter sends (W - 1) / W of an array, and an all-reduce sends twice as much.
-Scalars, such as the loss and the gradient norm, and the padding of arrays that don't divide evenly are ignored.
+In an all-gather or a reduce-scatter over W devices, each device sends (W - 1) / W of the array. In an all-reduce, it
+sends twice as much. The computation ignores scalars, such as the loss and the gradient norm, and the padding of arrays
+that can't be divided equally.
 """
 
 from __future__ import annotations
@@ -56,9 +57,10 @@ class Collective:
 def collectives(plan: Plan, config: TransformerConfig, batch: Batch) -> list[Collective]:
     """Return the collective operations of a step on one micro-batch.
 
-    ``data`` all-reduces the gradient. ``fsdp`` gathers the parameters, once for each pass, and reduce-scatters the
-    gradient; then ``data`` all-reduces only the local shard of the gradient. ``tensor`` all-reduces the outputs of
-    attention and of the feed-forward network and, in the backward pass, the gradients of the inputs of sharded matmuls.
+    ``data`` all-reduces the gradient. ``fsdp`` gathers the parameters in the forward pass and in the backward pass, and
+    reduce-scatters the gradient. With ``fsdp``, ``data`` all-reduces only the local shard of the gradient. ``tensor``
+    all-reduces the outputs of attention and of the feed-forward network. In the backward pass, it also all-reduces the
+    gradients with respect to the inputs of sharded matmuls.
     """
     own = sum(_numbers(plan, config))
     activations = config.d_model * sum(_sums(config, _shard(plan, batch)))
@@ -110,7 +112,8 @@ def _sums(config: TransformerConfig, shard: Batch) -> Iterator[int]:
     for layer in range(config.num_decoder_layers):
         attentions = 1 + config.has_self_attention(layer)
         yield (attentions + 1) * target
-        # The input gradients of query, key, and value in self-attention, of query in cross-attention, and of inner.
+        # The input gradients of five projections: query, key, and value in self-attention, query in cross-attention,
+        # and inner.
         yield (3 * (attentions - 1) + 2) * target
         yield 2 * source  # the input gradients of key and value in cross-attention
 

@@ -1,4 +1,4 @@
-"""The implementations that ``parity bench`` times. Each runs in a separate process, which imports its packages."""
+"""The implementations that ``parity bench`` times. Each implementation runs in a separate process."""
 
 # ruff: noqa: D102  methods are documented in Implementation
 
@@ -32,7 +32,7 @@ from transformer_spec.search import SearchResult
 
 @dataclass
 class Package(Implementation):
-    """One of the four packages of this project, used the way its users use it."""
+    """One of the four packages of this project, called the way its users call it."""
 
     form: ClassVar[str] = ""  # the name of a mode in tables, such as "compiled"; empty for the default mode
     backend: str
@@ -146,7 +146,7 @@ class DecodePackage(Package):
 
 
 def compiled(name: str, model: Any) -> Callable[[Any, Any], Any]:
-    """Return a function that calls the model the way users do, and waits for the logits."""
+    """Return a function that calls the model the way users call it, and waits for the logits."""
     if name == "torch":
         import torch
 
@@ -162,7 +162,7 @@ def compiled(name: str, model: Any) -> Callable[[Any, Any], Any]:
         import jax
         from flax import nnx
 
-        graph, state = nnx.split(model)  # done once, because it takes as long as the forward pass of a small model
+        graph, state = nnx.split(model)  # split once, because splitting takes as long as a small forward pass
         forward = jax.jit(lambda state, source_ids, target_ids: nnx.merge(graph, state)(source_ids, target_ids))
         return lambda source_ids, target_ids: forward(state, source_ids, target_ids).block_until_ready()
     if name == "tf":
@@ -182,7 +182,7 @@ def compiled(name: str, model: Any) -> Callable[[Any, Any], Any]:
 
 @dataclass
 class Other(Implementation):
-    """An implementation outside this project, which does the same work."""
+    """An implementation outside this project that runs the same workload."""
 
     peer: Peer
 
@@ -260,7 +260,7 @@ class DecodeMarian(Other):
             length_penalty=work.search.length_penalty,
             early_stopping="never"
             if work.beam_size
-            else False,  # stops as early as possible without changing the result, like this project
+            else False,  # like this project's packages, stop as soon as the result is certain
             decoder_start_token_id=config.bos_id,
             pad_token_id=config.pad_id,
             eos_token_id=config.eos_id,
@@ -273,12 +273,13 @@ class DecodeMarian(Other):
             attention_mask=torch.from_numpy((work.source_ids != config.pad_id).astype(np.int64)),
             generation_config=settings,
         )
-        self._scores: dict[bytes, ndarray] = {}  # scores of greedy search by tokens
+        self._scores: dict[bytes, ndarray] = {}  # scores of greedy searches, by the generated tokens
 
     def result(self, found: Any) -> SearchResult:
         """Return tokens and scores.
 
-        Greedy search returns no scores, so it runs a second time to get the logits from which they are computed.
+        ``generate`` doesn't return scores for greedy search. Therefore, this method runs the search a second time to
+        get the logits, and computes the scores from them.
         """
         ids = found.sequences[:, 1:]  # excludes BOS
         if found.get("sequences_scores") is not None:
@@ -299,8 +300,8 @@ OURS: dict[str, dict[str, Implementation]] = {
     "train": {name: TrainPackage(name) for name in PORTS},
     "decode": {name: DecodePackage(name) for name in PORTS},
 }
-# Additional modes of the packages, which are timed if peers also have multiple modes. TensorFlow's forward pass always
-# uses XLA. Searches have no compiled mode, because torch.compile would recompile them for each length.
+# Additional modes of the packages, which ``--peers`` also times. TensorFlow's forward pass always uses XLA. Searches
+# have no compiled mode, because torch.compile would recompile them for each length.
 FORMS: dict[str, dict[str, Implementation]] = {
     "forward": {"torch": ForwardCompiled("torch")},
     "train": {name: TrainCompiled(name) for name in ("torch", "tf")},
@@ -318,7 +319,7 @@ OTHERS: dict[str, dict[str, Implementation]] = {
 
 
 def others(work: Work) -> list[Implementation]:
-    """Return the peers that support the given work. Only Marian supports beam search."""
+    """Return the peers that support the given workload. Only Marian supports beam search."""
     if isinstance(work, DecodeWork) and work.beam_size is not None:
         return [OTHERS["decode"]["marian"]]
     return list(OTHERS[work.task].values())

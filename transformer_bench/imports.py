@@ -31,7 +31,7 @@ FRAMEWORKS = {"numpy": "numpy, safetensors.numpy", "torch": "torch", "jax": "jax
 
 @dataclass
 class Pair:
-    """A package and its framework. Each round imports both of them, each in a new process."""
+    """A package and its framework. Each round imports the package and the framework in two new processes."""
 
     name: str
     alone: Entry = field(init=False)

@@ -21,7 +21,7 @@ from transformer_parity.transformer.ports.registry import PORTS
 
 WIDTH = {"cpu": 2048, "gpu": 8192}  # width of the square matrices that measure the matmul throughput
 ROW = 512  # row length of the matrix that measures the memory bandwidth
-LEAST_READ = 2**18  # minimum number of elements of this matrix, which exceeds the first-level cache
+LEAST_READ = 2**18  # minimum number of elements of this matrix, so that it exceeds the first-level cache
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Limit:
     """The machine's peak with each library.
 
     Attributes:
-        rates: The throughput of a large matmul, in operations per second.
-        bandwidths: The bandwidth when reading as much data as the work's weights occupy, possibly from a cache, in
-            bytes per second.
-        libraries: Descriptions of the matmul libraries.
+        rates: The throughput of a large matmul with each library, in operations per second.
+        bandwidths: The memory bandwidth with each library, in bytes per second. The bandwidth is measured by reading as
+            many bytes as the weights of the workload occupy, so the data may come from a cache.
+        libraries: A description of each matmul library.
     """
 
     rates: dict[str, float]
@@ -50,11 +50,11 @@ class Limit:
         return max(self.bandwidths.values())
 
     def seconds(self, work: Work) -> float:
-        """Return the minimum time that the given work takes at this peak (a roofline model).
+        """Return the minimum time in seconds that a workload takes at this peak, according to a roofline model.
 
-        Each matmul takes as long as its operations or as long as reading its right operand (weights, keys, or values),
-        whichever is longer. In training, Adam also reads the weights, gradients, and two moments in float32, and writes
-        all of them except the gradients.
+        Each matmul takes as long as its arithmetic operations, or as long as reading its right operand (weights, keys,
+        or values), whichever is longer. In training, Adam also reads the weights, gradients, and two moments in
+        float32, and writes all of them except the gradients.
         """
         size = 2 if work.dtype == "bfloat16" else 4
         update = 7 * 4 * ref.count_parameters(work.config) if work.task == "train" else 0
@@ -70,19 +70,19 @@ class Limit:
 
 @dataclass
 class LibraryEntry(Entry):
-    """A library, with its matmul throughput and memory bandwidth in each round."""
+    """The measurements of one library: its matmul throughput and memory bandwidth in each round."""
 
     found: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, reply: Any) -> None:
-        """Store the measurements of a round, including throughput and bandwidth."""
+        """Add the measurements of a round, including the throughput and the bandwidth."""
         super().add(reply)
         self.found.append(reply.answer)
 
 
 @dataclass
 class Library(Implementation):
-    """A package's matmul library, which runs a large matmul and reads as much data as the work's weights occupy."""
+    """A package's matmul library. It runs a large matmul, and reads as many bytes as the workload's weights occupy."""
 
     backend: str
 
@@ -112,9 +112,9 @@ class Library(Implementation):
 
 
 def libraries(backends: Collection[str], work: Work, *, peers: bool = False) -> list[Library]:
-    """Return the libraries to measure for the given work.
+    """Return the libraries to measure for the given workload.
 
-    XLA is measured via JAX, and via TensorFlow only if JAX isn't among the backends.
+    TensorFlow isn't measured if JAX is measured, because both of them use XLA.
     """
     names = {*backends, *(("torch", "jax") if peers else ())}
     if work.device == "cpu" and work.dtype == "float32":
@@ -125,7 +125,7 @@ def libraries(backends: Collection[str], work: Work, *, peers: bool = False) -> 
 
 
 def limit_of(backends: Sequence[str], entries: Sequence[LibraryEntry]) -> Limit | None:
-    """Return the peak, using the medians of the rounds; None if nothing was measured."""
+    """Return the peak, computed from the medians over all rounds; None if no library was measured."""
     found = {
         name: [median(values) for values in zip(*entry.found, strict=True)]
         for name, entry in zip(backends, entries, strict=True)

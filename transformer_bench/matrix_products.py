@@ -1,4 +1,4 @@
-"""The matrix multiplications in a benchmark, and a baseline that runs nothing else."""
+"""The matrix multiplications in a benchmark, and a baseline that runs only these matrix multiplications."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Product:
         left: The shape of the left operand, [..., rows, inner].
         right: The shape of the right operand, [..., inner, columns].
         operand: The name of the right operand. Operands with the same name use the same memory.
-        transposed: The operand that is a transposed view: ``left``, ``right``, or empty for neither.
+        transposed: The operand that is a transposed view: ``left``, ``right``, or empty if neither operand is.
     """
 
     left: tuple[int, ...]
@@ -46,7 +46,7 @@ class Product:
 
 
 class HasProducts(Protocol):
-    """Work that can list its matrix multiplications."""
+    """A workload that can list its matrix multiplications."""
 
     def products(self) -> Iterator[Product]:
         """Yield all matmuls in the order of execution."""
@@ -54,7 +54,7 @@ class HasProducts(Protocol):
 
 @dataclass
 class Products(Implementation):
-    """A baseline that runs only the matmuls of the work in NumPy, as a lower bound for ``reference_numpy``."""
+    """A baseline that runs only the matmuls of a workload in NumPy. Its time is a lower bound for the reference."""
 
     name: str = "products"
 

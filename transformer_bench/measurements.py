@@ -1,4 +1,4 @@
-"""The statistics of ``parity bench``: the measurements of each implementation, and ratios within each round."""
+"""The statistics of ``parity bench``: measurements of each implementation, and ratios of times in the same round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIMES = ("first_seconds", "seconds", "cores", "loaded_bytes", "peak_bytes")
 
 
 class DisagreementError(Exception):
-    """A result differs from the reference. The message reports the location of the difference."""
+    """A result differs from the reference. The error message reports the location of the difference."""
 
 
 @dataclass
@@ -24,13 +24,13 @@ class Entry:
 
     Attributes:
         name: The name in tables.
-        has_result: Whether there is a result to verify. A baseline has none.
-        verdict: AGREES if all results agree so far.
+        has_result: Whether the implementation returns a result to verify. A baseline doesn't return a result.
+        verdict: AGREES if all results so far agree with the reference.
         problem: The reason why a result doesn't agree, or why the implementation couldn't be timed.
         near_ties: A description of the tokens that differ only because of rounding.
-        environment: The versions, devices, and switches in the implementation's process.
-        first_seconds: The time of the first call in seconds, including compilation.
-        seconds: The time of the call in each round in seconds.
+        environment: The versions, devices, and settings in the implementation's process.
+        first_seconds: The duration of the first call in seconds, including compilation.
+        seconds: The duration of the call in each round, in seconds.
         cores: The average number of busy cores in each round.
         loaded_bytes: The memory of the process before the first call (framework, weights, and inputs); None if unknown.
         peak_bytes: The peak memory of the process over all rounds; None if unknown.
@@ -68,11 +68,11 @@ class Entry:
 
     @property
     def is_timed(self) -> bool:
-        """Whether there are times, and all results agree."""
+        """Whether the implementation has been timed, and all of its results agree with the reference."""
         return self.verdict == AGREES and bool(self.seconds)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry as built-in Python types. If a result doesn't agree, the times are omitted (None)."""
+        """Return the entry as built-in Python types. If a result doesn't agree, None replaces all times."""
         times = {name: getattr(self, name) for name in TIMES}
         return {
             **{name: value for name, value in vars(self).items() if name not in times},
@@ -83,7 +83,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Spread:
-    """The median and the extremes of some measurements."""
+    """The lowest value, the median, and the highest value of a set of measurements."""
 
     low: float
     median: float
@@ -91,33 +91,33 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Return the spread of some measurements."""
+        """Return the spread of a set of measurements."""
         return cls(min(values), median(values), max(values))
 
 
 def ratio(entry: Entry, against: Entry) -> Spread:
-    """Return the spread of the ratio between the times of two entries within each round."""
+    """Divide the time of one entry by the time of another in each round, and return the spread of these ratios."""
     return Spread.of([ours / theirs for ours, theirs in zip(entry.seconds, against.seconds, strict=False)])
 
 
 def fastest(entries: Sequence[Entry]) -> Entry | None:
-    """Return the entry with a result and the lowest median; None if none was timed."""
+    """Return the entry with the lowest median time among entries with a result; None if none was timed."""
     timed = [entry for entry in entries if entry.is_timed and entry.has_result]
     return min(timed, key=lambda entry: median(entry.seconds), default=None)
 
 
 def verdict(entries: Sequence[Entry]) -> str:
-    """Return the worst verdict. A wrong result is worse than a missing one."""
+    """Return the worst verdict of all entries. An incorrect result is worse than a missing result."""
     return next((word for word in (DIVERGES, FAILED) if any(entry.verdict == word for entry in entries)), AGREES)
 
 
 def median_seconds(entry: Entry) -> float | None:
-    """Return the median time; None if there are no times."""
+    """Return the median time in seconds; None if the entry has no times."""
     return Spread.of(entry.seconds).median if entry.is_timed else None
 
 
 def work_bytes(entry: Entry) -> int | None:
-    """Return the memory that the work requires; None if there are no times."""
+    """Return the memory in bytes that the workload requires; None if the entry has no times."""
     return entry.work_bytes if entry.is_timed else None
 
 

@@ -1,4 +1,4 @@
-"""Mutants of this project's packages: small changes to the code that computes, generated from its syntax tree.
+"""Mutants of this project's packages: small code changes that are generated from the syntax trees of the modules.
 
 Mutants never change docstrings, annotations, messages, or checks that only raise exceptions. They also don't
 change code that `parity check` deliberately doesn't run, such as dropout, device handling, and distributed training.
@@ -61,26 +61,26 @@ PAIRS = (
     *("full empty", "less less_equal", "greater greater_equal", "fmin fmax", "relu gelu", "range arange"),
 )
 TWINS = {first: second for pair in PAIRS for first, second in (pair.split(), pair.split()[::-1])}
-NAMES = 4  # replace one of this many variables with a different one, because most of these mutants raise an exception
+NAMES = 4  # mutate only one in NAMES uses of variables, because most of these mutants only raise an exception
 TRANSPOSED = ("T", "mT")
 SIMPLE = (ast.Name, ast.Attribute, ast.Call, ast.Subscript)  # expressions that don't need parentheses
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A single change in one module.
+    """One change to the code of a module.
 
     Attributes:
         package: The name of the package.
         module: The name of the module.
-        where: The names of the class and the function.
+        where: The names of the class and the function that contain the change, separated by dots.
         line: The line number in the file.
         kind: The mutation operator.
         old: The text to replace.
         new: The replacement.
         start: The offset of the text in the file, in bytes of UTF-8.
-        lines: The first and the last line of the statement. Only cases that run one of these lines can detect the
-            change. None for statements outside functions.
+        lines: The first and the last line of the changed statement. Only cases that run one of these lines can detect
+            the change. None for statements outside functions.
     """
 
     package: str
@@ -95,7 +95,7 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """The name of the mutant, which is unique for the same source."""
+        """The name of the mutant, which is unique as long as the source code doesn't change."""
         return f"{self.package}.{self.module}:{self.start} {self.kind}: {self.old} -> {self.new}"
 
     @property
@@ -104,7 +104,7 @@ class Mutant:
         return f"{self.package}/{self.module}.py:{self.line} {self.where}"
 
     def edits(self) -> tuple[tuple[str, str, str], ...]:
-        """Return the change as an argument for ``edited_package``, which replaces the entire text of the module."""
+        """Return an argument for ``edited_package`` that replaces the text of the module by the changed text."""
         text = source(self.package, self.module)
         data, old = text.encode(), self.old.encode()
         changed = data[: self.start] + self.new.encode() + data[self.start + len(old) :]
@@ -119,13 +119,13 @@ def source(package: str, module: str) -> str:
 
 @cache
 def mutants_of(package: str) -> Sequence[Mutant]:
-    """Return all mutants of a package, in the order of its source."""
+    """Return all mutants of a package in source order."""
     found = [mutant for module in MODULES for mutant in mutants_of_text(package, module, source(package, module))]
     return list({mutant.key: mutant for mutant in found}.values())
 
 
 def sample(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Return a random sample in source order. The sample depends only on the arguments."""
+    """Return a random sample of the mutants in source order. The sample depends only on the arguments."""
     if count >= len(mutants):
         return list(mutants)
     chosen = sorted(random.Random(seed).sample(range(len(mutants)), count))
@@ -133,7 +133,7 @@ def sample(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
 
 
 def mutants_of_text(package: str, module: str, text: str) -> Iterator[Mutant]:
-    """Yield the mutants of the text of a module."""
+    """Yield the mutants of a module with the given source text."""
     tree = ast.parse(text)
     data, starts = text.encode(), [0]
     for line in text.splitlines(keepends=True):
@@ -151,13 +151,13 @@ Change = tuple[str, str, Any, str]  # where, kind, node to replace, replacement 
 
 
 class _Changes:
-    """A generator of changes to a module."""
+    """Generates all changes to a module."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
         self.lines: tuple[int, int] | None = None  # lines of the statement that contains the last change
         self.function: tuple[int, int] | None = None  # lines of the header of the last outermost function
-        self.outer: tuple[int, int] | None = None  # lines of the header of the function around the current one
+        self.outer: tuple[int, int] | None = None  # in inner functions, lines of the enclosing function's header
 
     def of_module(self) -> Iterator[Change]:
         yield from self._of_body(self.tree.body, "", [])
@@ -244,7 +244,7 @@ class _Changes:
         if isinstance(node, ast.expr) and not NOT_COMPARED.search(ast.unparse(node)):
             for kind, new in self._instead_of(node, names):
                 text = new if isinstance(new, str) else ast.unparse(new)
-                # Other expressions need parentheses, for example if an attribute follows.
+                # Other expressions need parentheses, for example if an attribute access follows.
                 is_simple = isinstance(new, (str, *SIMPLE)) or isinstance(node, ast.Constant)
                 yield where, kind, node, text if is_simple else f"({text})"
         if isinstance(node, ast.IfExp) and NOT_COMPARED.search(ast.unparse(node.test)):
@@ -319,7 +319,7 @@ def _lines(statement: Any) -> tuple[int, int]:
 
 
 def _names(function: ast.FunctionDef) -> list[str]:
-    """Return the parameters and variables of a function; variables are repeated for each assignment."""
+    """Return the parameters and variables of a function. A variable occurs once for each assignment."""
     arguments = function.args
     found = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     stored = (node for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
@@ -338,7 +338,7 @@ def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr | None]]
 
 
 def _next(others: list[str], node: Any) -> str:
-    """Return one of the given names, selected by the position of the node."""
+    """Return one of the given names. The position of the node in the source code determines the selection."""
     return others[(node.lineno + node.col_offset) % len(others)]
 
 

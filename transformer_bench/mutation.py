@@ -37,11 +37,11 @@ WORK = "transformer_bench.mutation_work:work"  # the function that each process 
 # Maximum number of mutants per process, because the modified copies of a package stay in memory.
 MOST = {"numpy": 400, "torch": 400, "jax": 40, "tf": 60}
 PATIENCE = 30.0  # maximum seconds for a case or an import; a mutant that takes longer is considered to hang
-START = 300.0  # the same for the unmodified package, which also compiles the operations that mutants reuse
+START = 300.0  # maximum seconds for the unmodified package, which also compiles the operations that mutants reuse
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the mutants that don't have results yet, and print how many are caught."""
+    """Run the mutants that don't have results yet, and print how many mutants are caught."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_backends(parser, list(PORTS))
     parser.add_argument(
@@ -104,13 +104,13 @@ def summary(by_backend: Mapping[str, Sequence[Mutant]], rows: Sequence[Mapping[s
 
 
 def chosen(backend: str, count: int | None, seed: int) -> Sequence[Mutant]:
-    """Return the mutants of a package, or a sample."""
+    """Return all mutants of a package or, if ``count`` is not None, a random sample of this size."""
     mutants = mutants_of(PORTS[backend].package)
     return mutants if count is None else sample(mutants, count, seed)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the results in a file, or an empty list if it doesn't exist. Incomplete lines are ignored."""
+    """Return the results in a file, or an empty list if the file doesn't exist. Incomplete lines are ignored."""
     rows = []
     for line in path.read_text("utf-8").splitlines() if path.is_file() else []:
         try:
@@ -124,10 +124,10 @@ def run(children: Children, backend: str, mutants: Sequence[Mutant], file: Path)
     """Yield the results of each mutant, one for each column.
 
     Args:
-        children: The object that starts processes.
+        children: The object that starts and stops child processes.
         backend: The backend of the package.
         mutants: The mutants to run.
-        file: A file that stores the lines that each case runs, because determining them takes minutes.
+        file: A file to cache the source lines that each trial executes, because determining these lines takes minutes.
 
     Raises:
         ChildEndedError: If the unmodified package doesn't run.

@@ -1,6 +1,6 @@
 """The process that runs mutants of one package, one after another, on the cases for ports and the standard cases.
 
-It runs a case only if the case executes the modified line, and stops at the first difference.
+For each mutant, the process runs only the cases that execute a modified line, and stops at the first difference.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ CONVENTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("bart", {"norm_order": "pre"}),
     ("fairseq", {"decoder_num_heads": 2, "decoder_d_k": 12, "decoder_d_v": 15, "decoder_d_ff": 56}),
 )
-SLOW = ("jax", "tf")  # slow because they run one operation at a time, so they run fewer conventions and bfloat16 cases
+# Backends that run slowly, one operation at a time. They run only some of the conventions and bfloat16 cases.
+SLOW = ("jax", "tf")
 PORT, CHECK = "cases for ports", "check of the packages"
 COLUMNS = (PORT, CHECK)
 ROOM = 4 * 2**30  # maximum bytes that a mutant may allocate in addition to the memory of the process at its start
@@ -55,7 +56,7 @@ IN_ORDER = (ACTIVATIONS, GRADIENTS, DECODE, STEPS)  # from the fastest to the sl
 
 
 class PackageAsPort(Port):
-    """A package, possibly mutated, as a user's port.
+    """An adapter that presents a package, which may be mutated, as a user's port.
 
     Subclasses set ``package_port`` and, like every port, the conventions and dtypes.
     """
@@ -147,7 +148,8 @@ class ColumnTrials:
         if self.backend in SLOW:
             wanted, self.conventions = tuple(dtype for dtype in wanted if dtype != "float32"), CONVENTIONS[:2]
         self.dtypes = [dtype for dtype in wanted if dtype in offered]
-        # Only models without fast.py execute the formulas of the reference. The other packages run as users run them.
+        # Only models without fast.py execute the formulas of the reference. The other packages run the way users run
+        # them.
         self.fast = (False, True) if self.backend == "numpy" else (True,)
 
     def ports(self, package: str) -> Iterator[tuple[str, Any, Sequence[Case]]]:
@@ -194,7 +196,7 @@ class ColumnTrials:
                                 yield trials[outputs.case], finding
 
     def running(self, cases: Sequence[Case]) -> AbstractContextManager[None]:
-        """Return a context in which cases run one operation at a time.
+        """Return a context manager in which cases run one operation at a time.
 
         Exception: TensorFlow's optimizer steps run traced, as in ``parity check``.
         """
@@ -203,12 +205,12 @@ class ColumnTrials:
 
 
 def _by_way(cases: Sequence[Case]) -> list[list[Case]]:
-    """Return two lists: all cases except optimizer steps, and the optimizer steps, which may run in a different way."""
+    """Return two lists: all cases except optimizer steps, and the optimizer steps, which TensorFlow may run traced."""
     return [[case for case in cases if (case.stage == STEPS) == steps] for steps in (False, True)]
 
 
 def _runs(changed: Sequence[str], trial: str, lines: Lines | None) -> bool:
-    """Return whether a trial executes one of the changed lines or, if there are none, any line."""
+    """Return whether a trial executes one of the changed lines or, if ``changed`` is empty, any line."""
     if lines is None:
         return True
     ran = lines.get(trial, ())
@@ -216,7 +218,7 @@ def _runs(changed: Sequence[str], trial: str, lines: Lines | None) -> bool:
 
 
 class Worker:
-    """An object that runs the mutants of a package."""
+    """Runs the mutants of one package."""
 
     def __init__(self, backend: str, lines: Lines | None, report: Callable[[str], None]) -> None:
         self.package = PORTS[backend].package
@@ -281,7 +283,7 @@ class Worker:
 class Heartbeat:
     """A callback that reports the current case to the parent at most once per second.
 
-    If a process is silent for longer, its current case hangs.
+    If the parent process doesn't receive a report for a long time, it concludes that the current case hangs.
     """
 
     def __init__(self, parent: Parent) -> None:
@@ -312,7 +314,7 @@ def work(parent: Parent) -> None:
 
 
 def forget_open_calls() -> None:
-    """Reset the state of a Keras layer call that a mutant interrupted, because later calls would use its arguments."""
+    """Reset Keras's state after a mutant interrupted a layer call. Later calls would use the arguments of that call."""
     if "keras" in sys.modules:
         from keras.src.backend.common.global_state import set_global_attribute
 

@@ -132,7 +132,7 @@ def add_options(commands: Any) -> argparse.ArgumentParser:
 
 
 def _add_work(parser: argparse.ArgumentParser) -> None:
-    """Add the options that define the work."""
+    """Add the options that define the workload."""
     work = parser.add_argument_group("work")
     work.add_argument(
         "--config",

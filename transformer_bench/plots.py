@@ -37,8 +37,8 @@ def draw_times(title: str, details: str, entries: Sequence[Entry], machine: str)
     """Draw median times as bars, with the fastest on top, and the range of the times as lines.
 
     Args:
-        title: The title of the work.
-        details: The sizes of the work.
+        title: The title of the workload.
+        details: The sizes of the workload.
         entries: The entries that have times.
         machine: A short description of the machine.
     """
@@ -81,8 +81,8 @@ def draw_growth(
     """Draw time and memory as a function of a size, with one line per implementation and two logarithmic axes.
 
     Args:
-        title: The title of the work.
-        details: The other sizes of the work.
+        title: The title of the workload.
+        details: The other sizes of the workload.
         axis: The name of the size that increases.
         values: The values of this size.
         results: The entries at each value.

@@ -1,14 +1,14 @@
 """Profile a forward pass, a training step, or a search, and print the percentage of time for each kind of work.
 
-Usage: ``python -m transformer_bench.profile_steps train torch --config base``. The work is the same as in
+Usage: ``python -m transformer_bench.profile_steps train torch --config base``. The workload is the same as in
 ``parity bench``. Two warm-up calls are excluded.
 
-- NumPy is profiled by CPU time, using Python's ``cProfile``. Some functions have a kind (such as ``Linear`` and
-  ``LayerNorm``). The time of any other function is added to its callers.
+- NumPy is profiled by CPU time, using Python's ``cProfile``. Some functions, such as the methods of ``Linear`` and
+  ``LayerNorm``, are assigned to a kind of work. The time of any other function is added to its callers.
 - PyTorch is profiled by operation, using ``torch.profiler``.
 - JAX and TensorFlow are profiled by XLA instruction, using their own profilers, and TensorFlow's training step by graph
-  operation. The profiles don't distinguish the matmuls of attention from others. XLA uses its library YNN for both
-  matmuls and sums; calls without a matmul are reported as ``sum_fusion``.
+  operation. The profiles don't distinguish the matmuls of attention from other matmuls. XLA uses its library YNN for
+  both matmuls and sums; calls without a matmul are reported as ``sum_fusion``.
 
 The remaining time is attributed to Python. ``--form compiled`` selects the compiled mode that ``parity bench --peers``
 also times, and ``--largest 20`` also prints the names of functions or operations.
@@ -93,7 +93,7 @@ def numpy_names(run: Callable[[], Any], calls: int) -> Names:
     names = {function: qualified(*function) for function in stats}
 
     def give(function: tuple[str, int, str], seconds: float, above: frozenset[Any]) -> None:
-        """Add time to a function or, if it has no kind, to its callers in proportion to the time of their calls."""
+        """Add time to a function. If the function has no kind, distribute the time in proportion among its callers."""
         callers = {caller: of[2] for caller, of in stats[function][4].items() if caller not in above}
         whole = sum(callers.values())
         if kind_of("numpy", names[function]) != REST or not whole:
@@ -109,7 +109,7 @@ def numpy_names(run: Callable[[], Any], calls: int) -> Names:
 
 
 def qualified(file: str, line: int, name: str) -> str:
-    """Return the name of a function with the class that it belongs to, because cProfile omits the class."""
+    """Return the name of a function, with the name of its class as a prefix, because cProfile omits the class."""
     return f"{_classes(file).get((line, name), '')}{name}" if "reference_numpy" in file else name
 
 
@@ -149,7 +149,7 @@ def tf_names(run: Callable[[], Any], calls: int) -> Names:
 
 
 def traced(trace: Callable[[str], AbstractContextManager[Any]], run: Callable[[], Any], calls: int) -> Names:
-    """Return the times in a trace. JAX and TensorFlow write the same format, which JAX can read.
+    """Trace some calls, and return the time of each operation. JAX can read the traces of both JAX and TensorFlow.
 
     Raises:
         ValueError: If XLA didn't dump a compiled program, or if times overlap.
@@ -167,10 +167,10 @@ def traced(trace: Callable[[str], AbstractContextManager[Any]], run: Callable[[]
     names: Counter[str] = Counter()
     has_product = products(Path(os.environ[PROGRAMS]))
     for event in (event for plane in found.planes for line in plane.lines for event in line.events):
-        operation = re.fullmatch(r"[^:]+:([A-Z_]\w+)", event.name)  # TensorFlow puts the location in the graph first
+        operation = re.fullmatch(r"[^:]+:([A-Z_]\w+)", event.name)  # TensorFlow's names start with the location
         stats = dict(event.stats)
         if "hlo_op" in stats:
-            if not re.match(r"while|call|conditional", event.name):  # their parts are separate events
+            if not re.match(r"while|call|conditional", event.name):  # their operations are separate events
                 key = stats["hlo_module"], event.name
                 if event.name.startswith("ynn_") and key not in has_product:
                     raise ValueError(f"the XLA dump does not contain {event.name} of {stats['hlo_module']}")
@@ -191,7 +191,7 @@ def products(programs: Path) -> dict[tuple[str, str], bool]:
         (program,) = re.findall(r"^HloModule ([\w.\-]+)", text)
         bodies = dict(re.findall(r"^%?([\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE))
         for name, body in re.findall(r"%?(ynn_fusion[\w.\-]*) = .* fusion\(.*calls=%?([\w.\-]+)", text):
-            key = program, name  # if two programs have the same name, a matmul in either one is sufficient
+            key = program, name  # if two programs have the same name, a matmul in one of them is sufficient
             found[key] = found.get(key, False) or " dot(" in bodies[body]
     return found
 
@@ -210,7 +210,7 @@ def kind_of(backend: str, name: str) -> str:
 
 
 def runner(options: argparse.Namespace) -> Callable[[], Any]:
-    """Return a function that runs the work once."""
+    """Return a function that runs the workload once."""
     import reference_numpy as ref
     from transformer_bench.implementations import FORMS, OURS
     from transformer_bench.workload import DecodeWork, ForwardWork, TrainWork

@@ -1,4 +1,7 @@
-"""Start each implementation's processes, and run interleaved rounds: each runs once per round while the others wait."""
+"""Start the processes of all implementations, and run interleaved rounds.
+
+In each round, every implementation runs once while all other implementations wait.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,12 @@ PAUSE = 0.25  # seconds between two runs, because idle threads of Intel's OpenMP
 
 
 class Implementation:
-    """An implementation that is timed. It is sent to its processes before it imports its packages.
+    """An implementation to time. The object is sent to child processes, in which it imports the required packages.
 
     Attributes:
         name: The name in tables.
-        processes: The number of processes that work together. The threads are divided equally among them.
-        has_result: Whether there is a result to verify.
+        processes: The number of processes of the implementation. The threads are divided equally among the processes.
+        has_result: Whether the implementation returns a result to verify.
     """
 
     name: str
@@ -40,19 +43,19 @@ class Implementation:
         """Raise a MissingFrameworkError with the install command if a required package isn't installed."""
 
     def environments(self) -> AbstractContextManager[Sequence[Mapping[str, str]]]:
-        """Return a context in which the processes run, which yields the environment variables of each process."""
+        """Return a context manager that yields the environment variables of each process. They run inside it."""
         return nullcontext([{}] * self.processes)
 
     def prepare(self) -> dict[str, str]:
-        """Import the required packages, and return versions, devices, and switches."""
+        """Import the required packages, and return versions, devices, and settings."""
         raise NotImplementedError
 
     def load(self, work: Any, weights: Path) -> None:
-        """Load a weight file and prepare to run the given work."""
+        """Load a weight file, and prepare to run the given workload."""
         raise NotImplementedError
 
     def run(self) -> Any:
-        """Run the work. This call is timed."""
+        """Run the workload. This call is timed."""
         return self._run()
 
     def result(self, found: Any) -> Any:
@@ -60,7 +63,7 @@ class Implementation:
         return found
 
     def show(self) -> Any:
-        """Rerun the work and return every step. Called if the result doesn't suffice to explain a difference."""
+        """Rerun the workload and return every step. Called if the result isn't sufficient to explain a difference."""
         raise NotImplementedError(f"{self.name} does not show its steps, so a difference cannot be explained")
 
 
@@ -111,7 +114,7 @@ class ImplementationProcess:
     """An implementation in one or more separate processes.
 
     Attributes:
-        entry: The entry that stores its measurements.
+        entry: The entry that stores the measurements of the implementation.
     """
 
     def __init__(self, entry: Entry, team: Team) -> None:
@@ -131,7 +134,8 @@ class ImplementationProcess:
         """Wait for the reply to a call.
 
         Raises:
-            ImplementationError: If the call raised an exception or a process exited. All processes are stopped.
+            ImplementationError: If the call raised an exception or a process exited. All processes of the
+                implementation have then been stopped.
         """
         try:
             return Reply.of(self._team.replies())
@@ -174,11 +178,11 @@ def run_rounds(
     """Load and warm up all implementations, one after another, then run them in interleaved rounds.
 
     Measurements are stored immediately, so an interruption loses only the current measurement. An implementation that
-    fails or returns a wrong result is excluded from later rounds.
+    fails or returns an incorrect result is excluded from later rounds.
 
     Args:
         processes: The implementations, whose ``prepare`` method has been called.
-        work: The work to run.
+        work: The workload to run.
         weights: The weight file.
         rounds: The number of rounds.
         verify: A function that raises a DisagreementError if a result is wrong.
@@ -229,7 +233,7 @@ def _run(process: ImplementationProcess, verify: Verify) -> Reply:
 
 
 def work(parent: Parent) -> None:
-    """Receive an implementation, and answer calls of its methods until there are no more."""
+    """Receive an implementation, and answer calls of its methods until the parent closes the connection."""
     implementation: Implementation = parent.receive()
     while True:
         try:
@@ -244,6 +248,6 @@ def work(parent: Parent) -> None:
             taken = time.perf_counter() - start, time.process_time() - processor_start
             memory = peak_bytes(), held_bytes()
             reply = Reply(implementation.result(answer) if method == "run" else answer, *taken, *memory)
-        except Exception as error:  # the parent process reports it
+        except Exception as error:  # the parent process reports the error
             reply = Broken(f"{type(error).__name__}: {error}")
         parent.send(reply)

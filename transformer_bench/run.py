@@ -44,7 +44,7 @@ class Setting:
     plans: Sequence[Plan] = ()
 
     def implementations(self, work: Work) -> list[Implementation]:
-        """Return the implementations that support the given work, in the order of the first round."""
+        """Return the implementations that support the given workload, in the order of the first round."""
         ours: list[Implementation] = []
         for name in self.backends:
             ours += [OURS[work.task][name], *(TrainOnDevices(name, plan, work.device) for plan in self.plans)]
@@ -59,7 +59,7 @@ class Setting:
 
         Raises:
             MissingFrameworkError: If an implementation isn't installed.
-            UsageError: If the work, the implementations, or the machine don't support a setting.
+            UsageError: If the workload, an implementation, or the machine doesn't support a setting.
         """
         for plan in self.plans:
             try:
@@ -94,14 +94,14 @@ class Setting:
 
 @dataclass
 class Timing:
-    """The results of a benchmark, which may include multiple works.
+    """The results of a benchmark, which may include multiple workloads.
 
     Attributes:
         setting: The implementations and the number of rounds.
         machine: A description of the machine, as returned by ``tables.describe``.
-        works: The works that were timed.
-        races: The entries of each work.
-        limits: The machine's peak, measured during each work.
+        works: The workloads that were timed.
+        races: The entries of each workload.
+        limits: The machine's peak, measured separately for each workload.
         interrupted: Whether Ctrl-C interrupted the benchmark.
     """
 
@@ -114,11 +114,11 @@ class Timing:
 
     @classmethod
     def begin(cls, setting: Setting) -> Timing:
-        """Return an empty timing on this machine."""
+        """Return a timing without results, which describes this machine."""
         return cls(setting, describe(setting.threads))
 
     def add(self, work: Work, progress: Progress) -> list[Entry]:
-        """Time the given work and return its entries; empty if there are no rounds."""
+        """Time the given workload and return its entries; empty if ``setting.rounds`` is 0."""
         entries: list[Entry] = []
         limit: Limit | None = None
         if self.setting.rounds:
@@ -130,7 +130,7 @@ class Timing:
 
     @property
     def entries(self) -> list[Entry]:
-        """The entries of all works."""
+        """The entries of all workloads."""
         return [entry for entries in self.races for entry in entries]
 
     @property
@@ -149,10 +149,10 @@ class Timing:
 
 
 def grown(work: Work, axis: str, value: int) -> Work:
-    """Return the same work with a different size.
+    """Return a copy of a workload with a different size.
 
     Args:
-        work: The work.
+        work: The workload to copy.
         axis: The axis of ``--scale``.
         value: The new size.
     """
@@ -163,14 +163,14 @@ def grown(work: Work, axis: str, value: int) -> Work:
 
 
 def work_title(work: Work, axis: str) -> str:
-    """Return the title of the given work without the size that increases."""
+    """Return the title of a workload, without the size that ``--scale`` increases."""
     sizes = {"batch": f"batch {work.batch}", "source": f"source {work.source}", "target": f"target {work.target}"}
     grown = ("source", "target") if axis == "length" else (axis,)
     return f"{work.task}, {work.size}: {', '.join(text for name, text in sizes.items() if name not in grown)}"
 
 
 def time_work(work: Work, setting: Setting, progress: Progress) -> tuple[list[Entry], Limit | None, bool]:
-    """Run the given work with every implementation.
+    """Run the given workload with every implementation.
 
     Returns:
         The entries, the machine's peak, and whether Ctrl-C interrupted the run.

@@ -32,8 +32,8 @@ from transformer_parity.engine.system.machine import describe_machine
 from transformer_parity.engine.verdict import WORDS
 from transformer_spec.parallel_plan import AXES, Plan
 
-BUSY = 0.5  # load average before the benchmark above which a note is printed
-SPARE = 0.1  # number of busy cores in addition to the requested threads above which a note is printed
+BUSY = 0.5  # print a note if the load average before the benchmark is higher than this value
+SPARE = 0.1  # print a note if the number of busy cores exceeds the number of requested threads by more than this value
 MEBI = 2**20
 
 Machine = Mapping[str, Any]
@@ -67,7 +67,7 @@ def print_times(console: Console, work: Work, entries: Sequence[Entry], threads:
 
 
 def table(*headings: str) -> Table:
-    """Return an empty table whose rows start with a name."""
+    """Return an empty table with a column for names and a column for each of the given headings."""
     empty = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     empty.add_column("", no_wrap=True)
     for heading in headings:
@@ -178,7 +178,7 @@ def costs_for_machines(work: Work, plans: Sequence[Plan]) -> list[dict[str, Any]
 
 
 def print_environment(console: Console, entries: Sequence[Entry], machine: Machine) -> None:
-    """Print the machine and the versions."""
+    """Print the machine, the versions, and, if the machine was busy before the benchmark, a note."""
     console.print(f"{machine['processor']}, CPU cores: {machine['cpus']}")
     found = {entry.name: entry.environment["version"] for entry in entries if entry.environment}
     versions = [f"{name} {said}" for name, said in found.items() if found.get(name.rpartition(" ")[0]) != said]
@@ -191,7 +191,7 @@ def print_environment(console: Console, entries: Sequence[Entry], machine: Machi
 
 
 def describe(threads: int) -> dict[str, Any]:
-    """Return the description of the machine."""
+    """Return a description of the machine, its load average, and the number of threads."""
     return {
         **describe_machine(),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # not available on Windows
@@ -200,7 +200,7 @@ def describe(threads: int) -> dict[str, Any]:
 
 
 def times_for_machines(work: Work, entries: Sequence[Entry], limit: Limit | None) -> dict[str, Any]:
-    """Return the entries for the given work as built-in Python types."""
+    """Return the results for the given workload as built-in Python types."""
     timed = [entry for entry in entries if entry.is_timed]
     return {
         "verdict": verdict(entries),

@@ -1,11 +1,11 @@
-"""Measure sentences per second on lines of text: the packages, Hugging Face's Marian, and CTranslate2.
+"""Measure how many sentences per second the packages, Hugging Face's Marian, and CTranslate2 translate.
 
 Usage: ``python -m transformer_bench.translate_lines TEXT --config base --beam 4``. All translators use the same random
 weights, with one of the model sizes of ``parity bench``. The weights can be random because the speed depends only on
 the model size and the lengths of the sentences. Each word of the text is one token, and every translation has exactly
 ``--tokens`` tokens. Each translator runs in a separate process, on batches of up to 64 sentences sorted by length. The
-first run compiles and warms up, and the second one is timed. CTranslate2 (``pip install ctranslate2``), in float32 and
-int8, sorts and batches internally, and loads a directory written by ``parity export``.
+first run compiles and warms up, and the second run is timed. CTranslate2 (``pip install ctranslate2``) runs in float32
+and in int8. It sorts and batches sentences internally, and loads a directory written by ``parity export``.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from transformer_parity.engine.system.machine import describe_machine
 Translate = Callable[[list[list[int]]], list[list[int]]]
 PACKAGES = {"numpy": "reference_numpy", **{name: f"transformer_{name}" for name in ("torch", "jax", "tf")}}
 TRANSLATORS = (*PACKAGES, "marian", "ctranslate2", "ctranslate2 int8")
-DISTRIBUTIONS = {"marian": "transformers", "ctranslate2": "ctranslate2"}  # distributions of other translators
+DISTRIBUTIONS = {"marian": "transformers", "ctranslate2": "ctranslate2"}  # names of the other translators on PyPI
 BATCH = 64  # maximum number of sentences in a batch
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "PJRT_NPROC")
 
 
 def read(options: argparse.Namespace) -> list[list[int]]:
-    """Return the token IDs of each line: an ID for each word, computed from a checksum, and EOS."""
+    """Return the token IDs of each line: an ID for each word, computed from a checksum of the word, and EOS."""
     config = DecodeWork(options.config).config
     first = max(config.pad_id, config.bos_id, config.eos_id) + 1
     words = config.source_vocab_size - first
@@ -102,7 +102,7 @@ def of_marian(model: Path, work: DecodeWork) -> Translate:
 
 
 def of_ctranslate2(name: str, model: Path, work: DecodeWork, threads: int) -> Translate:
-    """Return a function that translates with CTranslate2, whose tokens are the IDs as text."""
+    """Return a function that translates with CTranslate2. Each CTranslate2 token is the text of a token ID."""
     import ctranslate2
 
     kind = "int8" if name.endswith("int8") else "float32"

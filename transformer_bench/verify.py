@@ -1,4 +1,4 @@
-"""Verify the results of ``parity bench`` against the float64 reference. Times of wrong results aren't reported."""
+"""Verify the results of ``parity bench`` against the float64 reference."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from transformer_spec.search import SearchResult
 
 
 class Verifier(Protocol):
-    """The reference's results, with which the results of other implementations are compared."""
+    """Compares the results of implementations with the results of the reference."""
 
     def verify(self, result: Any, show: Callable[[], Any]) -> str:
-        """Return a description of the near-ties in which a result differs; empty if there are none.
+        """Return a description of the near-ties at which a result differs from the reference; empty if none exist.
 
         Args:
             result: The result of the timed call.
-            show: A function that repeats the work and returns every step.
+            show: A function that reruns the workload and returns every step.
 
         Raises:
             DisagreementError: If the result is wrong.
@@ -45,7 +45,7 @@ class ForwardVerifier:
             for dtype in ("float64", "float32")
         )
         self._counted = work.target_ids != work.config.pad_id  # logits at padding are not compared
-        self._counted[:, 0] = True  # BOS, which has the same ID as padding in Marian
+        self._counted[:, 0] = True  # position of BOS, which has the same ID as padding in Marian
         self._truth = truth[self._counted]
         usual = relative_error(rounded[self._counted], self._truth)
         self._allowed = tolerance("logits", work.dtype, usual)
@@ -69,7 +69,7 @@ class ForwardVerifier:
 
 
 class TrainVerifier:
-    """Compare losses with the losses of the reference's trainer in float64, which trains step by step on demand.
+    """Compare losses with the losses of the reference's trainer in float64, which runs a step when its loss is needed.
 
     With dropout, each implementation drops different elements, so losses may differ from the reference by a few
     percent.
@@ -102,9 +102,9 @@ class TrainVerifier:
 class DecodeVerifier:
     """Compare tokens and scores with the reference's search in float64.
 
-    For bfloat16, the weights of the reference are first rounded to bfloat16. A result agrees if its tokens match
-    or differ only by near-ties, and if its scores match its tokens within the tolerance of
-    ``parity check --stage decode``.
+    For bfloat16, the weights of the reference are first rounded to bfloat16. A result agrees under two conditions: its
+    tokens differ from the tokens of the reference only at near-ties, and its scores match the scores that the reference
+    computes for the same tokens, within the tolerance of ``parity check --stage decode``.
     """
 
     def __init__(self, work: DecodeWork, weights: Mapping[str, ndarray]) -> None:
@@ -115,16 +115,16 @@ class DecodeVerifier:
         self._truth = ref.Transformer.from_weights(work.config, weights, "float64", fast=False)
         self._rounded = in_dtype.from_weights(work.config, weights, "float32", fast=False)
         self._expected = work.search.run(ref, self._truth, work.source_ids).nbest_ids
-        # Near-ties, scores, and the tolerance of the scores, by tokens.
+        # For generated tokens that have been verified: near-ties, expected scores, and the tolerance of the scores.
         self._known: dict[bytes, tuple[str, ndarray, float]] = {}
 
     def verify(self, result: SearchResult, show: Callable[[], Decoded]) -> str:
-        """Return a description of the near-ties in which a result differs; empty if there are none.
+        """Return a description of the near-ties at which a result differs from the reference; empty if none exist.
 
         Args:
             result: The result of the timed call.
-            show: A function that repeats the search and returns every step. It is called if a beam search found
-                different tokens.
+            show: A function that reruns the search and returns every step. It is called if the tokens of a beam search
+                differ from the reference.
 
         Raises:
             DisagreementError: If the result is wrong.
@@ -169,5 +169,5 @@ VERIFIERS: dict[str, Callable[[Any, Mapping[str, ndarray]], Verifier]] = {
 
 
 def verifier_of(work: Work, weights: Mapping[str, ndarray]) -> Verifier:
-    """Return the verifier for the results of the given work."""
+    """Return the verifier for the results of the given workload."""
     return VERIFIERS[work.task](work, weights)

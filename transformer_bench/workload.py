@@ -1,4 +1,4 @@
-"""The work of ``parity bench``: the model, the sentences, and the matrix multiplications."""
+"""The workloads of ``parity bench``: the model, the sentences, and the matrix multiplications."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ NEVER = -1e4  # a bias that prevents a token from being generated
 class Work:
     """A batch of sentences for a model of a given size.
 
-    The model uses the conventions of the ``marian`` preset, so that peers can do exactly the same work.
+    The model uses the conventions of the ``marian`` preset, so that peers can run exactly the same workload.
 
     Attributes:
         size: One of ``SIZES``.
         batch: The number of sentences, B.
-        source: The length of the longest source sentence in tokens, S. Shorter ones are padded.
+        source: The length of the longest source sentence in tokens, S. Shorter sentences are padded.
         target: The length of the longest target sentence in tokens, T.
         layers: The number of encoder layers and of decoder layers; None to use the default for ``size``.
         vocabulary: The size of the source and target vocabularies, V; None to use the default for ``size``.
@@ -108,10 +108,10 @@ class Work:
         return padded_ids(np.random.default_rng(seed), vocabulary, self.config.pad_id, lengths, longest)
 
     def weights(self) -> dict[str, ndarray]:
-        """Return random weights, including random biases and scales of random sign, so that every parameter matters.
+        """Return random weights. Biases and the signs of scales are random, too, so that every parameter has an effect.
 
-        After the usual initialization, a model with tied embeddings would repeat its last input token. Scales of random
-        sign prevent this.
+        With the scales of ``init_weights``, a model with tied embeddings would repeat its last input token. Scales with
+        random signs prevent such repetitions.
         """
         rng = np.random.default_rng(SEED)
         weights = ref.init_weights(self.config, SEED)
@@ -182,7 +182,7 @@ class Work:
 
     @property
     def title(self) -> str:
-        """A short description of the work."""
+        """A short description of the workload."""
         raise NotImplementedError
 
     @property
@@ -206,7 +206,7 @@ class ForwardWork(Work):
 
     @property
     def title(self) -> str:
-        """A short description of the work."""
+        """A short description of the workload."""
         return f"forward, {self.size}: {self.batch} sentences, {self.source} source and {self.target} target positions"
 
 
@@ -219,7 +219,7 @@ class TrainWork(Work):
 
     Attributes:
         dtype: The dtype of the computation. The weights are always float32.
-        dropout: The rate at the two sites that the paper uses, embeddings and residuals.
+        dropout: The dropout rate of embeddings and residuals, the two sites at which the paper applies dropout.
         activation_checkpointing: Whether to recompute activations in the backward pass, which peers don't support.
     """
 
@@ -260,7 +260,7 @@ class TrainWork(Work):
 
     @property
     def settings(self) -> TrainingConfig:
-        """The training settings, with a learning rate so high that a wrong update noticeably changes the next loss."""
+        """The training settings. The learning rate is so high that an incorrect update noticeably changes the loss."""
         return TrainingConfig(
             learning_rate_factor=0.01,
             warmup_steps=1,
@@ -269,7 +269,7 @@ class TrainWork(Work):
         )
 
     def products(self) -> Iterator[Product]:
-        """Yield all matmuls of the forward pass, followed by those in the backward pass."""
+        """Yield all matmuls of the forward pass, followed by all matmuls of the backward pass."""
         forward = list(super().products())
         yield from forward
         for product in reversed(forward):
@@ -277,7 +277,7 @@ class TrainWork(Work):
 
     @property
     def title(self) -> str:
-        """A short description of the work."""
+        """A short description of the workload."""
         return (
             f"train step, {self.size}: {self.batch} sentences, {self.source} source and {self.target} target positions"
         )
@@ -304,11 +304,11 @@ class DecodeWork(Work):
 
     @cached_property
     def search(self) -> Search:
-        """The search settings. They use Hugging Face's length penalty, which has no effect on equal lengths."""
+        """The search settings. The length penalty has no effect, because all hypotheses have the same length."""
         return Search(self.beam_size, max_length=self.target, length_penalty_kind="power")
 
     def weights(self) -> dict[str, ndarray]:
-        """Return random weights for which translations vary and have the maximum length.
+        """Return random weights for which translations differ from each other and have the maximum length.
 
         The model never generates EOS or padding, so searches don't have to exclude them.
         """
@@ -336,7 +336,7 @@ class DecodeWork(Work):
 
     @property
     def title(self) -> str:
-        """A short description of the work."""
+        """A short description of the workload."""
         how = "greedy search" if self.beam_size is None else f"beam search with {self.beam_size} beams"
         return f"decode, {self.size}: {how}, {self.target} tokens for each of {self.batch} sentences"
 

@@ -1,7 +1,8 @@
-"""Everything that the four packages share.
+"""Definitions that the four model packages share.
 
 This package defines configs, the names and shapes of parameters, input checks, settings for search and training, and
-file formats. It doesn't compute a Transformer and imports none of the four packages, which re-export all of its names.
+file formats. It contains no implementation of the model and imports none of the model packages. Each of the model
+packages re-exports the names in ``__all__``.
 """
 
 from transformer_spec.checkpoint import Checkpoint, average_weights, load_checkpoint, save_checkpoint

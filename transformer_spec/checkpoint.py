@@ -1,4 +1,4 @@
-"""Checkpoints: a file that contains everything a training run depends on and that every framework can read."""
+"""Checkpoints: files that store the complete state of a training run, and that all four packages can read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from transformer_spec.files import (
 from transformer_spec.names import check_training_state, check_weights, rounded
 from transformer_spec.training_config import TrainingConfig, TrainingState
 
-TRAINING_FIELDS = {"step", "seed", "settings", "progress"}  # metadata of a checkpoint, in addition to the config
+TRAINING_FIELDS = {"step", "seed", "settings", "progress"}  # fields of ``training`` in the metadata of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Checkpoint:
         settings: Training settings.
         weights: Weights by canonical name.
         state: Step number, seed, and the optimizer's moments.
-        progress: Values that the training loop needs to resume, such as the position in the data. They must survive a
-            JSON round trip.
+        progress: Values that the training loop needs to resume, such as the position in the data. These values must
+            survive a JSON round trip.
         vocabulary: A sentencepiece model, the files of another type of vocabulary, or None.
     """
 
@@ -49,13 +49,14 @@ class Checkpoint:
     weights: dict[str, ndarray]  # by canonical name
     state: TrainingState
     progress: dict[str, Any]  # must survive a JSON round trip
-    vocabulary: bytes | VocabularyFiles | None = None  # sentencepiece model or other files
+    vocabulary: bytes | VocabularyFiles | None = None  # sentencepiece model, or files of another type
 
 
 def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint to a file atomically: if an error occurs, an existing file remains intact.
 
-    Every array is stored exactly, and the keys of the progress are sorted. You can also use the file as a weight file.
+    Every array keeps its dtype, so no value is rounded. The keys of ``progress`` are sorted. ``load_weights`` can also
+    read the file.
 
     Args:
         path: File to create or replace.
@@ -72,7 +73,7 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
 
 
 def checkpoint_tensors(checkpoint: Checkpoint) -> dict[str, ndarray]:
-    """Check and return the weights of a checkpoint by name, and its moments by name, with a prefix.
+    """Check the weights and moments of a checkpoint, and return them by name. The names of moments have a prefix.
 
     Raises:
         TypeError: If a tensor doesn't have a floating-point dtype.
@@ -88,7 +89,7 @@ def checkpoint_tensors(checkpoint: Checkpoint) -> dict[str, ndarray]:
 def describe_run(
     config: TransformerConfig, settings: TrainingConfig, state: Any, progress: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return everything in a checkpoint except the tensors and the vocabulary.
+    """Return the metadata of a checkpoint: the config, and the step, seed, settings, and progress of the run.
 
     Args:
         config: Configuration of the model.
@@ -118,7 +119,8 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
 
     Raises:
         OSError: If the file can't be read.
-        ValueError: If the file is truncated, corrupt, or not a checkpoint, or its parts contradict each other.
+        ValueError: If the file is truncated, corrupt, or not a checkpoint, or if its contents are invalid or
+            inconsistent.
     """
     with open_file(path, "checkpoint") as (description, file):
         config, weights = read_weights(description, file)
@@ -154,7 +156,7 @@ def average_weights(paths: Sequence[str | Path]) -> tuple[TransformerConfig, dic
             raise ValueError(f"{path} and {paths[0]} must have the same config: they differ in {different}")
         problems = [f"missing {name}" for name in first if name not in weights]
         problems += [f"unexpected {name}" for name in weights if name not in first]
-        if problems:  # an encoder and a decoder, for example
+        if problems:  # for example, if one file contains an encoder and another file contains a decoder
             raise ValueError(f"{path} must contain the same tensors as {paths[0]}: {some(problems)}")
         for name, array in weights.items():
             if array.dtype != first[name].dtype:
@@ -168,8 +170,8 @@ def read_training(description: Mapping[str, Any]) -> tuple[dict[str, Any], Train
     """Return the metadata and the settings of the training run in an open file.
 
     Raises:
-        TypeError: If a part has the wrong type.
-        ValueError: If the file contains no training run, or a part is missing, unknown, or invalid.
+        TypeError: If a field has the wrong type.
+        ValueError: If the file contains no training run, or a field is missing, unknown, or invalid.
     """
     if "training" not in description:
         raise ValueError("it contains weights but no training state")

@@ -1,7 +1,8 @@
 """Shared code for sharded checkpoints, which are directories to which several processes write.
 
-The tensors are stored in the framework's own format, and the names of moments have the same prefixes as in a checkpoint
-file. All other parts of a checkpoint are in ``run.safetensors``. The directory gets its final name when it is complete.
+The tensors are stored in the framework's native format. The names of moments have the same prefixes as in a checkpoint
+file. ``run.safetensors`` contains the config, the state of the training run, and the vocabulary. The directory has a
+temporary name until all files are written.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Held = Mapping[str, tuple[tuple[int, ...], str]]  # shape and dtype of each tens
 
 
 class Run(NamedTuple):
-    """The contents of a directory except the tensors."""
+    """The config, training run, and vocabulary of a sharded checkpoint, without its tensors."""
 
     config: TransformerConfig
     training: dict[str, Any]
@@ -39,10 +40,10 @@ class Run(NamedTuple):
         return [prefix + name for prefix in PREFIXES for name in parameter_shapes(self.config)]
 
     def joined(self, tensors: Mapping[str, ndarray]) -> Checkpoint:
-        """Return the run and its tensors as a checkpoint.
+        """Combine the run and its tensors into a checkpoint.
 
         Args:
-            tensors: Arrays by name, one for each of ``names``.
+            tensors: Arrays by name, with one array for each name in ``names``.
 
         Raises:
             ValueError: If the tensors don't match the config.
@@ -59,10 +60,10 @@ class Run(NamedTuple):
 
 
 def read_run(directory: Path) -> Run:
-    """Read the contents of a directory except the tensors.
+    """Read the config, training run, and vocabulary of a sharded checkpoint, but not its tensors.
 
     Raises:
-        OSError: If the file can't be read.
+        OSError: If ``run.safetensors`` can't be read.
         ValueError: If the directory contains no training run.
     """
     with open_file(directory / RUN, KIND) as (description, file):
@@ -79,7 +80,7 @@ def partial_directory(directory: Path) -> Path:
 def begin_directory(
     directory: Path, description: Mapping[str, Any], vocabulary: bytes | VocabularyFiles | None = None
 ) -> None:
-    """Create a directory under its temporary name, with everything except the tensors.
+    """Create the directory of a sharded checkpoint under its temporary name, and write ``run.safetensors`` into it.
 
     Raises:
         FileExistsError: If a file or directory with the final name exists.
@@ -88,7 +89,7 @@ def begin_directory(
     if directory.exists():
         raise FileExistsError(f"{directory} exists already")
     partial = partial_directory(directory)
-    shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # a killed run may have left this directory
     partial.mkdir()
     write_file(partial / RUN, description, {}, vocabulary)
 

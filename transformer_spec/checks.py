@@ -1,7 +1,7 @@
 """Input checks on plain integers, strings, and arrays, so that every package raises the same errors.
 
-The checks don't depend on a framework: shapes are passed as tuples, and dtypes by their NumPy name. Each error message
-states the requirement and the value that was passed.
+The checks don't depend on a framework: the caller passes shapes as tuples, and dtypes as NumPy names. Each error
+message states the requirement and the value that was passed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-Shape = Sequence[int | None]  # None if a length is unknown in traced code
+Shape = Sequence[int | None]  # None for a size that is unknown because the code is traced
 
 
 def some(problems: Sequence[str]) -> str:
-    """Return the first few problems as one line, and the number of further problems."""
+    """Join the first five problems into one line, which ends with the number of omitted problems, if any."""
     return "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
 
 
@@ -35,11 +35,11 @@ def check_integer(name: str, value: Any, minimum: int, maximum: int | None = Non
         name: Name of the value in the error message.
         value: Value to check.
         minimum: Smallest allowed value.
-        maximum: Largest allowed value. None sets no limit.
+        maximum: Largest allowed value. None means no limit.
 
     Raises:
-        TypeError: If the value is not an integer. A bool isn't accepted either.
-        ValueError: If it is less than ``minimum`` or greater than ``maximum``.
+        TypeError: If the value is not an integer, or is a bool.
+        ValueError: If the value is less than ``minimum`` or greater than ``maximum``.
     """
     try:
         integer = None if isinstance(value, bool) else operator.index(value)
@@ -64,8 +64,8 @@ def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bo
         holds: Function that returns True for allowed values.
 
     Raises:
-        TypeError: If the value is not a number. A bool isn't accepted either.
-        ValueError: If it is not finite, or not allowed.
+        TypeError: If the value is not a number, or is a bool.
+        ValueError: If the value is not finite, or not allowed.
     """
     value = value.item() if isinstance(value, np.number) else value
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -80,7 +80,7 @@ def check_number(name: str, value: Any, needed: str, holds: Callable[[float], bo
 
 
 def check_fields(what: str, fields: Iterable[str], needed: Iterable[str]) -> None:
-    """Raise a ValueError if fields are unknown or missing. ``what`` describes them in the message."""
+    """Raise a ValueError if fields are unknown or missing. ``what`` describes the fields in the message."""
     found, known = set(fields), set(needed)
     if unknown := sorted(map(str, found - known)):
         raise ValueError(f"unknown {what}: {', '.join(unknown)}")
@@ -134,8 +134,8 @@ def check_ids(
         name: Name of the IDs in the error message.
         shape: Shape of the IDs, [batch, length].
         dtype: NumPy name of the dtype of the IDs.
-        vocab_size: Size of the vocabulary. All IDs must be below it.
-        max_positions: Maximum length in tokens. None sets no limit.
+        vocab_size: Size of the vocabulary. All IDs must be less than this size.
+        max_positions: Maximum length in tokens. None means no limit.
         values: The IDs, or None if the code is traced and values can't be read.
 
     Raises:
@@ -160,8 +160,8 @@ def check_ids(
 def check_mask(name: str, shape: Shape, dtype: str, needed: Shape) -> None:
     """Raise a TypeError unless a mask is boolean, and a ValueError unless it has the required shape.
 
-    Floating-point masks are not accepted, because their meaning differs between frameworks: some add them to the
-    scores, others cast them to bool.
+    Floating-point masks are not accepted, because their meaning differs between frameworks. Some frameworks add the
+    mask to the scores, and others cast the mask to bool.
     """
     if dtype != "bool":
         raise TypeError(f"{name} must be boolean, True where attention is allowed: got {dtype}")
@@ -205,13 +205,13 @@ def check_next_ids(shape: Shape, length: int | None, room: Shape) -> None:
 
 
 def check_capacity(length: Any, more: int | None, capacity: int | None) -> None:
-    """Raise a ValueError unless a cache has capacity for ``more`` positions. An unknown size is ``None``."""
+    """Raise a ValueError unless a cache has capacity for ``more`` positions. None means that a size is unknown."""
     if None not in (length, more, capacity) and length + more > capacity:
         raise ValueError(f"a cache of {capacity} positions must have capacity for {more} more: {length} are in use")
 
 
 def check_given(memory: Any, source_ids: Any, source_mask: Any) -> None:
-    """Raise a ValueError unless a memory is given, along with IDs or a mask that specify its padding."""
+    """Raise a ValueError unless the caller passes a memory, and source IDs or a mask to mark the memory's padding."""
     if memory is None:
         raise ValueError("memory must be given: a Decoder has no encoder")
     if source_ids is None and source_mask is None:
@@ -277,7 +277,7 @@ def check_labels(shape: Shape, target_shape: Shape) -> None:
 
 
 def check_logits(shape: Shape, labels_shape: Shape, vocab_size: int) -> None:
-    """Raise a ValueError unless the logits contain one value per label and token of the vocabulary."""
+    """Raise a ValueError unless the logits contain one value for each token in the vocabulary, per label."""
     _check_shape("labels", labels_shape, shape[:2])
     _check_shape("logits", shape, (*labels_shape, vocab_size))
 
@@ -289,7 +289,7 @@ def check_accumulation(accumulation_steps: int, batch: int) -> None:
 
 
 def check_trainable(dtype: str, mixed_bfloat16: bool, supported: bool) -> None:
-    """Raise a ValueError if weights are too imprecise for training, or if mixed precision is not supported."""
+    """Raise a ValueError if the dtype of the weights doesn't support training or the requested mixed precision."""
     if dtype not in ("float64", "float32"):
         raise ValueError(
             f"training requires float32 or float64 weights: got {dtype}; to compute in bfloat16, set mixed_bfloat16"

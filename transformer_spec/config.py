@@ -1,7 +1,7 @@
 """The configuration of a Transformer.
 
-Each field exists because two published implementations of this model differ in it. ``presets`` lists these
-implementations.
+Each field exists because at least two published implementations of this model use different values for the field.
+``presets`` lists the values that each implementation uses.
 """
 
 from __future__ import annotations
@@ -106,8 +106,9 @@ class TransformerConfig:
             10000^(i/(m-1)).
         position_offset: Index of the first position.
         scale_embedding: True multiplies embeddings by sqrt(d_model).
-        tie_embeddings: Embedding matrices that are shared. ``none`` shares nothing, ``target_output`` shares the target
-            embedding with the output projection, and ``all`` also shares them with the source embedding.
+        tie_embeddings: Weight sharing between embeddings and the output projection. ``none`` uses three separate
+            matrices, ``target_output`` uses one matrix for the target embedding and the output projection, and ``all``
+            uses one matrix for all three.
         attention_bias: True adds biases to the four projections of each attention layer.
         feed_forward_bias: True adds biases to the two projections of each feed-forward network.
         output_bias: True adds a bias to the logits.
@@ -116,15 +117,15 @@ class TransformerConfig:
         pad_id: ID of the padding token, which attention and the loss ignore.
         bos_id: ID of the token with which the decoder starts.
         eos_id: ID of the token that ends a sequence.
-        label_smoothing: Probability in [0, 0.99] that label smoothing moves away from the correct token.
-        label_smoothing_kind: Tokens that receive this probability: all tokens (``uniform``), all incorrect tokens
-            (``off_target``), or all incorrect tokens except padding (``off_target_and_pad``).
+        label_smoothing: Probability in [0, 0.99] that label smoothing takes from the correct token and distributes.
+        label_smoothing_kind: Tokens among which this probability is distributed: all tokens (``uniform``), all
+            incorrect tokens (``off_target``), or all incorrect tokens except padding (``off_target_and_pad``).
         embedding_norm: True adds a layer norm to the sum of embedding and positional encoding.
         decoder_num_heads: Number of heads in the decoder. None uses ``num_heads``.
-        decoder_d_k: Size of queries and keys per head in the decoder. None uses d_model / decoder_num_heads if that is
-            set, otherwise ``d_k``.
-        decoder_d_v: Size of values per head in the decoder. None uses d_model / decoder_num_heads if that is set,
-            otherwise ``d_v``.
+        decoder_d_k: Size of queries and keys per head in the decoder. None uses d_model / decoder_num_heads if
+            ``decoder_num_heads`` is set, and ``d_k`` otherwise.
+        decoder_d_v: Size of values per head in the decoder. None uses d_model / decoder_num_heads if
+            ``decoder_num_heads`` is set, and ``d_v`` otherwise.
         decoder_d_ff: Inner size of the decoder's feed-forward networks. None uses ``d_ff``.
         skip_first_self_attention: True omits the self-attention of the first decoder layer.
 
@@ -269,7 +270,7 @@ class TransformerConfig:
 
     @property
     def in_decoder(self) -> TransformerConfig:
-        """Config for the decoder's layers, in which the decoder's sizes replace the encoder's."""
+        """Config for the decoder's layers, in which ``num_heads``, ``d_k``, ``d_v``, and ``d_ff`` are the decoder's."""
         heads, d_k, d_v, d_ff = (getattr(self, f"decoder_{name}") for name in DECODER_SIZES)
         width = None if heads is None else self.d_model // heads
         own = {"num_heads": heads, "d_k": d_k or width, "d_v": d_v or width, "d_ff": d_ff}
@@ -290,7 +291,7 @@ class TransformerConfig:
         """Return a published configuration.
 
         Args:
-            name: Name of the configuration, one of ``PRESETS``.
+            name: Name of the preset, which must be a key of ``PRESETS``.
             overrides: Fields to set. Both vocabulary sizes are required, because presets don't define them.
 
         Raises:

@@ -1,14 +1,14 @@
-"""Weight files: safetensors files with the config as JSON in the metadata. Reading a file never executes code in it.
+"""Weight files: safetensors files with the config as JSON in the metadata. Reading a file never executes code from it.
 
-A checkpoint is a weight file with additional contents: the moments of the optimizer, stored under the names of their
-parameters with a prefix, and the state of the training run in the metadata. Both types of files can contain a
-vocabulary: either one sentencepiece model as the tensor ``vocabulary``, or other files as tensors
-``vocabulary.<kind>.<name>``, stored as bytes.
+A checkpoint is a weight file with additional contents: the moments of the optimizer, whose names consist of a prefix
+and the parameter name, and the state of the training run in the metadata. Both types of files can contain a vocabulary
+as tensors of bytes: either one sentencepiece model as the tensor ``vocabulary``, or other files as the tensors
+``vocabulary.<kind>.<name>``.
 
 The metadata has one entry, a JSON object with ``version``, ``config``, ``sha256`` (the checksum of each tensor by
 name), ``training`` (only in checkpoints), and ``part`` (``encoder`` or ``decoder``, if the file contains only the
-tensors of this part). A weight file can also contain ``search`` (search settings for its model) and ``origin`` (where
-the weights come from). These are objects with their own checksums in ``sha256``.
+tensors of this part). A weight file can also contain ``search`` (search settings for its model) and ``origin`` (the
+source of the weights). Both of them are JSON objects, and ``sha256`` also contains their checksums.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors looks up by name
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, so that safetensors finds the dtype by its name
 import numpy as np
 from numpy import ndarray
 from safetensors import SafetensorError, safe_open
@@ -33,13 +33,13 @@ from transformer_spec.checks import check_choice
 from transformer_spec.config import TransformerConfig
 from transformer_spec.names import FLOAT_DTYPES, check_weights, parameter_shapes, rounded
 
-METADATA_KEY = "transformer-parity"  # only one key, because the order of several keys depends on hashes
+METADATA_KEY = "transformer-parity"  # only one key, because safetensors writes multiple keys in a random order
 FORMAT_VERSION = 2
 FIRST_MOMENT = "first_moment."  # prefix of the parameter name
 SECOND_MOMENT = "second_moment."
 VOCABULARY = "vocabulary"
 NOTES = ("search", "origin")
-MOST_NOTES = 2**20  # maximum size of the JSON in bytes
+MOST_NOTES = 2**20  # maximum size of the JSON of one note in bytes
 BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes per value, by dtype in the file; 8 for other dtypes
 POINTER = b"version https://git-lfs.github.com/spec/"  # start of a git-lfs pointer file
 MOST_POINTER = 1024  # maximum size in bytes of a pointer, as specified by git-lfs
@@ -75,8 +75,8 @@ def save_weights(
         weights: One array per canonical parameter name.
         dtype: Dtype in which the weights are stored: float64, float32, float16 or bfloat16. None keeps the dtype of
             each array.
-        vocabulary: A sentencepiece model, or the files of another type of vocabulary, so that the file suffices to
-            translate text.
+        vocabulary: A sentencepiece model, or the files of another type of vocabulary. A file with a vocabulary contains
+            everything that is required to translate text. None stores no vocabulary.
         notes: Up to two dicts that can be converted to JSON: ``search`` (search settings) and ``origin``. None adds no
             notes.
         part: ``encoder`` or ``decoder`` writes only the weights of this part. None writes all weights.
@@ -84,7 +84,7 @@ def save_weights(
     Raises:
         TypeError: If a weight doesn't have a floating-point dtype, the vocabulary is not bytes, or a note is not a
             dict.
-        ValueError: If the weights don't match the config or overflow the dtype, or a note has a different name, is too
+        ValueError: If the weights don't match the config or overflow the dtype, or a note has an unknown name, is too
             long, or doesn't survive a JSON round trip.
         OSError: If the file can't be written.
     """
@@ -109,13 +109,13 @@ def load_weights(path: str | Path) -> tuple[TransformerConfig, dict[str, ndarray
         ValueError: If the file is truncated, corrupt, or in a different format, or its tensors don't match its config.
     """
     with open_file(path, "weight file") as (description, file):
-        read_vocabulary(description, file)  # also detects damage outside of the weights
+        read_vocabulary(description, file)  # raises an error if the vocabulary is corrupt
         read_notes(description)
         return read_weights(description, file)
 
 
 def load_vocabulary(path: str | Path) -> bytes | VocabularyFiles | None:
-    """Read the vocabulary from a weight file or checkpoint. Return None if the file contains none.
+    """Read the vocabulary from a weight file or checkpoint. Return None if the file has no vocabulary.
 
     Args:
         path: File written by ``save_weights`` or ``save_checkpoint``.
@@ -129,7 +129,7 @@ def load_vocabulary(path: str | Path) -> bytes | VocabularyFiles | None:
 
 
 def load_notes(path: str | Path) -> dict[str, dict[str, Any]]:
-    """Read the ``search`` and ``origin`` notes from a weight file. Missing notes are omitted.
+    """Return the ``search`` and ``origin`` notes of a weight file. Omit notes that the file doesn't contain.
 
     Args:
         path: File written by ``save_weights`` or ``save_checkpoint``.
@@ -152,7 +152,7 @@ def write_file(
 
     Args:
         path: File to create or replace.
-        description: Dict that can be converted to JSON.
+        description: Metadata, as a dict that can be converted to JSON.
         tensors: C-contiguous arrays. safetensors would silently permute the values of other arrays.
         vocabulary: A sentencepiece model, the files of another type of vocabulary, or None.
 
@@ -171,7 +171,7 @@ def write_file(
             save_tensors(temporary, tensors, {METADATA_KEY: text})
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from error
-    except OSError as error:  # name the file, not the temporary file
+    except OSError as error:  # the message should contain the final path instead of the temporary path
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -216,7 +216,7 @@ def _vocabulary_tensors(vocabulary: bytes | VocabularyFiles | None) -> dict[str,
 
 
 def _checked_note(name: str, note: Any) -> dict[str, Any]:
-    """Return a note after a JSON round trip, or raise an error if it is invalid."""
+    """Return a note after a JSON round trip, or raise an error if the note is invalid."""
     check_choice("note", name, NOTES)
     if not isinstance(note, Mapping):
         raise TypeError(f"{name} must be a dict: got {type(note).__name__}")
@@ -228,18 +228,18 @@ def _checked_note(name: str, note: Any) -> dict[str, Any]:
 
 
 def check_plain(name: str, values: Mapping[Any, Any]) -> None:
-    """Check that values survive a JSON round trip. Tuples, NaN, NumPy numbers, and keys that aren't strings don't.
+    """Check that values survive a JSON round trip. Tuples, NaN, NumPy numbers, and non-string keys don't survive it.
 
     Args:
         name: Name of the dict in the error message.
         values: Dict to check.
 
     Raises:
-        ValueError: If a value doesn't survive. The message includes its key.
+        ValueError: If a value doesn't survive the round trip. The message contains the key of this value.
     """
     for key, value in values.items():
         try:
-            # 1, 1.0, True and np.float64(1) are equal, but their texts differ.
+            # Compare reprs, because 1, 1.0, True, and np.float64(1) are equal, but have different reprs.
             returns = repr(json.loads(json.dumps({key: value}, allow_nan=False))) == repr({key: value})
         except (TypeError, ValueError, RecursionError):
             returns = False
@@ -262,9 +262,9 @@ def checksum(name: str, array: ndarray) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same directory. The temporary file replaces ``path`` unless an error occurs.
+    """Yield a temporary path next to ``path``. Unless an error occurs, the temporary file then replaces ``path``.
 
-    The new file and its name are synced to disk, so that even a power failure doesn't restore the old file.
+    The new file and its directory entry are synced to disk, so that the old file can't reappear after a power failure.
 
     Raises:
         OSError: If the file can't be written.
@@ -293,7 +293,8 @@ def _sync(path: Path, mode: int) -> None:
 def open_file(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Any], safe_open]]:
     """Open a file written by ``write_file``, and yield its description and an object that reads its tensors.
 
-    Errors inside the ``with`` statement are reported as errors in the file. ``kind`` describes the file in the message.
+    Errors in the body of the ``with`` statement, such as a TypeError, are re-raised as a ValueError that contains the
+    path. ``kind`` describes the type of file in error messages, for example ``weight file``.
 
     Raises:
         OSError: If the file can't be read.
@@ -315,11 +316,12 @@ def open_file(path: str | Path, kind: str) -> Iterator[tuple[dict[str, Any], saf
 
 
 def read_weights(description: Mapping[str, Any], file: safe_open) -> tuple[TransformerConfig, dict[str, ndarray]]:
-    """Read config and weights from an open file, without the moments of a checkpoint."""
+    """Read the config and weights from an open file. If the file is a checkpoint, ignore its moments."""
     config = TransformerConfig.from_dict(description.get("config", {}))
     beside = (FIRST_MOMENT, SECOND_MOMENT) if "training" in description else ()
     names = [name for name in file.keys() if not _is_vocabulary(name) and not name.startswith(beside)]  # noqa: SIM118
-    # Allocate one block, which goes back to the system when freed. The C library would keep the memory of small arrays.
+    # Allocate one large block, because the C library returns it to the operating system when it is freed. The C library
+    # would keep the memory of small arrays.
     pieces = map(file.get_slice, names)
     sizes = (BYTES.get(piece.get_dtype(), 8) * math.prod(piece.get_shape()) + ALIGNED for piece in pieces)
     room = np.empty(sum(sizes), np.uint8)
@@ -334,13 +336,13 @@ def read_weights(description: Mapping[str, Any], file: safe_open) -> tuple[Trans
 
 
 def read_moments(description: Mapping[str, Any], file: safe_open, prefix: str) -> dict[str, ndarray]:
-    """Read the moments of an open checkpoint, by parameter name."""
+    """Return the first or second moments in an open checkpoint, depending on the prefix, by parameter name."""
     names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118  not a dict
     return {name.removeprefix(prefix): _read_tensor(description, file, name) for name in names}
 
 
 def read_vocabulary(description: Mapping[str, Any], file: safe_open) -> bytes | VocabularyFiles | None:
-    """Read the vocabulary of an open file. Return None if it contains none."""
+    """Read the vocabulary from an open file. Return None if the file has no vocabulary."""
     names = [name for name in file.keys() if _is_vocabulary(name)]  # noqa: SIM118  not a dict
     contents = {name: _read_bytes(description, file, name) for name in names}
     if not contents:

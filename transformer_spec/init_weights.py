@@ -1,4 +1,4 @@
-"""Initial weights, which are the same for every package."""
+"""Initial weights, which are identical in all packages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from transformer_spec.names import parameter_shapes
 
 
 def init_weights(config: TransformerConfig, seed: int = 0) -> dict[str, ndarray]:
-    """Draw initial weights in float32.
+    """Sample initial weights in float32.
 
-    Kernels are Xavier uniform (Glorot and Bengio, 2010). Embedding matrices are normal with variance 1 / d_model.
-    Biases are zero, and scales are one.
+    Kernels are sampled from the Xavier uniform distribution (Glorot and Bengio, 2010), and embedding matrices from a
+    normal distribution with variance 1 / d_model. Biases are zero, and layer norm scales are one.
 
     Args:
         config: Model configuration.

@@ -1,7 +1,7 @@
-"""Names and shapes of all parameters and taps, in order.
+"""Names and shapes of all parameters and taps.
 
-A name is the attribute path in each package. A ``kernel`` has shape [in, out]. In the kernels of query, key and value,
-each head has a contiguous range of the last axis.
+The name of a parameter is its attribute path in the models of all packages. A ``kernel`` has shape [in, out]. In the
+kernels of the query, key, and value projections, each head occupies a contiguous range of the last axis.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from transformer_spec.config import TransformerConfig
 from transformer_spec.training_config import TrainingState
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
-PARTS = {"encoder": ("source_", "encoder."), "decoder": ("target_", "decoder.", "output_proj.")}  # prefixes of names
+# Prefixes of the parameter names of each part.
+PARTS = {"encoder": ("source_", "encoder."), "decoder": ("target_", "decoder.", "output_proj.")}
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
@@ -31,7 +32,7 @@ class Model(Protocol):
 
 
 def find(model: Any, path: str) -> Any:
-    """Return the attribute of a model at a dotted path. Raise a ValueError if it doesn't exist."""
+    """Return the attribute of a model at a dotted path. Raise a ValueError if the attribute doesn't exist."""
 
     def step(owner: Any, key: str) -> Any:
         return owner[int(key)] if key.isdecimal() else getattr(owner, key)
@@ -60,14 +61,14 @@ def parameter_shapes(config: TransformerConfig, part: str | None = None) -> dict
     check_choice("part", part, tuple(PARTS))
     other = "num_decoder_layers" if part == "encoder" else "num_encoder_layers"
     begins = (*PARTS[part], *(["source_embedding."] if config.tie_embeddings == "all" else []))
-    shapes = _parameters(config.replace(**{other: 2}))  # any number of layers gives the same names
+    shapes = _parameters(config.replace(**{other: 2}))  # the result doesn't depend on this depth
     return {name: shape for name, shape in shapes if name.startswith(begins)}
 
 
 def tap_shapes(
     config: TransformerConfig, batch: int, source_length: int, target_length: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every tap of the full model in inference mode, in the order in which they fire.
+    """Return the name and shape of every tap of the full model in inference mode, in the order in which taps fire.
 
     Args:
         config: Model configuration.
@@ -79,15 +80,16 @@ def tap_shapes(
 
 
 def count_parameters(config: TransformerConfig) -> int:
-    """Return the number of learned values in the model. A tied matrix is counted once.
+    """Return the number of parameters in the model. A tied matrix is counted once.
 
     Args:
         config: Model configuration.
     """
     depths = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
     shapes = parameter_shapes(config.replace(**{f"num_{stack}_layers": min(n, 2) for stack, n in depths.items()}))
+    # All layers from index 1 on have the same shapes, so the shapes at index 1 are multiplied by the number of layers.
     return sum(
-        math.prod(shape) * (depths[name.partition(".")[0]] - 1 if ".layers.1." in name else 1)  # for all later layers
+        math.prod(shape) * (depths[name.partition(".")[0]] - 1 if ".layers.1." in name else 1)
         for name, shape in shapes.items()
     )
 
@@ -106,15 +108,15 @@ def check_weights(
 
     Raises:
         TypeError: If a tensor doesn't have a floating-point dtype, or an argument has the wrong type.
-        ValueError: If tensors are missing, unexpected, or not finite, or have the wrong shape. The message lists their
-            names.
+        ValueError: If tensors are missing, unexpected, or not finite, or have the wrong shape. The message lists the
+            names of these tensors.
     """
     check_type("config", config, TransformerConfig)
     if not isinstance(weights, Mapping):
         got = type(weights).__name__
         raise TypeError(f"{what} must be a mapping of names to arrays, as export_weights() returns it: got {got}")
     layers = sum(getattr(config, f"num_{stack}_layers") for stack in PARTS if part in (None, stack))
-    if layers > len(weights):  # check before listing all names
+    if layers > len(weights):  # fail before listing the names, which could take too long for a corrupt config
         raise ValueError(f"{what} contain {len(weights)} tensors, too few for the config's {layers} layers")
     shapes = parameter_shapes(config, part)
     others = () if part is None else tuple(start for stack in PARTS if stack != part for start in PARTS[stack])
@@ -163,7 +165,7 @@ def check_training_state(config: TransformerConfig, state: TrainingState, dtype:
 
 
 def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
-    """Return a C-contiguous copy of a weight in a different dtype.
+    """Return a C-contiguous copy of an array, converted to ``dtype``.
 
     Raises:
         ValueError: If a finite value overflows the dtype.
@@ -201,7 +203,7 @@ def _parameters(config: TransformerConfig) -> Shapes:
 
 
 def _stacks(config: TransformerConfig) -> Iterator[tuple[str, TransformerConfig, list[tuple[str, ...]]]]:
-    """Yield the name of each stack, the config with its sizes, and the sublayers of each of its layers."""
+    """For each stack, yield its name, the config for its layers, and the names of the sublayers in each layer."""
     yield "encoder", config, [("self_attention", "feed_forward")] * config.num_encoder_layers
     layers: list[tuple[str, ...]] = [("self_attention", "cross_attention", "feed_forward")] * config.num_decoder_layers
     if config.skip_first_self_attention:

@@ -1,7 +1,8 @@
-"""Plans for training on several devices: the axes that are divided, and each device's part.
+"""Plans that divide the training of one model among several devices.
 
-Every device gets the global batch in each step. The loss is the sum over all target tokens divided by their number, and
-the gradient is clipped by its global norm. Therefore, a plan only changes the order of summation.
+In each step, every device receives the complete global batch. The loss is the sum of the losses of all target tokens,
+divided by the number of target tokens, and the gradient is clipped based on its global norm. Therefore, a plan changes
+only the order in which terms of the loss and the gradient are summed.
 
 Axes: B batch, L length, R rows of a micro-batch in one shard.
 """
@@ -22,8 +23,9 @@ from transformer_spec.shapes import Int
 AXES = ("data", "fsdp", "tensor")
 DROPOUTS = ("global", "local")
 
-# The axis of each layer parameter that ``tensor`` divides: attention heads, or units of the feed-forward network.
-# Each device has a full copy of all other parameters, and of the sums after a matmul with divided inputs.
+# For each layer parameter that ``tensor`` divides, the axis along which it is divided. This axis consists of attention
+# heads or units of the feed-forward network. Each device stores a full copy of all other parameters, and of the outputs
+# of ``output_proj``, which are summed across the devices.
 TENSOR_AXES = {
     "query_proj.kernel": 1,
     "query_proj.bias": 0,
@@ -39,12 +41,13 @@ TENSOR_AXES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Number of devices along each axis, for training one model. Frozen; the constructor validates all fields.
+    """Number of devices along each axis of a mesh that trains one model. Frozen; the constructor validates all fields.
 
     Attributes:
         data: Number of copies of the model. Each copy processes different rows of the batch (Goyal et al., 2017).
-        fsdp: Number of shards into which each parameter and its moments are divided. Parameters are gathered when
-            needed. Each shard also processes different rows of the batch (Rajbhandari et al., 2020).
+        fsdp: Number of shards into which each parameter and its moments are divided. The devices gather a parameter
+            when they need it. Devices with different shards also process different rows of the batch (Rajbhandari et
+            al., 2020).
         tensor: Number of parts into which the attention heads and the feed-forward networks are divided. All parts
             process the same rows (Shoeybi et al., 2019).
 
@@ -63,7 +66,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Create a plan from its printed form, such as ``data=2,tensor=2``.
+        """Create a plan from a string, such as ``data=2,tensor=2``.
 
         Args:
             text: Comma-separated sizes. Missing axes have size 1.
@@ -112,7 +115,7 @@ class Plan:
 
         Args:
             devices: Number of available devices.
-            how: Explanation in the error message of how to get the required number.
+            how: Text for the error message that explains how to get the required number of devices.
 
         Raises:
             ValueError: If the number of devices doesn't match the plan.
@@ -137,10 +140,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of one parameter on one device.
+    """The part of one parameter that one device stores.
 
     Attributes:
-        device: Index of the device in the mesh, counted along ``data``, then ``fsdp``, then ``tensor``.
+        device: Index of the device in the mesh, in row-major order of the axes ``data``, ``fsdp``, and ``tensor``.
         index: Position of the shard within the parameter's canonical shape, as one slice per axis.
         array: Values of the shard.
     """
@@ -151,14 +154,14 @@ class Shard:
 
 
 def tensor_axis(name: str) -> int | None:
-    """Return the axis that ``tensor`` divides in a parameter of canonical shape, or None if there is no such axis."""
+    """Return the axis along which ``tensor`` divides a parameter, or None if the parameter isn't divided."""
     if ".layers." not in name:
         return None
     return TENSOR_AXES.get(".".join(name.split(".")[-2:]))
 
 
 def fsdp_axis(name: str, shape: tuple[int, ...], fsdp: int) -> int | None:
-    """Return the first axis that ``fsdp`` divides equally and ``tensor`` doesn't divide, or None if there is none.
+    """Return the first axis that ``fsdp`` divides equally and ``tensor`` doesn't divide, or None if no axis qualifies.
 
     A framework that supports unequal shards may divide any parameter along its first axis instead.
     """
@@ -171,8 +174,8 @@ def spread(
 ) -> Int[ndarray, "micro_batches shards R L"]:
     """Return the rows of each shard of each micro-batch, in order.
 
-    The batch is first divided into micro-batches, so these don't depend on the plan. If the rows of a micro-batch can't
-    be divided equally, padding rows are added at the end.
+    The batch is divided into micro-batches first, so the micro-batches don't depend on the plan. If the rows of a
+    micro-batch can't be divided equally among the shards, padding rows are added at the end of the micro-batch.
 
     Args:
         ids: Token IDs of the batch.

@@ -1,4 +1,4 @@
-"""Presets: published models as values of ``TransformerConfig`` fields.
+"""Presets: the values of ``TransformerConfig`` fields for published models.
 
 Each preset lists the fields that differ from ``paper_base``, whose values are the defaults. The comments in ``config``
 explain the assumptions about details that the paper omits.
@@ -31,7 +31,7 @@ _BART = {
 }
 _PRE_NORM = {"norm_order": "pre", "final_norm": True}
 
-# Table 3 of the paper, one preset per row. The letter in each comment is the letter of the row.
+# Table 3 of the paper, one preset per row. The letter in each comment is the label of the row in Table 3.
 TABLE_3: dict[str, dict[str, Any]] = {
     "paper_base": {},  # the defaults
     "paper_h1": {"num_heads": 1},  # A
@@ -55,10 +55,12 @@ TABLE_3: dict[str, dict[str, Any]] = {
     "paper_big": {"d_model": 1024, "d_ff": 4096, "num_heads": 16, "dropout": {"embedding": 0.3, "residual": 0.3}},
 }
 
-# Published implementations. The tests compare each preset with its code, or with a transcription of its formulas.
+# Published implementations. The tests compare each preset with the published code, or with a transcription of the
+# formulas in that code.
 IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     # The first release of tensor2tensor (June 2017), the code closest to the paper, without its target-space embedding.
-    # It zeroes the padding row only on lookup, so a checkpoint with a nonzero padding row has no exact equivalent here.
+    # It sets the embedding of padding to zero only on lookup. Therefore, this preset can't exactly represent a
+    # checkpoint in which the stored embedding of padding is nonzero.
     "t2t_2017": {
         **_T2T_POSITIONS,
         "attention_bias": True,
@@ -79,7 +81,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         "eos_id": 1,
         "label_smoothing_kind": "off_target_and_pad",
     },
-    # The defaults of torch.nn.Transformer: post-norm with a final norm. The user adds embeddings and output.
+    # The defaults of torch.nn.Transformer: post-norm with a final norm. Users add the embeddings and the output layer.
     "torch": {
         "final_norm": True,
         "layer_norm_epsilon": 1e-5,
@@ -89,18 +91,20 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     },
     # Hugging Face's MarianMTModel, as configured in the OPUS-MT checkpoints. Decoding starts with PAD.
     "marian": {**_MARIAN, "layer_norm_epsilon": 1e-5, "max_length": 512},
-    # Marian NMT, the C++ program that trains these checkpoints, with different frequencies and a different epsilon.
-    # Like tensor2tensor, it starts decoding with a zero vector, which is a BOS token with a zero embedding here.
+    # Marian NMT, the C++ program that trains these checkpoints. It uses different frequencies in the positional
+    # encodings and a different layer norm epsilon. Like tensor2tensor, it starts decoding with a zero vector, which
+    # this preset represents as a BOS token with a zero embedding.
     "marian_cpp": {**_MARIAN, "position_timescale": "m_minus_1"},
     # The `transformer` architecture of fairseq. Positions start after the padding ID. Decoding starts with EOS.
     "fairseq": {**_FAIRSEQ, **_T2T_POSITIONS, "tie_embeddings": "none"},
     # The following presets match Hugging Face's classes of the same names, as configured in published checkpoints.
-    # BART (Lewis et al., 2020): a layer norm after the embeddings, and two position vectors that are never read.
+    # BART (Lewis et al., 2020) adds a layer norm after the embeddings. Its first two positional embeddings are unused.
     # Decoding starts with EOS.
     "bart": {**_BART, "scale_embedding": False, "dropout": _ALL_SITES},
     # PLBART (Ahmad et al., 2021), a BART for source code with scaled embeddings. Decoding starts with a language token.
     "plbart": {**_BART, "dropout": {"attention": 0.1}, "bos_id": 0},
-    # mBART (Liu et al., 2020), a BART with pre-norm. Decoding starts with a language token, in some models after EOS.
+    # mBART (Liu et al., 2020), a BART with pre-norm. Decoding starts with a language token or, in some models, with EOS
+    # and a language token.
     "mbart": {**_BART, **_PRE_NORM},
     # M2M-100 (Fan et al., 2021) and NLLB-200: fairseq with pre-norm. Decoding starts with EOS and a language token.
     "m2m_100": {**_FAIRSEQ, **_T2T_POSITIONS, **_PRE_NORM, "dropout": {"attention": 0.1}},
@@ -116,7 +120,8 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
         **{"position_encoding": "learned", "max_length": 128, **_BIASES, "layer_norm_epsilon": 1e-5},
         "activation": "gelu",
     },
-    # Flax's WMT example. Its embedding matrix is sqrt(d_model) times larger, and it divides the logits.
+    # Flax's WMT example. Its embedding weights are sqrt(d_model) times larger, and it divides the logits by
+    # sqrt(d_model).
     "flax_wmt": {
         "norm_order": "pre",
         "final_norm": True,

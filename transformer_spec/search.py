@@ -22,7 +22,7 @@ OnStep = Callable[[ndarray], None]  # called with the unfinished hypotheses [B, 
 
 
 def check_start(start_id: Any, config: TransformerConfig) -> int:
-    """Return the first token that the decoder reads. None returns BOS. Raise an error if it is not a target token."""
+    """Return ``start_id`` or, by default, BOS. Raise an error if ``start_id`` is not in the target vocabulary."""
     start_id = config.bos_id if start_id is None else check_integer("start_id", start_id, minimum=0)
     if start_id >= config.target_vocab_size:
         raise ValueError(f"start_id must be in [0, {config.target_vocab_size}): got {start_id}")
@@ -33,7 +33,7 @@ class Scores(NamedTuple):
     """The log-probabilities of given translations, in nats.
 
     Attributes:
-        sequences: Sum over the tokens of each translation. -inf for a translation without tokens.
+        sequences: Log-probability of each translation: the sum over its tokens. -inf for a translation without tokens.
         tokens: Log-probability of each token, given the source and the previous tokens. 0 at padding.
     """
 
@@ -43,13 +43,13 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best hypotheses of each sequence, best first, or samples in the order in which they were drawn.
+    """The best hypotheses of each sequence, best first, or samples in the order in which they were generated.
 
     Attributes:
         nbest_ids: Tokens of the hypotheses without BOS, up to and including ``eos_id``, padded with ``pad_id``. L is
             the length of the longest hypothesis.
-        nbest_scores: Log-probability of each hypothesis in nats. After beam search, it is divided by the length
-            penalty. -inf if there are fewer hypotheses than requested.
+        nbest_scores: Log-probability of each hypothesis in nats. Beam search divides it by the length penalty. -inf
+            marks missing hypotheses, if there are fewer hypotheses than requested.
     """
 
     nbest_ids: Int[ndarray, "B N L"]
@@ -66,20 +66,20 @@ class SearchResult:
         return self.nbest_scores[:, 0]
 
     def cut_from(self, nbest_ids: Any, nbest_scores: Any) -> SearchResult:
-        """Return slices of larger arrays ``nbest_ids`` and ``nbest_scores`` that have the size of this result."""
+        """Return a result with the same shapes, whose arrays are slices of ``nbest_ids`` and ``nbest_scores``."""
         batch, count, length = self.nbest_ids.shape
         return SearchResult(nbest_ids[:batch, :count, :length], nbest_scores[:batch, :count])
 
 
 class SearchPlan(NamedTuple):
-    """The validated settings of a search for a batch, and values derived from them."""
+    """The validated settings of a search for a batch, and values derived from these settings."""
 
     pad_id: int  # never generated
     eos_id: int  # ends a hypothesis
     start_id: int  # first token that the decoder reads
     min_length: int  # minimum number of tokens in a hypothesis, including EOS
-    limits: Any  # [B], maximum number of tokens, including EOS; a NumPy array, or the framework's after ``to``
-    penalties: Any  # [n], length penalty for each number of tokens; the same type
+    limits: Any  # [B], maximum number of tokens, including EOS; a NumPy array, or a framework array after ``to``
+    penalties: Any  # [n], length penalty for each number of tokens; an array of the same type
     beam_size: int  # number of unfinished hypotheses per sequence
     num_hypotheses: int  # number of finished hypotheses to return per sequence
     pool_size: int  # number of finished hypotheses to store per sequence
@@ -87,8 +87,8 @@ class SearchPlan(NamedTuple):
     prefix: Any = ()  # [B, capacity], first tokens of the hypotheses, padded; () if there are none
     uniforms: Any = ()  # [B, K, capacity], random numbers in [0, 1), one per token of each sample; () without sampling
     temperature: float = 1.0  # divisor of the log-probabilities in sampling
-    top_k: int = LONGEST  # number of most likely tokens to draw from
-    top_p: float = math.inf  # minimum total probability of the most likely tokens to draw from
+    top_k: int = LONGEST  # number of most likely tokens to sample from
+    top_p: float = math.inf  # minimum total probability of the most likely tokens to sample from
 
     @property
     def capacity(self) -> int:
@@ -101,12 +101,12 @@ class SearchPlan(NamedTuple):
         return not isinstance(self.prefix, tuple)
 
     def of(self, sentences: Any) -> SearchPlan:
-        """Return the plan for the sequences with the given indices, which may repeat."""
+        """Return the plan for a batch of the sequences with the given indices. The same index may occur repeatedly."""
         arrays = {name: getattr(self, name) for name in ("limits", "prefix", "uniforms")}
         return self._replace(**{name: array[sentences] for name, array in arrays.items() if len(array)})
 
     def to(self, integers: Callable[[ndarray], Any], floats: Callable[[ndarray], Any]) -> SearchPlan:
-        """Return the plan with its arrays converted by two functions, for integers and floats."""
+        """Return a plan in which ``integers`` has converted all integer arrays, and ``floats`` all float arrays."""
         return self._replace(
             limits=integers(self.limits),
             penalties=floats(self.penalties),
@@ -115,7 +115,7 @@ class SearchPlan(NamedTuple):
         )
 
 
-LARGEST = {  # maximum sizes of a search that is read from a file
+LARGEST = {  # maximum values of these fields in a search that is read from a file
     **{"beam_size": 1000, "num_hypotheses": 1000, "no_repeat_ngram_size": 1000},
     **{"max_length": 2**16, "min_length": 2**16, "max_length_extra": 2**16, "max_length_factor": 100},
 }
@@ -130,7 +130,8 @@ class Search:
 
     Attributes:
         beam_size: Number of unfinished hypotheses to keep per sequence. None disables beam search.
-        length_penalty: Exponent alpha of the length penalty. 0 ranks by log-probability, which favors short hypotheses.
+        length_penalty: Exponent alpha of the length penalty. With 0, log-probabilities rank the hypotheses, which
+            favors short hypotheses.
         max_length: Maximum number of tokens, including EOS. None uses the limit in ``rules``.
         num_hypotheses: Number of hypotheses or samples to return per sequence, at most ``beam_size``.
         length_penalty_kind: For n tokens, ``gnmt`` is ((5 + n) / 6)^alpha, and ``power`` is n^alpha.
@@ -139,8 +140,9 @@ class Search:
         rules: Rules of the search. The defaults are the paper's rules.
         prefix_ids: First tokens of the hypotheses of each sequence, without BOS, padded. None uses no prefix.
         temperature: Divisor of the log-probabilities in sampling. Values below 1 favor likely tokens.
-        top_k: Number of most likely tokens to draw from. None uses all tokens.
-        top_p: Minimum total probability of the most likely tokens to draw from, after ``top_k``. None uses all tokens.
+        top_k: Number of most likely tokens to sample from. None uses all tokens.
+        top_p: Minimum total probability of the most likely tokens to sample from, after ``top_k`` was applied. None
+            uses all tokens.
         seed: Seed of the random numbers. None disables sampling.
 
     Raises:
@@ -194,19 +196,19 @@ class Search:
 
     @classmethod
     def preset(cls, name: str, rules: SearchRules | Mapping[str, Any] | None = None, **options: Any) -> Search:
-        """Return the search settings that a program uses, including its length penalty and the way it counts lengths.
+        """Return the search settings of a program: its rules, length penalty, and minimum length.
 
         Args:
             name: ``paper``, ``hf`` (Hugging Face), ``fairseq``, or ``marian``.
-            rules: Fields that differ from ``SearchRules.preset``, or complete rules to use instead.
-            options: Fields that differ from the default.
+            rules: Fields to change in ``SearchRules.preset(name)``, or complete rules that replace this preset.
+            options: Other fields of ``Search`` to set.
 
         Raises:
             TypeError: If an option is unknown or has the wrong type.
             ValueError: If the name is unknown, or an option has an invalid value.
         """
         usual: dict[str, Any] = {} if name == "paper" else {"length_penalty": 1.0, "length_penalty_kind": "power"}
-        if name == "fairseq":  # in which EOS is not a valid hypothesis by itself
+        if name == "fairseq":  # in fairseq, a hypothesis can't consist of only EOS
             usual["min_length"] = 2
         if not isinstance(rules, SearchRules):
             rules = SearchRules.preset(name, **(rules or {}))
@@ -218,15 +220,14 @@ class Search:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Search:
-        """Create a search from the result of ``to_dict``, for example from a file. Missing fields have their defaults.
+        """Create a search from the result of ``to_dict``, for example from a file. Missing fields get default values.
 
         Args:
             fields: Fields by name.
 
         Raises:
             TypeError: If a field has the wrong type.
-            ValueError: If a field is unknown, has an invalid value, or would require more memory than any reasonable
-                search.
+            ValueError: If a field is unknown, has an invalid value, or exceeds its maximum in ``LARGEST``.
         """
         if not isinstance(fields, Mapping):
             raise TypeError(f"search options must be a mapping of field names to values: got {type(fields).__name__}")
@@ -260,7 +261,7 @@ class Search:
         return package.sample(model, source_ids, self.num_hypotheses, on_step=on_step, **of_sample)
 
     def of(self, sentence: int) -> Search:
-        """Return the search for sequence ``sentence`` in a batch. Samples use the random numbers of sequence 0."""
+        """Return a search for only sequence ``sentence`` of a batch. Samples use the random numbers of sequence 0."""
         prefix_ids = None if self.prefix_ids is None else self.prefix_ids[sentence : sentence + 1]
         return dataclasses.replace(self, prefix_ids=prefix_ids)
 
@@ -285,7 +286,7 @@ class Search:
         uniforms: Any = ()
         if self.seed is not None:
             beam_size = num_hypotheses = self.num_hypotheses
-            # Each sample of each sequence has a separate generator, so it doesn't depend on other sequences.
+            # Each sample of each sequence has a separate generator, so samples don't depend on the rest of the batch.
             streams = [[self.seed, row, draw] for row in range(len(limits)) for draw in range(beam_size)]
             draws = [np.random.default_rng(stream).random(limits.max()) for stream in streams]
             uniforms = np.reshape(draws, [len(limits), beam_size, -1])
@@ -308,7 +309,7 @@ class Search:
         )
 
     def _prefix(self, config: TransformerConfig, limits: Int[ndarray, " B"]) -> Any:
-        """Return the first tokens of the hypotheses of each sequence [B, capacity], padded. () if there are none."""
+        """Return the prefix of each sequence's hypotheses [B, capacity], padded, or () if no sequence has a prefix."""
         name = "forced_ids" if self.prefix_ids is None else "prefix_ids"
         rows = (self.rules.forced_ids,) * len(limits) if self.prefix_ids is None else self.prefix_ids
         if len(rows) != len(limits):
@@ -373,7 +374,9 @@ def _prefix_rows(rows: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def length_penalty(length: Any, alpha: float, kind: str = "gnmt") -> Any:
-    """Return the length penalty, by which the log-probability of a hypothesis is divided so that long ones can compete.
+    """Return the length penalty.
+
+    Beam search divides log-probabilities by the length penalty, so that it doesn't favor short hypotheses.
 
     Args:
         length: Number of tokens in the hypothesis, including EOS; a number or an array.
@@ -387,7 +390,7 @@ def length_penalty(length: Any, alpha: float, kind: str = "gnmt") -> Any:
 def search_result(
     nbest_ids: Int[ndarray, "B P capacity"], nbest_scores: Float[ndarray, "B P"], pad_id: int, num_hypotheses: int = 1
 ) -> SearchResult:
-    """Return the best hypotheses without unused columns. Raise a ValueError if the best score is NaN or infinite."""
+    """Return the best hypotheses without columns of padding. Raise a ValueError if a best score is NaN or infinite."""
     nbest_ids, nbest_scores = nbest_ids[:, :num_hypotheses], nbest_scores[:, :num_hypotheses]
     best = nbest_scores[:, 0]
     if not np.isfinite(best).all():

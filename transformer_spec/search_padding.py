@@ -19,10 +19,10 @@ def pad_search(
     max_positions: int | None,
     round_up: Callable[[int], int],
 ) -> tuple[Int[ndarray, "rows capacity"], Bool[ndarray, "rows capacity"], SearchPlan]:
-    """Return the source and the plan, padded at the end so that there are only a few sizes to compile for.
+    """Return the source IDs, the source mask, and the plan, padded at the end to one of a few sizes.
 
-    The batch size is rounded up to a power of two by adding sequences with a limit of 0. Lengths are rounded up by
-    ``round_up``, to at most ``max_positions``.
+    The batch size is rounded up to a power of two by adding sequences with a maximum length
+    of 0. ``round_up`` rounds up the lengths, which then are limited to ``max_positions``.
 
     Args:
         source_ids: Source token IDs.

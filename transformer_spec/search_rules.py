@@ -1,4 +1,4 @@
-"""The rules in which published searches differ, and presets for several programs."""
+"""Search rules that differ between published implementations, and presets for several programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST = 2**31 - 1  # maximum length in tokens; positions are int32
 
 @dataclass(frozen=True, kw_only=True)
 class SearchRules:
-    """Rules in which published searches differ. Frozen; the constructor validates all fields.
+    """Search rules that differ between published implementations. Frozen; the constructor validates all fields.
 
     The defaults are the paper's rules. ``preset`` returns the rules that other programs use.
 
@@ -28,26 +28,27 @@ class SearchRules:
     Marian's ``BeamSearch`` and ``History``.
 
     Attributes:
-        stop: Condition that ends the beam search for a sequence, in addition to having no unfinished hypotheses.
+        stop: Condition that ends the beam search for a sequence. The search also ends if no hypothesis is unfinished.
             ``attainable``: no unfinished hypothesis can enter the pool, even if all its further tokens are certain.
             ``current``: no unfinished hypothesis would enter the pool at its current length (Hugging Face,
             ``early_stopping=False``). ``first``: the pool is full (fairseq; Hugging Face, ``early_stopping=True``).
-        pool: Finished hypotheses to store. ``num_hypotheses``: the best ones, as many as requested. ``beam``: the best
-            ``beam_size`` (Hugging Face). ``first``: the first ``beam_size`` (fairseq).
+        pool: Finished hypotheses to store. ``num_hypotheses``: the best ``num_hypotheses`` of the search. ``beam``: the
+            best ``beam_size`` (Hugging Face). ``first``: the first ``beam_size`` (fairseq).
         at_limit: Last token of a hypothesis that reaches its maximum length. ``cut``: the best token. ``forced``: EOS,
-            as if it were certain (Hugging Face, ``forced_eos_token_id``). ``scored``: EOS with its own log-probability
-            (fairseq).
-        beam_shrinks: True if each finished hypothesis permanently occupies a place in the beam (Marian). Only the
-            remaining places are filled, and hypotheses that end outside of them are dropped.
-        forced_ids: First tokens of every hypothesis, such as the target language.
+            as if it had probability 1 (Hugging Face, ``forced_eos_token_id``). ``scored``: EOS, with the probability
+            that the model predicts (fairseq).
+        beam_shrinks: True if each finished hypothesis permanently occupies a place in the beam (Marian). In each step,
+            only as many of the best hypotheses are kept as there are remaining places. All other hypotheses are
+            dropped, even if they end with EOS.
+        forced_ids: First tokens of every hypothesis, such as a token that selects the target language.
         score_forced: True scores forced tokens with their log-probability (fairseq), False with 0 (Hugging Face).
         banned_ids: Tokens that are never generated, in addition to padding.
         renormalize: True rescales the probabilities of the allowed tokens to a sum of 1.
-        no_repeat_ngram_size: Size of the n-grams that a hypothesis must not repeat, including the start token. 0 allows
-            repetitions.
-        max_length_factor: If a search has no ``max_length``, the maximum is the source length times this factor, plus
-            ``max_length_extra``.
-        max_length_extra: Number of tokens to add to this product.
+        no_repeat_ngram_size: Size of the n-grams that a hypothesis must not repeat. N-grams can contain the start
+            token. 0 allows repetitions.
+        max_length_factor: Factor that determines the maximum length of a search without ``max_length``: the source
+            length times ``max_length_factor``, plus ``max_length_extra``.
+        max_length_extra: Number of tokens to add to the product of source length and ``max_length_factor``.
 
     Raises:
         TypeError: If a field has the wrong type.
@@ -118,7 +119,7 @@ class SearchRules:
         Args:
             source_lengths: Number of source tokens; a number or an array.
         """
-        beyond = 2 * LONGEST  # a search raises an error
+        beyond = 2 * LONGEST  # a length that is larger than LONGEST, so a search raises an error
         factor = min(float(self.max_length_factor), float(beyond))
         multiplied = np.minimum(factor * np.asarray(source_lengths), beyond).astype(int)
         return np.maximum(multiplied + min(self.max_length_extra, beyond), 1)
@@ -129,7 +130,7 @@ class SearchRules:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> SearchRules:
-        """Create rules from the result of ``to_dict``. Missing fields have their defaults.
+        """Create rules from the result of ``to_dict``. Missing fields get default values.
 
         Args:
             fields: Fields by name.
@@ -166,7 +167,7 @@ SEARCH_PRESETS: dict[str, dict[str, Any]] = {
         **{"stop": "first", "pool": "first", "at_limit": "scored", "score_forced": True},
         **{"max_length_factor": 0.0, "max_length_extra": 201},
     },
-    # Each hypothesis that ends occupies one of the K places, so at most K end.
+    # Each finished hypothesis occupies one of the ``beam_size`` places, so at most ``beam_size`` hypotheses finish.
     "marian": {
         **{"stop": "first", "pool": "beam", "beam_shrinks": True, "score_forced": True},
         **{"max_length_factor": 3.0, "max_length_extra": 0},

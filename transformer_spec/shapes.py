@@ -1,6 +1,6 @@
-"""Types of arrays with their shapes, for annotations such as ``Float[ndarray, "B S d_model"]``.
+"""Array types with shapes, for annotations such as ``Float[ndarray, "B S d_model"]``.
 
-Type checkers use the types of jaxtyping. At run time, an annotation is only the type of the array.
+Type checkers use the types of jaxtyping. At run time, an annotation evaluates to the array type, without the shape.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 else:
 
     class Float:
-        """An array with a given shape."""
+        """An array type with a shape."""
 
         def __class_getitem__(cls, item: tuple[Any, str]) -> Any:
-            """Return the type of the array."""
+            """Return only the array type."""
             return item[0]
 
     Bool = Int = Float

@@ -1,11 +1,11 @@
 """Taps: named intermediate values that a callback can read or replace.
 
 A tap callback is a function ``tap(name, value) -> value``. The model calls ``scores = tap("scores", scores)`` and
-continues with the result. The same mechanism records activations, replays a block on given inputs, and yields the
-gradient at a tap (add a zero and differentiate with respect to it), in any framework.
+continues with the result. In any framework, you can use taps to record activations, to run a block on given inputs, and
+to compute the gradient at a tap: add an array of zeros to the value, and differentiate with respect to this array.
 
-In training, the reference also has a tap for each dropout mask, with the name of the tap before the dropout and the
-suffix ``_keep``.
+In training, the reference also has a tap for each dropout mask. Its name is the name of the tap that precedes the
+dropout, followed by ``_keep``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def within(tap: Tap, prefix: str) -> Tap:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern matches a name. ``*`` matches one part, and ``**`` matches any number of parts."""
+    """Return whether a pattern matches a name. ``*`` matches one part of the name, and ``**`` any number of parts."""
     return re.fullmatch(_as_regular_expression(pattern), name) is not None
 
 
@@ -77,7 +77,7 @@ class Recorder(dict[str, Any]):
 
     Args:
         patterns: Patterns of the names to store. ``*`` matches one part of a name, and ``**`` matches any number of
-            parts. Without patterns, everything is stored.
+            parts. Without patterns, all values are stored.
         replace: Values that replace the computed values, by name. None replaces nothing.
         keep_computed: True stores the computed values instead of their replacements.
     """

@@ -129,7 +129,8 @@ class TrainingState:
 
     Attributes:
         step: Number of steps taken so far.
-        seed: Seed for dropout. The dropout in step n depends only on (seed, n), so no random generator has to be saved.
+        seed: Seed for dropout. The dropout in step n depends only on (seed, n), so the state of a random number
+            generator doesn't have to be saved.
         first_moment: Adam's first moment, by parameter name.
         second_moment: Adam's second moment, by parameter name.
     """

@@ -1,7 +1,7 @@
 """Peers: implementations based on other libraries, which ``parity bench --peers`` times with the same weights.
 
-Each is written in the style of its library, using the library's building blocks. A library is imported only when its
-implementation is used.
+Each peer is written in the style of its library, using the library's building blocks. A library is imported only when
+its peer is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interface for all peers: the methods that ``parity bench`` calls, and a check of the work that they support."""
+"""The interface of all peers: the methods that ``parity bench`` calls, and a check of the workloads they support."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HANDLED = ("learning_rate_factor", "warmup_steps", "total_steps", "cooldown_step
 
 
 class Peer:
-    """A Transformer of a different library, with the same weights. It imports its library in ``prepare``.
+    """A Transformer based on a different library, with the same weights. ``prepare`` imports the library.
 
     Attributes:
         name: The name in tables.
@@ -43,12 +43,12 @@ class Peer:
 
         Args:
             config: The config, which must use the conventions of the ``marian`` preset.
-            weights: The weights by canonical name, which are copied.
+            weights: The weights to copy, by canonical name.
             dtype: float32, or float64 if the library supports it.
             training: The learning rate and Adam settings; None for inference.
 
         Raises:
-            ValueError: If not all peers support the work, or if their results would differ.
+            ValueError: If a peer doesn't support the workload, or if the results of two peers would differ.
         """
         check_work(config, training)
         self._config, self._training, self._step = config, training, 0
@@ -86,7 +86,7 @@ class Peer:
 
 
 def check_work(config: TransformerConfig, training: TrainingConfig | None) -> None:
-    """Check that all peers support the given work and produce the same results.
+    """Check that all peers support the given workload and produce the same results.
 
     Raises:
         ValueError: If the config doesn't use the conventions of the ``marian`` preset, if dropout applies to attention

@@ -1,4 +1,4 @@
-"""A Transformer based on Flax NNX layers and Optax. Every call is one compiled function of the model's state."""
+"""A Transformer based on Flax NNX layers and Optax. Every call runs a compiled function of the model's state."""
 
 # ruff: noqa: D102  methods are documented in Peer
 
@@ -91,7 +91,7 @@ class FlaxNNX(Peer):
         return float(loss)
 
     def greedy(self, source_ids: ndarray, tokens: int) -> SearchResult:
-        # Uses the cache of each self-attention layer. The compiler hoists the keys and values of the source.
+        # Self-attention uses the layer's cache. The compiler hoists the keys and values of the source out of the loop.
         ids, scores = self._greedy(self._state, *_ids(source_ids), tokens)
         return search_result(np.array(ids, np.int64)[:, None], np.array(scores)[:, None], self._config.pad_id)
 
@@ -230,7 +230,7 @@ def _greedy(model, source, tokens):
     config, batch = model.config, len(source)
     memory, cross_mask = model.encode(source)
     model.init_cache(batch, tokens)
-    graph, cache, rest = nnx.split(model, nnx.Cache, ...)  # type: ignore[misc]  # its signature is narrower
+    graph, cache, rest = nnx.split(model, nnx.Cache, ...)  # type: ignore[misc]  # split accepts an ellipsis
 
     def goes_on(carry):
         n, _, _, _, unfinished, _ = carry

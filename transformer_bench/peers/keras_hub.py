@@ -138,7 +138,7 @@ def _translator(config, dtype):
             source, target = inputs
             length = ops.shape(target)[1]
             memory, is_source = self.encode(source, training)
-            is_target = ops.logical_or(target != config.pad_id, ops.arange(length) == 0)  # the first is <s>
+            is_target = ops.logical_or(target != config.pad_id, ops.arange(length) == 0)  # the first token is BOS
             x = self.embed(target, positions[:length], training)
             for layer in self.decoder:
                 x = layer(x, memory, decoder_padding_mask=is_target, encoder_padding_mask=is_source, training=training)
@@ -179,7 +179,7 @@ def _translator(config, dtype):
 
 
 def _keep_attention_weights(layer):
-    """Disable dropout of attention weights, because Keras hub's layers use the same rate for them and for residuals."""
+    """Disable dropout of attention weights. Keras hub's layers use one rate for attention weights and residuals."""
     import keras
 
     for inner in layer._flatten_layers():
@@ -204,7 +204,7 @@ def _put(model, weights):
 
 
 def _by_path(weights, layer):
-    """Return the weights of one layer by Keras hub's paths."""
+    """Return the weights of one layer, with the paths of Keras hub's variables as keys."""
     found = {}
     for name, array in weights.items():
         path, is_ours, kind = name.removeprefix(f"{layer}.").rpartition(".")

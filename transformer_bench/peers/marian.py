@@ -1,4 +1,4 @@
-"""Hugging Face's MarianMTModel in PyTorch, used the way its users train and generate."""
+"""Hugging Face's MarianMTModel in PyTorch, called the way its users call it."""
 
 # ruff: noqa: D102  methods are documented in Peer
 
@@ -58,7 +58,7 @@ class Marian(TorchPeer):
         self._model = marian_model(config, weights, dtype)
         if training is not None:
             bias = self._model.final_logits_bias
-            del self._model.final_logits_bias  # a constant buffer in Marian, but other implementations train it
+            del self._model.final_logits_bias  # Marian doesn't train this bias, but other implementations do
             self._model.final_logits_bias = torch.nn.Parameter(bias)
             self._optimizer = adam([x for x in self._model.parameters() if x.requires_grad], training)
 
@@ -112,7 +112,7 @@ class Marian(TorchPeer):
 
 
 def marian_model(config: TransformerConfig, weights: Mapping[str, ndarray], dtype: str = "float32") -> Any:
-    """Return Hugging Face's model with the weights of a ``marian`` preset. It creates its own position table."""
+    """Return Hugging Face's model with the given weights. The model computes the positional encodings itself."""
     import torch
     from transformers import MarianConfig, MarianMTModel
 

@@ -89,7 +89,7 @@ class TorchNN(TorchPeer):
             )
 
         self._compute, self._loss_of = model, loss_of
-        if self.compiled:  # includes the loss, which reads the entire vocabulary for each token
+        if self.compiled:  # also compile the loss, which reads one logit per token in the vocabulary at each position
             self._compute, self._loss_of = torch.compile(model), torch.compile(loss_of)
         if training is not None:
             self._optimizer = adam(model.parameters(), training)
@@ -114,9 +114,9 @@ class TorchNN(TorchPeer):
 
 
 def adam(parameters: Iterable[Any], training: TrainingConfig) -> Any:
-    """Return an Adam optimizer with allocated moments.
+    """Return an Adam optimizer that has already allocated its moments.
 
-    The other implementations also allocate them before the first step, so the memory increase is comparable.
+    The other implementations also allocate the moments before the first step, so the memory increase is comparable.
     """
     import torch
 
@@ -130,7 +130,7 @@ def adam(parameters: Iterable[Any], training: TrainingConfig) -> Any:
 
 
 def torch_state(weights: Mapping[str, ndarray]) -> dict[str, ndarray]:
-    """Return the weights by the names of ``_translator``. Kernels are [out, in]; query, key, and value are fused."""
+    """Return the state dict of ``_translator``'s model. Kernels are [out, in], and query, key, and value are fused."""
     state = {
         "embedding.weight": weights["source_embedding.table"],
         "output.weight": weights["source_embedding.table"],

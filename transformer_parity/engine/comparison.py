@@ -17,21 +17,21 @@ Arrays = Mapping[str, ndarray]
 
 
 class Measure:
-    """The rule that compares two tensors with the same name. Subclasses can override it."""
+    """The rule for comparing two tensors with the same name. Subclasses can define different rules."""
 
     def problem(self, name: str, actual: ndarray, expected: ndarray, dtype: str) -> str:
-        """Return a description of a wrong shape, dtype, or non-finite value, or an empty string if there is none."""
+        """Return a description of an incorrect shape or dtype or of non-finite values; empty if there is no problem."""
         return structure_problem(actual, expected, dtype)
 
     def error(self, name: str, actual: Arrays, expected: Arrays) -> float:
-        """Return the error of a tensor, which can be relative to the size of other tensors."""
+        """Return the error of a tensor. The error can be relative to the norms of other tensors."""
         return relative_error(actual[name], expected[name])
 
 
 def tolerances(
     truth: Arrays, baseline: Arrays, dtype: str, device: str = "cpu", precision: str = "highest"
 ) -> dict[str, float]:
-    """Return the tolerance for each tensor. In float32, it depends on the reference's own error in this tensor.
+    """Return the tolerance for each tensor. In float32, it depends on the rounding error of the reference.
 
     Args:
         truth: The tensors of the reference in float64.
@@ -65,8 +65,8 @@ def compare_tensors(
 
     Args:
         author: The object that creates the findings.
-        path: The path that produced the actual tensors, one of those in ``outputs``.
-        names: The names of the tensors to compare, which both sides have.
+        path: The path that produced the actual tensors. ``outputs`` defines all paths.
+        names: The names of the tensors to compare, which must be in both ``actual`` and ``expected``.
         actual: The tensors of the implementation under test.
         expected: The correct tensors.
         tolerances: The largest accepted error, by name.

@@ -1,4 +1,4 @@
-"""Describe an exception that an implementation raised, so that its author can find the cause."""
+"""Describe an exception that an implementation raised, so that the author of the implementation can find the cause."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SHOWN = 3  # number of stack frames shown, the innermost last
 
 
 def described(error: Exception, hidden: Sequence[Path]) -> str:
-    """Return the message of an exception, followed by the lines of the author's code that led to it.
+    """Return the message of an exception, followed by the lines in the author's code that led to the exception.
 
     Args:
         error: The exception.
-        hidden: The directories with the checker's code, which is omitted.
+        hidden: The directories that contain the checker's code. Lines in these directories are omitted.
     """
     message = f"{type(error).__name__}: {error}".removesuffix(": ")
     if isinstance(error, SyntaxError):  # its message already contains the line

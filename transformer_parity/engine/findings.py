@@ -1,4 +1,4 @@
-"""Findings: the results of comparing one tensor."""
+"""Findings: a finding is the result of comparing one tensor of a port with the reference."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ FAR_BEYOND = 1e6  # ratio of error to tolerance above which the ratio isn't prin
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison: one tensor of one case, of one port in one dtype.
+    """The result of comparing one tensor of a port with the reference, in one case and one dtype.
 
     Attributes:
         backend: The name of the port.
         dtype: The working dtype.
         component: The part of the model that the case tests.
         case: The name of the case.
-        path: How the model was run (see ``outputs``); ``run`` if it failed before that.
+        path: The way in which the model was run (see ``outputs``); ``run`` if a failure occurred before the model ran.
         tap: The name of the tensor.
         error: The relative error; infinite if the tensor has a problem, such as a wrong shape.
         tolerance: The largest accepted error.
@@ -59,7 +59,7 @@ class Finding:
 
     @property
     def words(self) -> str:
-        """A description of the failure. If the error is far over the tolerance, the ratio is omitted."""
+        """A description of the failure. If the error is much larger than the tolerance, the ratio is omitted."""
         if self.detail:
             return self.detail
         if self.ratio >= FAR_BEYOND:
@@ -68,7 +68,7 @@ class Finding:
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether a discrete decision differs but still agrees, because rounding may change it."""
+        """Whether a discrete decision, such as a token, differs from the reference only because of rounding."""
         return self.verdict == AGREES and bool(self.detail)
 
     def to_dict(self) -> dict[str, Any]:

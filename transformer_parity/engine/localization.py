@@ -1,13 +1,13 @@
-"""Localization: find the tensors at which a difference starts, and the tensors that only inherit it.
+"""Localization: find the tensors at which a difference starts, and the tensors that only inherit a difference.
 
-All tensors after the first bug are wrong, so comparing them with the reference's tensors doesn't show which blocks are
-wrong. Each block is therefore rerun, either from the correct input or from the port's input:
+After the first bug in a port, all tensors differ from the reference's tensors, so a comparison doesn't show which
+blocks contain bugs. Therefore, each block is rerun, either on the correct input or on the port's input:
 
-- If the port uses the value that each tap returns in the rest of the computation, the port runs a second time, and
-  every tap returns the reference's value. Each tensor then shows how the port computes one block from correct inputs.
+- If the port continues its computation with the value that each tap returns, the port runs a second time, and every tap
+  returns the reference's value. Each tensor then shows what the port computes in one block if the inputs are correct.
 - If the port ignores the values that taps return, or if only files are available, the reference runs a second time, and
-  every tap returns the port's value. If the reference then computes the same tensor as the port, that block is correct,
-  but its input is wrong.
+  every tap returns the port's value. If the reference then computes the same tensor as the port, the block that
+  computes this tensor is correct, and the difference is in the input of the block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformer_parity.engine.outputs import OUTPUT
 from transformer_parity.engine.tensors import Tensors, relative_error
 
 INTRODUCED, INHERITED, FINE = "introduced", "inherited", "fine"
-PORT, REFERENCE, NOTHING = "port", "reference", "nothing"  # the side whose blocks were rerun
+PORT, REFERENCE, NOTHING = "port", "reference", "nothing"  # the implementation whose blocks were rerun
 # A function that takes values for some taps, runs the model with these values, and returns all tensors of the run.
 Rerun = Callable[[Arrays], Tensors]
 
@@ -37,7 +37,7 @@ class Mark:
         name: The name of a tap. In the backward pass, the prefix ``at`` denotes the gradient at a tap, and ``of`` the
             gradient of a parameter.
         free: The error in the port's normal run.
-        alone: The error that this block introduces if its inputs are correct; infinite if unknown.
+        alone: The error of the tensor if the inputs of its block are correct; infinite if unknown.
         tolerance: The largest accepted error.
         verdict: ``introduced`` here, ``inherited`` from an earlier tensor, or ``fine``.
     """
@@ -58,7 +58,8 @@ class Blame:
         dtype: The working dtype.
         case: The name of the case.
         stage: The stage of the case.
-        replayed: The side whose blocks were rerun: ``port`` or ``reference``; ``nothing`` if the port has no taps.
+        replayed: The implementation whose blocks were rerun, ``port`` or ``reference``; ``nothing`` if the port has no
+            taps.
         marks: The errors of all tensors, in the order of computation.
     """
 
@@ -85,7 +86,8 @@ class Evidence:
         blame: The result so far.
         actual: The tensors of the port's normal run.
         expected: The tensors of the reference's normal run.
-        alone: The port's tensors, computed from given inputs or, if only the reference was rerun, from its own inputs.
+        alone: The port's tensors. Each block computed them from given inputs or, if only the reference was rerun, from
+            the port's own inputs.
         wanted: The correct tensors for the same inputs as ``alone``.
     """
 
@@ -97,12 +99,12 @@ class Evidence:
 
 
 def distance(name: str, actual: Arrays, expected: Arrays) -> float:
-    """Return the relative error between two tensors; infinite if their shapes or their non-finite values differ."""
+    """Return the relative error between two tensors; infinite if shapes or positions of non-finite values differ."""
     return apart(name, actual, expected, lambda name, mine, theirs: relative_error(mine[name], theirs[name]))
 
 
 def apart(name: str, actual: Arrays, expected: Arrays, error: Callable[[str, Arrays, Arrays], float]) -> float:
-    """Return the error of a tensor under a given measure; infinite if the shapes or the non-finite values differ.
+    """Return the error that a function computes; infinite if shapes or positions of non-finite values differ.
 
     Args:
         name: The name of the tensor.
@@ -123,12 +125,13 @@ def apart(name: str, actual: Arrays, expected: Arrays, error: Callable[[str, Arr
 
 @dataclass(frozen=True)
 class Replay:
-    """Two implementations that can be rerun on the same input from given intermediate values.
+    """Reruns the blocks of a port or of the reference on given intermediate values.
 
     Attributes:
         about: A blame without marks, which specifies the port, dtype, case, and stage.
         truth: A function that runs the reference in float64.
-        rounded: A function that runs the reference in the working dtype to measure its own error; None for float64.
+        rounded: A function that runs the reference in the working dtype, to measure the reference's own error; None for
+            float64.
         tolerance: A function that returns the tolerance for the name of a tensor and the reference's own error.
         distance: A function that returns the error between two tensors with the same name.
     """
@@ -144,16 +147,16 @@ class Replay:
 
         Args:
             port: A function that runs the port.
-            goes_on: A function that takes the port's own tensors and the given ones, and returns whether the port uses
-                the value that each tap returns in the rest of the computation. If it doesn't, later blocks get wrong
-                inputs. None if the port is known to use these values.
+            goes_on: A function that takes the tensors of the port's normal run and the given tensors, and returns
+                whether the port continues its computation with the value that each tap returns. If the port ignores
+                these values, later blocks get incorrect inputs. None if the port is known to use these values.
         """
         actual = port({})
         expected = {name: value for name, value in self.truth({}).items() if name in actual}
         given = {name: value for name, value in expected.items() if name != OUTPUT}
         try:
             alone = port(given)
-        except Exception:  # if the port has a wrong shape, the given values may not fit
+        except Exception:  # if a tensor of the port has an incorrect shape, the given values may not fit
             alone = {}
         other_way = self.blocks_of_reference(actual, expected)
         if all(same_bits(alone[name], actual[name]) for name in actual if name in alone):
@@ -177,7 +180,7 @@ class Replay:
             for name, value in actual.items()
             if name != OUTPUT and name in expected and value.shape == expected[name].shape
         }
-        with np.errstate(all="ignore"):  # wrong values may overflow
+        with np.errstate(all="ignore"):  # incorrect values may overflow
             wanted = self.truth(given)
             baseline = self.baseline(given, {name: wanted[name] for name in expected})
         evidence = Evidence(self.about, actual, expected, actual, wanted)
@@ -217,11 +220,11 @@ class Replay:
 def without_consequences(
     evidence: Evidence, variants: Iterable[Rerun], distance: Callable[[str, Arrays, Arrays], float] = distance
 ) -> Evidence:
-    """Return the evidence without introduced differences that, according to a variant of the reference, are inherited.
+    """Mark introduced differences as inherited if a variant of the reference shows that they are inherited.
 
-    If a tap of the port shows a different value than its name implies, the next block is rerun on a wrong input and
-    seems to introduce a second difference. This second difference is inherited if a variant of the reference computes
-    the same tensor as the port at this block without introducing a difference.
+    If a tap of the port shows a different value than its name implies, the next block is rerun on an incorrect input
+    and seems to introduce a second difference. This second difference is inherited if a variant of the reference
+    computes the same tensor as the port in a normal run, but the correct tensor when the block is rerun.
 
     Args:
         evidence: The evidence about the port.

@@ -9,14 +9,15 @@ from numpy import ndarray
 
 from transformer_parity.engine.tensors import Digest, Tensors, plain
 
-# Paths are ways to run a model: with all taps, the way a user runs it, position by position with a cache, only to load
-# and export the weights, or outside this process, so that the results are read from files.
+# A path is a way to run a model: ``taps`` calls all taps, ``fast`` runs the model the way users do, ``cached`` decodes
+# position by position with a cache, ``load`` only loads and exports the weights, and ``files`` reads the results of an
+# earlier run from files.
 TAPS, FAST, CACHED, LOAD, FILES = ("taps", "fast", "cached", "load", "files")
 OUTPUT = "output"  # the name of the value that a block returns
 
 
 class MissingAbilityError(Exception):
-    """An implementation doesn't support something. The comparison is then reported as skipped and never passes."""
+    """An implementation doesn't support a requested operation. The comparison is reported as skipped, not as passed."""
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Outputs:
         hidden: The taps that the implementation deliberately doesn't show.
         weights: The digests of the exported weights; None if the model was not loaded for this case.
         skipped: The unsupported paths, with the reasons.
-        problems: Problems that no tolerance excuses, as (path, name, problem).
+        problems: Problems that are failures regardless of the tolerance, as (path, name, problem).
         failures: The paths that raised an exception, with a description of each exception.
         absent: Patterns for the names that the files declare as omitted, with the reasons.
     """
@@ -66,7 +67,7 @@ class Outputs:
 
     @property
     def shown(self) -> Tensors:
-        """All tensors by name. The tensors of the fast path are omitted if those with taps are available."""
+        """All tensors by name, without the tensors of the ``fast`` path if the ``taps`` path is available."""
         found: Tensors = {}
         for path, tensors in self.paths.items():
             if path != FAST or TAPS not in self.paths:

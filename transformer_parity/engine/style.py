@@ -68,7 +68,7 @@ def destination(out: str, picture: str) -> Path:
         picture: The name of the file without suffix, used if ``out`` is a directory.
 
     Raises:
-        UsageError: If ``out`` has a different suffix.
+        UsageError: If ``out`` is a file name with an unsupported suffix.
     """
     path = Path(out)
     kind = path.suffix.lower().removeprefix(".")
@@ -88,7 +88,7 @@ def write(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = path.suffix.lower().removeprefix(".")
     metadata = {"Date": None} if kind == "svg" else None  # without a date, the same figure produces the same file
-    picture = io.BytesIO()  # drawing takes a while, and a kill during this time must not leave a partial file
+    picture = io.BytesIO()  # draw into memory, so that a process that is killed while drawing leaves no partial file
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         figure.savefig(picture, format=kind, dpi=DPI, metadata=metadata)

@@ -19,7 +19,8 @@ def plain(values: Mapping[str, ndarray]) -> Tensors:
     """Return the values as plain arrays, because a subclass of ndarray could fake its shape and comparisons.
 
     Raises:
-        TypeError: If an array contains objects. Unpickling them in the parent process would import a port's module.
+        TypeError: If an array contains objects. Unpickling the objects in the parent process would import a port's
+            module.
     """
     return {str(name): _plain(str(name), value) for name, value in values.items()}
 
@@ -32,10 +33,10 @@ def _plain(name: str, value: ndarray) -> ndarray:
 
 
 def given(arrays: Mapping[str, ndarray], dtype: str) -> Tensors:
-    """Return read-only copies of the inputs of an implementation, rounded to bfloat16 if that is the dtype.
+    """Return read-only copies of the inputs of an implementation, rounded to bfloat16 if ``dtype`` is bfloat16.
 
-    Rounding them first ensures that both sides use the same values. The copies are read-only to detect ports that
-    modify their arguments.
+    Rounding the inputs in advance ensures that the port and the reference use the same values. The copies are read-only
+    to detect ports that modify their arguments.
     """
     found = {}
     for name, array in arrays.items():
@@ -57,7 +58,8 @@ def digest(array: ndarray, dtype: str = "") -> Digest:
 def relative_error(actual: ndarray, expected: ndarray) -> float:
     """Return the L2 norm of the difference divided by the L2 norm of the expected tensor, in float64.
 
-    If the expected tensor contains only zeros, the error is 0 if the actual tensor does too, and infinite otherwise.
+    If the expected tensor contains only zeros, the error is 0 if the actual tensor also contains only zeros, and
+    infinite otherwise.
 
     Raises:
         ValueError: If the shapes differ.
@@ -73,7 +75,7 @@ def relative_error(actual: ndarray, expected: ndarray) -> float:
     actual, expected = actual.ravel(), expected.ravel()
     difference = norm = 0.0
     for start in range(0, expected.size, CHUNK):
-        # Values are divided by the largest one, so that their squares neither overflow nor underflow.
+        # Values are divided by the largest magnitude, so that their squares neither overflow nor underflow.
         right = expected[start : start + CHUNK] / largest
         wrong = actual[start : start + CHUNK].astype(np.float64) / largest - right
         difference += wrong @ wrong
@@ -82,7 +84,7 @@ def relative_error(actual: ndarray, expected: ndarray) -> float:
 
 
 def structure_problem(actual: ndarray, truth: ndarray, dtype: str) -> str:
-    """Return a description of a wrong shape, dtype, or non-finite value, or an empty string if there is none."""
+    """Return a description of an incorrect shape or dtype or of non-finite values; empty if there is no problem."""
     if actual.shape != truth.shape:
         return f"shape must be {list(truth.shape)}: got {list(actual.shape)}"
     if actual.dtype.name != dtype and not _holds_bfloat16(actual, dtype):
@@ -114,7 +116,7 @@ def name_problem(actual: Iterable[str], expected: Iterable[str]) -> str:
 
 
 def digest_problem(actual: Mapping[str, Digest], expected: Mapping[str, Digest]) -> str:
-    """Return a description of the first exported weight that differs from the loaded one, otherwise an empty string."""
+    """Return a description of the first exported weight that differs from the loaded weight; empty if none differs."""
     if sorted(actual) != sorted(expected):
         return name_problem(actual, expected)
     for name, wanted in expected.items():

@@ -35,7 +35,8 @@ def decide(error: float, tolerance: float, dtype: str, problem: str = "") -> str
         error: The relative error; NaN never agrees.
         tolerance: The largest accepted error.
         dtype: The working dtype. In float32 and bfloat16, an error over the tolerance may be caused by lost precision.
-        problem: A problem that no tolerance excuses, such as a wrong name, shape, or dtype, or a non-finite value.
+        problem: A problem that is a failure regardless of the tolerance, such as an incorrect name, shape, or dtype, or
+            a non-finite value.
 
     Raises:
         ValueError: If the tolerance is negative, infinite, or NaN.
@@ -51,7 +52,7 @@ def decide(error: float, tolerance: float, dtype: str, problem: str = "") -> str
 
 @dataclass(frozen=True)
 class Author:
-    """An object that creates the findings for one port in one case and dtype, with verdicts from ``decide``.
+    """Creates the findings for one port in one case and dtype. ``decide`` determines their verdicts.
 
     Attributes:
         backend: The port.
@@ -111,8 +112,8 @@ class Coverage:
 
     Attributes:
         port: The name of the port.
-        stages: The stages requested explicitly or by default. Each must be compared in at least one dtype.
-        dtypes: The dtypes requested explicitly. Each must be used in at least one compared stage.
+        stages: The stages requested explicitly or by default. Each stage must be compared in at least one dtype.
+        dtypes: The dtypes requested explicitly. In each dtype, at least one stage must be compared.
         pairs: Whether both stages and dtypes were requested explicitly. Each stage must then be compared in each dtype.
         planned: The number of cases by stage and dtype.
         elsewhere: The dtypes that were not requested but in which a stage has cases, by stage.
@@ -142,7 +143,7 @@ class Coverage:
         return missing + [f"{self.port}: {why}" for why in self.unproven]
 
     def _why(self, findings: Sequence[Finding], stages: set[str], dtypes: set[str]) -> str:
-        """Return the reason why some stages in some dtypes were not compared; empty if they were."""
+        """Return the reason why too few cases of some stages and dtypes were compared; empty if enough were."""
         planned = sum(n for (stage, dtype), n in self.planned.items() if stage in stages and dtype in dtypes)
         if not planned:
             return f"no such cases exist{self._instead(stages)}"
@@ -159,7 +160,7 @@ class Coverage:
         return f"only {len(compared)} of {planned} cases were compared, but at least half are required{why}"
 
     def _instead(self, stages: set[str]) -> str:
-        """Return a hint on how to compare the stages in the dtypes that they support; empty if there are none."""
+        """Return a hint on how to compare the stages in other dtypes; empty if no other dtype has such cases."""
         ways = [(stage, dtypes) for stage, dtypes in self.elsewhere.items() if stage in stages and dtypes]
         return "".join(
             f"; the {stage} stage is compared only in {' and '.join(dtypes)}: remove --dtype, or run "
@@ -203,7 +204,7 @@ class Verdict:
 
     @property
     def doubt(self) -> str:
-        """A sentence about the undecided ports; empty if there are none."""
+        """A sentence about the undecided ports; empty if no port is undecided."""
         names = ", ".join(self.undecided)
         if not names:
             return ""
@@ -211,7 +212,7 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """0 if all ports agree, 1 for different math, 2 if only precision is lost, 3 if not everything was compared."""
+        """0 if all ports agree, 1 if math differs, 2 if only precision is lost, 3 if not everything was compared."""
         return EXIT_CODES[self.verdict]
 
 

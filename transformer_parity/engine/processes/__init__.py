@@ -1,1 +1,1 @@
-"""Child processes: start them, exchange messages with them, and clean up after them."""
+"""Start child processes, exchange messages with them, and clean up after them."""

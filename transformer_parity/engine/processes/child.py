@@ -1,7 +1,7 @@
-"""A child process: start it, exchange messages with it, and stop it.
+"""Start a child process, exchange messages with it, and stop it.
 
-The process runs a ``module:function`` of this project in this or a different Python interpreter. It is the leader of a
-session, so that its descendants can be stopped together with it.
+The process runs a ``module:function`` of this project, in the same Python interpreter as the parent or in a different
+interpreter. The process is the leader of a session, so that all of its descendants can also be stopped.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from transformer_parity.engine.system.errors import printable
 
 PATIENCE = 10.0  # seconds to wait for a process to exit by itself
 GRACE = 0.5  # seconds to wait for the descendants of a process to exit and remove shared resources
-# Seconds to wait for more messages after a process has exited. A different process may still hold its pipe open, and
-# reading takes longer on a busy machine.
+# Seconds to wait for more messages after a process has exited. Other processes may keep the pipe of the process open,
+# and reading takes longer on a busy machine.
 READ = 5.0
-MOST_UNREAD = 16  # maximum number of unread messages per child, which limits their memory; beyond it, the child waits
+MOST_UNREAD = 16  # maximum number of unread messages per child, to limit memory use; a child with more messages waits
 PIPE = 2**20  # size of the pipe in bytes: 16 times the default, and the maximum on Linux without privileges
-WAKE = 0.5  # seconds; Ctrl-C doesn't interrupt a wait without timeout on Windows
+WAKE = 0.5  # timeout of each wait in seconds; on Windows, Ctrl-C doesn't interrupt a wait without a timeout
 
 
 def _widen(pipe: Any) -> None:
     """Increase a pipe's buffer, which halves the time needed to read hundreds of megabytes."""
-    with suppress(ImportError, AttributeError, OSError):  # a different operating system or a user limit
+    with suppress(ImportError, AttributeError, OSError):  # only Linux supports it, and user limits apply
         import fcntl
 
         fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE)
@@ -101,7 +101,7 @@ class Child:
         """Return the next message, waiting for it if necessary.
 
         Raises:
-            ChildEndedError: If the process has exited without sending one.
+            ChildEndedError: If the process has exited without sending another message.
         """
         with self._news:
             while not self.has_news:
@@ -176,7 +176,7 @@ class Child:
         return len(self._received) < MOST_UNREAD or self._is_stopped
 
     def _wait(self, reader: Thread) -> None:
-        """Wait for the exit of the process. The end of its pipes isn't sufficient: descendants may keep them open."""
+        """Wait for the exit of the process, not for the end of its pipes, because descendants may keep them open."""
         self.process.wait()
         deadline = time.monotonic() + GRACE
         while orphans.members(self.process.pid) and time.monotonic() < deadline:

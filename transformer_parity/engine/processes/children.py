@@ -1,4 +1,4 @@
-"""The child processes of a ``with`` block: start, supervise, and stop them.
+"""Start, supervise, and stop the child processes of a ``with`` block.
 
 The processes are stopped at the end of the block, and also if this process is killed. ``Children.listen`` is the only
 loop that supervises processes. It waits for messages, and it detects and stops processes that exit or are silent for
@@ -160,7 +160,7 @@ class Children:
                 yield child, message
 
     def _with_news(self, among: Sequence[Child], seconds: float) -> list[Child]:
-        """Wait up to ``seconds`` until a child has sent a message or exited, and return the children that have."""
+        """Wait up to ``seconds`` until any child has sent a message or exited, and return all such children."""
         deadline = time.monotonic() + seconds
         with self._news:
             while not (found := [child for child in among if child.has_news]) and time.monotonic() < deadline:

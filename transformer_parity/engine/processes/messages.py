@@ -91,7 +91,8 @@ class Broken:
 
     Args:
         why: A description of the exception that was raised.
-        is_usage: Whether the input is at fault. In this case, most processes of a team send the same message.
+        is_usage: Whether unusable input caused the exception. In this case, most processes of a team send the same
+            message.
 
     Attributes:
         at: The time of the error, in seconds since the epoch.

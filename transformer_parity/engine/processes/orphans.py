@@ -1,4 +1,4 @@
-"""A watching process, which kills the child processes of its parent process after the parent has exited or was killed.
+"""A watching process, which kills the child processes of its parent process after the parent has exited.
 
 A thread in each child couldn't do this reliably, because compiled code may hold the global interpreter lock. On Linux,
 ``PR_SET_PDEATHSIG`` would kill a child, but it would neither kill the child's descendants nor remove the directory.
@@ -43,12 +43,12 @@ def end_all(leader: int) -> None:
 
 
 def watch(directory: str) -> None:
-    """Track the children that standard input announces. When it ends, kill the remaining ones and remove a directory.
+    """Track running children by reading standard input. At the end of input, kill them and remove a directory.
 
     Args:
         directory: The directory to remove.
     """
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # terminals and service managers send these to all processes
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # terminals and service managers also signal this process
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     leaders: set[int] = set()

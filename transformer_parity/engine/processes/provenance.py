@@ -34,7 +34,7 @@ class FromSource(SourceFileLoader):
     """A loader that compiles a module from its source and ignores cached bytecode."""
 
     def path_stats(self, path: str) -> NoReturn:
-        """Raise an error, because Python neither reads nor writes bytecode if a file has no size and time."""
+        """Raise an error. Without the size and time of the source file, Python neither reads nor writes bytecode."""
         raise OSError(f"the bytecode of {path} is not cached")
 
 
@@ -53,7 +53,7 @@ class PortImporter:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the file of a module and its loader."""
+        """Return the spec of a module, which contains the module's file and loader."""
         top = name.partition(".")[0]
         if top == CHECKER or top in REFERENCE:
             return None
@@ -93,7 +93,7 @@ def import_port(module: str) -> None:
 
 
 def import_packages() -> None:
-    """Prepare the import of this project's packages, and only of these, from the current directory."""
+    """Prepare the import of this project's packages, but of no other packages, from the current directory."""
     _IMPORTER.first = [os.getcwd()]
     _insert()
 
@@ -104,7 +104,7 @@ def _insert() -> None:
 
 
 def old_bytecode(module: str) -> str:
-    """Return an error message if a module, imported before ``import_port``, came from outdated bytecode.
+    """Return an error message if a module was imported from outdated bytecode before ``import_port`` was called.
 
     If the bytecode matches the source, return an empty string.
     """

@@ -1,6 +1,6 @@
 """Measure how long a process has been silent, not including the time that it waits for a CPU core.
 
-On a busy machine, processes become slower, but this must not be mistaken for a process that hangs.
+On a busy machine, processes become slower. A slow process must not be mistaken for a process that hangs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import psutil
 class Silence:
     """The number of seconds during which a process has computed or slept since its last message.
 
-    The time that a process waits for a CPU core is excluded. Not every operating system reports this time, but it is at
-    most the time during which none of the allowed cores is idle, and at most the time during which the process doesn't
-    compute. If a process doesn't compute at all, it is assumed to sleep, and the full time is included.
+    The time that a process waits for a CPU core is excluded. Because some operating systems don't report this waiting
+    time, it is estimated from two upper bounds: the time during which none of the allowed cores is idle, and the time
+    during which the process doesn't compute. A process that doesn't compute at all is assumed to sleep, and the full
+    time is included.
     """
 
     def __init__(self, pid: int) -> None:
@@ -29,12 +30,12 @@ class Silence:
         self._heard = True
 
     def count(self, interval: float) -> float:
-        """Return the seconds of silence, including those since the last measurement.
+        """Return the seconds of silence, including the time since the last measurement.
 
         Args:
             interval: Minimum seconds between two measurements, which must be much longer than a tick of the CPU time
-                clock. A measurement adds at most twice this time. If more time has passed, this process itself was
-                suspended.
+                clock. A measurement adds at most twice this time, because a longer gap between two measurements means
+                that this process itself was suspended.
         """
         if time.monotonic() - self._last[0] < interval:
             return 0.0 if self._heard else self._seconds

@@ -1,7 +1,7 @@
 """Run a ``module:function`` in a child process, possibly in a different Python interpreter.
 
-The packages of this project are imported from the directory that contains this package. All others are imported from
-the environment of the interpreter. The function is called with a ``messages.Parent``.
+The packages of this project are imported from the directory that contains this package. All other packages are imported
+from the environment of the interpreter. The function is called with a ``messages.Parent``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ OURS = (
 
 
 class Ours:
-    """An import finder that finds only this project's packages in the directory of this package.
+    """An import finder that finds only this project's packages, in the directory that contains this package.
 
-    Other packages in this directory may be built for a different interpreter.
+    All other packages in this directory are ignored, because they may be built for a different interpreter.
     """
 
     @staticmethod

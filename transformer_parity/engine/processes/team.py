@@ -1,4 +1,4 @@
-"""Child processes that work together. If one fails, all are stopped, and the error of the first failure is reported."""
+"""Child processes that work together. If one process fails, all are stopped, and the first failure is reported."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from transformer_parity.engine.processes.child import PATIENCE, Child, ChildEnde
 from transformer_parity.engine.processes.children import Children
 from transformer_parity.engine.processes.messages import Broken
 
-# Seconds to wait for the error message of the process that failed first. Other processes may report errors earlier,
-# because they have lost the connection to it.
+# Seconds to wait for the error message of the process that failed first. Other processes may report an error earlier,
+# because they have lost the connection to the failed process.
 CAUSE = 2.0
 
 
@@ -91,7 +91,7 @@ class Team:
         self.is_over = True
 
     def where(self, rank: int) -> str:
-        """Return a description of the process with a rank."""
+        """Return a description of the process with the given rank."""
         return f"process {rank} of {len(self)}"
 
     def _failure(self, first: Child, cause: Broken | ChildEndedError) -> TeamError:

@@ -33,8 +33,8 @@ def envelope(
         command: The name of the command, without ``parity``.
         result: The part of the result that is specific to this command.
         exit_code: The exit code of the command.
-        compares: Whether the command compares anything. If it doesn't, the result has no verdict.
-        environment: Versions, devices, and switches by backend.
+        compares: Whether the command compares implementations. If False, the result has no verdict.
+        environment: Versions, devices, and settings by backend.
         seconds: The duration of the command in seconds.
     """
     return plain(

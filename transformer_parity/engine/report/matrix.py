@@ -33,7 +33,7 @@ class Cell:
 
 @dataclass
 class TapRow:
-    """A tap and its cells, one per column; None for columns whose port doesn't have the tap."""
+    """A tap, with one cell per column, or None if the port of the column doesn't have the tap."""
 
     tap: str
     block: str
@@ -174,7 +174,7 @@ def _label(block: str) -> str:
 
 
 def number(value: float | str) -> str:
-    """Format an error. Infinity and NaN are passed as strings."""
+    """Format an error. The value is a string if it is infinite or NaN, because JSON doesn't support such numbers."""
     value = float(value)
     if value == 0.0:
         return "exact"

@@ -29,7 +29,8 @@ class Compiled(Protocol):
 def print_line(console: Console, word: str, style: str, said: str) -> None:
     """Print a label and a text from a port or a file as one line.
 
-    Line breaks in the text are escaped, so that a port can't print lines that look like lines of the report.
+    Line breaks in the text are replaced with spaces, so that a port can't print lines that look like lines of the
+    report.
     """
     console.print(Text(word, style) + Text(printable(said), "default"), soft_wrap=True)
 
@@ -102,7 +103,7 @@ def print_skips(console: Console, findings: Sequence[Finding]) -> None:
 
 
 def print_coverage(console: Console, verdict: Verdict, not_tested: Iterable[str]) -> None:
-    """Print the requests that were not compared, and everything that was not requested."""
+    """Print a line for each request that was not compared, and for each entry of ``not_tested``."""
     for what in verdict.missing:
         print_line(console, "MISSING  ", STYLES[FAILED], f" {what}")
     for what in not_tested:

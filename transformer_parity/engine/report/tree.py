@@ -46,7 +46,8 @@ class Node:
 def nodes(marks: Iterable[Mark]) -> list[Node]:
     """Return the parts of a model as nested nodes, such as ``encoder.layers.0``, ``self_attention``, ``scores``.
 
-    For the backward pass, the first part contains the gradients at taps, and the second one the parameter gradients.
+    For the backward pass, the first part contains the gradients at taps, and the second part contains the parameter
+    gradients.
     """
     root = Node("")
     for mark in marks:
@@ -113,7 +114,7 @@ def print_blame(console: Console, blame: Blame) -> None:
 
 
 def _shortened(node: Node) -> Node:
-    """Merge a node with its part if the node has only one, such as a norm with its output."""
+    """Merge a node with its part if the node has only one part. For example, merge a norm with its output."""
     node.parts = [_shortened(part) for part in node.parts]
     if len(node.parts) == 1 and node.parts[0].mark is not None:
         return Node(f"{node.name}.{node.parts[0].name}", node.parts[0].mark)

@@ -36,16 +36,16 @@ def keep_freed_memory() -> None:
     with suppress(OSError, AttributeError):  # there is no glibc, or it doesn't support mallopt
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, -1)  # never
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # disables trimming
 
 
 @contextmanager
 def quiet_frameworks() -> Iterator[TextIO]:
-    """Suppress the text that compiled code prints to standard error, and yield a stream that still prints.
+    """Suppress the text that compiled code prints to standard error, and yield a stream that isn't suppressed.
 
     TensorFlow prints the CPU's instruction sets regardless of its settings. If an exception is raised, the suppressed
-    text is printed, because it may contain the reason. After a KeyboardInterrupt or a UsageError, it isn't
-    printed, because the reason is known.
+    text is printed, because it may contain the reason. After a KeyboardInterrupt or a UsageError, the suppressed text
+    isn't printed, because the reason is known.
     """
     sys.stderr.flush()
     with Stream(os.fdopen(os.dup(2), "wb")) as terminal, tempfile.TemporaryFile("w+", errors="replace") as held_back:
@@ -75,7 +75,7 @@ class Stream(io.TextIOWrapper):
         encoding: The text encoding.
 
     Attributes:
-        error: The first write error; None if there was none, or if the reader closed the pipe, as `head` does.
+        error: The first write error; None if no error has occurred, or if the reader closed the pipe, as `head` does.
     """
 
     error: OSError | None = None

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 class UsageError(Exception):
     """The input can't be used. ``parity`` prints the message and exits with 3.
 
-    The first argument is the message, which states the requirement and the given value. It is printed as one line, even
-    if it quotes text with line breaks. Further arguments are printed below it, one per line.
+    The first argument is the message, which states the requirement and the given value. The message is printed as one
+    line, even if it quotes text with line breaks. Further arguments are printed below the message, one per line.
     """
 
 
@@ -24,7 +24,7 @@ def printable(text: str) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Return the message of an exception. For an OSError about a file, it consists of the path and the reason."""
+    """Return the message of an exception. For an OSError about a file, return the path and the reason."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error)

@@ -34,7 +34,7 @@ def replacing(path: Path) -> Iterator[Path]:
             with tempfile.TemporaryDirectory(prefix="parity-") as directory:
                 yield (temporary := Path(directory, "content"))
                 _write_into(path, temporary)
-    except OSError as error:  # it contains the path of the temporary file, or no path
+    except OSError as error:  # the error contains the path of the temporary file, or no path
         if error.strerror:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
@@ -42,7 +42,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """Yield a temporary file in the same directory, which then replaces a regular file, even if the power fails."""
+    """Yield the path of a temporary file, which then replaces ``path``. The replacement survives a power failure."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # unique for each writer
     try:
         yield temporary
@@ -136,7 +136,7 @@ def is_same_file(path: str, other: str) -> bool:
 
 
 def delete_result(path: Path) -> None:
-    """Delete the result file of an earlier run, if it is a regular file. A symbolic link to it is kept.
+    """Delete the result file of an earlier run if it is a regular file. Delete only the target of a symbolic link.
 
     Raises:
         UsageError: If the file can't be deleted.

@@ -57,7 +57,7 @@ class Stop:
     """A request to stop.
 
     Attributes:
-        signal: The number of the signal that requested it; None if there was none.
+        signal: The number of the signal that requested the stop; None if no signal has been received.
     """
 
     signal: int | None = None

@@ -14,7 +14,7 @@ from transformer_parity import __version__
 from transformer_parity.engine.system.errors import UsageError
 
 DISTRIBUTION = "transformer-parity"
-LIBRARIES = ("jinja2", "matplotlib", "psutil", "rich", "sacrebleu", "sentencepiece")  # the modules of [cli]
+LIBRARIES = ("jinja2", "matplotlib", "psutil", "rich", "sacrebleu", "sentencepiece")  # installed by [cli]
 
 INSTRUCTIONS = {"AVX2": "avx2", "AVX-512": "avx512f", "AMX": "amx_tile"}  # values are flags in /proc/cpuinfo
 
