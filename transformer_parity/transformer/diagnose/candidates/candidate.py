@@ -1,8 +1,8 @@
 """Candidates: possible explanations of the difference between a port and the reference.
 
-A candidate is a set of changes to the NumPy reference. Each change is either a bug from the catalog or a convention of a
-published implementation. If the reference with these changes reproduces all values of the port, the candidate
-explains the difference.
+A candidate is a set of changes to the NumPy reference. Each change is either a bug from the catalog or a convention
+that a published implementation uses. If the reference with these changes reproduces all values of the port, the
+candidate explains the difference.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def mixed_up_weights(as_wide: bool) -> list[Bug]:
         as_wide: Whether ``d_k`` equals ``d_v``, so that value kernels can be exchanged with query and key kernels.
     """
     every = ("query", "key", "value", "output")
-    families = [*((name,) for name in every[:3]), every[:3], every]  # the catalog contains the output kernel alone
+    families = [*((name,) for name in every[:3]), every[:3], every]  # the bug catalog contains the output kernel
     found = [
         Bug(f"{', '.join(names)} kernels of all attention blocks transposed", "", convert=partial(_turned, names))
         for names in families

@@ -24,9 +24,10 @@ def combinations(
     known: Sequence[Bug],
     progress: Callable[[str], None],
 ) -> Iterator[list[Attempt]]:
-    """Yield the attempts with two bugs, then with three bugs.
+    """Yield attempts with two bugs, then with three bugs.
 
-    A combination is extended only if its last bug increased the number of matching tensors.
+    The function yields and extends a combination only if its last bug increased the number of matching tensors. For
+    cases without taps, see ``_closer``.
     """
     frontier = _promising(singles, start.matched)
     if not frontier and start.of <= 2:  # published ports mostly differ in conventions, so try conventions first
@@ -138,7 +139,7 @@ def clash(parts: Sequence[Bug], other: Bug) -> bool:
 
 
 def simplest(exact: Sequence[Attempt]) -> list[Attempt]:
-    """Return the attempts with the fewest parts. Of attempts with the same parts, include only the first one."""
+    """Return the attempts with the fewest parts, and omit attempts that repeat the parts of an earlier one."""
     fewest = min((len(attempt.candidate.parts) for attempt in exact), default=0)
     found: dict[frozenset[str], Attempt] = {}
     for attempt in exact:
