@@ -141,7 +141,7 @@ def diagnose(
         return found
     if pairs := _and_another(trials, exact, known, progress):
         return _exact(port, pairs, tried)
-    # A combination may reproduce a single case by chance. If the port returned only tokens, so may an individual bug.
+    # Combinations may reproduce a single case by chance. Individual bugs may too, if the port returned only tokens.
     singles = [attempt for attempt in exact if len(attempt.candidate.parts) == 1 and trials.names != (TOKENS,)]
     sometimes = [one for one in singles if trials.differing_cases().holds_elsewhere(one.candidate)]
     if sometimes:

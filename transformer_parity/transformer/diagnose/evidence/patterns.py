@@ -1,8 +1,8 @@
 """Find patterns in a case: which tensors differ, how they differ, and at which training step the difference starts.
 
-Each function returns a sentence that describes one pattern, or an empty string if the case doesn't have the pattern. Patterns are derived from the findings
-and from the tensors of the port and the reference. A sentence states a cause only if no other cause leads to the same
-pattern.
+Each function returns a sentence that describes one pattern, or an empty string if the case doesn't have the pattern.
+Patterns are derived from the findings and from the tensors of the port and the reference. A sentence states a cause
+only if no other cause leads to the same pattern.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def right_loss(shown: Differing) -> str:
 def targets(shown: Differing) -> str:
     """Report wrong target probabilities in the loss, which the function derives from the gradient of the logits.
 
-    The gradient is ``total * prediction - target``, where ``total`` is the sum of the target probabilities. In a correct
-    loss, ``total`` is 1.
+    The gradient is ``total * prediction - target``, where ``total`` is the sum of the target probabilities. If the loss
+    is correct, ``total`` is 1.
     """
     case, name = shown.case, "at logits"
     if case.stage != GRADIENTS or name not in shown.wrong or shown.actual[name].shape != shown.truth[name].shape:
@@ -154,9 +154,7 @@ def wrong_parameters(shown: Differing) -> str:
         return ""
     which = "gradient" if len(names) == 1 else "gradients"
     sentence = f"the {which} of {shown.group(names, 'of ')} {differ(names)}, and {len(agree)} agree"
-    if (
-        shown.case.config.norm_order != "post"
-    ):  # with pre-norm, the order of the tensors is not the order of the backward pass
+    if shown.case.config.norm_order != "post":  # tensors aren't in backward-pass order
         return sentence
     return f"{sentence}; of these, the backward pass computes {names[0].removeprefix('of ')} first"
 
@@ -177,7 +175,7 @@ def as_small_as_rounding(shown: Differing) -> str:
 
 
 def first_wrong_token(shown: Differing) -> str:
-    """Report in how many sentences a search returns different tokens, and at which token the first difference occurs."""
+    """Report in how many sentences a search returns different tokens, and the position of the first such token."""
     if shown.case.stage != DECODE or TOKENS not in shown.wrong or TOKENS not in shown.actual:
         return ""
     mine, theirs = shown.actual[TOKENS], shown.truth[TOKENS]

@@ -48,8 +48,8 @@ def signatures(
         config: Config of the model.
         weights: Weights of the model, used to recognize a vector that is added or missing.
         far: Relative error above which an element is wrong.
-        case: The case with the batch, used to recognize batch sizes in a factor; None if the tensor is not a sum over the
-            batch.
+        case: The case with the batch, used to recognize batch sizes in a factor; None if the tensor is not a sum over
+            the batch.
     """
     if actual.shape != wanted.shape:
         return [_shape(actual, wanted)]
@@ -234,7 +234,7 @@ def _permuted(actual: ndarray, wanted: ndarray, far: float) -> Iterator[str]:
 
 
 def _matching(actual: ndarray, wanted: ndarray, axis: int, far: float) -> list[int]:
-    """Return the permutation along an axis that makes the tensors match, or [] if there is none or it is the identity."""
+    """Return the permutation along an axis that makes the tensors match, or [] if there is none or it is trivial."""
     mine, theirs = (np.moveaxis(array, axis, 0).reshape(array.shape[axis], -1) for array in (actual, wanted))
     if len(mine) > 512:
         return []
