@@ -28,7 +28,7 @@ def of_operands(
 
     Args:
         name: Name of the first wrong tap.
-        alone: The port's tensors. Each block computes its tensor from correct inputs.
+        alone: The port's tensors, each computed from correct inputs.
         wanted: The correct tensors for the same inputs.
         weights: The parameters.
         config: Config of the model.

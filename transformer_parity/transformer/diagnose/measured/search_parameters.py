@@ -41,7 +41,7 @@ class Parameter:
     edits: Mapping[Any, Edits]
 
     def named(self, values: Sequence[float]) -> Bug:
-        """Return a bug whose name lists all given values, which have the same effect. The edits use the shortest value."""
+        """Return a bug whose name lists all given values, and whose edits use one of these equivalent values."""
         every = list(self.edits)
         first, last = every.index(values[0]), every.index(values[-1])
         is_range = len(values) > 2 and last - first + 1 == len(values)
