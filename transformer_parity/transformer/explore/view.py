@@ -44,7 +44,7 @@ class Buffer:
         return place
 
     def encoded(self) -> str:
-        """Return the compressed content as base64. The lowest bytes of all values come first, the highest bytes last."""
+        """Return the compressed content as base64. The lowest bytes of all values come first."""
         bits = np.concatenate([*self.parts, np.zeros(0, "<u4")])
         planes = bits.view(np.uint8).reshape(-1, 4).T.tobytes()
         return base64.b64encode(zlib.compress(planes, 9)).decode()
