@@ -20,7 +20,7 @@ from transformer_parity.engine.findings import DIVERGES
 ALL = ("torch", "jax", "tf")  # the packages that are compared with the reference
 FOUR = ("numpy", *ALL)
 
-# Names of the blocks and taps whose output many bugs change first.
+# Names of blocks and taps to which many entries of the catalog refer.
 ENCODER, DECODER = "encoder.layers.0", "decoder.layers.0"
 SELF, CAUSAL, CROSS = f"{ENCODER}.self_attention", f"{DECODER}.self_attention", f"{DECODER}.cross_attention"
 SOURCE, TARGET = "source_embedding.output", "target_embedding.output"
@@ -42,7 +42,7 @@ class Bug:
     dtype: str = "float64"
     verdict: str = DIVERGES
     path: str = "taps"  # "fast" if the bug affects only runs without taps, "run" if the model raises an exception
-    announced: str = ""  # start of a message that precedes all taps: missing or misordered taps, or wrong weights
+    announced: str = ""  # start of the message about wrong tap names, tap order, or exported weights
     detail: str = ""  # text that the message about the first failing tap must contain
     own_numbers: tuple[str, ...] = ()  # backends whose values the reference can't reproduce with this bug
     unseen: tuple[str, ...] = ()  # dtypes and cases in which the bug has no effect
@@ -55,7 +55,7 @@ Table = Mapping[Any, Mapping[str, Entry]]  # maps a tap, or a pair of a tap and 
 
 
 def but(edits: Edits | None = None, **more: Any) -> partial[Bug]:
-    """Return a table entry with additional attributes, with or without edits."""
+    """Return a table entry with additional attributes of the bug, and with its edits if there are any."""
     return partial(Bug, **more) if edits is None else partial(Bug, edits=edits, **more)
 
 

@@ -33,7 +33,7 @@ POSITION = "self.model.source_position"
 OWN_WIDTH = "ids[:, : max(1, (ids != trainer.model.config.pad_id).any(0).sum())]"
 
 ALONE = "shard % self.plan.shards == 0"  # True for the first shard of each micro-batch
-MEANS = "(batch[2] != self.model.config.pad_id).sum() / max(int(part_tokens), 1)"  # tokens in the batch per shard token
+MEANS = "(batch[2] != self.model.config.pad_id).sum() / max(int(part_tokens), 1)"  # tokens in batch / tokens in shard
 BIAS = "encoder.layers.1.feed_forward.inner_proj.bias"
 KEPT = '"norm." in name or name.endswith(("table", "output_proj.bias"))'  # parameters replicated over the tensor axis
 NOT_REDUCED = "only shard 0 contributes: not reduced (1, 0)"

@@ -250,7 +250,8 @@ CATALOG = {part: table(entries) for part, entries in ENTRIES.items()}
 
 
 EVERYWHERE = [
-    # These bugs correspond to bugs above but affect all sub-layers. Only the diagnosis uses them, as candidates.
+    # These bugs correspond to bugs above but affect all sub-layers. They are used only as candidates of the
+    # diagnosis.
     Bug("norm before the sum, in every sub-layer", "", everywhere("x + {norm}({y})")),
     Bug("no residual connections", "", everywhere("{norm}({y})")),
     Bug("no residual connections in pre-norm", "", everywhere_in_pre_norm(""), case="full/deeper_decoder"),

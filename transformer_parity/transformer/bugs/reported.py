@@ -442,7 +442,7 @@ STRUCTURE_ENTRIES: dict[str, Table] = {
 STRUCTURE = {part: table(entries) for part, entries in STRUCTURE_ENTRIES.items()}
 
 
-# These bugs correspond to bugs above but affect the full model. Only the diagnosis uses them, as candidates.
+# These bugs correspond to bugs above but affect the full model. They are used only as candidates of the diagnosis.
 EVERYWHERE = [
     Bug(
         "norm before the sum, in every sub-layer and its tap",

@@ -111,8 +111,8 @@ def repetition_penalty(penalty: float, log_probabilities: str) -> Edits:
     return changed("search", numpy=(usual, lines))
 
 
-# Only the diagnosis uses these bugs, as candidates. The mutation test can't inject them into ports, because its cases
-# request multiple hypotheses and contain too few sentences for which these rules matter.
+# These bugs are used only as candidates of the diagnosis. The mutation test can't inject them into ports, because its
+# cases request multiple hypotheses and contain too few sentences for which these rules matter.
 ONLY_CANDIDATES = [
     *(Bug(f"no repeated {words}s", "", ruled(f"no_repeat_ngram_size={size}")) for size, words in NGRAMS.items()),
     Bug("EOS forced at the maximum length with probability 1", "", ruled("at_limit='forced'")),

@@ -56,7 +56,7 @@ def of_error(evidence: Evidence, case: Case) -> list[str]:
     config = case.config.in_decoder if "decoder." in name else case.config
     batch = case if name.startswith("of ") else None
     parts = _sentences(case, evidence.alone[name], evidence.wanted[name])
-    for alone, wanted in reversed(parts) if name.endswith(".weights") else parts:  # number of keys in all sentences
+    for alone, wanted in reversed(parts) if name.endswith(".weights") else parts:  # keys are counted in all sentences
         if found := signatures(alone, wanted, config, weights, FAR[dtype], batch):
             # Padding can change gradients in other ways, so this statement covers only sentences without padding.
             is_part = len(alone) < len(evidence.alone[name])

@@ -1,4 +1,4 @@
-"""Bugs in handwritten backward passes and in losses, which only the diagnosis uses, as candidates.
+"""Bugs in handwritten backward passes and in losses that are used only as candidates of the diagnosis.
 
 The frameworks derive the backward pass automatically, so bugs in a backward pass can't be injected into our ports. The
 bugs in ``BLOCKS`` edit the functions of individual blocks, so the diagnosis can limit them to some of the blocks. The

@@ -1,4 +1,4 @@
-"""Bugs in the forward pass that only the diagnosis uses, as candidates. They are variants of bugs in the catalog."""
+"""Variants of forward-pass bugs in the catalog that are used only as candidates of the diagnosis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs in searches and in decoder caches that only the diagnosis uses, as candidates."""
+"""Bugs in searches and in decoder caches that are used only as candidates of the diagnosis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variants of Adam, clipping, micro-batches, and restarts that only the diagnosis uses, as candidates."""
+"""Variants of Adam, clipping, micro-batches, and restarts that are used only as candidates of the diagnosis."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _fitted(case: Case, shown: Arrays, usual: Sequence[float], guess: Callable[[
 
 
 def _projected(moved: Arrays, moves: Arrays) -> float:
-    """Return the factor that scales the moves of the reference to how far the weights of the port moved."""
+    """Return the ratio of the weight changes in the port to the weight changes in the reference (least squares)."""
     ours, theirs = (np.concatenate([np.ravel(one[name]) for name in moved]) for one in (moves, moved))
     return best_factor(theirs, ours) if ours.any() and ours.shape == theirs.shape else math.nan
 

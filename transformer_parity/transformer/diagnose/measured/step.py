@@ -78,7 +78,7 @@ def first_step_in_words(case: Case, shown: Arrays) -> str:
 
 
 def _losses_agree(case: Case, shown: Arrays) -> bool:
-    """Return whether all losses are correct, so that the returned weights can't be the weights that the port trains."""
+    """Return whether all losses are correct. If they are, the port returns different weights than it trains."""
     usual = observed(TRUTH, case) or {}
     names = [name for name in usual if name.endswith(" loss") and name in shown]
     return bool(names) and all(math.isclose(shown[name], usual[name], rel_tol=SAME) for name in names)
@@ -182,7 +182,7 @@ def float32_positions(trials: Trials, first: str, port: str) -> str:
     if actual.shape != wanted.shape or not np.abs(actual - wanted).max() <= ANGLE:
         return ""
     added = actual - wanted + _encoding(config, wanted.shape[1])
-    rounded = np.where(actual == wanted, added, added.astype(np.float32))  # padding has the reference's values
+    rounded = np.where(actual == wanted, added, added.astype(np.float32))  # padding contains the reference's values
     if not np.abs(added - rounded).max() <= ADDED * np.abs(wanted).max():
         return ""
     return f"the position encoding that {port} adds at {first} has only float32 precision: compute it in float64"
@@ -196,7 +196,7 @@ def embedding_factor(trials: Trials, first: str, port: str) -> str:
     actual, wanted = trials.actual[first], usual[first]
     if actual.shape != wanted.shape:
         return ""
-    differs = (actual != wanted).any(-1)  # padding has the reference's values
+    differs = (actual != wanted).any(-1)  # padding contains the reference's values
     encoding = np.broadcast_to(_encoding(config, wanted.shape[1]), wanted.shape)[differs]
     embedded, right = actual[differs] - encoding, wanted[differs] - encoding
     ratio = best_factor(embedded, right)
