@@ -89,7 +89,7 @@ def _closer(
 
 
 def _without_idle(trials: Trials, attempt: Attempt) -> list[Attempt]:
-    """Return exact attempts with fewer parts, from which parts without any effect were removed one after the other."""
+    """Remove parts without any effect from an exact attempt, one at a time, and return the resulting attempts."""
     for part in attempt.candidate.parts:
         fewer = Candidate(tuple(other for other in attempt.candidate.parts if other is not part))
         if (found := trials.run(fewer)) and found.is_exact:

@@ -108,7 +108,7 @@ def differ(names: Sequence[str]) -> str:
 
 
 def factor_between(actual: ndarray, truth: ndarray, same: float = SAME) -> float:
-    """Return the factor that converts ``truth`` to ``actual``, or NaN if ``actual`` is not a multiple of ``truth``."""
+    """Return the ratio of ``actual`` to ``truth``, or NaN if ``actual`` is not a multiple of ``truth``."""
     factor = best_factor(actual, truth)
     # The factor is valid only if multiplying by it removes nearly all of the error.
     left = np.linalg.norm(actual - factor * truth)
