@@ -24,7 +24,7 @@ def of_operands(
 ) -> str:
     """Describe the wrong kernel, input, term, axis, or mask that explains the error of a block.
 
-    Return an empty string if none of them explains the error. The functions for individual operands, below, do the same.
+    Return an empty string if none of them explains the error. The functions for individual operands do the same.
 
     Args:
         name: Name of the first wrong tap.
